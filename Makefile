@@ -1,0 +1,51 @@
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast lint format bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## Create .venv with vLLM's CPU build (again when pyproject.toml changes)
+
+# The stamp comes last, so an interrupted installation is taken up again.
+# vLLM's CPU build pulls in torchvision, torchaudio and torchcodec. pip resolves them to CUDA builds,
+# which break `import transformers` beside the CPU torch ("operator torchvision::nms does not
+# exist"). Text models need none of the three.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[cpu,test]'
+	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
+		{ echo "vLLM's CPU kernels need libnuma (Debian: apt-get install libnuma1)"; exit 1; }
+	@command -v g++ >/dev/null || \
+		echo "No g++: torch.compile needs it, else set TORCHDYNAMO_DISABLE=1 (Debian: apt-get install g++)"
+	@touch $@
+
+demo: venv ## A long-tail batch that switches layout while it runs
+	$(BIN)/pat-vllm demo
+
+test: venv ## Every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-fast: venv ## The pure tests: no engine is started
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## Let ruff fix and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## Adaptive against every static layout
+	$(BIN)/pat-vllm bench
+
+clean: ## Remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

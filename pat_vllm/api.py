@@ -1,0 +1,65 @@
+"""What users call on a running engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pat_vllm.reporting import Report
+
+
+def switch(llm: Any, tp: int) -> bool:
+    """Switch an `LLM` to the layout with tensor parallelism `tp` now, mid-generation too.
+
+    May be called from another thread while `generate` runs, or between `step()`s. The layout
+    holds, whatever the policy says, until the engine has worked and become idle.
+
+    Returns:
+        Whether the engine is in that layout; False when the switch was refused, which the report
+        explains.
+
+    Raises:
+        ValueError: the engine does not keep that layout ready (from the engine's process this
+            arrives as vLLM's exception for a failed call).
+    """
+    _serialize_sends(llm)
+    return llm.collective_rpc("pat_switch_layout", args=(tp,))[0]
+
+
+def report(llm: Any) -> Report:
+    """What an `LLM` with PAT has done: switches, what they moved and cost, live requests."""
+    _serialize_sends(llm)
+    return Report.from_wire(llm.collective_rpc("pat_report")[0])
+
+
+async def switch_async(llm: Any, tp: int) -> bool:
+    """`switch` for an `AsyncLLM`."""
+    return (await llm.collective_rpc("pat_switch_layout", args=(tp,)))[0]
+
+
+async def report_async(llm: Any) -> Report:
+    """`report` for an `AsyncLLM`."""
+    return Report.from_wire((await llm.collective_rpc("pat_report"))[0])
+
+
+def _serialize_sends(llm: Any) -> None:
+    """Make the client's sends safe for several threads: its ZMQ socket is not.
+
+    vLLM's synchronous client is made for one thread. `generate` runs in that one and may abort
+    requests just when another thread asks for a switch.
+    """
+    import functools
+    import threading
+
+    client = llm.llm_engine.engine_core
+    send = getattr(client, "_send_input", None)
+    if send is None or getattr(send, "_pat_locked", False):
+        return
+    lock = threading.Lock()
+
+    @functools.wraps(send)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return send(*args, **kwargs)
+
+    locked._pat_locked = True  # type: ignore[attr-defined]
+    client._send_input = locked

@@ -1,0 +1,140 @@
+"""`additional_config["pat"]`: what a user may set, validated. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pat_vllm.layout import Layout
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StaticPolicyConfig(_Strict):
+    """Stay in one layout."""
+
+    kind: Literal["static"]
+    tp: int = Field(ge=1)
+
+
+class SchedulePolicyConfig(_Strict):
+    """With at most K live requests, be in the layout with tensor parallelism `switch_at[K]`."""
+
+    kind: Literal["schedule"]
+    switch_at: dict[int, int] = Field(min_length=1)
+
+    @field_validator("switch_at")
+    @classmethod
+    def _positive(cls, switch_at: dict[int, int]) -> dict[int, int]:
+        for live, tp in switch_at.items():
+            if live < 1 or tp < 1:
+                raise ValueError(
+                    f"maps a number of live requests (>= 1) to a tp (>= 1), got {{{live}: {tp}}}"
+                )
+        return switch_at
+
+
+PolicyConfig = Annotated[StaticPolicyConfig | SchedulePolicyConfig, Field(discriminator="kind")]
+
+
+class PATConfig(_Strict):
+    """Options of the adaptive-tensor-parallelism executor.
+
+    Attributes:
+        layouts: tensor-parallel sizes to keep ready. None: `base_tp`, its doublings that divide
+            the number of ranks, and the number of ranks itself.
+        base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
+        policy: who decides on switches; None never switches by itself.
+        kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
+            "recompute" prefills again, "auto" takes the cheaper for each request.
+        weights: "materialized" keeps a copy of the weights per layout; "auto" chooses.
+    """
+
+    layouts: tuple[int, ...] | None = None
+    base_tp: int = Field(default=1, ge=1)
+    policy: PolicyConfig | None = None
+    kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
+    weights: Literal["auto", "materialized"] = "auto"
+
+    @classmethod
+    def parse(cls, options: Any) -> PATConfig:
+        """Validate the raw options.
+
+        Raises:
+            ValueError: names the option, its value and what is allowed.
+        """
+        if options is None:
+            options = {}
+        if not isinstance(options, dict):
+            raise ValueError(
+                f'additional_config["pat"] must be a dict of options, got {options!r}; '
+                f"allowed options: {', '.join(cls.model_fields)}"
+            )
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            problems = "; ".join(_describe(e) for e in error.errors())
+            raise ValueError(f'additional_config["pat"]: {problems}') from None
+
+    def resolve_layouts(self, world_size: int) -> tuple[Layout, ...]:
+        """The layouts to keep ready, ascending in tp; the first is the base layout.
+
+        Raises:
+            ValueError: a tp does not divide `world_size`, or the policy names another layout.
+        """
+        if self.layouts is None:
+            sizes = {world_size}
+            tp = self.base_tp
+            while tp <= world_size:
+                if world_size % tp == 0 or tp == self.base_tp:
+                    sizes.add(tp)
+                tp *= 2
+        else:
+            if not self.layouts:
+                raise ValueError("pat.layouts is empty; name at least one tensor-parallel size")
+            sizes = {*self.layouts, self.base_tp}
+        for tp in sorted(sizes):
+            if tp < 1 or world_size % tp:
+                option = "layouts" if self.layouts and tp in self.layouts else "base_tp"
+                raise ValueError(
+                    f"pat.{option} names tp={tp}, which does not divide tensor_parallel_size="
+                    f"{world_size}; allowed: {_divisors(world_size)}"
+                )
+            if tp < self.base_tp:
+                raise ValueError(
+                    f"pat.layouts names tp={tp}, smaller than pat.base_tp={self.base_tp}; "
+                    "base_tp must be the smallest layout"
+                )
+        for tp in self._policy_sizes():
+            if tp not in sizes:
+                raise ValueError(
+                    f"pat.policy names tp={tp}, which is not among the layouts {sorted(sizes)}; "
+                    "add it to pat.layouts or change the policy"
+                )
+        return tuple(Layout.of(tp, world_size) for tp in sorted(sizes))
+
+    def _policy_sizes(self) -> tuple[int, ...]:
+        match self.policy:
+            case StaticPolicyConfig(tp=tp):
+                return (tp,)
+            case SchedulePolicyConfig(switch_at=switch_at):
+                return tuple(switch_at.values())
+            case _:
+                return ()
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _describe(error: Any) -> str:
+    option = ".".join(str(part) for part in error["loc"]) or "options"
+    if error["type"] == "extra_forbidden":
+        return (
+            f"unknown option {option!r} (value {error['input']!r}); "
+            f"allowed: {', '.join(PATConfig.model_fields)}"
+        )
+    return f"option {option!r} has value {error['input']!r}: {error['msg']}"

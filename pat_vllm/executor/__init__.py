@@ -1,0 +1,1 @@
+"""The workers' side: executor, worker, one runtime per layout, process groups, weights."""

@@ -1,0 +1,246 @@
+"""The executor: vLLM's own, plus steps that go to one replica and a layout that can change."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs as envs
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes
+from pat_vllm.executor.orders import SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.layout import Layout
+from pat_vllm.support import home_layout, layouts_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
+
+_POLL_SECONDS = 50e-6
+"""Pause between looks at the replicas' replies. A blocking read would spin on a core that the
+engine may have to share with a worker."""
+_IDLE_WAIT_SECONDS = 2e-3
+"""With an idle replica, how long to wait for the busy ones before looking for new requests."""
+_NO_REPLY_RANK = -1
+"""Rank that vLLM's worker loop compares with its own before it replies: none will."""
+
+_executors: weakref.WeakValueDictionary[str, PATExecutorMixin] = weakref.WeakValueDictionary()
+
+
+def executor_of(vllm_config: VllmConfig) -> PATExecutorMixin:
+    """The executor of the engine that this config belongs to.
+
+    vLLM builds the executor, then the scheduler, and does not introduce them; both get the same
+    config.
+    """
+    return _executors[vllm_config.instance_id]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished step of one replica."""
+
+    replica: int
+    output: ModelRunnerOutput
+    seconds: float
+
+
+class PATExecutorMixin:
+    """What PAT adds to a vLLM executor that speaks `MultiprocExecutor`'s protocol."""
+
+    is_pat = True
+
+    # ---------------------------------------------------------------- start and stop
+
+    def _post_init_executor(self) -> None:
+        super()._post_init_executor()  # type: ignore[misc]
+        config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        self.layout: Layout = home_layout(config)
+        self._lanes: Lanes | None = None
+        self._in_lanes = False
+        self._pending: dict[int, deque[float]] = {}
+        self._unsampled: list[int] = []
+        self._commands: dict[str, Callable[..., Any]] = {}
+        _executors[config.instance_id] = self
+
+    def compile_or_warm_up_model(self) -> None:
+        """Warm every layout up, then open the lanes: from here on there are steps."""
+        super().compile_or_warm_up_model()  # type: ignore[misc]
+        lanes = Lanes(layouts_of(self.vllm_config))  # type: ignore[attr-defined]
+        lanes.connect(self.collective_rpc("pat_open_lanes", args=(lanes.handles(),)))
+        ready = self.collective_rpc("pat_lanes_ready", non_block=True)
+        lanes.wait_until_ready()
+        ready.result()
+        self._lanes = lanes
+
+    def shutdown(self) -> None:
+        """Stop the workers, wherever they are."""
+        if (lanes := getattr(self, "_lanes", None)) is not None:
+            lanes.shutdown(self.layout if self._in_lanes else None)
+            self._in_lanes = False
+        super().shutdown()  # type: ignore[misc]
+
+    # ---------------------------------------------------------------- control
+
+    def offer(self, name: str, command: Callable[..., Any]) -> None:
+        """Let front ends call `command` in the engine-core process as `collective_rpc(name)`."""
+        self._commands[name] = command
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in vLLM; names given to `offer` run here, in the engine core."""
+        if isinstance(method, str) and method in self._commands:
+            return self._run_command(method, *args, **kwargs)
+        self._leave_lanes()
+        return super().collective_rpc(method, *args, **kwargs)  # type: ignore[misc]
+
+    def _run_command(
+        self,
+        name: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return [self._commands[name](*args, **(kwargs or {}))]
+
+    def _leave_lanes(self) -> None:
+        if self._in_lanes:
+            assert self._lanes is not None
+            self._lanes.leave(self.layout)
+            self._in_lanes = False
+
+    def _enter_lanes(self) -> None:
+        if not self._in_lanes:
+            ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
+            ring.enqueue(("pat_serve_lane", (), {}, _NO_REPLY_RANK))
+            self._in_lanes = True
+
+    # ---------------------------------------------------------------- steps
+
+    def execute_model(
+        self, scheduler_output: PATSchedulerOutput, non_block: bool = False
+    ) -> Future[None] | None:
+        """Start each replica's step in its own lane. The outputs come from `sample_tokens`."""
+        self._raise_if_failed()
+        for replica, step in scheduler_output.steps.items():
+            self._send(replica, EXECUTE, step)
+            self._pending.setdefault(replica, deque()).append(time.perf_counter())
+            if step.total_num_scheduled_tokens:
+                self._unsampled.append(replica)
+        if not non_block:
+            return None
+        future: Future[Any] = Future()
+        # Without a step in flight there is nothing to sample, and vLLM takes this for the output.
+        future.set_result(None if scheduler_output.total_num_scheduled_tokens else [])
+        return future
+
+    def sample_tokens(
+        self, grammar_output: PATGrammarOutput | None, non_block: bool = False
+    ) -> Any:
+        """Sample in the replicas whose steps were started last.
+
+        Returns:
+            The steps that have finished (`list[StepResult]`), of any replica; at least one,
+            except that an idle replica bounds the wait. With `non_block`, a future of them.
+        """
+        for replica in self._unsampled:
+            self._send(
+                replica, SAMPLE, grammar_output.of_replica.get(replica) if grammar_output else None
+            )
+        self._unsampled.clear()
+        return _Finished(self) if non_block else self.finished()
+
+    def finished(self, wait_for_all: bool = False) -> list[StepResult]:
+        """Results of finished steps, in each replica's order.
+
+        Args:
+            wait_for_all: return when no step is in flight.
+
+        Raises:
+            RuntimeError: a worker failed.
+            TimeoutError: a step took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        """
+        results: list[StepResult] = []
+        idle = self.layout.replicas > sum(1 for sent in self._pending.values() if sent)
+        give_up = time.perf_counter() + _IDLE_WAIT_SECONDS
+        while busy := [replica for replica, sent in self._pending.items() if sent]:
+            for replica in busy:
+                # The last one that is waited for may block, as in vLLM.
+                alone = len(busy) == 1 and (wait_for_all or not idle) and not results
+                if (result := self._receive(replica, block=alone)) is not None:
+                    results.append(result)
+            if results and not wait_for_all:
+                break
+            if idle and not wait_for_all and time.perf_counter() > give_up:
+                break
+            if not results or wait_for_all:
+                self._raise_if_failed()
+                time.sleep(_POLL_SECONDS)
+        return results
+
+    def _receive(self, replica: int, block: bool) -> StepResult | None:
+        assert self._lanes is not None
+        leader = self.layout.leader_of(replica)
+        sent = self._pending[replica][0]
+        left = sent + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS - time.perf_counter()
+        if not block and left > 0 and not self._lanes.has_reply(leader):
+            return None
+        try:
+            output = self._lanes.receive(leader, timeout=left)
+        except TimeoutError:
+            raise TimeoutError(f"a step of replica {replica} timed out") from None
+        self._pending[replica].popleft()
+        return StepResult(replica, output, time.perf_counter() - sent)
+
+    def _send(self, replica: int, kind: str, payload: Any) -> None:
+        assert self._lanes is not None
+        self._enter_lanes()
+        self._lanes.send(self.layout, replica, kind, payload)
+
+    def _raise_if_failed(self) -> None:
+        if self.is_failed:  # type: ignore[attr-defined]
+            raise RuntimeError("Executor failed.")
+
+    # ---------------------------------------------------------------- layouts
+
+    def switch(self, order: SwitchOrder) -> list[SwitchTimes]:
+        """Have all ranks carry out a switch. No step may be in flight."""
+        assert not any(self._pending.values()), "a step is in flight"
+        times = self.collective_rpc("pat_switch", args=(order,))
+        self.layout = order.target
+        self._pending.clear()
+        return times
+
+    def transfer_rates(self) -> TransferRates:
+        """Rates that the workers measured while warming up; those of the slowest rank."""
+        rates: list[TransferRates] = self.collective_rpc("pat_transfer_rates")
+        return TransferRates(
+            bandwidth=min(r.bandwidth for r in rates),
+            prefill_rate={
+                tp: min(r.prefill_rate[tp] for r in rates) for tp in rates[0].prefill_rate
+            },
+        )
+
+
+class _Finished(Future):
+    """Resolves, when asked, to the steps that have finished by then."""
+
+    def __init__(self, executor: PATExecutorMixin) -> None:
+        super().__init__()
+        self._executor = executor
+
+    def result(self, timeout: float | None = None) -> list[StepResult]:
+        return self._executor.finished()
+
+
+class PATExecutor(PATExecutorMixin, MultiprocExecutor):
+    """Adaptive tensor parallelism over local worker processes."""
+
+    supports_pp = False

@@ -1,0 +1,134 @@
+"""Handing requests from one vLLM model runner to another.
+
+The schedulers send a resumed request's blocks and tokens with its first step, as after a
+preemption. What is handed over here is only what a runner keeps to itself. One implementation
+for each of vLLM's model runners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+RequestState = Any
+"""One request's state in transit; made and read by the same implementation."""
+
+
+class Handover(Protocol):
+    """Takes request state out of a model runner and puts it into another of the same kind."""
+
+    def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, RequestState]:
+        """State of those of the requests that `runner` knows, picklable."""
+        ...
+
+    def give(self, runner: Any, states: Mapping[str, RequestState]) -> None:
+        """Prepare `runner` to resume these requests. It must not know them."""
+        ...
+
+    def clear(self, runner: Any) -> None:
+        """Make `runner` forget every request."""
+        ...
+
+
+def handover_for(runner: Any) -> Handover:
+    """The implementation for a runner."""
+    return V2Handover() if hasattr(runner, "req_states") else V1Handover()
+
+
+def _finish(runner: Any, request_ids: set[str]) -> None:
+    """Tell a runner, in vLLM's own way, that requests have finished."""
+    if request_ids:
+        step = SchedulerOutput.make_empty()
+        step.finished_req_ids = request_ids
+        runner.execute_model(step)
+
+
+@dataclass(frozen=True)
+class _V1State:
+    """A `CachedRequestState` with token lists and generator in compact form."""
+
+    state: dict[str, Any]
+    prompt_token_ids: np.ndarray | None
+    output_token_ids: np.ndarray
+    generator_state: torch.Tensor | None
+    num_prompt_logprobs: int | None
+
+
+class V1Handover:
+    """For `vllm.v1.worker.gpu_model_runner`: resumed requests are looked up in `requests`."""
+
+    _COMPACT = frozenset(
+        {"prompt_token_ids", "output_token_ids", "generator", "block_ids", "num_computed_tokens"}
+    )
+
+    def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, _V1State]:
+        states = {}
+        for request_id in request_ids:
+            state: CachedRequestState | None = runner.requests.get(request_id)
+            if state is None:
+                continue
+            states[request_id] = _V1State(
+                state={
+                    field.name: getattr(state, field.name)
+                    for field in fields(CachedRequestState)
+                    if field.name not in self._COMPACT
+                },
+                prompt_token_ids=_pack(state.prompt_token_ids),
+                output_token_ids=np.asarray(state.output_token_ids, dtype=np.int32),
+                generator_state=state.generator.get_state() if state.generator else None,
+                num_prompt_logprobs=runner.num_prompt_logprobs.get(request_id),
+            )
+        return states
+
+    def give(self, runner: Any, states: Mapping[str, _V1State]) -> None:
+        for request_id, packed in states.items():
+            generator = None
+            if packed.generator_state is not None:
+                generator = torch.Generator(device=runner.device)
+                generator.set_state(packed.generator_state)
+            prompt = packed.prompt_token_ids
+            runner.requests[request_id] = CachedRequestState(
+                **packed.state,
+                prompt_token_ids=None if prompt is None else prompt.tolist(),
+                output_token_ids=packed.output_token_ids.tolist(),
+                generator=generator,
+                block_ids=(),
+                num_computed_tokens=0,
+            )
+            if packed.num_prompt_logprobs is not None:
+                runner.num_prompt_logprobs[request_id] = packed.num_prompt_logprobs
+
+    def clear(self, runner: Any) -> None:
+        _finish(runner, set(runner.requests))
+        # With asynchronous scheduling the batch remembers the tokens that it sampled last, by
+        # request id; one that comes back must not be given them.
+        runner.input_batch.prev_sampled_token_ids = None
+        runner.input_batch.prev_req_id_to_index = None
+
+
+def _pack(token_ids: list[int] | None) -> np.ndarray | None:
+    return None if token_ids is None else np.asarray(token_ids, dtype=np.int32)
+
+
+class V2Handover:
+    """For `vllm.v1.worker.gpu.model_runner`: requests resume as new ones with their tokens.
+
+    The scheduler sends all tokens, and random numbers are a function of seed and position, so
+    nothing needs to be taken along. A request without a seed draws a new one, the same on all
+    ranks of its replica, as their generators are seeded alike at a switch.
+    """
+
+    def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, None]:
+        return {}
+
+    def give(self, runner: Any, states: Mapping[str, None]) -> None:
+        return
+
+    def clear(self, runner: Any) -> None:
+        _finish(runner, set(runner.req_states.req_id_to_index))

@@ -1,0 +1,203 @@
+"""Message lanes: one shared-memory broadcast ring per replica, so that replicas run freely.
+
+vLLM sends every RPC through one ring that all workers read in order; a worker in a long prefill
+would soon fill it and stop the others. Steps therefore travel in lanes: a lane reaches the ranks
+of one replica only. Control RPCs stay on vLLM's own path: the executor asks the workers to leave
+their lanes, makes the RPC, and sends them back (see `PATExecutorMixin.collective_rpc`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.logger import init_logger
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from pat_vllm.layout import Layout
+
+logger = init_logger(__name__)
+
+LEAVE = "leave"
+EXECUTE = "execute"
+SAMPLE = "sample"
+
+_CHUNK_BYTES = 4 << 20
+"""Ring slot; larger messages take vLLM's out-of-band path."""
+_PARENT_CHECK_SECONDS = 5.0
+"""How long a worker may go on waiting after its engine was killed."""
+
+
+@dataclass(frozen=True)
+class LaneHandles:
+    """What a worker needs to open its end: the handle of each lane, by (tp, replica)."""
+
+    by_replica: dict[tuple[int, int], Handle]
+
+
+class Lanes:
+    """The engine's ends: a ring to each replica of each layout, a ring from each rank."""
+
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self._rings: dict[tuple[int, int], MessageQueue] = {}
+        for layout in layouts:
+            for replica in range(layout.replicas):
+                ranks = list(layout.ranks_of(replica))
+                self._rings[layout.tp, replica] = MessageQueue(
+                    len(ranks), len(ranks), ranks, max_chunk_bytes=_CHUNK_BYTES
+                )
+        self._replies: list[MessageQueue] = []
+
+    def handles(self) -> LaneHandles:
+        """To be sent to every worker."""
+        return LaneHandles({key: ring.export_handle() for key, ring in self._rings.items()})
+
+    def connect(self, reply_handles: Sequence[Handle]) -> None:
+        """Open the rings back, one per rank. Workers call `WorkerLanes.wait_until_ready`."""
+        self._replies = [MessageQueue.create_from_handle(handle, 0) for handle in reply_handles]
+
+    def wait_until_ready(self) -> None:
+        """Block until both ends of every ring are connected."""
+        for ring in self._rings.values():
+            ring.wait_until_ready()
+        for reply in self._replies:
+            reply.wait_until_ready()
+
+    def send(self, layout: Layout, replica: int, kind: str, payload: Any = None) -> None:
+        """Send a message to all ranks of a replica."""
+        self._rings[layout.tp, replica].enqueue((kind, payload))
+
+    def leave(self, layout: Layout) -> None:
+        """Ask the workers of a layout to leave their lanes after what was sent before."""
+        for replica in range(layout.replicas):
+            self.send(layout, replica, LEAVE)
+
+    def has_reply(self, rank: int) -> bool:
+        """Whether a reply of a rank waits to be received."""
+        # `MessageQueue.dequeue(timeout=0)` would do, but can lose a message that is too large
+        # for the ring: its slot is consumed before the socket has delivered the bytes.
+        ring = self._replies[rank]
+        with ring.buffer.get_metadata(ring.current_idx) as flags:
+            written, read = flags[0], flags[1]
+        return bool(written and not read)
+
+    def receive(self, rank: int, timeout: float) -> Any:
+        """The next reply of a rank.
+
+        Raises:
+            TimeoutError: none came within `timeout` seconds.
+            RuntimeError: the worker failed, or the lanes were shut down.
+        """
+        succeeded, result = self._replies[rank].dequeue(timeout=timeout)
+        if not succeeded:
+            raise RuntimeError(
+                f"Worker {rank} failed with error '{result}', please check the stack trace above "
+                "for the root cause"
+            )
+        return result
+
+    def shutdown(self, layout: Layout | None) -> None:
+        """Let the workers out of the lanes of `layout` and wake every reader. Idempotent."""
+        if layout is not None:
+            for replica in range(layout.replicas):
+                try:
+                    self._rings[layout.tp, replica].enqueue((LEAVE, None), timeout=0.1)
+                except TimeoutError:
+                    # A dead or stuck worker does not read any more; vLLM ends it by signal.
+                    logger.debug("lane %s/%d is full at shutdown", layout, replica)
+        for mq in (*self._rings.values(), *self._replies):
+            mq.shutdown()
+
+
+class StepWorker(Protocol):
+    """What a worker offers to its lane: vLLM's worker interface."""
+
+    def execute_model(self, scheduler_output: Any) -> Any: ...
+
+    def sample_tokens(self, grammar_output: Any) -> Any: ...
+
+
+class WorkerLanes:
+    """A worker's ends of its lanes, one per layout."""
+
+    def __init__(self, handles: LaneHandles, rank: int, layouts: Iterable[Layout]) -> None:
+        self._rings = {
+            layout: MessageQueue.create_from_handle(
+                handles.by_replica[layout.tp, layout.replica_of(rank)], rank
+            )
+            for layout in layouts
+        }
+        self._rank = rank
+        self._reply = MessageQueue(1, 1, max_chunk_bytes=_CHUNK_BYTES)
+        self._finishing: queue.SimpleQueue[Any] | None = None
+
+    def reply_handle(self) -> Handle:
+        """To be sent to the engine."""
+        return self._reply.export_handle()
+
+    def wait_until_ready(self) -> None:
+        """Counterpart of `Lanes.wait_until_ready`."""
+        for ring in self._rings.values():
+            ring.wait_until_ready()
+        self._reply.wait_until_ready()
+
+    def serve(self, layout: Layout, worker: StepWorker) -> None:
+        """Run the steps that arrive in the lane of `layout`, until asked to leave.
+
+        A step is an `EXECUTE` message and, when the step samples, a `SAMPLE` message; it has one
+        reply, from the replica's leader. An exception is the reply of its step, as in vLLM's own
+        worker loop.
+        """
+        ring = self._rings[layout]
+        replies = layout.tp_rank_of(self._rank) == 0
+        while True:
+            try:
+                kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
+            except TimeoutError:
+                parent = multiprocessing.parent_process()
+                if parent is not None and not parent.is_alive():
+                    raise SystemExit("the engine process died") from None
+                continue
+            if kind == LEAVE:
+                return
+            try:
+                run = worker.execute_model if kind == EXECUTE else worker.sample_tokens
+                output = run(payload)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                logger.exception("a step failed")
+                output = error
+            if replies and output is not None:
+                self._answer(output)
+
+    def _answer(self, output: Any) -> None:
+        # Once a thread finishes outputs, all go through it, for replies must keep their order.
+        if isinstance(output, AsyncModelRunnerOutput) and self._finishing is None:
+            self._finishing = queue.SimpleQueue()
+            threading.Thread(target=self._finish, daemon=True, name="PATAsyncOutput").start()
+        if self._finishing is not None:
+            self._finishing.put(output)
+        else:
+            self._reply.enqueue(_reply_to(output))
+
+    def _finish(self) -> None:
+        """Wait for the device in another thread, so that the next step can be launched."""
+        assert self._finishing is not None
+        while True:
+            self._reply.enqueue(_reply_to(self._finishing.get()))
+
+
+def _reply_to(output: Any) -> tuple[bool, Any]:
+    if isinstance(output, AsyncModelRunnerOutput):
+        try:
+            output = output.get_output()
+        except Exception as error:
+            logger.exception("reading a step's output failed")
+            output = error
+    return (False, str(output)) if isinstance(output, Exception) else (True, output)

@@ -1,0 +1,162 @@
+"""Which rows of a full weight make up one rank's shard. Pure: imports neither torch nor vLLM.
+
+"Full" is the tensor as the checkpoint holds it, with fused matrices (q, k, v; gate, up) laid end
+to end; "rows" are indices along the dimension that tensor parallelism cuts. The arithmetic is
+that of vLLM's layers (`model_executor/layers/linear.py` and `vocab_parallel_embedding.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` consecutive rows: from row `src` of one tensor to row `dst` of another."""
+
+    src: int
+    dst: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part: `size` rows, filled by `pieces` of the full tensor, zero elsewhere."""
+
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+class Partition(Protocol):
+    """How the parameters of one layer are cut. Equal for a layer's twin in another layout."""
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the weight that is cut."""
+        ...
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        """The part of rank `tp_rank` of `tp`.
+
+        Raises:
+            ValueError: the layer cannot be cut `tp` ways.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class EvenPartition:
+    """Fused matrices of `sizes` rows, each cut into `tp` equal parts.
+
+    One size for a column-parallel (`dim` 0) or row-parallel (`dim` 1) layer; several for a merged
+    column-parallel one.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        start, pieces = 0, []
+        for size in self.sizes:
+            rows = _divide("rows of a matrix by tp", size, tp)
+            pieces.append((start + tp_rank * rows, rows))
+            start += size
+        return _shard(pieces)
+
+
+@dataclass(frozen=True)
+class QKVPartition:
+    """Fused q, k and v, cut by heads.
+
+    With at least as many ranks as KV heads, every rank has one KV head and
+    `tp / total_kv_heads` consecutive ranks have the same one.
+    """
+
+    total_heads: int
+    total_kv_heads: int
+    head_size: int
+    v_head_size: int
+    dim: int = 0
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        heads = _divide("attention heads by tp", self.total_heads, tp)
+        if tp >= self.total_kv_heads:
+            kv_heads = 1
+            copies = _divide("tp by KV heads", tp, self.total_kv_heads)
+        else:
+            kv_heads = _divide("KV heads by tp", self.total_kv_heads, tp)
+            copies = 1
+        first_kv_head = tp_rank // copies * kv_heads
+
+        k_start = self.total_heads * self.head_size
+        v_start = k_start + self.total_kv_heads * self.head_size
+        return _shard(
+            [
+                (tp_rank * heads * self.head_size, heads * self.head_size),
+                (k_start + first_kv_head * self.head_size, kv_heads * self.head_size),
+                (v_start + first_kv_head * self.v_head_size, kv_heads * self.v_head_size),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class VocabPartition:
+    """`vocab_size` rows, padded to a multiple of `padding_size`, then cut into equal ranges.
+
+    The padding is zero and lies at the end of the last shards: a shard may be nothing but padding.
+    """
+
+    vocab_size: int
+    padding_size: int
+    dim: int = 0
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        padded = -(-self.vocab_size // self.padding_size) * self.padding_size
+        rows = _divide("padded vocabulary rows by tp", padded, tp)
+        start = min(tp_rank * rows, self.vocab_size)
+        stop = min((tp_rank + 1) * rows, self.vocab_size)
+        return _shard([(start, stop - start)], size=rows)
+
+
+def regroup(target: Shard, base: Sequence[Shard]) -> tuple[Piece, ...]:
+    """Copies that build `target` from the shards of all base ranks, laid end to end.
+
+    `base` is in rank order and its shards are equally long, as an all-gather lays them. Rows that
+    several base ranks hold (replicated KV heads) are taken from the first. Together with zeros
+    where `target` has no piece, the copies fill it completely.
+    """
+    held = [
+        Piece(src=piece.src, dst=rank * shard.size + piece.dst, length=piece.length)
+        for rank, shard in enumerate(base)
+        for piece in shard.pieces
+    ]
+    copies = []
+    for piece in target.pieces:
+        done = 0
+        while done < piece.length:
+            row = piece.src + done
+            source = next((p for p in held if p.src <= row < p.src + p.length), None)
+            assert source is not None, f"no base shard holds row {row}"
+            skip = row - source.src
+            length = min(piece.length - done, source.length - skip)
+            copies.append(Piece(source.dst + skip, piece.dst + done, length))
+            done += length
+    return tuple(copies)
+
+
+def _shard(pieces: Iterable[tuple[int, int]], size: int | None = None) -> Shard:
+    """A shard of (start, length) ranges of the full tensor, one after the other."""
+    dst, laid = 0, []
+    for start, length in pieces:
+        if length:
+            laid.append(Piece(src=start, dst=dst, length=length))
+        dst += length
+    return Shard(size=dst if size is None else size, pieces=tuple(laid))
+
+
+def _divide(what: str, number: int, by: int) -> int:
+    if number % by:
+        raise ValueError(f"{what}: {number} is not a multiple of {by}")
+    return number // by

@@ -1,0 +1,262 @@
+"""A worker that keeps a runtime for each layout, of which one is active."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.utils import record_kv_cache_layout
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from pat_vllm.executor.handover import Handover, handover_for
+from pat_vllm.executor.kv_buffer import SharedKVBuffer
+from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
+from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.executor.orders import SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.runtime import (
+    LayoutRuntime,
+    cpu_world_group,
+    device_world_group,
+    install_tp_group,
+    make_tp_group,
+    seed_like,
+)
+from pat_vllm.executor.warmup import warm_up
+from pat_vllm.executor.weights import MaterializedShards, base_load_config, derived_load_config
+from pat_vllm.kv_transfer.connector import MoveMetadata
+from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.support import home_layout, layouts_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.device_communicators.shm_broadcast import Handle
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+_PROBE_BYTES = 1 << 20
+"""Sent to each rank to measure the exchange's bandwidth at start."""
+
+
+class PATWorkerMixin:
+    """What PAT adds to a vLLM worker of a platform.
+
+    vLLM's worker code runs as it is, once per layout where it builds something; `_activate` points
+    its attributes at a layout's objects before.
+    """
+
+    # Of vLLM's worker, for the type checker.
+    vllm_config: VllmConfig
+    model_runner: Any
+    rank: int
+    local_rank: int
+    device: torch.device
+    cache_config: Any
+    compilation_config: Any
+    parallel_config: Any
+    load_config: Any
+    weight_transfer_engine: Any
+
+    # ---------------------------------------------------------------- start
+
+    def init_device(self) -> None:
+        """Join the world, then make each layout's group, config and model runner."""
+        super().init_device()  # type: ignore[misc]
+        engine_config = self.vllm_config
+        layouts = layouts_of(engine_config)
+        self._seed = engine_config.model_config.seed
+        self._home = home_layout(engine_config)
+        self._buffer = SharedKVBuffer()
+        self._runtimes = {
+            layout: LayoutRuntime(
+                layout,
+                layout_config(engine_config, layout, self.rank),
+                make_tp_group(layout, self.local_rank, current_platform.dist_backend),
+            )
+            for layout in layouts
+        }
+        self._base = self._runtimes[layouts[0]]
+        self._weights = MaterializedShards(self._base.group.all_gather)
+        for runtime in self._runtimes.values():
+            loader = base_load_config if runtime is self._base else derived_load_config
+            runtime.config.load_config = loader(engine_config.load_config, self._weights)
+            install_tp_group(runtime.group)
+            with set_current_vllm_config(runtime.config):
+                runtime.runner = self._make_runner(runtime.config)
+        self._handover: Handover = handover_for(self._base.runner)
+        self._exchange = Exchange(device_world_group(), self.device)
+        self._activate(self._base)
+
+    def _make_runner(self, config: VllmConfig) -> Any:
+        """vLLM's model runner for this platform and config."""
+        raise NotImplementedError
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the base layout from disk, and derive the others from it."""
+        for runtime in self._runtimes.values():  # base first
+            self._activate(runtime)
+            super().load_model(**kwargs)  # type: ignore[misc]
+            if runtime is self._base:
+                engine = self.weight_transfer_engine
+        self._weights.release()
+        self.weight_transfer_engine = engine
+        self._activate(self._base)
+
+    def set_kv_cache_layout(self, kv_cache_layout: str) -> None:
+        for runtime in self._runtimes.values():
+            record_kv_cache_layout(runtime.config.cache_config, kv_cache_layout)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        for runtime in self._runtimes.values():
+            self._activate(runtime)
+            super().update_max_model_len(max_model_len)  # type: ignore[misc]
+        self._activate(self._base)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV buffer for the base layout, and view it from every other."""
+        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        for layout, runtime in self._runtimes.items():
+            ratio = block_ratio(layout, self._base.layout, num_kv_heads)
+            config = layout_kv_cache_config(kv_cache_config, ratio)
+            self._activate(runtime)
+            _check_specs(config, runtime)
+            with set_current_vllm_config(runtime.config):
+                super().initialize_from_config(config)  # type: ignore[misc]
+            runtime.register_kv(config, self._buffer)
+        self._activate(self._base)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        inner = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        return self._buffer.allocation(inner) if tag == "kv_cache" else inner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile, capture and warm up every layout; measure what switching rests on."""
+        language_model = encoder = 0.0
+        prefill_rate: dict[int, float] = {}
+        for layout, runtime in self._runtimes.items():
+            self._activate(runtime)
+            with set_current_vllm_config(runtime.config):
+                times = super().compile_or_warm_up_model()  # type: ignore[misc]
+            language_model += times.language_model
+            encoder += times.encoder
+            assert runtime.kv_cache_config is not None
+            prefill_rate[layout.tp] = warm_up(
+                self,
+                runtime.kv_cache_config.num_blocks,
+                runtime.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                runtime.config.use_v2_model_runner,
+            )
+        bandwidth = self._exchange.measure(_PROBE_BYTES)
+        self._rates = TransferRates(bandwidth, prefill_rate)
+        home = self._runtimes[self._home]
+        self._activate(home)
+        seed_like(self._seed, 0, home.layout.replica_of(self.rank))
+        return CompilationTimes(language_model=language_model, encoder=encoder)
+
+    def pat_transfer_rates(self) -> TransferRates:
+        """Rates that this rank measured while warming up."""
+        return self._rates
+
+    # ---------------------------------------------------------------- steps
+
+    def pat_open_lanes(self, handles: LaneHandles) -> Handle:
+        """Open this rank's ends of the lanes; returns the handle of the ring back."""
+        self._lanes = WorkerLanes(handles, self.rank, self._runtimes)
+        return self._lanes.reply_handle()
+
+    def pat_lanes_ready(self) -> None:
+        """Block until the engine has opened its ends."""
+        self._lanes.wait_until_ready()
+
+    def pat_serve_lane(self) -> None:
+        """Run the steps of the active layout's lane, until asked to leave it."""
+        self._lanes.serve(self._active.layout, self)  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------- switching
+
+    def _activate(self, runtime: LayoutRuntime) -> None:
+        """Make a layout the one that vLLM's worker code sees."""
+        install_tp_group(runtime.group)
+        self._active = runtime
+        self.model_runner = runtime.runner
+        self.vllm_config = runtime.config
+        self.parallel_config = runtime.config.parallel_config
+        self.cache_config = runtime.config.cache_config
+        self.compilation_config = runtime.config.compilation_config
+        self.load_config = runtime.config.load_config
+
+    @torch.inference_mode()
+    def pat_switch(self, order: SwitchOrder) -> SwitchTimes:
+        """Carry out a switch. Collective over all ranks; no step is in flight.
+
+        Returns:
+            What each part took on this rank.
+        """
+        clock = time.perf_counter
+        source, target = self._runtimes[order.source], self._runtimes[order.target]
+        assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
+        assert source.connector is not None and target.connector is not None
+
+        started = clock()
+        states = self._gather_states(order)
+        gathered = clock()
+
+        kv_bytes = 0
+        if order.moves:
+            moves = RankMoves.of(self.rank, order.source.world_size, order.moves)
+            target.connector.bind_connector_metadata(MoveMetadata(moves))
+            target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
+            target.connector.clear_connector_metadata()
+            kv_bytes = self._exchange.bytes_sent
+        moved = clock()
+
+        # Weights: every layout has its own (`MaterializedShards`), so there is nothing to do.
+        resharded = clock()
+
+        self._handover.clear(source.runner)
+        self._activate(target)
+        seed_like(self._seed, order.epoch, order.target.replica_of(self.rank))
+        self._handover.give(target.runner, states)
+        return SwitchTimes(
+            states=gathered - started,
+            kv=moved - gathered,
+            weights=resharded - moved,
+            activate=clock() - resharded,
+            kv_bytes=kv_bytes,
+        )
+
+    def _gather_states(self, order: SwitchOrder) -> dict[str, Any]:
+        """Runner state of the requests that come to this rank."""
+        if not order.placement:
+            return {}
+        mine: dict[str, Any] = {}
+        if order.source.tp_rank_of(self.rank) == 0:
+            mine = self._handover.take(self._active.runner, order.placement)
+        gathered: list[dict[str, Any]] = [{}] * order.source.world_size
+        dist.all_gather_object(gathered, mine, group=cpu_world_group())
+        replica = order.target.replica_of(self.rank)
+        return {
+            request_id: state
+            for states in gathered
+            for request_id, state in states.items()
+            if order.placement[request_id] == replica
+        }
+
+
+def _check_specs(config: KVCacheConfig, runtime: LayoutRuntime) -> None:
+    """The shared buffer is divided as vLLM itself would divide it for this tp."""
+    specs = runtime.runner.get_kv_cache_spec()
+    for group in config.kv_cache_groups:
+        for name in group.layer_names:
+            if specs[name] != group.kv_cache_spec:
+                raise ValueError(
+                    f"layout {runtime.layout}: layer {name} has the KV cache {specs[name]}, where "
+                    f"PAT expects {group.kv_cache_spec}; this model cannot be used with PAT"
+                )

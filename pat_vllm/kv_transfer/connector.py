@@ -1,0 +1,154 @@
+"""PAT's KV connector: at a switch, requests take their KV with them as if from a remote engine.
+
+Scheduler side: the new layout's stock schedulers ask it how many tokens of a request are computed
+elsewhere, allocate blocks for them, and hold the request until the load has finished. So
+admission, block allocation and prefix caching at a switch are vLLM's own.
+Worker side: each layout registers its views of the KV buffer; a load copies blocks from the views
+of the layout that is left to those of the layout that is entered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.plan import RankMoves
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+# vLLM warns at each connector it makes that the interface may change; PAT makes one for every
+# replica at every switch, and is tested against the versions it allows.
+for _name in ("v1.base", "factory"):
+    logging.getLogger(f"vllm.distributed.kv_transfer.kv_connector.{_name}").setLevel(logging.ERROR)
+
+
+@dataclass
+class LoadMetadata(KVConnectorMetadata):
+    """From the scheduler side: the blocks allocated for the KV of each carried request."""
+
+    blocks: dict[str, tuple[int, ...]]
+
+
+@dataclass
+class MoveMetadata(KVConnectorMetadata):
+    """To the worker side: this rank's part of the block moves."""
+
+    moves: RankMoves
+
+
+class PATConnector(KVConnectorBase_V1, SupportsHMA):
+    """Carries KV between the layouts of one engine. See the module's docstring."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._carried: dict[str, int] = {}
+        self._allocated: dict[str, tuple[int, ...]] = {}
+        self.kv_caches: dict[str, torch.Tensor] = {}
+
+    # ---------------------------------------------------------------- scheduler side
+
+    def announce(self, carried: Mapping[str, int]) -> None:
+        """Requests whose first tokens (request id -> number) are computed in another layout."""
+        self._carried = dict(carried)
+
+    def withdraw(self) -> None:
+        """Whatever was announced and not allocated is to be recomputed."""
+        self._carried.clear()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        tokens = self._carried.get(request.request_id, 0) - num_computed_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens > 0:
+            tokens = self._carried.pop(request.request_id)
+            (block_ids,) = blocks.get_block_ids()
+            num_blocks = -(-tokens // self._block_size)
+            self._allocated[request.request_id] = tuple(block_ids[:num_blocks])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
+        metadata = LoadMetadata(self._allocated)
+        self._allocated = {}
+        return metadata
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._carried.pop(request.request_id, None)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        # Nothing is kept outside vLLM's own blocks.
+        return True
+
+    # ---------------------------------------------------------------- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The layout's views of the KV buffer: layer name -> [blocks, heads, tokens, content]."""
+        self.kv_caches = kv_caches
+
+    def start_load_kv(
+        self,
+        forward_context: ForwardContext | None,
+        source: PATConnector | None = None,
+        exchange: Exchange | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Copy the blocks of the bound `MoveMetadata` from `source`'s views to this layout's.
+
+        Collective: every rank calls it, with `exchange` over the same ranks. One exchange per
+        layer bounds the staging memory to one layer's moves; it is sound because a layer takes
+        the same bytes of the buffer in every layout.
+        """
+        if source is None or exchange is None:
+            return  # an ordinary forward pass, which loads nothing
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, MoveMetadata)
+        with exchange.staging(metadata.moves, self._sample_view(source), self._sample_view(self)):
+            for name, target_view in self.kv_caches.items():
+                exchange.run(source.kv_caches[name], target_view)
+
+    @staticmethod
+    def _sample_view(connector: PATConnector) -> torch.Tensor:
+        return next(iter(connector.kv_caches.values()))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # loads are complete when `start_load_kv` returns
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        return  # KV is read where it lies, at the switch
+
+    def wait_for_save(self) -> None:
+        return

@@ -1,0 +1,146 @@
+"""Which KV bytes go from which rank to which at a switch. Pure: no torch, no vLLM.
+
+KV blocks hold the same number of tokens in every layout, so block `i` of a request becomes
+block `i` of the same request; only the KV heads are spread over other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pat_vllm.layout import Layout
+
+
+@dataclass(frozen=True)
+class RequestBlocks:
+    """Where one migrating request's KV lies, and where it is to lie.
+
+    Block ids are local to the replica's pool; `source_blocks[i]` and `target_blocks[i]` hold the
+    same tokens.
+    """
+
+    request_id: str
+    source_replica: int
+    source_blocks: tuple[int, ...]
+    target_replica: int
+    target_blocks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.source_blocks) != len(self.target_blocks):
+            raise ValueError(
+                f"request {self.request_id}: {len(self.source_blocks)} source blocks cannot fill "
+                f"{len(self.target_blocks)} target blocks"
+            )
+
+
+@dataclass(frozen=True)
+class HeadRoute:
+    """KV heads that travel together from one rank to another.
+
+    `source_heads` and `target_heads` index the head axis of the two ranks' own KV views, and are
+    equally long.
+    """
+
+    source_rank: int
+    target_rank: int
+    source_heads: range
+    target_heads: range
+
+
+@dataclass(frozen=True)
+class BlockMove:
+    """Blocks whose `route` heads are copied; `source_blocks[i]` goes to `target_blocks[i]`."""
+
+    route: HeadRoute
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+
+
+def head_routes(
+    source: Layout, source_replica: int, target: Layout, target_replica: int, num_kv_heads: int
+) -> list[HeadRoute]:
+    """Routes that fill every KV head of every rank of the target replica exactly once.
+
+    Where several source ranks hold a head (replicated KV heads), the target rank itself is
+    preferred, for it needs no transfer; otherwise the holders take turns.
+    """
+    holders: dict[int, list[int]] = defaultdict(list)
+    for rank in source.ranks_of(source_replica):
+        for head in source.kv_heads_of(source.tp_rank_of(rank), num_kv_heads):
+            holders[head].append(rank)
+
+    routes: list[HeadRoute] = []
+    for rank in target.ranks_of(target_replica):
+        wanted = target.kv_heads_of(target.tp_rank_of(rank), num_kv_heads)
+        sources = [_pick_holder(holders[head], rank) for head in wanted]
+        start = 0
+        for end in range(1, len(wanted) + 1):
+            if end < len(wanted) and sources[end] == sources[start]:
+                continue
+            source_rank = sources[start]
+            held = source.kv_heads_of(source.tp_rank_of(source_rank), num_kv_heads)
+            first = held.index(wanted[start])
+            routes.append(
+                HeadRoute(source_rank, rank, range(first, first + end - start), range(start, end))
+            )
+            start = end
+    return routes
+
+
+def _pick_holder(holders: Sequence[int], target_rank: int) -> int:
+    return target_rank if target_rank in holders else holders[target_rank % len(holders)]
+
+
+def plan_moves(
+    source: Layout, target: Layout, num_kv_heads: int, requests: Iterable[RequestBlocks]
+) -> list[BlockMove]:
+    """Block moves that carry the requests' KV from layout `source` to layout `target`.
+
+    Every (block, KV head) of every target rank is written exactly once, from a rank that holds
+    it. Moves of requests that share both replicas are merged, so the plan's size depends on the
+    number of ranks rather than on the number of requests.
+    """
+    source_blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    target_blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for request in requests:
+        pair = (request.source_replica, request.target_replica)
+        source_blocks[pair].extend(request.source_blocks)
+        target_blocks[pair].extend(request.target_blocks)
+
+    return [
+        BlockMove(route, tuple(source_blocks[pair]), tuple(target_blocks[pair]))
+        for pair in sorted(source_blocks)
+        if source_blocks[pair]
+        for route in head_routes(source, pair[0], target, pair[1], num_kv_heads)
+    ]
+
+
+@dataclass(frozen=True)
+class RankMoves:
+    """One rank's part of a plan: what it sends to and receives from each rank, itself included.
+
+    Both sides list a pair's moves in the plan's order, so that packed bytes need no headers.
+    """
+
+    sends: tuple[tuple[BlockMove, ...], ...]
+    receives: tuple[tuple[BlockMove, ...], ...]
+
+    @classmethod
+    def of(cls, rank: int, world_size: int, moves: Sequence[BlockMove]) -> RankMoves:
+        """The part of `moves` that concerns `rank`."""
+        return cls(
+            sends=tuple(
+                tuple(
+                    m for m in moves if (m.route.source_rank, m.route.target_rank) == (rank, peer)
+                )
+                for peer in range(world_size)
+            ),
+            receives=tuple(
+                tuple(
+                    m for m in moves if (m.route.source_rank, m.route.target_rank) == (peer, rank)
+                )
+                for peer in range(world_size)
+            ),
+        )

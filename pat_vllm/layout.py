@@ -1,0 +1,78 @@
+"""Layouts and their arithmetic. Pure: imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """How N ranks are grouped: `replicas` tensor-parallel groups of `tp` consecutive ranks.
+
+    Replica `i` owns the global ranks `i * tp` to `(i + 1) * tp - 1`.
+    """
+
+    tp: int
+    replicas: int
+
+    def __post_init__(self) -> None:
+        if self.tp < 1 or self.replicas < 1:
+            raise ValueError(f"a layout needs tp >= 1 and replicas >= 1, got {self}")
+
+    @classmethod
+    def of(cls, tp: int, world_size: int) -> Layout:
+        """The layout of `world_size` ranks with tensor parallelism `tp`.
+
+        Raises:
+            ValueError: `tp` does not divide `world_size`.
+        """
+        if tp < 1 or world_size % tp:
+            raise ValueError(f"tp={tp} does not divide the {world_size} ranks of this engine")
+        return cls(tp, world_size // tp)
+
+    def __str__(self) -> str:
+        return f"{self.tp}x{self.replicas}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.replicas
+
+    def replica_of(self, rank: int) -> int:
+        """Replica that the global rank belongs to."""
+        return rank // self.tp
+
+    def tp_rank_of(self, rank: int) -> int:
+        """Position of the global rank within its tensor-parallel group."""
+        return rank % self.tp
+
+    def ranks_of(self, replica: int) -> range:
+        """Global ranks of a replica, in tensor-parallel order."""
+        return range(replica * self.tp, (replica + 1) * self.tp)
+
+    def leader_of(self, replica: int) -> int:
+        """Global rank whose output stands for the whole replica."""
+        return replica * self.tp
+
+    def kv_heads_per_rank(self, num_kv_heads: int) -> int:
+        """KV heads that one rank stores; at least one, then heads are replicated.
+
+        Raises:
+            ValueError: the heads can be neither split nor replicated evenly.
+        """
+        if num_kv_heads >= self.tp:
+            if num_kv_heads % self.tp:
+                raise ValueError(f"{num_kv_heads} KV heads cannot be split over tp={self.tp}")
+            return num_kv_heads // self.tp
+        if self.tp % num_kv_heads:
+            raise ValueError(f"{num_kv_heads} KV heads cannot be replicated over tp={self.tp}")
+        return 1
+
+    def kv_heads_of(self, tp_rank: int, num_kv_heads: int) -> range:
+        """Global KV heads that tensor-parallel rank `tp_rank` stores, in its storage order."""
+        per_rank = self.kv_heads_per_rank(num_kv_heads)
+        if num_kv_heads >= self.tp:
+            start = tp_rank * per_rank
+        else:
+            start = tp_rank // (self.tp // num_kv_heads)
+        return range(start, start + per_rank)

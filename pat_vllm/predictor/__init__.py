@@ -1,0 +1,1 @@
+"""Predictions that decide on switches. Pure Python: imports no vLLM."""

@@ -1,0 +1,131 @@
+"""A replica of the active layout as the engine core sees it: one stock vLLM scheduler."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import KVTransferConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from pat_vllm.kv_transfer.connector import PATConnector
+
+
+class Replica:
+    """A stock scheduler and its steps in flight, oldest first."""
+
+    def __init__(self, index: int, scheduler: Scheduler) -> None:
+        self.index = index
+        self.scheduler = scheduler
+        self.in_flight: deque[SchedulerOutput] = deque()
+
+    @property
+    def connector(self) -> PATConnector:
+        """The scheduler's KV connector, through which carried KV is announced."""
+        connector: Any = self.scheduler.connector
+        return connector
+
+    @property
+    def live(self) -> int:
+        """Unfinished requests, whatever the pause state."""
+        return sum(self.scheduler.get_request_counts())
+
+    def may_step(self, depth: int) -> bool:
+        """Whether another step may be started with at most `depth` in flight.
+
+        A structured-output request needs its last token before its next bitmask can be made, so
+        its replica keeps to one step at a time.
+        """
+        if not self.scheduler.has_requests():
+            return False
+        if not self.in_flight:
+            return True
+        return len(self.in_flight) < depth and not any(
+            step.has_structured_output_requests for step in self.in_flight
+        )
+
+    def schedule(self, throttle_prefills: bool) -> SchedulerOutput:
+        """Schedule a step and count it as in flight."""
+        step = self.scheduler.schedule(throttle_prefills)
+        self.in_flight.append(step)
+        return step
+
+    def finish(self, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
+        """Update the scheduler from the output of its oldest step in flight."""
+        return self.scheduler.update_from_output(self.in_flight.popleft(), output)
+
+
+def says_nothing(step: SchedulerOutput) -> bool:
+    """Whether a worker has nothing to do or to learn from this step."""
+    return not (
+        step.total_num_scheduled_tokens
+        or step.finished_req_ids
+        or step.preempted_req_ids
+        or step.kv_cache_block_copies
+    )
+
+
+class ReplicaFactory:
+    """Makes the replicas of a layout, each with block pools of the layout's size.
+
+    Schedulers live exactly as long as their layout is active, so that a prefix-cache entry cannot
+    outlive the memory it describes.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, base: Layout, kv_cache_config: KVCacheConfig, **stock: Any
+    ) -> None:
+        """`kv_cache_config` is the base layout's; `stock` goes to vLLM's scheduler as it is."""
+        self._vllm_config = vllm_config
+        self._base = base
+        self._base_kv_cache = kv_cache_config
+        self._stock = stock
+        self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
+        assert vllm_config.model_config is not None
+        self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+
+    def make(self, layout: Layout) -> list[Replica]:
+        """The replicas of `layout`, without requests."""
+        if layout not in self._configs:
+            self._configs[layout] = self._configure(layout)
+        config, kv_cache_config = self._configs[layout]
+        scheduler_cls = config.scheduler_config.get_scheduler_cls()
+        return [
+            Replica(
+                index,
+                scheduler_cls(  # type: ignore[arg-type]
+                    vllm_config=config, kv_cache_config=kv_cache_config, **self._stock
+                ),
+            )
+            for index in range(layout.replicas)
+        ]
+
+    def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
+        """The KV cache config of one rank of `layout`."""
+        ratio = block_ratio(layout, self._base, self._num_kv_heads)
+        return layout_kv_cache_config(self._base_kv_cache, ratio)
+
+    def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:
+        kv_cache_config = self.kv_cache_config(layout)
+        config = layout_config(self._vllm_config, layout)
+        config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+        # The class that stock vLLM would choose.
+        config.scheduler_config = copy.copy(config.scheduler_config)
+        config.scheduler_config.scheduler_cls = None
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector="PATConnector",
+            kv_connector_module_path="pat_vllm.kv_transfer.connector",
+            kv_role="kv_consumer",
+        )
+        return config, kv_cache_config

@@ -1,0 +1,88 @@
+"""Which replica a request goes to. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pat_vllm.layout import Layout
+
+AFFINITY_SLACK = 4
+"""A replica that holds a request's prefix is preferred while it has at most this many live
+requests more than the least loaded one."""
+
+REMEMBERED_PREFIXES = 65_536
+"""Prefixes whose replica is remembered; the least recently used are forgotten first."""
+
+
+class Router:
+    """Prefix affinity first, then least load.
+
+    Samples of one prompt and prompts with a common prefix meet in one replica, where its prefix
+    cache serves them, unless that replica has `AFFINITY_SLACK` more requests than another.
+    """
+
+    def __init__(self) -> None:
+        self._replica_of: OrderedDict[Hashable, int] = OrderedDict()
+
+    def route(self, prefixes: Sequence[Hashable], loads: Sequence[int]) -> int:
+        """Choose a replica.
+
+        Args:
+            prefixes: keys of the request's prefixes, longest first (whole prompt, then blocks).
+            loads: live requests of each replica.
+
+        Returns:
+            Index of the replica.
+        """
+        least = min(range(len(loads)), key=loads.__getitem__)
+        chosen = least
+        for prefix in prefixes:
+            known = self._replica_of.get(prefix)
+            if known is not None:
+                if loads[known] - loads[least] <= AFFINITY_SLACK:
+                    chosen = known
+                break
+        for prefix in prefixes:
+            self._replica_of[prefix] = chosen
+            self._replica_of.move_to_end(prefix)
+        while len(self._replica_of) > REMEMBERED_PREFIXES:
+            self._replica_of.popitem(last=False)
+        return chosen
+
+    def forget(self) -> None:
+        """Forget every prefix: the replicas changed, or their caches were reset."""
+        self._replica_of.clear()
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A live request at a switch: where it is, and how many tokens of context it has."""
+
+    request_id: str
+    replica: int
+    context: int
+
+
+def spread(requests: Iterable[Placed], source: Layout, target: Layout) -> dict[str, int]:
+    """Replica of `target` for each request carried from `source`.
+
+    A request stays on its own ranks where that keeps the replicas balanced (each gets at most
+    its share of requests, rounded up), for then part of its KV need not travel. Longest first,
+    so that the requests with most KV get their choice.
+    """
+    ordered = sorted(requests, key=lambda r: (-r.context, r.request_id))
+    share = -(-len(ordered) // target.replicas)
+    count = [0] * target.replicas
+    context = [0] * target.replicas
+    placement: dict[str, int] = {}
+    for request in ordered:
+        near = sorted({target.replica_of(rank) for rank in source.ranks_of(request.replica)})
+        open_near = [r for r in near if count[r] < share]
+        candidates = open_near or [r for r in range(target.replicas) if count[r] < share]
+        chosen = min(candidates, key=lambda r: (count[r], context[r], r))
+        placement[request.request_id] = chosen
+        count[chosen] += 1
+        context[chosen] += request.context
+    return placement

@@ -1,0 +1,388 @@
+"""PATScheduler: a scheduler of schedulers, one stock vLLM scheduler per replica."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from pat_vllm.executor.executor import StepResult, executor_of
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.cost import TransferCost
+from pat_vllm.reporting import RefusedSwitch
+from pat_vllm.scheduler.history import History
+from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
+from pat_vllm.scheduler.policy import LiveState, make_policy
+from pat_vllm.scheduler.replica import Replica, ReplicaFactory, says_nothing
+from pat_vllm.scheduler.routing import Router
+from pat_vllm.scheduler.stats import merge_outputs, merge_stats, whole_engine
+from pat_vllm.scheduler.switch import SwitchRefused, switch
+from pat_vllm.support import layouts_of, pat_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.structured_output import StructuredOutputManager
+
+logger = init_logger(__name__)
+
+SWITCH_COMMAND = "pat_switch_layout"
+REPORT_COMMAND = "pat_report"
+"""Names under which front ends reach the scheduler through `collective_rpc`."""
+
+
+class PATScheduler(SchedulerInterface):
+    """Routes requests to the replicas of the active layout, bundles their steps, and switches."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: StructuredOutputManager,
+        block_size: int,
+        hash_block_size: int | None = None,
+        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        """See vLLM's `SchedulerInterface`. `kv_cache_config` is the base layout's."""
+        config = pat_config(vllm_config)
+        assert vllm_config.model_config is not None
+        self.kv_cache_config = kv_cache_config
+        self.connector = None
+        self.ec_connector = None
+        self._log_stats = log_stats
+        self._structured_output = structured_output_manager
+        self._layouts = layouts_of(vllm_config)
+        self._policy = make_policy(config, self._layouts)
+        self._transfer = config.kv_transfer
+        self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+        self._depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
+
+        self._executor = executor_of(vllm_config)
+        self._executor.offer(SWITCH_COMMAND, self._switch_command)
+        self._executor.offer(REPORT_COMMAND, self._report_command)
+        rates = self._executor.transfer_rates()
+        self._cost = TransferCost(
+            kv_bytes_per_token=_kv_bytes_per_token(
+                kv_cache_config, self._layouts[0], self._num_kv_heads
+            ),
+            bandwidth=rates.bandwidth,
+            prefill_rate=dict(rates.prefill_rate),
+        )
+
+        self._factory = ReplicaFactory(
+            vllm_config,
+            self._layouts[0],
+            kv_cache_config,
+            structured_output_manager=structured_output_manager,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            mm_registry=mm_registry,
+            include_finished_set=include_finished_set,
+            log_stats=log_stats,
+        )
+        self._layout = self._policy.home
+        self._replicas = self._factory.make(self._layout)
+        self._owner: dict[str, Replica] = {}
+        self._router = Router()
+        self._history = History()
+        self._epoch = 0
+        self._arrived = 0
+        self._was_busy = False
+        self._forced = False
+        self._pause = PauseState.UNPAUSED
+        self._outputs: dict[int, EngineCoreOutputs] = {}
+        self._silent: list[tuple[Replica, SchedulerOutput]] = []
+        self._engine_thread: int | None = None
+        self._requested: queue.SimpleQueue[tuple[Layout, Future[bool]]] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------- steps
+
+    def schedule(self, throttle_prefills: bool = False) -> PATSchedulerOutput:
+        """Switch if that is due, then start a step in every replica that is ready for one."""
+        self._engine_thread = threading.get_ident()
+        self._run_requested_switches()
+        self._follow_policy()
+        steps: dict[int, SchedulerOutput] = {}
+        for replica in self._replicas:
+            if not replica.may_step(self._depth):
+                continue
+            step = replica.schedule(throttle_prefills)
+            if says_nothing(step):
+                replica.in_flight.pop()
+                self._silent.append((replica, step))
+            else:
+                steps[replica.index] = step
+        return PATSchedulerOutput.of(steps, in_flight=self._in_flight())
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        assert isinstance(scheduler_output, PATSchedulerOutput)
+        of_replica = {
+            index: bitmask
+            for index, step in scheduler_output.steps.items()
+            if (bitmask := self._replicas[index].scheduler.get_grammar_bitmask(step)) is not None
+        }
+        if not of_replica:
+            return None
+        return PATGrammarOutput([], None, of_replica=of_replica)  # type: ignore[arg-type]
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update the replicas whose steps have finished, whichever engine step started them.
+
+        Args:
+            scheduler_output: not used; vLLM's loop pairs outputs with schedules.
+            model_runner_output: `list[StepResult]` from the executor.
+        """
+        results: list[StepResult] = model_runner_output
+        for replica, step in self._silent:
+            self._collect(replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT))
+        self._silent.clear()
+        for result in results:
+            self._finish(result)
+        outputs, self._outputs = self._outputs, {}
+        return outputs
+
+    def _finish(self, result: StepResult) -> None:
+        self._history.step(self._layout, result.seconds)
+        outputs = self._replicas[result.replica].finish(result.output)
+        for client in outputs.values():
+            for output in client.outputs:
+                if output.finish_reason is not None:
+                    self._owner.pop(output.request_id, None)
+        self._collect(outputs)
+
+    def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        merge_outputs(self._outputs, outputs)
+        for client in self._outputs.values():
+            if client.scheduler_stats is not None:
+                whole_engine(client.scheduler_stats, [r.scheduler for r in self._replicas])
+
+    def _in_flight(self) -> bool:
+        return any(replica.in_flight for replica in self._replicas)
+
+    # ---------------------------------------------------------------- requests
+
+    def add_request(self, request: Request) -> None:
+        """Route a request to a replica: prefix affinity first, then least load."""
+        owner = self._owner.get(request.request_id)
+        if owner is None:
+            prefixes: list[Hashable] = [tuple(request.prompt_token_ids or ())]
+            prefixes += reversed(request.block_hashes)
+            index = self._router.route(prefixes, [replica.live for replica in self._replicas])
+            owner = self._owner[request.request_id] = self._replicas[index]
+            self._arrived += 1
+            self._was_busy = True
+        owner.scheduler.add_request(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        if isinstance(request_ids, str):
+            request_ids = (request_ids,)
+        if request_ids is None:
+            request_ids = tuple(self._owner)
+        by_owner: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            if (owner := self._owner.pop(request_id, None)) is not None:
+                by_owner.setdefault(owner.index, []).append(request_id)
+        return [
+            request
+            for index, ids in by_owner.items()
+            for request in self._replicas[index].scheduler.finish_requests(ids, finished_status)
+        ]
+
+    def get_num_unfinished_requests(self) -> int:
+        return sum(r.scheduler.get_num_unfinished_requests() for r in self._replicas)
+
+    def has_finished_requests(self) -> bool:
+        return any(replica.scheduler.has_finished_requests() for replica in self._replicas)
+
+    def has_requests(self) -> bool:
+        """Also true while steps are in flight, outputs are unread, or a switch is asked for."""
+        return (
+            bool(self._outputs)
+            or not self._requested.empty()
+            or any(r.in_flight or r.scheduler.has_requests() for r in self._replicas)
+        )
+
+    def get_request_counts(self) -> tuple[int, int]:
+        counts = [replica.scheduler.get_request_counts() for replica in self._replicas]
+        return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
+
+    # ---------------------------------------------------------------- control
+
+    @property
+    def pause_state(self) -> PauseState:
+        return self._pause
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self._pause = pause_state
+        for replica in self._replicas:
+            replica.scheduler.set_pause_state(pause_state)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        self._router.forget()
+        return all(
+            [
+                replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+                for replica in self._replicas
+            ]
+        )
+
+    def reset_encoder_cache(self) -> None:
+        for replica in self._replicas:
+            replica.scheduler.reset_encoder_cache()
+
+    def get_kv_cache_usage(self) -> float:
+        usages = [replica.scheduler.get_kv_cache_usage() for replica in self._replicas]
+        return sum(usages) / len(usages)
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self._log_stats:
+            return None
+        merged: SchedulerStats | None = None
+        for replica in self._replicas:
+            stats = replica.scheduler.make_stats()
+            assert stats is not None
+            if merged is None:
+                merged = stats
+            else:
+                merge_stats(merged, stats)
+        assert merged is not None
+        return whole_engine(merged, [replica.scheduler for replica in self._replicas])
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        raise AssertionError("speculative decoding is refused at start")
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        raise AssertionError("speculative decoding is refused at start")
+
+    def shutdown(self) -> None:
+        for replica in self._replicas:
+            replica.scheduler.shutdown()
+
+    # ---------------------------------------------------------------- switching
+
+    def _follow_policy(self) -> None:
+        live = sum(replica.live for replica in self._replicas)
+        self._history.live(self._layout, live)
+        if self._pause != PauseState.UNPAUSED:
+            return
+        if live == 0:
+            if self._was_busy and self._layout != self._policy.home and not self._in_flight():
+                self._switch(self._policy.home, "idle")
+                self._forced = False
+            self._was_busy = False
+            return
+        arrived, self._arrived = self._arrived, 0
+        if self._forced:
+            return
+        target = self._policy.choose(LiveState(self._layout, live, arrived))
+        if target != self._layout:
+            self._switch(target, "policy")
+
+    def _switch(self, target: Layout, reason: str) -> bool:
+        """Switch; returns whether the engine is in `target` afterwards."""
+        if target == self._layout:
+            return True
+        try:
+            replicas, report = switch(
+                source=self._layout,
+                target=target,
+                replicas=self._replicas,
+                new_replicas=self._factory.make,
+                executor=self._executor,
+                choose=self._choose,
+                num_kv_heads=self._num_kv_heads,
+                epoch=self._epoch + 1,
+                reason=reason,
+                drain=self._drain,
+            )
+        except SwitchRefused as refused:
+            logger.warning("PAT stays in %s, no switch to %s: %s", self._layout, target, refused)
+            self._history.refused(
+                RefusedSwitch(time.monotonic(), self._layout, target, str(refused))
+            )
+            return False
+        self._forced = reason == "forced"
+        self._history.switch(report)
+        self._cost = self._cost.with_exchange(report.kv_bytes, report.kv)
+        self._epoch += 1
+        self._layout = target
+        self._replicas = replicas
+        self._owner = {
+            request_id: replica for replica in replicas for request_id in replica.scheduler.requests
+        }
+        self._router.forget()
+        if self._pause != PauseState.UNPAUSED:
+            self.set_pause_state(self._pause)
+        return True
+
+    def _choose(self, computed: int, tp: int) -> Any:
+        if self._transfer == "auto":
+            return self._cost.cheaper(computed, tp)
+        return self._transfer
+
+    def _drain(self) -> None:
+        """Finish the steps in flight. Their outputs go out with the next update."""
+        for result in self._executor.finished(wait_for_all=True):
+            self._finish(result)
+
+    # ---------------------------------------------------------------- commands of front ends
+
+    def _switch_command(self, tp: int) -> bool | Future[bool]:
+        """Switch now; from a thread other than the engine's, before its next step."""
+        target = next((layout for layout in self._layouts if layout.tp == tp), None)
+        if target is None:
+            allowed = [layout.tp for layout in self._layouts]
+            raise ValueError(
+                f"cannot switch to tp={tp}: the engine keeps the layouts tp={allowed} ready; "
+                "name more in pat.layouts"
+            )
+        if self._engine_thread in (None, threading.get_ident()):
+            return self._switch(target, "forced")
+        done: Future[bool] = Future()
+        self._requested.put((target, done))
+        return done.result(timeout=60)
+
+    def _run_requested_switches(self) -> None:
+        while not self._requested.empty():
+            target, done = self._requested.get()
+            try:
+                done.set_result(self._switch(target, "forced"))
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+    def _report_command(self) -> dict[str, Any]:
+        return self._history.report(self._layout, self._layouts).to_wire()
+
+
+def _kv_bytes_per_token(kv_cache_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> int:
+    """KV bytes of one token over all layers and KV heads."""
+    per_rank = sum(
+        group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
+        for group in kv_cache_config.kv_cache_groups
+        for _ in group.layer_names
+    )
+    return per_rank * num_kv_heads // base.kv_heads_per_rank(num_kv_heads)

@@ -1,0 +1,75 @@
+"""Scheduler statistics of several replicas as those of one engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+
+def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> SchedulerStats:
+    """Turn the gauges of one replica's `stats` into those of all.
+
+    What counts events since the last time (prefix-cache hits, evictions) stays the replica's own,
+    for each replica reports its own. KV cache usage is the mean, as the pools are equally large.
+    """
+    running = waiting = deferred = 0
+    usage = 0.0
+    for scheduler in schedulers:
+        replica_running, replica_waiting = scheduler.get_request_counts()
+        running += replica_running
+        waiting += replica_waiting
+        deferred += len(scheduler.deferred_waiting)
+        usage += scheduler.get_kv_cache_usage()
+    stats.num_running_reqs = running
+    stats.num_waiting_reqs = waiting - deferred
+    stats.num_skipped_waiting_reqs = deferred
+    stats.kv_cache_usage = usage / len(schedulers)
+    return stats
+
+
+def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> None:
+    """Add the counts of `other` to `into`."""
+    into.reset |= other.reset
+    for name in (
+        "requests",
+        "queries",
+        "hits",
+        "preempted_requests",
+        "preempted_queries",
+        "preempted_hits",
+    ):
+        setattr(into, name, getattr(into, name) + getattr(other, name))
+    into.hits_by_source = dict(Counter(into.hits_by_source) + Counter(other.hits_by_source))
+
+
+def merge_stats(into: SchedulerStats, other: SchedulerStats) -> None:
+    """Add the events of `other`, of the same engine, to `into`; gauges are alike."""
+    add_prefix_cache_stats(into.prefix_cache_stats, other.prefix_cache_stats)
+    into.kv_cache_eviction_events += other.kv_cache_eviction_events
+    into.cudagraph_stats = into.cudagraph_stats or other.cudagraph_stats
+    into.perf_stats = into.perf_stats or other.perf_stats
+
+
+def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCoreOutputs]) -> None:
+    """Add one replica's outputs to those of others, by client."""
+    for client, outputs in other.items():
+        merged = into.get(client)
+        if merged is None:
+            into[client] = outputs
+            continue
+        merged.outputs.extend(outputs.outputs)
+        if outputs.finished_requests:
+            merged.finished_requests = (merged.finished_requests or set()) | (
+                outputs.finished_requests
+            )
+        if outputs.scheduler_stats is not None:
+            if merged.scheduler_stats is None:
+                merged.scheduler_stats = outputs.scheduler_stats
+            else:
+                merge_stats(merged.scheduler_stats, outputs.scheduler_stats)

@@ -1,0 +1,343 @@
+"""A switch from layout A to layout B, step by step, as the engine core sees it.
+
+    1. quiesce    steps in flight drain
+    2. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
+    3. move KV    ]
+    4. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
+    5. activate   ]
+    6. hand over  B's schedulers learn that the KV has arrived; recomputed and waiting requests
+                  queue behind
+
+Until the workers are called nothing is lost: a plan that fails is undone, and A goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from vllm.logger import init_logger
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pat_vllm.executor.orders import SwitchOrder, SwitchTimes
+from pat_vllm.kv_transfer.connector import LoadMetadata
+from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
+from pat_vllm.layout import Layout
+from pat_vllm.reporting import SwitchReport
+from pat_vllm.scheduler.replica import Replica
+from pat_vllm.scheduler.routing import Placed, spread
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from pat_vllm.executor.executor import PATExecutorMixin
+
+logger = init_logger(__name__)
+
+Choice = Callable[[int, int], Literal["migrate", "recompute"]]
+"""(computed tokens, target tp) -> how a request takes its KV along."""
+
+
+class SwitchRefused(Exception):
+    """The switch cannot be made now; its text says why. Generation goes on as it was."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A live request at a switch.
+
+    Attributes:
+        replica: where it is in the source layout.
+        computed: tokens whose KV is there; 0 when it waits.
+        started: whether a worker knows it.
+        migrates: whether it takes its KV along.
+    """
+
+    request: Request
+    replica: int
+    computed: int
+    started: bool
+    migrates: bool
+
+
+@dataclass(frozen=True)
+class _Undo:
+    """What planning changes in a request."""
+
+    request: Request
+    status: RequestStatus
+    num_computed_tokens: int
+    num_preemptions: int
+    skip_reading_prefix_cache: bool
+    spec_token_ids: list[int]
+
+    @classmethod
+    def of(cls, request: Request) -> _Undo:
+        return cls(
+            request,
+            request.status,
+            request.num_computed_tokens,
+            request.num_preemptions,
+            request.skip_reading_prefix_cache,
+            request.spec_token_ids,
+        )
+
+    def apply(self) -> None:
+        self.request.status = self.status
+        self.request.num_computed_tokens = self.num_computed_tokens
+        self.request.num_preemptions = self.num_preemptions
+        self.request.skip_reading_prefix_cache = self.skip_reading_prefix_cache
+        self.request.spec_token_ids = self.spec_token_ids
+
+
+def switch(
+    *,
+    source: Layout,
+    target: Layout,
+    replicas: Sequence[Replica],
+    new_replicas: Callable[[Layout], list[Replica]],
+    executor: PATExecutorMixin,
+    choose: Choice,
+    num_kv_heads: int,
+    epoch: int,
+    reason: str,
+    drain: Callable[[], None],
+) -> tuple[list[Replica], SwitchReport]:
+    """Carry every live request from layout `source` to layout `target`.
+
+    Args:
+        replicas: those of `source`.
+        new_replicas: makes the empty replicas of a layout.
+        choose: migrate or recompute, for each request.
+        epoch: number of this switch.
+        drain: finishes the steps in flight and keeps their outputs.
+
+    Returns:
+        The replicas of `target`, and what was done.
+
+    Raises:
+        SwitchRefused: it could not be planned; `replicas` go on.
+        Exception: the workers failed, and with them the engine.
+    """
+    begun = time.monotonic()
+    clock = _Clock()
+
+    # 1. Quiesce.
+    drain()
+    quiesce = clock.lap()
+
+    # 2. Plan.
+    carried = [c for replica in replicas for c in _carried(replica, target, choose)]
+    undo = [_Undo.of(c.request) for c in carried]
+    try:
+        fresh = new_replicas(target)
+        placement = spread(
+            [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
+            source,
+            target,
+        )
+        loads = [_allocate(carried, placement, replica) for replica in fresh]
+        order = SwitchOrder(
+            epoch=epoch,
+            source=source,
+            target=target,
+            moves=tuple(
+                plan_moves(source, target, num_kv_heads, _request_blocks(carried, replicas, loads))
+            ),
+            placement={
+                c.request.request_id: placement[c.request.request_id] for c in carried if c.started
+            },
+        )
+    except Exception as error:
+        for one in undo:
+            one.apply()
+        raise SwitchRefused(f"{type(error).__name__}: {error}") from error
+    planned = clock.lap()
+
+    # 3. - 5. Move KV, reshard weights, activate.
+    times = executor.switch(order)
+    called = clock.lap()
+
+    # 6. Hand over.
+    migrated = _hand_over(carried, placement, fresh, loads)
+    for replica in replicas:
+        replica.scheduler.shutdown()
+    finished = clock.lap()
+
+    slowest = _slowest(times)
+    report = SwitchReport(
+        at=begun,
+        source=source,
+        target=target,
+        reason=reason,
+        live=len(carried),
+        migrated=migrated,
+        recomputed=sum(1 for c in carried if c.computed) - migrated,
+        kv_bytes=sum(t.kv_bytes for t in times),
+        seconds=quiesce + planned + called + finished,
+        quiesce=quiesce,
+        plan=planned,
+        states=slowest.states,
+        kv=slowest.kv,
+        weights=slowest.weights,
+        activate=slowest.activate,
+        rpc=called - slowest.states - slowest.kv - slowest.weights - slowest.activate,
+        finish=finished,
+    )
+    logger.info(
+        "PAT switched %s -> %s (%s) with %d live requests in %.1f ms: %d migrated (%.1f MB), "
+        "%d recompute",
+        source,
+        target,
+        reason,
+        report.live,
+        1e3 * report.seconds,
+        report.migrated,
+        report.kv_bytes / 1e6,
+        report.recomputed,
+    )
+    return fresh, report
+
+
+def _carried(replica: Replica, target: Layout, choose: Choice) -> list[Carried]:
+    """The live requests of a replica, in the order in which they are to be served."""
+    scheduler = replica.scheduler
+    carried = []
+    for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ or request.resumable:
+            raise SwitchRefused(
+                f"request {request.request_id} is a streaming-input session, which cannot be "
+                "carried between layouts"
+            )
+        computed = request.num_computed_tokens
+        carried.append(
+            Carried(
+                request=request,
+                replica=replica.index,
+                computed=computed,
+                # A worker knows what runs, and what was preempted after it had run.
+                started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
+                migrates=computed > 0 and choose(computed, target.tp) == "migrate",
+            )
+        )
+    return carried
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a new replica is to receive: its scheduler's step, and the blocks by request."""
+
+    step: SchedulerOutput
+    blocks: Mapping[str, tuple[int, ...]]
+
+
+def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica: Replica) -> _Load:
+    """Let a new scheduler allocate blocks for the KV that migrates to it.
+
+    It sees requests whose tokens are computed elsewhere (`PATConnector`). One scheduling pass
+    admits them, as far as the pool reaches, and schedules nothing. What finds no room stays
+    queued, to be computed again.
+    """
+    mine = [c for c in carried if c.migrates and placement[c.request.request_id] == replica.index]
+    replica.connector.announce({c.request.request_id: c.computed for c in mine})
+    for one in mine:
+        _rewind(one)
+        # Prompt logprobs forbid cache hits, but these tokens were computed for this very request.
+        one.request.skip_reading_prefix_cache = False
+        _enqueue(replica, one.request)
+    step = replica.scheduler.schedule()
+    assert step.total_num_scheduled_tokens == 0, "a plan must not schedule tokens"
+    replica.connector.withdraw()
+    metadata = step.kv_connector_metadata
+    assert isinstance(metadata, LoadMetadata)
+    return _Load(step, metadata.blocks)
+
+
+def _request_blocks(
+    carried: Sequence[Carried], replicas: Sequence[Replica], loads: Sequence[_Load]
+) -> list[RequestBlocks]:
+    """Old and new blocks of each request that migrates."""
+    by_id = {c.request.request_id: c for c in carried}
+    return [
+        RequestBlocks(
+            request_id,
+            by_id[request_id].replica,
+            _blocks_of(replicas[by_id[request_id].replica], request_id, len(target_blocks)),
+            target_replica,
+            target_blocks,
+        )
+        for target_replica, load in enumerate(loads)
+        for request_id, target_blocks in load.blocks.items()
+    ]
+
+
+def _blocks_of(replica: Replica, request_id: str, count: int) -> tuple[int, ...]:
+    (block_ids,) = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
+    return tuple(block_ids[:count])
+
+
+def _hand_over(
+    carried: Sequence[Carried],
+    placement: Mapping[str, int],
+    fresh: Sequence[Replica],
+    loads: Sequence[_Load],
+) -> int:
+    """Tell the new schedulers what has arrived, and queue the rest. Returns how many migrated."""
+    for replica, load in zip(fresh, loads, strict=True):
+        if load.blocks:
+            arrived = KVConnectorOutput(finished_recving=set(load.blocks))
+            replica.scheduler.update_from_output(
+                load.step,
+                ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=arrived),
+            )
+    for one in carried:
+        if not one.migrates:
+            _rewind(one)
+            _enqueue(fresh[placement[one.request.request_id]], one.request)
+        one.request.skip_reading_prefix_cache = one.request.get_skip_reading_prefix_cache()
+    return sum(len(load.blocks) for load in loads)
+
+
+def _rewind(one: Carried) -> None:
+    """Make a request look to its new scheduler like a preempted one, or leave it a new one."""
+    request = one.request
+    request.num_computed_tokens = 0
+    request.spec_token_ids = []
+    if request.status == RequestStatus.RUNNING:
+        # How vLLM tells a request that a worker knows from one that it does not.
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+    elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        # Carried by the previous switch, and not run since.
+        request.status = RequestStatus.PREEMPTED if one.started else RequestStatus.WAITING
+
+
+def _enqueue(replica: Replica, request: Request) -> None:
+    """Add a request that was queued before: its events were reported."""
+    events, request.events = request.events, []
+    replica.scheduler.add_request(request)
+    request.events = events
+
+
+def _slowest(times: Sequence[SwitchTimes]) -> SwitchTimes:
+    return SwitchTimes(
+        states=max(t.states for t in times),
+        kv=max(t.kv for t in times),
+        weights=max(t.weights for t in times),
+        activate=max(t.activate for t in times),
+        kv_bytes=max(t.kv_bytes for t in times),
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        self._last, last = now, self._last
+        return now - last

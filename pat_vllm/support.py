@@ -1,0 +1,164 @@
+"""What PAT supports of vLLM's options, and how it prepares a `VllmConfig`.
+
+Runs in the front end before any worker starts, so that a mistake is a clear error at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+
+SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
+WORKER_CLS = {
+    "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.executor.cpu_worker.PATCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.executor.gpu_worker.PATGPUWorker",
+}
+"""PAT's worker class for each of vLLM's own."""
+
+
+def pat_config(vllm_config: Any) -> PATConfig:
+    """The validated PAT options of an engine."""
+    additional = vllm_config.additional_config
+    options = additional.get("pat") if isinstance(additional, dict) else None
+    return PATConfig.parse(options)
+
+
+def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
+    """The engine's layouts, base layout first."""
+    config = pat_config(vllm_config)
+    return config.resolve_layouts(vllm_config.parallel_config.tensor_parallel_size)
+
+
+def prepare(vllm_config: Any) -> None:
+    """Check a config for PAT and put PAT's worker and scheduler in. Idempotent.
+
+    Raises:
+        ValueError: an option that PAT does not support; names it, its value and the way out.
+    """
+    if unsupported := _unsupported(vllm_config):
+        raise ValueError(
+            'distributed_executor_backend="pat" does not support '
+            + "; ".join(
+                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in unsupported
+            )
+        )
+    _check_heads(vllm_config, layouts_of(vllm_config))
+
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if parallel.worker_cls not in WORKER_CLS.values():
+        stock = _platform_worker() if parallel.worker_cls == "auto" else parallel.worker_cls
+        if stock not in WORKER_CLS:
+            raise ValueError(
+                f'distributed_executor_backend="pat" brings its own worker_cls, but worker_cls='
+                f"{parallel.worker_cls!r} is set; leave it at 'auto'. To add methods to the "
+                "worker, use worker_extension_cls."
+            )
+        parallel.worker_cls = WORKER_CLS[stock]
+    if scheduler.scheduler_cls not in (None, SCHEDULER_CLS):
+        raise ValueError(
+            f'distributed_executor_backend="pat" brings its own scheduler_cls, but scheduler_cls='
+            f"{scheduler.scheduler_cls!r} is set; leave it unset"
+        )
+    scheduler.scheduler_cls = SCHEDULER_CLS
+
+
+def _platform_worker() -> str:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "vllm.v1.worker.cpu_worker.CPUWorker"
+    if current_platform.is_cuda_alike():
+        return "vllm.v1.worker.gpu_worker.Worker"
+    raise ValueError(
+        f'distributed_executor_backend="pat" runs on CUDA, ROCm and CPU, not on '
+        f"{current_platform.device_name!r}"
+    )
+
+
+def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
+    """Options that PAT cannot serve, as (option, value, what is allowed)."""
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    found: list[tuple[str, Any, str]] = []
+
+    for option in (
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "nnodes",
+    ):
+        value = getattr(parallel, option)
+        if value != 1:
+            found.append((option, value, "1 (PAT itself makes replicas of the N ranks)"))
+    if parallel.enable_expert_parallel:
+        found.append(("enable_expert_parallel", True, "False"))
+    for option in (
+        "lora_config",
+        "speculative_config",
+        "kv_transfer_config",
+        "ec_transfer_config",
+        "kv_events_config",
+    ):
+        value = getattr(vllm_config, option, None)
+        if value is not None and getattr(value, "enable_kv_cache_events", True):
+            found.append((option, value, "None"))
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
+        found.append(("kv_cache_dtype", cache_dtype, "auto, float16, bfloat16, float32"))
+
+    if model is None:
+        return found
+    if model.runner_type != "generate":
+        found.append(("runner", model.runner_type, "generate"))
+    if model.quantization is not None:
+        found.append(("quantization", model.quantization, "None (unquantized weights)"))
+    kinds = {
+        "a multimodal model": model.is_multimodal_model,
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a mixture-of-experts model": model.is_moe,
+        "a hybrid, Mamba or linear-attention model": model.is_hybrid
+        or model.has_inner_state
+        or model.is_attention_free,
+        "a model with multi-head latent attention": model.use_mla,
+    }
+    found += [
+        ("model", f"{model.model} ({kind})", "dense decoder-only models with full attention")
+        for kind, is_kind in kinds.items()
+        if is_kind
+    ]
+    if model.get_sliding_window() is not None and not model.disable_sliding_window:
+        found.append(
+            (
+                "sliding_window",
+                model.get_sliding_window(),
+                "models with full attention in every layer, or disable_sliding_window=True",
+            )
+        )
+    return found
+
+
+def _check_heads(vllm_config: Any, layouts: tuple[Layout, ...]) -> None:
+    model = vllm_config.model_config
+    if model is None:
+        return
+    num_heads = model.model_arch_config.total_num_attention_heads
+    for layout in layouts:
+        if num_heads % layout.tp:
+            raise ValueError(
+                f"layout tp={layout.tp} does not divide the model's {num_heads} attention heads; "
+                "name only layouts that do in pat.layouts"
+            )
+        try:
+            layout.kv_heads_per_rank(model.get_total_num_kv_heads())
+        except ValueError as error:
+            raise ValueError(f"layout tp={layout.tp}: {error}; change pat.layouts") from None
+
+
+def home_layout(vllm_config: Any) -> Layout:
+    """The layout in which the engine starts."""
+    from pat_vllm.scheduler.policy import make_policy
+
+    return make_policy(pat_config(vllm_config), layouts_of(vllm_config)).home

@@ -1,0 +1,24 @@
+"""Environment for vLLM's CPU build. It has to be set before anything imports vLLM."""
+
+import os
+
+_ENVIRONMENT = {
+    # Tests run engines with more ranks than cores; one with two ranks may ask for "0|1".
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads of a tiny model only spin while they wait for each other: with two per rank, four
+    # ranks on two cores generate 25 times slower.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # pytest's process has threads by the time an engine starts its workers.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # Without it a tp>1 engine compiles C++ at its first step: seconds per batch-size class.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Models are built here (tests/models.py): nothing is downloaded, nobody is told.
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+# It would override an engine's own `kv_cache_memory_bytes`.
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -1,0 +1,60 @@
+"""Tiny random checkpoints, built once per machine and shared by all tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pat_vllm.cli import random_model as builder
+
+# What each one is for: see the comment. Everything not named is `make_model`'s default.
+SPECS: dict[str, dict[str, Any]] = {
+    # Normalised queries and keys; at tp=4 each rank has one of the 4 KV heads.
+    "qwen3": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4),
+    # The same heads without norms or biases.
+    "llama_gqa": dict(arch="llama", hidden=128, heads=8, kv_heads=4),
+    # Fewer KV heads than 4 ranks, so vLLM replicates them; a vocabulary that vLLM must pad.
+    "llama_few_kv": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500),
+    # Biases on q, k and v, which are sharded (tp=2) and replicated (tp=4) like the KV heads.
+    "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
+    # The output head is the embedding matrix.
+    "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
+}
+
+
+def random_model(name: str) -> Path:
+    """Directory of the checkpoint `SPECS[name]`, built on the first call.
+
+    It is kept under `PAT_TEST_MODELS`, or in a directory of this user's under the system's
+    temporary one. Several processes may ask for the same model at once.
+    """
+    if name not in SPECS:
+        raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
+    # The builder's source is part of the key: a change of it must not meet an old checkpoint.
+    key = json.dumps(SPECS[name], sort_keys=True).encode() + Path(builder.__file__).read_bytes()
+    target = _cache_dir() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        builder.make_model(scratch, **SPECS[name])
+        scratch.rename(target)
+    except OSError:
+        # Another process was first: a directory can't be renamed onto one that is not empty.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _cache_dir() -> Path:
+    default = Path(tempfile.gettempdir()) / f"pat-vllm-models-{os.getuid()}"
+    path = Path(os.environ.get("PAT_TEST_MODELS") or default)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path.resolve()

@@ -1,0 +1,87 @@
+"""Options: every mistake is a ValueError that names the option, its value and what is allowed."""
+
+import pytest
+
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.scheduler.policy import LiveState, make_policy
+
+
+def layouts(options, world_size=4):
+    return [str(layout) for layout in PATConfig.parse(options).resolve_layouts(world_size)]
+
+
+def test_default_layouts_are_the_powers_of_two_and_the_whole_group():
+    assert layouts(None) == ["1x4", "2x2", "4x1"]
+    assert layouts({}, 6) == ["1x6", "2x3", "6x1"]
+    assert layouts({"base_tp": 2}) == ["2x2", "4x1"]
+    assert layouts({"layouts": [4, 1]}) == ["1x4", "4x1"]
+    assert layouts({"layouts": [3]}, 6) == ["1x6", "3x2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([1], "must be a dict of options"),
+        ({"layout": [1]}, "unknown option 'layout' .*allowed: layouts, base_tp"),
+        ({"base_tp": 0}, "'base_tp' has value 0"),
+        ({"layouts": "x"}, "'layouts' has value 'x'"),
+        ({"kv_transfer": "teleport"}, "'kv_transfer' has value 'teleport'.*migrate"),
+        ({"weights": "lazy"}, "'weights' has value 'lazy'"),
+        ({"policy": {"kind": "magic"}}, "policy.*magic.*static"),
+        ({"policy": {"tp": 2}}, "policy"),
+        ({"policy": {"kind": "static"}}, "policy.static.tp"),
+        ({"policy": {"kind": "static", "tp": 2, "x": 1}}, "unknown option 'policy.static.x'"),
+        ({"policy": {"kind": "schedule", "switch_at": {}}}, "switch_at"),
+        ({"policy": {"kind": "schedule", "switch_at": {"0": 2}}}, "live requests"),
+        ({"policy": {"kind": "schedule", "switch_at": {"a": 2}}}, "switch_at"),
+    ],
+)
+def test_malformed_options(options, message):
+    with pytest.raises(ValueError, match=f'(?s)additional_config\\["pat"\\].*{message}'):
+        PATConfig.parse(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layouts": [3]}, "pat.layouts names tp=3, which does not divide.*=4.*1, 2, 4"),
+        ({"layouts": [0]}, "pat.layouts names tp=0"),
+        ({"layouts": []}, "pat.layouts is empty"),
+        ({"base_tp": 3}, "pat.base_tp names tp=3"),
+        ({"base_tp": 2, "layouts": [1, 4]}, "tp=1, smaller than pat.base_tp=2"),
+        ({"policy": {"kind": "static", "tp": 3}}, "pat.policy names tp=3"),
+        ({"layouts": [4], "policy": {"kind": "static", "tp": 2}}, "pat.policy names tp=2"),
+    ],
+)
+def test_options_that_do_not_fit_the_engine(options, message):
+    with pytest.raises(ValueError, match=message):
+        PATConfig.parse(options).resolve_layouts(4)
+
+
+def state(layout, live, arrived=0):
+    return LiveState(layout=Layout.of(layout, 4), live=live, arrived=arrived)
+
+
+def test_schedule_policy_follows_its_table_both_ways():
+    config = PATConfig.parse({"policy": {"kind": "schedule", "switch_at": {"8": 2, "2": 4}}})
+    policy = make_policy(config, config.resolve_layouts(4))
+    assert str(policy.home) == "1x4"
+    chosen = [policy.choose(state(1, live)).tp for live in (100, 9, 8, 3, 2, 1)]
+    assert chosen == [1, 1, 2, 2, 4, 4]
+    assert policy.choose(state(4, 50)).tp == 1
+
+
+def test_schedule_policy_waits_for_the_batch_to_be_complete():
+    config = PATConfig.parse({"policy": {"kind": "schedule", "switch_at": {"8": 4}}})
+    policy = make_policy(config, config.resolve_layouts(4))
+    assert policy.choose(state(1, 1, arrived=1)).tp == 1
+    assert policy.choose(state(1, 1, arrived=0)).tp == 4
+
+
+def test_static_policy_stays_at_its_layout():
+    config = PATConfig.parse({"policy": {"kind": "static", "tp": 2}})
+    policy = make_policy(config, config.resolve_layouts(4))
+    assert policy.home.tp == 2
+    assert policy.choose(state(2, 1)).tp == 2
+    assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"
