@@ -45,10 +45,12 @@ def _patch_get_class(executor: Any) -> None:
 
     @functools.wraps(original)
     def get_class(vllm_config: Any) -> type:
-        parallel_config = vllm_config.parallel_config
-        if parallel_config.distributed_executor_backend == BACKEND:
+        chosen: type
+        if vllm_config.parallel_config.distributed_executor_backend == BACKEND:
             check_vllm_version()
-            from pat_vllm.executor.executor import PATExecutor as chosen
+            from pat_vllm.executor.executor import PATExecutor
+
+            chosen = PATExecutor
         else:
             chosen = original(vllm_config)
         if getattr(chosen, "is_pat", False):

@@ -95,8 +95,11 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
             found.append((option, value, "1 (PAT itself makes replicas of the N ranks)"))
     if parallel.enable_expert_parallel:
         found.append(("enable_expert_parallel", True, "False"))
+    if vllm_config.lora_config is not None:
+        found.append(("enable_lora", True, "False"))
+    if vllm_config.cache_config.kv_offloading_size is not None:
+        found.append(("kv_offloading_size", vllm_config.cache_config.kv_offloading_size, "None"))
     for option in (
-        "lora_config",
         "speculative_config",
         "kv_transfer_config",
         "ec_transfer_config",

@@ -57,7 +57,7 @@ def test_every_target_block_and_head_is_written_once_with_its_own_bytes(case):
                 for local, head in enumerate(held):
                     memory[rank, block, local] = (request.request_id, i, head)
     written = {}
-    writes = Counter()
+    writes: Counter[tuple[int, int, int]] = Counter()
     for move in plan_moves(source, target, num_kv_heads, requests):
         route = move.route
         assert len(route.source_heads) == len(route.target_heads)

@@ -57,3 +57,50 @@ def write_random_model(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(f"{path}: {arch}, {parameters / 1e6:.1f}M parameters, {dtype}")
+
+
+@app.command("demo")
+def run_demo(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
+    ] = None,
+    models_dir: Annotated[
+        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
+    ] = Path(".models"),
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
+    requests: Annotated[int, typer.Option(min=2, help="Requests in the batch.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Longest response, tokens.")] = 320,
+    switch_at: Annotated[int, typer.Option(min=1, help="Live requests at which to switch.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and sampling.")] = 0,
+    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png"),
+) -> None:
+    """Run a long-tail batch as replicas, as one group, and switching; compare and plot.
+
+    Exits with 1 when the outputs of the three runs are not the same, token by token.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.demo import demo
+    from pat_vllm.cli.engine_run import RunFailed
+
+    try:
+        agree = demo(
+            Console(highlight=False),
+            model=model,
+            models_dir=models_dir,
+            ranks=ranks,
+            requests=requests,
+            max_tokens=max_tokens,
+            switch_at=switch_at,
+            temperature=temperature,
+            seed=seed,
+            output=output,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except RunFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if not agree:
+        raise typer.Exit(1)

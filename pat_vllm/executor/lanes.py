@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from pat_vllm.layout import Layout
@@ -126,7 +128,9 @@ class StepWorker(Protocol):
 class WorkerLanes:
     """A worker's ends of its lanes, one per layout."""
 
-    def __init__(self, handles: LaneHandles, rank: int, layouts: Iterable[Layout]) -> None:
+    def __init__(
+        self, handles: LaneHandles, rank: int, layouts: Iterable[Layout], device: torch.device
+    ) -> None:
         self._rings = {
             layout: MessageQueue.create_from_handle(
                 handles.by_replica[layout.tp, layout.replica_of(rank)], rank
@@ -134,6 +138,7 @@ class WorkerLanes:
             for layout in layouts
         }
         self._rank = rank
+        self._device = device
         self._reply = MessageQueue(1, 1, max_chunk_bytes=_CHUNK_BYTES)
         self._finishing: queue.SimpleQueue[Any] | None = None
 
@@ -189,6 +194,8 @@ class WorkerLanes:
     def _finish(self) -> None:
         """Wait for the device in another thread, so that the next step can be launched."""
         assert self._finishing is not None
+        # A new thread is on device 0, where it would make a CUDA context of its own.
+        current_platform.set_device(self._device)
         while True:
             self._reply.enqueue(_reply_to(self._finishing.get()))
 

@@ -168,7 +168,7 @@ class PATWorkerMixin:
 
     def pat_open_lanes(self, handles: LaneHandles) -> Handle:
         """Open this rank's ends of the lanes; returns the handle of the ring back."""
-        self._lanes = WorkerLanes(handles, self.rank, self._runtimes)
+        self._lanes = WorkerLanes(handles, self.rank, self._runtimes, self.device)
         return self._lanes.reply_handle()
 
     def pat_lanes_ready(self) -> None:

@@ -115,6 +115,7 @@ class PATScheduler(SchedulerInterface):
     def schedule(self, throttle_prefills: bool = False) -> PATSchedulerOutput:
         """Switch if that is due, then start a step in every replica that is ready for one."""
         self._engine_thread = threading.get_ident()
+        self._go_home_if_idle()
         self._run_requested_switches()
         self._follow_policy()
         steps: dict[int, SchedulerOutput] = {}
@@ -182,6 +183,8 @@ class PATScheduler(SchedulerInterface):
         """Route a request to a replica: prefix affinity first, then least load."""
         owner = self._owner.get(request.request_id)
         if owner is None:
+            # vLLM's in-process engine makes no step after the last output of a batch.
+            self._go_home_if_idle()
             prefixes: list[Hashable] = [tuple(request.prompt_token_ids or ())]
             prefixes += reversed(request.block_hashes)
             index = self._router.route(prefixes, [replica.live for replica in self._replicas])
@@ -283,20 +286,20 @@ class PATScheduler(SchedulerInterface):
 
     # ---------------------------------------------------------------- switching
 
+    def _go_home_if_idle(self) -> None:
+        """Return to the home layout when the work is done: there is no KV to move then."""
+        if not self._was_busy or self._in_flight() or any(r.live for r in self._replicas):
+            return
+        self._was_busy = False
+        self._forced = False
+        self._switch(self._policy.home, "idle")
+
     def _follow_policy(self) -> None:
         live = sum(replica.live for replica in self._replicas)
         self._history.live(self._layout, live)
-        if self._pause != PauseState.UNPAUSED:
-            return
-        if live == 0:
-            if self._was_busy and self._layout != self._policy.home and not self._in_flight():
-                self._switch(self._policy.home, "idle")
-                self._forced = False
-            self._was_busy = False
+        if live == 0 or self._forced or self._pause != PauseState.UNPAUSED:
             return
         arrived, self._arrived = self._arrived, 0
-        if self._forced:
-            return
         target = self._policy.choose(LiveState(self._layout, live, arrived))
         if target != self._layout:
             self._switch(target, "policy")
@@ -360,6 +363,7 @@ class PATScheduler(SchedulerInterface):
                 "name more in pat.layouts"
             )
         if self._engine_thread in (None, threading.get_ident()):
+            self._go_home_if_idle()
             return self._switch(target, "forced")
         done: Future[bool] = Future()
         self._requested.put((target, done))
@@ -375,6 +379,8 @@ class PATScheduler(SchedulerInterface):
                 raise
 
     def _report_command(self) -> dict[str, Any]:
+        if self._engine_thread in (None, threading.get_ident()):
+            self._go_home_if_idle()
         return self._history.report(self._layout, self._layouts).to_wire()
 
 

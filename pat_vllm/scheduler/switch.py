@@ -32,6 +32,7 @@ from pat_vllm.scheduler.routing import Placed, spread
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     from pat_vllm.executor.executor import PATExecutorMixin
 
@@ -220,10 +221,27 @@ def _carried(replica: Replica, target: Layout, choose: Choice) -> list[Carried]:
                 computed=computed,
                 # A worker knows what runs, and what was preempted after it had run.
                 started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
-                migrates=computed > 0 and choose(computed, target.tp) == "migrate",
+                migrates=computed > 0
+                and not _must_recompute(scheduler, request)
+                and choose(computed, target.tp) == "migrate",
             )
         )
     return carried
+
+
+def _must_recompute(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a request's worker state could not follow its KV.
+
+    Model Runner V2 keeps the prompt logprobs of a half-computed prompt to itself and starts a
+    resumed request without them, so that those of the carried part would be missing.
+    """
+    params = request.sampling_params
+    return (
+        scheduler.use_v2_model_runner
+        and not request.num_output_tokens
+        and params is not None
+        and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
+    )
 
 
 @dataclass(frozen=True)
@@ -306,6 +324,10 @@ def _rewind(one: Carried) -> None:
     request = one.request
     request.num_computed_tokens = 0
     request.spec_token_ids = []
+    # Steps are counted by each scheduler for itself. A new one has not got as far, and would hold
+    # a half-computed request back until it has (`AsyncScheduler` with Model Runner V2).
+    request.next_decode_eligible_step = 0
+    request.last_sched_seq = 0
     if request.status == RequestStatus.RUNNING:
         # How vLLM tells a request that a worker knows from one that it does not.
         request.num_preemptions += 1

@@ -1,0 +1,196 @@
+"""What a switch costs with live requests: the stall by parts, and the first step after it.
+
+    python -m benchmarks.switch_cost
+
+Bars (8 live requests of 512 tokens, a 0.3 to 1 B model): the switch takes at most 100 ms, of which
+the fixed cost is at most 30 ms; the first decode step after it takes at most twice a usual one.
+The fixed cost is what the same switch takes with no live requests, and with 8 tiny ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common import (
+    PARK_SECONDS,
+    Engine,
+    Summary,
+    machine,
+    memcpy_bandwidth,
+    model,
+    random_prompts,
+    table,
+    write_results,
+)
+
+LIVE = 8
+CONTEXT = 512
+PARTS = (
+    "quiesce",
+    "plan",
+    "states",
+    "kv",
+    "weights",
+    "activate",
+    "rpc",
+    "finish",
+)
+BARS = {"switch_ms": 100, "fixed_ms": 30, "first_step_ratio": 2.0}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
+    parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
+    args = parser.parse_args()
+
+    facts = machine()
+    body: dict[str, Any] = {"model": args.model, "bars": BARS}
+    text = (
+        f"A switch of 2 ranks with {LIVE} live requests of {CONTEXT} tokens, {args.model}; median "
+        f"(low-high) of {args.repeats - 1}, ms. `stall` is the switch without `quiesce`, which "
+        "finishes steps that had begun. `tiny`: contexts of 16 tokens; `empty`: no requests.\n\n"
+    )
+    for dtype in args.dtypes:
+        options = dict(
+            model=model(args.model),
+            dtype=dtype,
+            tensor_parallel_size=2,
+            distributed_executor_backend="pat",
+            additional_config={"pat": {"kv_transfer": "migrate"}},
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_seqs=32,
+            kv_cache_memory_bytes=int(args.kv_gib * 2**30) * (2 if dtype == "float32" else 1),
+        )
+        with Engine(options, bind="0|1") as engine:
+            engine.wait_until_ready()
+            engine.call(_switch_back_and_forth, CONTEXT, 2, 0)  # warm-up
+            cases = {
+                "512 tokens": engine.call(_switch_back_and_forth, CONTEXT, args.repeats, 1),
+                "tiny": engine.call(_switch_back_and_forth, 16, args.repeats, 2),
+                "empty": engine.call(_switch_back_and_forth, None, args.repeats, 3),
+            }
+            time.sleep(PARK_SECONDS)
+            memcpy = memcpy_bandwidth((0, 1))
+        write_json = __import__("json").dump(cases, open("/work/tmp/bench/raw.json", "w"), default=vars)
+        body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
+        text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
+    write_results("switch-cost", facts, body, text)
+
+
+def _switch_back_and_forth(
+    llm: Any, context: int | None, repeats: int, seed: int
+) -> list[dict[str, Any]]:
+    """Switch 1x2 -> 2x1 -> 1x2 `repeats` times, with fresh requests each time; the reports."""
+    import pat_vllm
+    from vllm import SamplingParams
+
+    begun = len(pat_vllm.report(llm).switches)
+    params = SamplingParams(temperature=1.0, max_tokens=28, ignore_eos=True, detokenize=False)
+    for repeat in range(repeats):
+        if context is None:
+            pat_vllm.switch(llm, 2)
+            pat_vllm.switch(llm, 1)
+            continue
+        prompts = random_prompts(LIVE, context - 8, seed=1000 * seed + repeat)
+        for i, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(f"{seed}-{repeat}-{i}", prompt, params)
+        _step_until(llm, 6)
+        pat_vllm.switch(llm, 2)
+        _step_until(llm, 14)
+        pat_vllm.switch(llm, 1)
+        _step_until(llm, None)
+    report = pat_vllm.report(llm)
+    usual = {layout: steps.median for layout, steps in report.steps.items()}
+    return [
+        asdict(s) | {"usual_step": usual[s.target], "way": f"{s.source} -> {s.target}"}
+        for s in report.switches[begun:]
+        if s.reason == "forced"
+    ]
+
+
+def _step_until(llm: Any, tokens: int | None) -> None:
+    """Take outputs until every request has `tokens` new tokens, or has finished."""
+    engine = llm.llm_engine
+    produced: dict[str, int] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+        enough = tokens is not None and len(produced) == LIVE
+        if enough and min(produced.values()) >= tokens:
+            return
+
+
+def _stall(switch: dict[str, Any]) -> float:
+    return switch["seconds"] - switch["quiesce"]
+
+
+def _ways(switches: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    ways: dict[str, list[dict[str, Any]]] = {}
+    for switch in switches:
+        ways.setdefault(switch["way"], []).append(switch)
+    return {way: of_way[1:] for way, of_way in ways.items()}  # the first is a warm-up
+
+
+def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
+    rows = []
+    for case, switches in cases.items():
+        for way, of_way in _ways(switches).items():
+            row = [case, way]
+            row.append(Summary.of([s["seconds"] for s in of_way]).show(1e3))
+            row.append(Summary.of([_stall(s) for s in of_way]).show(1e3))
+            row += [f"{Summary.of([s[p] for s in of_way]).median * 1e3:.2f}" for p in PARTS]
+            rows.append(row)
+    return table(["case", "switch", "total", "stall", *PARTS], rows)
+
+
+def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
+    rows = []
+    fixed = {
+        case: {way: Summary.of([_stall(s) for s in o]) for way, o in _ways(cases[case]).items()}
+        for case in ("tiny", "empty")
+    }
+    for way, of_way in _ways(cases["512 tokens"]).items():
+        moved = of_way[0]["kv_bytes"]
+        kv = Summary.of([s["kv"] for s in of_way])
+        first = Summary.of([s["first_step"] / s["usual_step"] for s in of_way])
+        rows.append(
+            [
+                way,
+                Summary.of([s["seconds"] for s in of_way]).show(1e3),
+                Summary.of([_stall(s) for s in of_way]).show(1e3),
+                fixed["tiny"][way].show(1e3),
+                fixed["empty"][way].show(1e3),
+                first.show(1, 2),
+                f"{of_way[0]['usual_step'] * 1e3:.1f}",
+                f"{moved / 1e6:.0f}",
+                f"{moved / kv.median / 1e9:.1f}",
+                f"{memcpy / 1e9:.1f}",
+            ]
+        )
+    return table(
+        [
+            "switch",
+            "total ms (bar 100)",
+            "stall ms",
+            "fixed, tiny ms (bar 30)",
+            "fixed, empty ms",
+            "first step / usual (bar 2)",
+            "usual step ms",
+            "MB moved",
+            "GB/s",
+            "memcpy GB/s",
+        ],
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

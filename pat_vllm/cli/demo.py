@@ -1,0 +1,350 @@
+"""`pat-vllm demo`: one long-tail batch, as replicas, as one group, and switching between the two."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pat_vllm.cli import random_model
+from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+
+# On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
+# the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
+# large vocabulary that decides a large batch's step, and reading the output head, which a TP group
+# divides, decides a small one's: the same crossover as on GPUs, for another reason.
+MODEL = dict(
+    arch="qwen3",
+    hidden=512,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    intermediate=1536,
+    vocab=151_936,
+    dtype="float32",
+)
+"""Shape of the demo's own model: 169M parameters."""
+
+PROMPT_TOKENS = (8, 32)
+MIN_LENGTH = 4
+# Lengths are log-normal: a twelfth of the longest in the middle, a third of them e times that.
+MEDIAN_SHARE = 1 / 12
+SIGMA = 1.0
+WARM_UP_SHARE = 1 / 16
+"""Length of a warm-up request relative to its counterpart."""
+
+_FLOAT32_BYTES = 4
+_KV_BLOCK_TOKENS = 128
+"""vLLM's block size on CPUs; smaller on other platforms."""
+_MARKS = ":#%@&+*"
+"""What stands for a layout in the drawn timeline, in order of appearance."""
+_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy to run the batch with."""
+
+    label: str
+    policy: str
+    options: dict[str, Any]
+
+
+def contenders(ranks: int, switch_at: int) -> tuple[Contender, Contender, Contender]:
+    """Static replicas, one static group, and the live switch between them.
+
+    Args:
+        switch_at: live requests at which the last switch, to one group, is made. Layouts in
+            between are entered at as many live requests per group.
+    """
+    base, *wider = PATConfig().resolve_layouts(ranks)
+    widest = wider[-1]
+    table = {switch_at * layout.replicas: layout.tp for layout in wider}
+
+    def static(layout: Layout) -> dict[str, Any]:
+        return {"policy": {"kind": "static", "tp": layout.tp}}
+
+    return (
+        Contender("replicas", f"static {base}", static(base)),
+        Contender("one group", f"static {widest}", static(widest)),
+        Contender(
+            "live switch",
+            ", ".join([str(base), *(f"{Layout.of(tp, ranks)} at {n}" for n, tp in table.items())]),
+            {"policy": {"kind": "schedule", "switch_at": table}},
+        ),
+    )
+
+
+def response_lengths(requests: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Tokens that each request generates: heavy-tailed, at most `longest`, which one reaches."""
+    rng = random.Random(f"lengths/{seed}")
+    drawn = [longest * MEDIAN_SHARE * rng.lognormvariate(0, SIGMA) for _ in range(requests)]
+    lengths = [min(longest, max(MIN_LENGTH, round(length))) for length in drawn]
+    lengths[max(range(requests), key=lengths.__getitem__)] = longest
+    return tuple(lengths)
+
+
+def make_batch(lengths: Sequence[int], vocab: int, temperature: float, seed: int) -> Batch:
+    """Requests of these lengths with random prompts."""
+    rng = random.Random(f"prompts/{seed}")
+    first = min(len(random_model.SPECIAL_TOKENS), vocab - 1)
+    prompts = tuple(
+        tuple(rng.randrange(first, vocab) for _ in range(rng.randint(*PROMPT_TOKENS)))
+        for _ in lengths
+    )
+    return Batch(prompts, tuple(lengths), temperature, seed)
+
+
+def run_spec(
+    model: Path, ranks: int, contender: Contender, batch: Batch, warm_up: Batch
+) -> RunSpec:
+    """The engine of a contender: they differ in the policy and in nothing else.
+
+    Raises:
+        ValueError: the model's context is too short for the batch.
+    """
+    config = _model_config(model)
+    limit = config.get("max_position_embeddings", batch.longest)
+    if batch.longest > limit:
+        raise ValueError(
+            f"--max-tokens makes a context of {batch.longest} tokens, but {model} allows {limit}; "
+            f"use --max-tokens {limit - PROMPT_TOKENS[1]} or less"
+        )
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
+    contexts = (len(p) + n for p, n in zip(batch.prompts, batch.lengths, strict=True))
+    # Room for all requests in one replica, so that no run preempts any.
+    blocks = 8 + sum(math.ceil(context / _KV_BLOCK_TOKENS) for context in contexts)
+    engine = dict(
+        model=str(model),
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="pat",
+        additional_config={"pat": contender.options},
+        # In bfloat16 rounding differs with the layout, and after a while so does the text.
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=batch.longest,
+        max_num_seqs=len(batch.lengths),
+        kv_cache_memory_bytes=blocks * _KV_BLOCK_TOKENS * token_bytes,
+        skip_tokenizer_init=True,
+    )
+    return RunSpec(engine, batch, warm_up)
+
+
+def disagreement(results: Sequence[tuple[Contender, RunResult]]) -> str | None:
+    """Where outputs differ from the first run's, or None if all agree token by token."""
+    (reference, expected), *others = results
+    for contender, result in others:
+        pairs = list(enumerate(zip(expected.outputs, result.outputs, strict=True)))
+        if differing := [(i, a, b) for i, (a, b) in pairs if a != b]:
+            request, a, b = differing[0]
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+            if at is None:
+                where = f"request {request} has {len(a)} and {len(b)} tokens"
+            else:
+                where = f"request {request} differs first at token {at}: {a[at]} and {b[at]}"
+            return (
+                f"the outputs of '{reference.label}' and '{contender.label}' differ in "
+                f"{len(differing)} of {len(pairs)} requests; {where}"
+            )
+    return None
+
+
+def table_rows(results: Sequence[tuple[Contender, RunResult]]) -> list[tuple[str, ...]]:
+    """Cells of the table: label, policy, seconds, tokens/s, relative time, switches, stall."""
+    best_static = min(result.seconds for _, result in results[:2])
+    return [
+        (
+            contender.label,
+            contender.policy,
+            f"{result.seconds:.2f}",
+            f"{result.tokens / result.seconds:.0f}",
+            f"{result.seconds / best_static:.2f}",
+            str(len(result.switches)),
+            f"{1e3 * sum(s.seconds for s in result.switches):.0f}" if result.switches else "-",
+        )
+        for contender, result in results
+    ]
+
+
+def verdict(results: Sequence[tuple[Contender, RunResult]]) -> str:
+    """In a sentence, whether switching paid."""
+    *static, (_, switching) = results
+    best, result = min(static, key=lambda one: one[1].seconds)
+    if not switching.switches:
+        return "The live switch did not happen: the batch never came down to the threshold."
+    change = 1 - switching.seconds / result.seconds
+    return (
+        f"The live switch took {switching.seconds:.2f} s, {abs(change):.1%} "
+        f"{'less' if change > 0 else 'more'} than the best static layout "
+        f"('{best.label}', {result.seconds:.2f} s): it {'paid' if change > 0 else 'did not pay'}."
+    )
+
+
+def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
+    """Live requests (upwards, each row half of the one above) and layout over time, in ASCII."""
+    live, spans = result.live, result.spans
+    most = max(count for _, count in live)
+    marks: dict[Layout, str] = {}
+    for layout, _, _ in spans:
+        marks.setdefault(layout, _MARKS[len(marks) % len(_MARKS)])
+
+    columns: list[tuple[int, str]] = []
+    for column in range(width):
+        at = (column + 0.5) / width * result.seconds
+        count = next((n for start, n in reversed(live) if start <= at), most)
+        layout = next(layout for layout, _, end in spans if at <= end)
+        columns.append((count, marks[layout]))
+
+    levels = [most]
+    while levels[-1] > 1:
+        levels.append(1 << (levels[-1] - 1).bit_length() - 1)
+    lines = [
+        f"{level:>6} |" + "".join(mark if n >= level else " " for n, mark in columns).rstrip()
+        for level in levels
+    ]
+    end = f"{result.seconds:.1f} s"
+    lines.append(" " * 7 + "+" + "-" * width)
+    lines.append(" " * 8 + "0 s" + end.rjust(width - 3))
+    lines += [f"{mark * 3:>6}  {_describe(layout)}" for layout, mark in marks.items()]
+    lines += [
+        f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: {s.live} live, "
+        f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), {s.seconds * 1e3:.0f} ms"
+        for s in result.switches
+    ]
+    return lines
+
+
+def _describe(layout: Layout) -> str:
+    groups = "one group" if layout.replicas == 1 else f"{layout.replicas} replicas"
+    return f"layout {layout}: {groups} of tp={layout.tp}"
+
+
+def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> None:
+    """Print the table and the timeline of the last run."""
+    table = Table(title="Same batch, same flags; each run in a new process")
+    for heading in ("run", "layout", "generate s", "tokens/s", "vs best static", "switches"):
+        table.add_column(heading, justify="left" if heading in ("run", "layout") else "right")
+    table.add_column("stall ms", justify="right")
+    for row in table_rows(results):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"\nLive requests in run '{results[-1][0].label}':")
+    for line in draw_timeline(results[-1][1]):
+        console.print(_coloured(line))
+
+
+def _coloured(line: str) -> Text:
+    text = Text(line)
+    if line[7:8] == "|" or line.strip()[:1] in _MARKS:
+        for mark, colour in zip(_MARKS, _COLOURS, strict=True):
+            text.highlight_regex("(?<=[| ])[" + mark + "]+|[" + mark + "]{2,}", colour)
+    return text
+
+
+def demo_model(directory: Path) -> Path:
+    """The demo's own model in `directory`, made on the first call."""
+    key = json.dumps(MODEL, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
+    target = directory.resolve() / f"demo-{hashlib.sha256(key).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete, so that an interrupted demo leaves no half of a model behind.
+    scratch = Path(tempfile.mkdtemp(prefix=".demo-", dir=target.parent))
+    try:
+        random_model.make_model(scratch, **MODEL)  # type: ignore[arg-type]
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    try:
+        return json.loads((model / "config.json").read_text())
+    except OSError as error:
+        raise ValueError(f"--model {model} is no directory with a checkpoint: {error}") from None
+
+
+def demo(
+    console: Console,
+    *,
+    model: Path | None,
+    models_dir: Path,
+    ranks: int,
+    requests: int,
+    max_tokens: int,
+    switch_at: int,
+    temperature: float,
+    seed: int,
+    output: Path,
+) -> bool:
+    """Run the batch three times, print and plot what was measured.
+
+    Returns:
+        Whether the three outputs agree token by token.
+
+    Raises:
+        ValueError: an option does not fit the model.
+        RunFailed: an engine failed.
+    """
+    from pat_vllm.cli.demo_plot import plot
+
+    if model is None:
+        with console.status("making a random model"):
+            model = demo_model(models_dir)
+    vocab = _model_config(model)["vocab_size"]
+    lengths = response_lengths(requests, max_tokens, seed)
+    batch = make_batch(lengths, vocab, temperature, seed)
+    short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
+    warm_up = make_batch(short, vocab, temperature, seed + 1)
+    runs = [
+        (contender, run_spec(model, ranks, contender, batch, warm_up))
+        for contender in contenders(ranks, switch_at)
+    ]
+
+    console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})")
+    console.print(
+        f"{requests} requests at once, {batch.tokens} tokens: median {sorted(lengths)[requests // 2]}, "
+        f"longest {', '.join(map(str, sorted(lengths)[:-4:-1]))}; temperature {temperature:g}, seed {seed}"
+    )
+    results: list[tuple[Contender, RunResult]] = []
+    for contender, spec in runs:
+        with console.status(f"{contender.label}: starting an engine, then generating"):
+            result = run(spec)
+        console.print(
+            f"  {contender.label}: engine started in {result.start_seconds:.0f} s, "
+            f"generated in {result.seconds:.2f} s"
+        )
+        results.append((contender, result))
+    console.print()
+    show(console, results)
+
+    plot([(c.label, result) for c, result in results], output)
+    console.print(f"\nplot: {output}", soft_wrap=True)
+    console.print(verdict(results))
+    if problem := disagreement(results):
+        console.print(f"[bold red]DIFFERENT OUTPUTS:[/] {problem}")
+        return False
+    console.print(f"Outputs of all three runs agree, token by token ({batch.tokens} tokens).")
+    return True
+
+
+def _placement(ranks: int) -> str:
+    bind = environment(ranks)["VLLM_CPU_OMP_THREADS_BIND"]
+    return "not bound to cores" if bind == "nobind" else f"on cores {bind}"

@@ -1,0 +1,234 @@
+"""One batch on one engine in a process of its own: so that no run inherits another's engine.
+
+`run` is called by commands and starts `python -m pat_vllm.cli.engine_run`, which imports vLLM,
+serves the batch and writes the result; both sides are here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pat_vllm.layout import Layout
+from pat_vllm.reporting import LiveSample, Report, SwitchReport
+
+_TAIL_LINES = 40
+"""Of a failed engine's output, for the error message."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that start together.
+
+    Attributes:
+        prompts: token ids.
+        lengths: tokens that each request generates, neither less nor more.
+        temperature: 0 is greedy.
+        seed: of the first request; the others count on.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    temperature: float = 1.0
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the batch generates."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Longest context, tokens: a prompt with its response."""
+        return max(len(p) + n for p, n in zip(self.prompts, self.lengths, strict=True))
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """An engine and what it serves.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        warm_up: served first; its time is discarded.
+    """
+
+    engine: dict[str, Any]
+    batch: Batch
+    warm_up: Batch
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What an engine did with its batch.
+
+    Attributes:
+        start_seconds: making the engine.
+        began: when `generate` was called, on the machine's monotonic clock, as in `report`.
+        seconds: until `generate` returned.
+        outputs: generated token ids by request.
+        report: the engine's own, warm-up included.
+    """
+
+    start_seconds: float
+    began: float
+    seconds: float
+    outputs: tuple[tuple[int, ...], ...]
+    report: Report
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens."""
+        return sum(len(output) for output in self.outputs)
+
+    @property
+    def timeline(self) -> tuple[LiveSample, ...]:
+        """The report's samples from `began` until `generate` returned."""
+        return tuple(s for s in self.report.timeline if self._during(s.at))
+
+    @property
+    def switches(self) -> tuple[SwitchReport, ...]:
+        """The report's switches while requests were running, the return when idle left out."""
+        return tuple(s for s in self.report.switches if self._during(s.at) and s.reason != "idle")
+
+    @property
+    def live(self) -> tuple[tuple[float, int], ...]:
+        """(seconds from `began`, live requests from then on), until none is left."""
+        samples = [(s.at - self.began, s.live) for s in self.timeline if s.live]
+        return (*samples, (self.seconds, 0))
+
+    @property
+    def spans(self) -> tuple[tuple[Layout, float, float], ...]:
+        """(layout, start, end) in seconds from `began`, one after the other."""
+        layouts = [self.timeline[0].layout, *(switch.target for switch in self.switches)]
+        starts = [0.0, *(switch.at - self.began for switch in self.switches)]
+        return tuple(zip(layouts, starts, [*starts[1:], self.seconds], strict=True))
+
+    def _during(self, at: float) -> bool:
+        return self.began <= at <= self.began + self.seconds
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps({**vars(self), "report": self.report.to_wire()})
+
+    @classmethod
+    def from_json(cls, text: str) -> RunResult:
+        """Inverse of `to_json`."""
+        values = json.loads(text)
+        values["outputs"] = tuple(tuple(output) for output in values["outputs"])
+        values["report"] = Report.from_wire(values["report"])
+        return cls(**values)
+
+
+class RunFailed(RuntimeError):
+    """An engine process failed; the message ends with the last lines that it wrote."""
+
+
+def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables for engine processes with `ranks` ranks; what the user has set stays.
+
+    On a CPU every rank gets a core of its own where there are enough, else one thread.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if ranks <= len(cores):
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
+    else:
+        # Threads only spin while they wait for each other when there are more of them than cores.
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    defaults = {
+        **threads,
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # At tp > 1 vLLM compiles one small function, with C++ and for each layout: seconds of start
+        # for microseconds of a step.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    chosen = {**defaults, **given}
+    # It would override `kv_cache_memory_bytes`.
+    chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    return chosen
+
+
+def run(spec: RunSpec) -> RunResult:
+    """Serve a batch in a new process.
+
+    Raises:
+        RunFailed: the process ended without a result.
+    """
+    with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
+        request, answer, log = (Path(scratch) / name for name in ("spec", "result", "log"))
+        request.write_text(json.dumps(asdict(spec)))
+        command = [sys.executable, "-m", "pat_vllm.cli.engine_run", str(request), str(answer)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment(spec.engine["tensor_parallel_size"]),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        if code or not answer.exists():
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+            raise RunFailed(f"the engine's process ended with exit code {code}:\n{last}")
+        return RunResult.from_json(answer.read_text())
+
+
+def serve(spec: RunSpec) -> RunResult:
+    """Make the engine in this process and serve the batch."""
+    from vllm import LLM
+
+    from pat_vllm.api import report
+
+    start = time.monotonic()
+    llm = LLM(**spec.engine)
+    started = time.monotonic() - start
+    _generate(llm, spec.warm_up)
+    began = time.monotonic()
+    outputs = _generate(llm, spec.batch)
+    seconds = time.monotonic() - began
+    return RunResult(started, began, seconds, outputs, report(llm))
+
+
+def _generate(llm: Any, batch: Batch) -> tuple[tuple[int, ...], ...]:
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=batch.temperature,
+            seed=batch.seed + i,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for i, length in enumerate(batch.lengths)
+    ]
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in batch.prompts]
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
+
+
+def main(request: str, answer: str) -> None:
+    """The child: files in, files out."""
+    values = json.loads(Path(request).read_text())
+    spec = RunSpec(values["engine"], Batch(**values["batch"]), Batch(**values["warm_up"]))
+    result = serve(spec).to_json()
+    scratch = Path(answer).with_suffix(".part")
+    scratch.write_text(result)
+    scratch.rename(answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""Real engines for tests: started once, driven step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.models import random_model
+
+OPTIONS: dict[str, Any] = {
+    # Strict equality between layouts is possible in float32 only.
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 32 << 20,
+    # The smallest that vLLM's CPU attention takes: more blocks, more to go wrong.
+    "block_size": 32,
+    "seed": 7,
+}
+
+
+@contextlib.contextmanager
+def engine(
+    model: str,
+    ranks: int,
+    pat: Mapping[str, Any] | None,
+    in_process: bool = True,
+    **options: Any,
+) -> Iterator[Any]:
+    """A vLLM `LLM` over `ranks` ranks: with PAT and its options, or stock where `pat` is None.
+
+    Args:
+        in_process: keep vLLM's engine core in this process, so that it makes a step exactly when
+            the test makes one; otherwise it runs freely in a process of its own, as for users.
+    """
+    from vllm import LLM
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    if pat is not None:
+        options |= {
+            "distributed_executor_backend": "pat",
+            "additional_config": {"pat": dict(pat)},
+        }
+    llm = LLM(
+        model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options}
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@dataclass
+class Job:
+    """One request: prompt token ids and `SamplingParams` fields."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]
+    arrives: int = 0
+    """Engine step before which it is added."""
+
+
+@dataclass
+class Outcome:
+    """What came back for one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    text: str = ""
+
+
+def run(
+    llm: Any, jobs: Mapping[str, Job], before_step: Callable[[int], None] = lambda step: None
+) -> dict[str, Outcome]:
+    """Run jobs step by step, calling `before_step(i)` before arrivals and engine step number i.
+
+    Returns:
+        Outcomes of the jobs that finished, by request id.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    ids = {}
+    outcomes: dict[str, Outcome] = {}
+    waiting = dict(jobs)
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        before_step(step)
+        for name in [name for name, job in waiting.items() if job.arrives <= step]:
+            job = waiting.pop(name)
+            ids[name] = engine.add_request(
+                name, {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
+            )
+        for output in engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                outcomes[output.request_id] = Outcome(
+                    list(completion.token_ids),
+                    [one[t].logprob for one, t in _chosen(completion)],
+                    completion.finish_reason,
+                    completion.text,
+                )
+        step += 1
+        assert step < 20_000, "the engine makes no progress"
+    return outcomes
+
+
+def _chosen(completion: Any) -> list[tuple[Any, int]]:
+    return list(zip(completion.logprobs or [], completion.token_ids, strict=False))
+
+
+def teacher_forced(llm: Any, sequences: Mapping[str, tuple[list[int], list[int]]]) -> Any:
+    """Log-probabilities that the engine, as it is laid out now, gives to given tokens.
+
+    Args:
+        sequences: name -> (prompt token ids, generated token ids).
+
+    Returns:
+        name -> log-probability of each generated token, by prompt logprobs of the whole sequence.
+    """
+    from vllm import SamplingParams
+
+    names = list(sequences)
+    prompts = [{"prompt_token_ids": [*a, *b]} for a, b in sequences.values()]
+    outputs = llm.generate(
+        prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0), use_tqdm=False
+    )
+    scores = {}
+    for name, output in zip(names, outputs, strict=True):
+        prompt, generated = sequences[name]
+        entries = output.prompt_logprobs[len(prompt) :]
+        scores[name] = [e[t].logprob for e, t in zip(entries, generated, strict=True)]
+    return scores
