@@ -6,6 +6,7 @@ has to be set before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -139,10 +140,8 @@ class Engine:
 
     def close(self) -> None:
         """Shut the engine down."""
-        try:
+        with contextlib.suppress(OSError):
             self._pipe.send(None)
-        except OSError:
-            pass
         self._process.join(60)
         if self._process.is_alive():
             self._process.kill()
@@ -257,9 +256,7 @@ class Summary:
 
     def show(self, scale: float = 1.0, digits: int = 1) -> str:
         """Like `12.3 (11.9-13.0)`."""
-        one, low, high = (
-            f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high)
-        )
+        one, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
         return f"{one} ({low}-{high})"
 
 

@@ -28,6 +28,7 @@ from benchmarks.common import (
 
 LIVE = 8
 CONTEXT = 512
+STEPS_BETWEEN = 3
 PARTS = (
     "quiesce",
     "plan",
@@ -79,7 +80,6 @@ def main() -> None:
             }
             time.sleep(PARK_SECONDS)
             memcpy = memcpy_bandwidth((0, 1))
-        write_json = __import__("json").dump(cases, open("/work/tmp/bench/raw.json", "w"), default=vars)
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
         text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
     write_results("switch-cost", facts, body, text)
@@ -89,24 +89,29 @@ def _switch_back_and_forth(
     llm: Any, context: int | None, repeats: int, seed: int
 ) -> list[dict[str, Any]]:
     """Switch 1x2 -> 2x1 -> 1x2 `repeats` times, with fresh requests each time; the reports."""
-    import pat_vllm
     from vllm import SamplingParams
 
+    import pat_vllm
+
     begun = len(pat_vllm.report(llm).switches)
-    params = SamplingParams(temperature=1.0, max_tokens=28, ignore_eos=True, detokenize=False)
-    for repeat in range(repeats):
-        if context is None:
+    if context is None:
+        for _ in range(repeats):
             pat_vllm.switch(llm, 2)
             pat_vllm.switch(llm, 1)
-            continue
-        prompts = random_prompts(LIVE, context - 8, seed=1000 * seed + repeat)
+    else:
+        steps = 2 * repeats * STEPS_BETWEEN
+        params = SamplingParams(
+            temperature=1.0, max_tokens=steps + 40, ignore_eos=True, detokenize=False
+        )
+        # The last switches happen at `context` tokens, so that blocks are full, not exceeded.
+        prompts = random_prompts(LIVE, max(4, context - steps - 40), seed)
         for i, prompt in enumerate(prompts):
-            llm.llm_engine.add_request(f"{seed}-{repeat}-{i}", prompt, params)
-        _step_until(llm, 6)
-        pat_vllm.switch(llm, 2)
-        _step_until(llm, 14)
-        pat_vllm.switch(llm, 1)
-        _step_until(llm, None)
+            llm.llm_engine.add_request(f"{seed}-{i}", prompt, params)
+        produced: dict[str, int] = {}
+        for switch in range(2 * repeats):
+            _step_until(llm, produced, STEPS_BETWEEN * (switch + 1))
+            pat_vllm.switch(llm, 1 if switch % 2 else 2)
+        _step_until(llm, produced, None)
     report = pat_vllm.report(llm)
     usual = {layout: steps.median for layout, steps in report.steps.items()}
     return [
@@ -116,16 +121,14 @@ def _switch_back_and_forth(
     ]
 
 
-def _step_until(llm: Any, tokens: int | None) -> None:
+def _step_until(llm: Any, produced: dict[str, int], tokens: int | None) -> None:
     """Take outputs until every request has `tokens` new tokens, or has finished."""
     engine = llm.llm_engine
-    produced: dict[str, int] = {}
     while engine.has_unfinished_requests():
+        if tokens is not None and len(produced) == LIVE and min(produced.values()) >= tokens:
+            return
         for output in engine.step():
             produced[output.request_id] = len(output.outputs[0].token_ids)
-        enough = tokens is not None and len(produced) == LIVE
-        if enough and min(produced.values()) >= tokens:
-            return
 
 
 def _stall(switch: dict[str, Any]) -> float:

@@ -139,3 +139,8 @@ def teacher_forced(llm: Any, sequences: Mapping[str, tuple[list[int], list[int]]
         entries = output.prompt_logprobs[len(prompt) :]
         scores[name] = [e[t].logprob for e, t in zip(entries, generated, strict=True)]
     return scores
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The `PATScheduler` of an engine whose core is in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler

@@ -20,6 +20,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "llama_gqa": dict(arch="llama", hidden=128, heads=8, kv_heads=4),
     # Fewer KV heads than 4 ranks, so vLLM replicates them; a vocabulary that vLLM must pad.
     "llama_few_kv": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500),
+    # One KV head for all: every rank of a wider layout stores a copy of the same KV.
+    "llama_one_kv": dict(arch="llama", hidden=64, heads=4, kv_heads=1),
     # Biases on q, k and v, which are sharded (tp=2) and replicated (tp=4) like the KV heads.
     "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
     # The output head is the embedding matrix.

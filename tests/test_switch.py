@@ -14,7 +14,7 @@ import random
 import pytest
 
 import pat_vllm
-from tests.engines import Job, engine, run, teacher_forced
+from tests.engines import Job, engine, run, scheduler_of, teacher_forced
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,23 @@ def test_every_ordered_pair_of_layouts(case):
         assert made.kv_bytes > 0
 
 
+def test_recomputing_gives_the_same(case, monkeypatch):
+    """Every ordered pair again, with each request's KV left behind, or left behind for some."""
+    llm, sizes, static = case
+    rng = random.Random(5)
+    for source, target in itertools.permutations(sizes, 2):
+        for ways in (("recompute",), ("recompute", "migrate")):
+            monkeypatch.setattr(
+                scheduler_of(llm), "_choose", lambda computed, tp, ways=ways: rng.choice(ways)
+            )
+            before = len(pat_vllm.report(llm).switches)
+            outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
+            assert_same(outcomes, static[source])
+            (made,) = [s for s in new_switches(llm, before) if s.live]
+            assert made.recomputed > 0
+            assert made.recomputed + made.migrated == len(batch())
+
+
 def test_teacher_forced_log_probabilities_after_a_switch(case):
     """What was sampled after a switch is what the static target layout would have said."""
     llm, sizes, _ = case
@@ -126,10 +143,15 @@ def test_half_prefilled_and_waiting_requests_are_carried(case):
         assert any(0 < s.migrated < s.live for s in carried), new_switches(llm, before)
 
 
-def test_random_switch_storm(case):
+def test_random_switch_storm(case, monkeypatch):
     """30 and more switches in one generation, while requests arrive and are aborted."""
     llm, sizes, static = case
     rng = random.Random(4)
+    monkeypatch.setattr(
+        scheduler_of(llm),
+        "_choose",
+        lambda computed, tp: rng.choice(("migrate", "migrate", "recompute")),
+    )
     jobs = batch(0) | {
         name.replace("r", "late"): Job(job.prompt, job.sampling, arrives=rng.randint(1, 40))
         for name, job in batch(0).items()

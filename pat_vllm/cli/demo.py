@@ -1,4 +1,4 @@
-"""`pat-vllm demo`: one long-tail batch, as replicas, as one group, and switching between the two."""
+"""`pat-vllm demo`: one long-tail batch as replicas, as one group, and switching between them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -57,10 +58,15 @@ _COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow")
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy to run the batch with."""
+    """A policy to run the batch with.
+
+    Attributes:
+        layouts: the active layout, and at how many live requests another one follows.
+        options: `additional_config["pat"]`.
+    """
 
     label: str
-    policy: str
+    layouts: str
     options: dict[str, Any]
 
 
@@ -79,8 +85,8 @@ def contenders(ranks: int, switch_at: int) -> tuple[Contender, Contender, Conten
         return {"policy": {"kind": "static", "tp": layout.tp}}
 
     return (
-        Contender("replicas", f"static {base}", static(base)),
-        Contender("one group", f"static {widest}", static(widest)),
+        Contender("replicas", str(base), static(base)),
+        Contender("one group", str(widest), static(widest)),
         Contender(
             "live switch",
             ", ".join([str(base), *(f"{Layout.of(tp, ranks)} at {n}" for n, tp in table.items())]),
@@ -166,12 +172,12 @@ def disagreement(results: Sequence[tuple[Contender, RunResult]]) -> str | None:
 
 
 def table_rows(results: Sequence[tuple[Contender, RunResult]]) -> list[tuple[str, ...]]:
-    """Cells of the table: label, policy, seconds, tokens/s, relative time, switches, stall."""
+    """Cells of the table: label, layouts, seconds, tokens/s, relative time, switches, stall."""
     best_static = min(result.seconds for _, result in results[:2])
     return [
         (
             contender.label,
-            contender.policy,
+            contender.layouts,
             f"{result.seconds:.2f}",
             f"{result.tokens / result.seconds:.0f}",
             f"{result.seconds / best_static:.2f}",
@@ -237,16 +243,18 @@ def _describe(layout: Layout) -> str:
 
 def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> None:
     """Print the table and the timeline of the last run."""
-    table = Table(title="Same batch, same flags; each run in a new process")
-    for heading in ("run", "layout", "generate s", "tokens/s", "vs best static", "switches"):
-        table.add_column(heading, justify="left" if heading in ("run", "layout") else "right")
-    table.add_column("stall ms", justify="right")
+    table = Table(title="Same batch, same flags; each run in a new process", box=box.SIMPLE)
+    table.add_column("run", no_wrap=True)
+    table.add_column("layout")
+    for heading in ("seconds", "tokens/s", "vs static", "switches", "stall ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in table_rows(results):
         table.add_row(*row)
     console.print(table)
+    console.print("seconds: of generation; vs static: relative to the faster static layout")
     console.print(f"\nLive requests in run '{results[-1][0].label}':")
     for line in draw_timeline(results[-1][1]):
-        console.print(_coloured(line))
+        console.print(_coloured(line), soft_wrap=True)
 
 
 def _coloured(line: str) -> Text:
@@ -318,10 +326,11 @@ def demo(
         for contender in contenders(ranks, switch_at)
     ]
 
-    console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})")
+    console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)
+    ordered = sorted(lengths, reverse=True)
     console.print(
-        f"{requests} requests at once, {batch.tokens} tokens: median {sorted(lengths)[requests // 2]}, "
-        f"longest {', '.join(map(str, sorted(lengths)[:-4:-1]))}; temperature {temperature:g}, seed {seed}"
+        f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
+        f"longest {', '.join(map(str, ordered[:3]))}; temperature {temperature:g}, seed {seed}"
     )
     results: list[tuple[Contender, RunResult]] = []
     for contender, spec in runs:

@@ -23,7 +23,7 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
 
     layouts = sorted({layout for _, result in results for layout, _, _ in result.spans})
     colour = dict(zip(layouts, _LAYOUT_COLOURS, strict=False))
-    last_label, last = results[-1]
+    _, last = results[-1]
     most = max(count for _, result in results for _, count in result.live)
     end = max(result.seconds for _, result in results)
 

@@ -35,3 +35,22 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             # in it. The derived ones belong there too, for sleep mode to find them.
             return get_mem_allocator_instance().use_memory_pool(tag=tag)
         return super()._maybe_get_memory_pool_context(tag)
+
+    def sleep(self, level: int = 1) -> None:
+        # vLLM keeps the buffers of the active layout's model through a level-2 sleep, which
+        # discards the weights pool; each layout's model has its own there.
+        self._sleeping_buffers = {
+            layout: {name: b.cpu().clone() for name, b in runtime.runner.model.named_buffers()}
+            for layout, runtime in self._runtimes.items()
+            if level == 2
+        }
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            for layout, buffers in self._sleeping_buffers.items():
+                model = self._runtimes[layout].runner.model
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            self._sleeping_buffers = {}

@@ -164,6 +164,23 @@ class PATWorkerMixin:
         """Rates that this rank measured while warming up."""
         return self._rates
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_weight_update()
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def start_weight_update(self) -> None:
+        self._refuse_weight_update()
+        super().start_weight_update()  # type: ignore[misc]
+
+    def _refuse_weight_update(self) -> None:
+        # Only the active layout's weights would change, and the next switch would bring back the
+        # old ones.
+        if len(self._runtimes) > 1:
+            raise RuntimeError(
+                "the weights of an engine with several layouts cannot be updated; keep one, with "
+                f'pat.layouts=[N] and pat.base_tp=N, not {[r.tp for r in self._runtimes]}'
+            )
+
     # ---------------------------------------------------------------- steps
 
     def pat_open_lanes(self, handles: LaneHandles) -> Handle:

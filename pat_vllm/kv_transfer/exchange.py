@@ -1,52 +1,163 @@
-"""The collective that moves KV bytes between ranks: pack, all-to-all, unpack."""
+"""The collective that moves KV bytes between ranks: pack, swap, unpack."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
+from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
+
+
+class Transport(Protocol):
+    """Takes packed bytes from every rank to every rank. All ranks make all calls alike.
+
+    For each layer: pack into `send`, `swap`, unpack what it returns, `done`.
+    """
+
+    send: torch.Tensor
+    """Flat buffer in which the parts for rank 0, 1, ... follow each other."""
+
+    def prepare(
+        self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """Make room for parts of these sizes (elements, by rank)."""
+        ...
+
+    def swap(self) -> list[torch.Tensor]:
+        """What each rank has packed for this one; flat, valid until `done`."""
+        ...
+
+    def done(self) -> None:
+        """The parts have been read; `send` may be filled again."""
+        ...
+
+    def release(self) -> None:
+        """Give large buffers back."""
+        ...
+
+
+class CollectiveTransport:
+    """A `Transport` over `torch.distributed`, for any device and any number of hosts."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.release()
+
+    def prepare(
+        self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        """See `Transport`."""
+        self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
+        self.send = torch.empty(sum(send_counts), dtype=dtype, device=self._device)
+        self._receive = torch.empty(sum(receive_counts), dtype=dtype, device=self._device)
+
+    def swap(self) -> list[torch.Tensor]:
+        """See `Transport`."""
+        dist.all_to_all_single(
+            self._receive, self.send, self._receive_counts, self._send_counts, group=self._group
+        )
+        return list(self._receive.split(self._receive_counts))
+
+    def done(self) -> None:
+        """See `Transport`."""
+
+    def release(self) -> None:
+        """See `Transport`."""
+        self.send = self._receive = torch.empty(0, device=self._device)
+        self._send_counts: list[int] = []
+        self._receive_counts: list[int] = []
+
+
+def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Shared memory for CPU ranks of one host, else `torch.distributed`. Every rank calls it."""
+    shared = SharedMemoryTransport.connect(group) if device.type == "cpu" else None
+    return shared or CollectiveTransport(group, device)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One block move on this rank: which part of a view, and where in the staging buffer.
+    """One block move on this rank: which part of a view, and where in its peer's part.
 
-    `blocks` is an int64 tensor; `shape` is [blocks, heads, tokens, content].
+    `blocks` is an int64 tensor, or a slice where block ids are consecutive; `shape` is [blocks,
+    heads, tokens, content].
     """
 
-    blocks: torch.Tensor
+    blocks: torch.Tensor | slice
     heads: range
     start: int
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int, int]
 
     @property
     def end(self) -> int:
-        return self.start + self.blocks.numel() * len(self.heads) * self.shape[2] * self.shape[3]
+        blocks, heads, tokens, content = self.shape
+        return self.start + blocks * heads * tokens * content
 
-    def of(self, view: torch.Tensor) -> torch.Tensor:
-        """The heads of `view` that move: [all blocks, heads, tokens, content]."""
+    def pack(self, view: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy from the blocks of `view` to the staged bytes."""
+        heads, staged = self._heads(view), self._staged(part)
+        if isinstance(self.blocks, slice):
+            staged.copy_(heads[self.blocks])
+        else:
+            torch.index_select(heads, 0, self.blocks, out=staged)
+
+    def unpack(self, part: torch.Tensor, view: torch.Tensor) -> None:
+        """Copy from the staged bytes to the blocks of `view`."""
+        heads, staged = self._heads(view), self._staged(part)
+        if isinstance(self.blocks, slice):
+            heads[self.blocks].copy_(staged)
+        else:
+            heads.index_copy_(0, self.blocks, staged)
+
+    def _heads(self, view: torch.Tensor) -> torch.Tensor:
         return view.narrow(1, self.heads.start, len(self.heads))
 
-    def staged(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This move's part of a staging buffer, shaped as the blocks."""
-        return buffer[self.start : self.end].view(self.shape)
+    def _staged(self, part: torch.Tensor) -> torch.Tensor:
+        return part[self.start : self.end].view(self.shape)
 
 
-@dataclass
-class _Staging:
-    """Buffers for one layer's moves, and what is in them."""
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces that go to, or come from, each rank."""
 
-    packs: list[_Piece]
-    unpacks: list[_Piece]
-    send: torch.Tensor
-    receive: torch.Tensor
-    send_counts: list[int]
-    receive_counts: list[int]
+    by_peer: tuple[tuple[_Piece, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        moves_by_peer: tuple[tuple[BlockMove, ...], ...],
+        view: torch.Tensor,
+        from_source: bool,
+    ) -> _Pieces:
+        tokens, content = view.shape[2:]
+        by_peer = []
+        for moves in moves_by_peer:
+            pieces: list[_Piece] = []
+            for move in moves:
+                blocks = move.source_blocks if from_source else move.target_blocks
+                heads = move.route.source_heads if from_source else move.route.target_heads
+                pieces.append(
+                    _Piece(
+                        _index(blocks, view.device),
+                        heads,
+                        pieces[-1].end if pieces else 0,
+                        (len(blocks), len(heads), tokens, content),
+                    )
+                )
+            by_peer.append(tuple(pieces))
+        return cls(tuple(by_peer))
+
+    @property
+    def counts(self) -> list[int]:
+        """Elements by rank."""
+        return [pieces[-1].end if pieces else 0 for pieces in self.by_peer]
 
 
 class Exchange:
@@ -57,11 +168,13 @@ class Exchange:
             keeps included.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, transport: Transport | None = None
+    ) -> None:
         self._group = group
         self._device = device
-        self._rank = dist.get_rank(group)
-        self._staging: _Staging | None = None
+        self._transport = transport or best_transport(group, device)
+        self._staged: tuple[_Pieces, _Pieces] | None = None
         self.bytes_sent = 0
 
     @contextmanager
@@ -75,91 +188,65 @@ class Exchange:
             source, target: views of one layer in the two layouts, [blocks, heads, tokens,
                 content], which tell the sizes; all layers must be alike.
 
-        Staging takes the bytes of one layer's moves twice: packed and received. It is needed even
-        for bytes that stay on their rank, for both views lie over the same memory.
+        Staging takes the bytes of one layer's moves, or twice that where a transport does not
+        share memory. It is needed even for bytes that stay on their rank, for both views lie over
+        the same memory.
         """
-        packs, send_counts = self._pieces(moves.sends, source, from_source=True)
-        unpacks, receive_counts = self._pieces(moves.receives, target, from_source=False)
-        self._staging = _Staging(
-            packs,
-            unpacks,
-            torch.empty(sum(send_counts), dtype=source.dtype, device=self._device),
-            torch.empty(sum(receive_counts), dtype=target.dtype, device=self._device),
-            send_counts,
-            receive_counts,
-        )
+        source, target = _words(source), _words(target)
+        packs = _Pieces.of(moves.sends, source, from_source=True)
+        unpacks = _Pieces.of(moves.receives, target, from_source=False)
+        self._transport.prepare(packs.counts, unpacks.counts, source.dtype)
+        self._staged = packs, unpacks
         self.bytes_sent = 0
         try:
             yield
         finally:
-            self._staging = None
+            self._staged = None
+            self._transport.release()
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Move one layer's blocks from every rank's `source` view to every rank's `target`."""
-        staging = self._staging
-        assert staging is not None, "run() outside staging()"
-        for piece in staging.packs:
-            torch.index_select(piece.of(source), 0, piece.blocks, out=piece.staged(staging.send))
-        self._all_to_all(staging)
-        for piece in staging.unpacks:
-            piece.of(target).index_copy_(0, piece.blocks, piece.staged(staging.receive))
-        self.bytes_sent += staging.send.nbytes
+        assert self._staged is not None, "run() outside staging()"
+        source, target = _words(source), _words(target)
+        packs, unpacks = self._staged
+        send = self._transport.send
+        for pieces, part in zip(packs.by_peer, send.split(packs.counts), strict=True):
+            for piece in pieces:
+                piece.pack(source, part)
+        for pieces, part in zip(unpacks.by_peer, self._transport.swap(), strict=True):
+            for piece in pieces:
+                piece.unpack(part, target)
+        self._transport.done()
+        self.bytes_sent += send.nbytes
 
     def measure(self, num_bytes: int, repeats: int = 3) -> float:
-        """Bytes per second of an all-to-all in which each rank sends `num_bytes` to each."""
-        import time
-
-        peers = dist.get_world_size(self._group)
-        send = torch.ones(num_bytes * peers, dtype=torch.uint8, device=self._device)
-        staging = _Staging(
-            [], [], send, torch.empty_like(send), [num_bytes] * peers, [num_bytes] * peers
-        )
+        """Bytes per second, over all ranks, when each of them sends `num_bytes` to each."""
+        ranks = dist.get_world_size(self._group)
+        memory = torch.ones(num_bytes * ranks, dtype=torch.uint8, device=self._device)
         best = float("inf")
         for _ in range(repeats):
+            self._transport.prepare([num_bytes] * ranks, [num_bytes] * ranks, memory.dtype)
             dist.barrier(self._group)
             start = time.perf_counter()
-            staging.send.copy_(staging.receive)  # stands for packing
-            self._all_to_all(staging)
-            staging.send.copy_(staging.receive)  # and for unpacking
-            self._synchronize()
+            self._transport.send.copy_(memory)
+            for part, into in zip(self._transport.swap(), memory.split(num_bytes), strict=True):
+                into.copy_(part)
+            self._transport.done()
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
             best = min(best, time.perf_counter() - start)
-        return send.nbytes / best
+        self._transport.release()
+        return ranks * memory.nbytes / best
 
-    def _pieces(
-        self,
-        moves_by_peer: tuple[tuple[BlockMove, ...], ...],
-        view: torch.Tensor,
-        from_source: bool,
-    ) -> tuple[list[_Piece], list[int]]:
-        tokens, content = view.shape[2:]
-        pieces: list[_Piece] = []
-        counts: list[int] = []
-        start = 0
-        for moves in moves_by_peer:
-            before = start
-            for move in moves:
-                blocks = move.source_blocks if from_source else move.target_blocks
-                heads = move.route.source_heads if from_source else move.route.target_heads
-                piece = _Piece(
-                    torch.tensor(blocks, dtype=torch.int64, device=self._device),
-                    heads,
-                    start,
-                    (len(blocks), len(heads), tokens, content),
-                )
-                pieces.append(piece)
-                start = piece.end
-            counts.append(start - before)
-        return pieces, counts
 
-    def _all_to_all(self, staging: _Staging) -> None:
-        dist.all_to_all_single(
-            staging.receive,
-            staging.send,
-            staging.receive_counts,
-            staging.send_counts,
-            group=self._group,
-        )
+def _words(view: torch.Tensor) -> torch.Tensor:
+    """The same bytes in 8-byte elements, which are copied faster than narrow ones."""
+    return view.view(torch.int64)
 
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+
+def _index(blocks: Sequence[int], device: torch.device) -> torch.Tensor | slice:
+    """`blocks` as an index. A fresh pool gives consecutive ones, which copy without a lookup."""
+    first, count = blocks[0], len(blocks)
+    if blocks[-1] - first == count - 1 and list(blocks) == list(range(first, first + count)):
+        return slice(first, first + count)
+    return torch.tensor(blocks, dtype=torch.int64, device=device)

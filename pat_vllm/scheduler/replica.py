@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.layout import Layout
@@ -64,6 +65,28 @@ class Replica:
     def finish(self, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Update the scheduler from the output of its oldest step in flight."""
         return self.scheduler.update_from_output(self.in_flight.popleft(), output)
+
+    def preempt_carried(self) -> None:
+        """Preempt requests that have not run since a switch carried their KV here.
+
+        vLLM preempts running requests only, and takes these for a load that may still write to
+        their blocks, which would keep it from resetting its prefix cache.
+        """
+        scheduler = self.scheduler
+        for request in reversed(list(scheduler.kv_holding_waiting)):
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
+            scheduler.kv_holding_waiting.remove_request(request)
+            scheduler.deferred_waiting.discard(request)
+            scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+            scheduler._inflight_prefills.discard(request)
+            scheduler._set_kv_fetch_stage(request, None)
+            scheduler.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            request.status = (
+                RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            )
+            scheduler.waiting.prepend_request(request)
 
 
 def says_nothing(step: SchedulerOutput) -> bool:

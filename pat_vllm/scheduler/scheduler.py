@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -132,11 +133,12 @@ class PATScheduler(SchedulerInterface):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         assert isinstance(scheduler_output, PATSchedulerOutput)
-        of_replica = {
-            index: bitmask
-            for index, step in scheduler_output.steps.items()
-            if (bitmask := self._replicas[index].scheduler.get_grammar_bitmask(step)) is not None
-        }
+        of_replica = {}
+        for index, step in scheduler_output.steps.items():
+            grammar = self._replicas[index].scheduler.get_grammar_bitmask(step)
+            if grammar is not None:
+                # vLLM fills one array again and again, which replicas share.
+                of_replica[index] = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
         if not of_replica:
             return None
         return PATGrammarOutput([], None, of_replica=of_replica)  # type: ignore[arg-type]
@@ -243,6 +245,12 @@ class PATScheduler(SchedulerInterface):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         self._router.forget()
+        if reset_running_requests:
+            # Preempting a request drops what its step in flight samples: a seeded one would go on
+            # from another random number. vLLM, too, has no step in flight here.
+            self._drain()
+            for replica in self._replicas:
+                replica.preempt_carried()
         return all(
             [
                 replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)

@@ -1,0 +1,187 @@
+"""The KV exchange against a reference that copies from a snapshot of every rank's memory."""
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pat_vllm.kv_transfer import shared_memory
+from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
+from pat_vllm.kv_transfer.plan import BlockMove, RankMoves, RequestBlocks, plan_moves
+from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
+from pat_vllm.layout import Layout
+
+CPU = torch.device("cpu")
+TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 12, 3
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _run_ranks(function, world_size, tmp_path, *args):
+    address = f"file://{tmp_path}/rendezvous"
+    mp.spawn(_rank_main, (function, world_size, address, *args), nprocs=world_size)
+
+
+def _rank_main(rank, function, world_size, address, *args):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    torch.set_num_threads(1)
+    function(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _random_case(seed, world_size):
+    """Two layouts, their KV heads, and requests with random blocks. The same on every rank."""
+    rng = random.Random(seed)
+    sizes = [tp for tp in range(1, world_size + 1) if world_size % tp == 0]
+    source, target = (Layout.of(rng.choice(sizes), world_size) for _ in range(2))
+    num_kv_heads = rng.choice([1, 2, 4, 8])
+
+    def pools(layout):
+        blocks = _num_blocks(layout, num_kv_heads)
+        ids = [rng.sample(range(1, blocks), blocks - 1) for _ in range(layout.replicas)]
+        # A fresh pool hands out consecutive ids, a used one any.
+        return [iter(sorted(one) if rng.random() < 0.5 else one) for one in ids]
+
+    source_pools, target_pools = pools(source), pools(target)
+    requests = []
+    for index in range(rng.randrange(6)):
+        a, b, count = rng.randrange(source.replicas), rng.randrange(target.replicas), 2
+        blocks = [next(source_pools[a], None) for _ in range(count)]
+        places = [next(target_pools[b], None) for _ in range(count)]
+        if None not in (*blocks, *places):
+            requests.append(RequestBlocks(f"r{index}", a, tuple(blocks), b, tuple(places)))
+    moves = plan_moves(source, target, num_kv_heads, requests)
+    return source, target, num_kv_heads, rng.choice(DTYPES), rng.random() < 0.5, moves
+
+
+def _num_blocks(layout, num_kv_heads):
+    """Blocks of a layout over the bytes of `BLOCKS` blocks with all KV heads."""
+    return BLOCKS * num_kv_heads // layout.kv_heads_per_rank(num_kv_heads)
+
+
+def _views(buffer, layout, num_kv_heads, dtype, heads_first):
+    """The layers of one buffer as a layout sees them: [blocks, heads, tokens, content]."""
+    heads, blocks = layout.kv_heads_per_rank(num_kv_heads), _num_blocks(layout, num_kv_heads)
+    layers = buffer.view(dtype).view(LAYERS, -1)
+    if heads_first:
+        return [layer.view(blocks, heads, TOKENS, CONTENT) for layer in layers]
+    return [layer.view(blocks, TOKENS, heads, CONTENT).transpose(1, 2) for layer in layers]
+
+
+def _exchange_random_cases(rank, world_size, transport_name, cases):
+    shared = SharedMemoryTransport.connect(dist.group.WORLD)
+    assert shared is not None, "ranks of one host share memory"
+    transport = shared if transport_name == "shared" else CollectiveTransport(dist.group.WORLD, CPU)
+    exchange = Exchange(dist.group.WORLD, CPU, transport)
+    moved = 0
+    for seed in range(cases):
+        source, target, num_kv_heads, dtype, heads_first, moves = _random_case(seed, world_size)
+        shape = (num_kv_heads, dtype, heads_first)
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        size = LAYERS * BLOCKS * num_kv_heads * TOKENS * CONTENT * dtype.itemsize
+        buffer = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        buffers = [torch.empty_like(buffer) for _ in range(world_size)]
+        dist.all_gather(buffers, buffer)
+
+        expected = buffer.clone()
+        old = [_views(one, source, *shape) for one in buffers]
+        new = _views(expected, target, *shape)
+        for move in moves:
+            if move.route.target_rank == rank:
+                _copy(move, old[move.route.source_rank], new)
+
+        mine = RankMoves.of(rank, world_size, moves)
+        old_views, new_views = _views(buffer, source, *shape), _views(buffer, target, *shape)
+        with exchange.staging(mine, old_views[0], new_views[0]):
+            for a, b in zip(old_views, new_views, strict=True):
+                exchange.run(a, b)
+        assert torch.equal(buffer, expected), f"case {seed}: {source} -> {target}"
+        assert exchange.bytes_sent == sum(
+            LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
+            for m in moves
+            if m.route.source_rank == rank
+        )
+        moved += exchange.bytes_sent
+    assert moved > 0
+
+
+def _copy(move: BlockMove, old, new):
+    for layer_old, layer_new in zip(old, new, strict=True):
+        for a, b in zip(move.source_blocks, move.target_blocks, strict=True):
+            for ha, hb in zip(move.route.source_heads, move.route.target_heads, strict=True):
+                layer_new[b, hb] = layer_old[a, ha]
+
+
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_exchange_writes_what_the_plan_says_and_nothing_else(world_size, transport, tmp_path):
+    _run_ranks(_exchange_random_cases, world_size, tmp_path, transport, 40)
+
+
+def _give_back_and_grow_again(rank, world_size):
+    shared_memory._KEPT_BYTES = 100  # less than most cases need
+    _exchange_random_cases(rank, world_size, "shared", 20)
+
+
+def test_shared_memory_that_was_given_back_grows_again(tmp_path):
+    _run_ranks(_give_back_and_grow_again, 2, tmp_path)
+
+
+def _measure(rank, world_size):
+    for transport in (None, CollectiveTransport(dist.group.WORLD, CPU)):
+        exchange = Exchange(dist.group.WORLD, CPU, transport)
+        assert exchange.measure(1 << 16) > 0
+        assert exchange.measure(1 << 10) > 0
+
+
+def test_measuring_needs_no_moves(tmp_path):
+    _run_ranks(_measure, 2, tmp_path)
+
+
+def _unreachable(rank, world_size):
+    if rank == 1:  # as if it ran on another host
+        shared_memory._Segment.attach = classmethod(lambda cls, address: None)
+    assert SharedMemoryTransport.connect(dist.group.WORLD) is None
+
+
+def test_ranks_agree_not_to_share_memory_when_one_cannot(tmp_path):
+    _run_ranks(_unreachable, 2, tmp_path)
+
+
+def test_a_file_of_the_same_path_on_another_host_is_not_opened():
+    segment = shared_memory._Segment.create()
+    path, _ = segment.address.split()
+    assert shared_memory._Segment.attach(segment.address) is not None
+    assert shared_memory._Segment.attach(f"{path} pat-kv-of-another-host") is None
+    assert shared_memory._Segment.attach("/proc/1/fd/9999 pat-kv-none") is None
+
+
+def _wait_for_ever(rank, world_size, pids):
+    transport = SharedMemoryTransport.connect(dist.group.WORLD)
+    transport.prepare([1 << 20] * world_size, [1 << 20] * world_size, torch.uint8)
+    (Path(pids) / f"{rank}.pid").write_text(str(os.getpid()))
+    if rank == 0:
+        dist.barrier()  # the test kills this rank here
+    shared_memory._TIMEOUT_SECONDS = 2.0
+    transport.swap()
+
+
+def test_a_killed_rank_is_noticed_and_leaves_nothing_behind(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    address = f"file://{tmp_path}/rendezvous"
+    context = mp.spawn(
+        _rank_main, (_wait_for_ever, 2, address, str(tmp_path)), nprocs=2, join=False
+    )
+    victim = tmp_path / "0.pid"
+    while not (victim.exists() and victim.read_text() and (tmp_path / "1.pid").exists()):
+        context.join(timeout=0.1)
+    os.kill(int(victim.read_text()), signal.SIGKILL)
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        while not context.join(timeout=10):
+            pass
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "pat" in name]

@@ -1,0 +1,179 @@
+"""What goes wrong stays bounded: dead workers, refused switches, a pool that is too small."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+import pat_vllm
+from pat_vllm.scheduler import switch as switch_module
+from tests.engines import Job, engine, run, scheduler_of
+
+pytestmark = pytest.mark.slow
+
+FAILED_WITHIN = 30.0
+"""Seconds from a worker's death to vLLM's error."""
+GONE_WITHIN = 60.0
+"""Seconds from the error until the last process is gone; vLLM's engine core collects garbage."""
+
+
+def jobs(requests=6, tokens=40, prompt=30):
+    rng = random.Random(0)
+    return {
+        f"r{i}": Job(
+            [rng.randrange(3, 400) for _ in range(prompt)],
+            {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True},
+        )
+        for i in range(requests)
+    }
+
+
+def die_in_exchange(worker):
+    """Make the last rank kill itself in its next KV exchange."""
+    if worker.rank == 1:
+        worker._exchange.run = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_soon(worker):
+    """Make the last rank kill itself in its next step."""
+    if worker.rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+@pytest.mark.parametrize("sabotage", [die_soon, die_in_exchange])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_dead_worker_fails_the_engine_and_leaves_nothing(sabotage, tp, monkeypatch):
+    """Killed in mid-generation, or in mid-switch: vLLM's own error, soon, and no process left."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    # Lets a test function travel to the workers.
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    with engine("qwen3", 2, {}, in_process=False) as llm:
+        spawned = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+        assert len(spawned) >= 3
+        pat_vllm.switch(llm, tp=tp)
+        llm.collective_rpc(sabotage)
+        if sabotage is die_in_exchange:
+            threading.Timer(1.0, lambda: _try_switch(llm, 3 - tp)).start()
+        begun = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            llm.generate(
+                [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(8)],
+                SamplingParams(max_tokens=480, ignore_eos=True),
+                use_tqdm=False,
+            )
+        assert time.monotonic() - begun < FAILED_WITHIN
+        _, alive = psutil.wait_procs(
+            [p for p in spawned if "resource_tracker" not in " ".join(_cmdline(p))],
+            timeout=GONE_WITHIN,
+        )
+        assert not alive
+
+
+def _try_switch(llm, tp):
+    try:
+        pat_vllm.switch(llm, tp=tp)
+    except Exception:
+        pass  # the engine dies of it, which the main thread sees
+
+
+def _cmdline(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture(scope="module")
+def small_engine():
+    """Two ranks whose pools hold 24 blocks as replicas, and as a group together only 24 as well."""
+    blocks, layers, tokens, content = 24, 3, 32, 2 * 32 * 4
+    with engine(
+        "llama_one_kv",
+        2,
+        {"kv_transfer": "migrate"},
+        kv_cache_memory_bytes=blocks * layers * tokens * content,
+    ) as llm:
+        yield llm
+
+
+def test_requests_that_find_no_room_are_recomputed(small_engine):
+    """With one KV head, a group of two holds half of what two replicas hold."""
+    llm = small_engine
+    work = jobs(requests=10, tokens=40, prompt=100)
+    expected = run(llm, work)
+    before = len(pat_vllm.report(llm).switches)
+
+    def before_step(step):
+        if step in (12, 20):
+            assert pat_vllm.switch(llm, tp=2 if step == 12 else 1)
+
+    outcomes = run(llm, work, before_step=before_step)
+    assert {n: o.token_ids for n, o in outcomes.items()} == {
+        n: o.token_ids for n, o in expected.items()
+    }
+    merge = pat_vllm.report(llm).switches[before]
+    assert merge.target.tp == 2
+    assert merge.migrated > 0
+    assert merge.recomputed > 0
+
+
+def test_a_switch_that_cannot_be_planned_is_refused(small_engine, monkeypatch):
+    """Whatever fails in planning is undone, and generation goes on in the old layout."""
+    llm = small_engine
+    work = jobs()
+    expected = run(llm, work)
+
+    def fail(*args):
+        raise RuntimeError("no plan today")
+
+    refused = []
+
+    def before_step(step):
+        if step in (3, 9):
+            with monkeypatch.context() as patch:
+                patch.setattr(switch_module, "plan_moves", fail)
+                refused.append(pat_vllm.switch(llm, tp=2))
+
+    outcomes = run(llm, work, before_step=before_step)
+    assert refused == [False, False]
+    assert {n: o.token_ids for n, o in outcomes.items()} == {
+        n: o.token_ids for n, o in expected.items()
+    }
+    assert "no plan today" in pat_vllm.report(llm).refused[-1].why
+    assert pat_vllm.report(llm).layout.tp == 1
+
+
+def test_streaming_input_sessions_refuse_a_switch(small_engine):
+    """A session that waits for more input holds state that no layout can take over."""
+    llm = small_engine
+    scheduler = scheduler_of(llm)
+    llm.llm_engine.add_request(
+        "s", {"prompt_token_ids": [5, 6, 7]}, _params(max_tokens=30, ignore_eos=True)
+    )
+    llm.llm_engine.step()
+    (request,) = [r for replica in scheduler._replicas for r in replica.scheduler.running]
+    request.resumable = True
+    assert pat_vllm.switch(llm, tp=2) is False
+    request.resumable = False
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+
+
+def test_a_layout_that_is_not_kept_ready_is_an_error(small_engine):
+    with pytest.raises(ValueError, match=r"cannot switch to tp=3.*tp=\[1, 2\] ready"):
+        pat_vllm.switch(small_engine, tp=3)
+
+
+def _params(**fields):
+    from vllm import SamplingParams
+
+    return SamplingParams(**fields)

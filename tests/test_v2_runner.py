@@ -1,0 +1,296 @@
+"""PAT with vLLM's Model Runner V2, CUDA's default, on CPU.
+
+V2 needs Triton, here its interpreter, and vLLM decides at import whether there is one. So the
+engines run in a process of their own (`python -m tests.test_v2_runner OUT`), which writes down what
+came back; the tests compare. Whatever is generated across switches must be what one layout
+generates without, and every sampled token must have the log-probability that a static layout gives
+it, both to 1e-4.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import engine
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+TIMEOUT = 280
+SUPPORT = Path(__file__).parent / "support" / "v2_on_cpu"
+CHUNK = 64
+"""Tokens of a step: a prompt of several takes several steps."""
+STOP = 77
+MIN_TOKENS = 20
+
+SWITCHES: dict[str, dict[int, int]] = {
+    "static tp=1": {0: 1},
+    "static tp=2": {0: 2},
+    "while prefilling": {0: 1, 2: 2, 4: 1, 6: 2},
+    "while decoding": {0: 2, 9: 1, 16: 2, 23: 1},
+    "at every step": {0: 1} | {step: 1 + step % 2 for step in range(1, 30)},
+}
+"""Runs of the batch: engine step -> tp."""
+
+ENGINES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "migrate": ("migrate", False, tuple(SWITCHES)),
+    "recompute": ("recompute", False, ("while prefilling", "while decoding")),
+    "async": ("migrate", True, ("static tp=2", "while prefilling", "while decoding")),
+    "async recompute": ("recompute", True, ("while prefilling", "while decoding")),
+}
+"""Engines: how KV is taken along, asynchronous scheduling, which runs."""
+RUNS = [(name, run) for name, (_, _, runs) in ENGINES.items() for run in runs]
+
+
+def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """The batch: prompt token ids and sampling parameters of each request."""
+    rng = random.Random(5)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(100, 400) for _ in range(length)]
+
+    greedy = {"temperature": 0.0, "max_tokens": 28, "ignore_eos": True, "logprobs": 2}
+    seeded = greedy | {"temperature": 0.9, "seed": 11}
+    twins = prompt(5)
+    return {
+        "greedy": (prompt(30), greedy),
+        "seeded": (prompt(12), seeded),
+        # The interpreter cannot run vLLM's kernel for top-k and top-p.
+        "min_p": (prompt(7), seeded | {"min_p": 0.02}),
+        "penalties": (
+            prompt(9),
+            greedy
+            | {"repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.7},
+        ),
+        # The stop token is wanted from the first step on.
+        "min_tokens": (
+            prompt(6),
+            greedy | {"min_tokens": MIN_TOKENS, "stop_token_ids": [STOP], "logit_bias": {STOP: 90}},
+        ),
+        "allowed": (prompt(8), greedy | {"allowed_token_ids": list(range(40, 60))}),
+        "prompt_logprobs": (prompt(20), greedy | {"prompt_logprobs": 1}),
+        "long": (prompt(3 * CHUNK), seeded | {"max_tokens": 12}),
+        "long, prompt_logprobs": (
+            prompt(4 * CHUNK + 5),
+            greedy | {"max_tokens": 12, "prompt_logprobs": 1},
+        ),
+        "unseeded": (twins, greedy | {"temperature": 1.0}),
+        "unseeded twin": (twins, greedy | {"temperature": 1.0}),
+        "aborted": (prompt(10), greedy | {"max_tokens": 200}),
+        "long, aborted": (prompt(4 * CHUNK), greedy),
+    }
+
+
+UNSEEDED = {"unseeded", "unseeded twin"}
+ABORTS = {"aborted": 17, "long, aborted": 3}
+"""Engine step before which a request is aborted."""
+
+
+# ---------------------------------------------------------------- in the process of the engines
+
+
+def main(out: str) -> None:
+    """Run every engine and write its outcomes and switches to the file `out`."""
+    results: dict[str, Any] = {}
+    for name, (transfer, is_async, runs) in ENGINES.items():
+        restore = schedule_asynchronously() if is_async else lambda: None
+        options = {"max_model_len": 320, "max_num_seqs": 8, "max_num_batched_tokens": CHUNK}
+        with engine("qwen3", 2, {"kv_transfer": transfer}, **options) as llm:
+            restore()
+            results[name] = {run: generate(llm, SWITCHES[run]) for run in runs}
+            if name == "migrate":
+                score(llm, results[name])
+    Path(out).write_text(json.dumps(results))
+
+
+def schedule_asynchronously() -> Callable[[], None]:
+    """Let the next engine schedule asynchronously, as on CUDA, which vLLM turns off on CPU.
+
+    Returns:
+        Undoes it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+    def restore() -> None:
+        CpuPlatform.check_and_update_config = original
+
+    return restore
+
+
+def generate(llm: Any, switches: Mapping[int, int]) -> dict[str, Any]:
+    """Run the batch, switching to `switches[i]` before engine step i."""
+    from vllm import SamplingParams
+
+    import pat_vllm
+
+    core = llm.llm_engine
+    before = len(pat_vllm.report(llm).switches)
+    for name, (prompt, sampling) in requests().items():
+        core.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**sampling))
+    outcomes = {}
+    step = 0
+    while core.has_unfinished_requests():
+        for name, at in ABORTS.items():
+            if at == step:
+                core.abort_request([name])
+        if step in switches:
+            assert pat_vllm.switch(llm, tp=switches[step])
+        for output in core.step():
+            if output.finished and output.request_id not in ABORTS:
+                outcomes[output.request_id] = outcome(output)
+        step += 1
+        assert step < 2_000, "the engine makes no progress"
+    made = pat_vllm.report(llm).switches[before:]
+    return {
+        "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        "v2": llm.llm_engine.vllm_config.use_v2_model_runner,
+        "steps": step,
+        "outcomes": outcomes,
+        "switches": [[s.live, s.migrated, s.recomputed] for s in made if s.reason == "forced"],
+    }
+
+
+def outcome(output: Any) -> dict[str, Any]:
+    """What came back for a request, fit for JSON."""
+    completion = output.outputs[0]
+    return {
+        "tokens": list(completion.token_ids),
+        "logprobs": [
+            [one[token].logprob, *sorted(top.logprob for top in one.values())]
+            for one, token in zip(completion.logprobs, completion.token_ids, strict=True)
+        ],
+        "prompt_logprobs": [
+            sorted(top.logprob for top in one.values()) for one in output.prompt_logprobs or [] if one
+        ],
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def score(llm: Any, runs: Mapping[str, Any]) -> None:
+    """Add the log-probabilities of the generated tokens as prompts of the engine's home layout."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+    for run in runs.values():
+        names = list(run["outcomes"])
+        sequences = [requests()[name][0] + run["outcomes"][name]["tokens"] for name in names]
+        outputs = llm.generate(
+            [{"prompt_token_ids": tokens} for tokens in sequences], params, use_tqdm=False
+        )
+        run["scores"] = {
+            name: [
+                one[token].logprob
+                for one, token in list(zip(output.prompt_logprobs, tokens, strict=True))[
+                    len(requests()[name][0]) :
+                ]
+            ]
+            for name, tokens, output in zip(names, sequences, outputs, strict=True)
+        }
+
+
+# ---------------------------------------------------------------- in the process of the tests
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all engines generated, by engine and run."""
+    out = tmp_path_factory.mktemp("v2") / "results.json"
+    root = Path(__file__).parents[1]
+    environment = os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TRITON_INTERPRET": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(root), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_v2_runner", str(out)],
+        cwd=root,
+        env=environment,
+        timeout=TIMEOUT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name, run", RUNS)
+def test_outputs_are_those_of_one_layout(results, name, run):
+    expected = results["migrate"]["static tp=1"]["outcomes"]
+    made = results[name][run]
+    assert made["v2"]
+    assert made["asynchronous"] == ENGINES[name][1]
+    assert made["outcomes"].keys() == expected.keys() == requests().keys() - ABORTS.keys()
+    for request, outcome in made["outcomes"].items():
+        static = expected[request]
+        assert outcome["prompt_logprobs"] == close(static["prompt_logprobs"]), request
+        assert len(outcome["tokens"]) == len(static["tokens"]), request
+        if request not in UNSEEDED:
+            assert outcome["tokens"] == static["tokens"], request
+            assert outcome["logprobs"] == close(static["logprobs"]), request
+            assert outcome["finish_reason"] == static["finish_reason"], request
+
+
+@pytest.mark.parametrize("run", ENGINES["migrate"][2])
+def test_teacher_forced_log_probabilities(results, run):
+    """Also of unseeded requests: ranks that drew different tokens would not compute the same."""
+    made = results["migrate"][run]
+    for request, outcome in made["outcomes"].items():
+        assert [one[0] for one in outcome["logprobs"]] == pytest.approx(
+            made["scores"][request], abs=TOLERANCE
+        ), request
+
+
+def test_the_batch_asks_for_what_it_should(results):
+    static = results["migrate"]["static tp=1"]["outcomes"]
+    assert static["min_tokens"]["finish_reason"] == "stop"
+    assert len(static["min_tokens"]["tokens"]) == MIN_TOKENS + 1
+    assert STOP not in static["min_tokens"]["tokens"][:-1]
+    assert set(static["allowed"]["tokens"]) <= set(range(40, 60))
+    assert len(set(static["penalties"]["tokens"])) > 20
+    for name in ("prompt_logprobs", "long, prompt_logprobs"):
+        assert len(static[name]["prompt_logprobs"]) == len(requests()[name][0]) - 1
+    for made in results["migrate"].values():
+        twins = [made["outcomes"][name]["tokens"] for name in sorted(UNSEEDED)]
+        assert twins[0] != twins[1]
+
+
+@pytest.mark.parametrize("name, run", [(n, r) for n, r in RUNS if not r.startswith("static")])
+def test_requests_were_carried_as_asked_for(results, name, run):
+    switches = results[name][run]["switches"]
+    assert len(switches) >= len(SWITCHES[run]) - 1
+    migrated = sum(one[1] for one in switches)
+    recomputed = sum(one[2] for one in switches)
+    if ENGINES[name][0] == "recompute":
+        assert recomputed > 8
+        assert migrated == 0
+    else:
+        assert migrated > 8
+        # The half-computed prompt whose logprobs are asked for cannot be carried.
+        assert recomputed <= 4
+
+
+def close(values: list[list[float]]) -> Any:
+    """Compares equal to lists of log-probabilities within the tolerance."""
+    return [pytest.approx(one, abs=TOLERANCE) for one in values]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
