@@ -62,10 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
         max_position_embeddings=4096,
     ),
-    # Cheap to load: start-up is then what the engine does, not the disk.
-    "qwen3-tiny": dict(
-        arch="qwen3", hidden=256, layers=4, heads=8, kv_heads=4, vocab=4096, dtype="bfloat16"
-    ),
+    # For schedulers, which only read its config.
+    "qwen3-8-heads": dict(arch="qwen3", kv_heads=8, max_position_embeddings=16_384),
 }
 
 PARK_SECONDS = 1.5
@@ -196,8 +194,8 @@ def generate(
     return begun, ended
 
 
-def cpu_seconds_of_others(seconds: float = 0.5) -> float:
-    """Cores' worth of CPU that the whole machine uses while this process sleeps."""
+def busy_cores(seconds: float = 1.0) -> float:
+    """How many cores the whole machine keeps busy while this process sleeps."""
 
     def busy() -> float:
         fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]

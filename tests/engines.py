@@ -46,9 +46,7 @@ def engine(
             "distributed_executor_backend": "pat",
             "additional_config": {"pat": dict(pat)},
         }
-    llm = LLM(
-        model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options}
-    )
+    llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
     try:
         yield llm
     finally:

@@ -76,7 +76,7 @@ def llm() -> Iterator[Any]:
         long_prefill_token_threshold=CHUNK,
         max_logprobs=8,
         # The models' taste in white space is endless.
-        structured_outputs_config={"disable_any_whitespace": True},
+        structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
     ) as llm:
         yield llm
 

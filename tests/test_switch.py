@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]
     rng = random.Random(seed)
     jobs = {}
     for i in range(requests):
-        sampling = {"max_tokens": rng.randint(longest // 3, longest), "logprobs": 0}
+        sampling: dict[str, Any] = {"max_tokens": rng.randint(longest // 3, longest), "logprobs": 0}
         sampling |= {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": 100 + i}
         prompt = [rng.randrange(3, 400) for _ in range(rng.randint(3, 150))]
         jobs[f"r{i}"] = Job(prompt, {**sampling, "ignore_eos": True})

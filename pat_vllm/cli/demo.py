@@ -243,7 +243,7 @@ def _describe(layout: Layout) -> str:
 
 def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> None:
     """Print the table and the timeline of the last run."""
-    table = Table(title="Same batch, same flags; each run in a new process", box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("layout")
     for heading in ("seconds", "tokens/s", "vs static", "switches", "stall ms"):
@@ -251,7 +251,8 @@ def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> No
     for row in table_rows(results):
         table.add_row(*row)
     console.print(table)
-    console.print("seconds: of generation; vs static: relative to the faster static layout")
+    console.print("Same batch, same flags, each run in a new process. seconds: generation;")
+    console.print("vs static: relative to the faster static layout; stall: while switching.")
     console.print(f"\nLive requests in run '{results[-1][0].label}':")
     for line in draw_timeline(results[-1][1]):
         console.print(_coloured(line), soft_wrap=True)

@@ -1,0 +1,226 @@
+"""What PAT's scheduler adds to an engine step, around the stock schedulers it is made of.
+
+    python -m benchmarks.step_overhead
+
+Bar: under 50 microseconds per engine step, reporting and the policy's check included. No workers:
+an executor that answers at once stands for them. Each row compares `PATScheduler` with the same
+number of stock schedulers stepped one after the other, requests and outputs alike; the sides
+alternate, a short run each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from benchmarks.common import ENVIRONMENT, Summary, machine, model, table, write_results
+
+RANKS = 8
+BAR_MICROSECONDS = 50
+SHAPES = ((8, 1, 4), (8, 1, 128), (1, 8, 1), (1, 8, 16), (1, 8, 128))
+"""(tp, replicas, decoding requests of each replica)"""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9, help="of each side")
+    parser.add_argument("--steps", type=int, default=100, help="in a run")
+    args = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+
+    import gc
+
+    gc.disable()  # a collection in one side's run would be taken for its work
+    rows: list[list[Any]] = []
+    body: dict[str, Any] = {"bar_microseconds": BAR_MICROSECONDS, "shapes": []}
+    for tp, replicas, requests in SHAPES:
+        ours, theirs = _compare(tp, replicas, requests, args.runs, args.steps)
+        added = Summary.of([a - b for a, b in zip(ours, theirs, strict=True)])
+        body["shapes"].append(
+            {"tp": tp, "requests": requests, "pat": ours, "stock": theirs, "added": added}
+        )
+        gc.collect()
+        rows.append(
+            [
+                f"{tp}x{replicas}",
+                requests,
+                Summary.of(ours).show(1e6),
+                Summary.of(theirs).show(1e6),
+                added.show(1e6),
+                BAR_MICROSECONDS,
+            ]
+        )
+    header = ["layout", "requests per replica", "PAT us", "stock us", "added us", "bar us"]
+    parts = _parts()
+    body["parts"] = parts
+    text = (
+        f"Time of one engine step in the schedulers; median (low-high) of {args.runs} runs of "
+        f"{args.steps} steps.\n\n"
+        + table(header, rows)
+        + "\nOf which, us per step:\n\n"
+        + table(["part", "us"], [[k, f"{v * 1e6:.2f}"] for k, v in parts.items()])
+    )
+    write_results("step-overhead", machine(), body, text)
+
+
+class _Executor:
+    """Stands for the workers where `PATScheduler` asks about them."""
+
+    def offer(self, name: str, command: Any) -> None:
+        """Commands are not called here."""
+
+    def transfer_rates(self) -> Any:
+        """Any rates."""
+        from pat_vllm.executor.orders import TransferRates
+
+        return TransferRates(1e9, {tp: 1e4 for tp in (1, 2, 4, 8)})
+
+
+def _compare(
+    tp: int, replicas: int, requests: int, runs: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Seconds per step of `PATScheduler` and of as many stock schedulers, run by run."""
+    from pat_vllm.executor import executor as executor_module
+    from pat_vllm.executor.executor import StepResult
+    from pat_vllm.scheduler.replica import ReplicaFactory
+    from pat_vllm.scheduler.scheduler import PATScheduler
+    from pat_vllm.support import layouts_of
+
+    config, stock = _engine_config(tp)
+    executor: Any = _Executor()
+    executor_module._executors[config.instance_id] = executor
+    scheduler = PATScheduler(vllm_config=config, **stock)
+    kv_cache_config = stock.pop("kv_cache_config")
+    layouts = layouts_of(config)
+    layout = next(one for one in layouts if one.tp == tp)
+    factory = ReplicaFactory(config, layouts[0], kv_cache_config, **stock)
+    plain = [replica.scheduler for replica in factory.make(layout)]
+
+    # The step before the first only admits and prefills; then every step decodes one token each.
+    for index in range(replicas * requests):
+        scheduler.add_request(_request(f"pat-{index}", index))
+        plain[index % replicas].add_request(_request(f"stock-{index}", index))
+
+    def pat_step() -> None:
+        assert scheduler.has_requests()
+        output = scheduler.schedule()
+        results = [StepResult(i, _answer(step), 0.01) for i, step in output.steps.items()]
+        scheduler.update_from_output(output, results)
+
+    def stock_step() -> None:
+        outputs = []
+        for one in plain:
+            assert one.has_requests()
+            outputs.append(one.schedule())
+        answers = [_answer(output) for output in outputs]
+        for one, output, answer in zip(plain, outputs, answers, strict=True):
+            one.update_from_output(output, answer)
+
+    ours: list[float] = []
+    theirs: list[float] = []
+    for run in range(runs + 1):
+        for times, step in ((ours, pat_step), (theirs, stock_step))[:: 1 if run % 2 else -1]:
+            begun = time.perf_counter()
+            for _ in range(steps):
+                step()
+            if run:
+                times.append((time.perf_counter() - begun) / steps)
+    assert all(replica.live == requests for replica in scheduler._replicas)
+    return ours, theirs
+
+
+def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
+    """A PAT engine's config that stays in `tp`, and the scheduler's other arguments."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    policy = {"kind": "static", "tp": 1}
+    if tp == 8:  # a policy that has to look at the live requests each step
+        policy = {"kind": "schedule", "switch_at": {10_000: 8}}
+    config = EngineArgs(
+        model=model("qwen3-8-heads"),
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"policy": policy}},
+        max_model_len=8192,
+        max_num_seqs=256,
+        enforce_eager=True,
+    ).create_engine_config()
+    block_size, num_blocks, kv_heads, layers = 16, 20_000, 8, ["layer"]
+    config.cache_config.block_size = block_size
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=kv_heads, head_size=32, dtype=torch.bfloat16
+    )
+    page = spec.page_size_bytes
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[KVCacheTensor(num_blocks * page, layers, num_blocks * page, page)],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )
+    return config, dict(
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=block_size,
+        log_stats=True,
+    )
+
+
+def _request(request_id: str, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    params = SamplingParams(max_tokens=8000, ignore_eos=True)
+    return Request(request_id, [seed % 500 + 300] * 32, params, None)
+
+
+def _answer(step: Any) -> Any:
+    """A runner's output: one token for each request that was scheduled."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    ids = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+        sampled_token_ids=[[7]] * len(ids),
+    )
+
+
+def _parts() -> dict[str, float]:
+    """Seconds of the history's and the policies' part of a step, by themselves."""
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.history import History
+    from pat_vllm.scheduler.policy import LiveState, SchedulePolicy
+
+    history = History()
+    layout = Layout(1, RANKS)
+    policy = SchedulePolicy(layout, ((4, Layout(8, 1)), (16, Layout(4, 2)), (32, Layout(2, 4))))
+
+    def timed(function: Any, count: int = 20_000) -> float:
+        for i in range(100):
+            function(i)
+        begun = time.perf_counter()
+        for i in range(count):
+            function(i)
+        return (time.perf_counter() - begun) / count
+
+    return {
+        "History.live, number changes": timed(lambda i: history.live(layout, i % 64)),
+        "History.step": timed(lambda i: history.step(layout, 0.01)),
+        "SchedulePolicy.choose": timed(lambda i: policy.choose(LiveState(layout, 64, 0))),
+    }
+
+
+if __name__ == "__main__":
+    main()
