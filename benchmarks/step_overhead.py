@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.common import ENVIRONMENT, Summary, machine, model, table, write_results
 
 RANKS = 8
+BLOCK_SIZE = 16
 BAR_MICROSECONDS = 50
 SHAPES = ((8, 1, 4), (8, 1, 128), (1, 8, 1), (1, 8, 16), (1, 8, 128))
 """(tp, replicas, decoding requests of each replica)"""
@@ -97,7 +98,14 @@ def _compare(
     layouts = layouts_of(config)
     layout = next(one for one in layouts if one.tp == tp)
     factory = ReplicaFactory(config, layouts[0], kv_cache_config, **stock)
-    plain = [replica.scheduler for replica in factory.make(layout)]
+    factory.make(layout)
+    stock_config, stock_kv_cache = factory._configs[layout]
+    stock_config.kv_transfer_config = None  # PAT's connector is part of what PAT adds
+    scheduler_cls = stock_config.scheduler_config.get_scheduler_cls()
+    plain: list[Any] = [
+        scheduler_cls(vllm_config=stock_config, kv_cache_config=stock_kv_cache, **stock)
+        for _ in range(replicas)
+    ]
 
     # The step before the first only admits and prefills; then every step decodes one token each.
     for index in range(replicas * requests):
@@ -144,9 +152,9 @@ def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
     )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    policy = {"kind": "static", "tp": 1}
-    if tp == 8:  # a policy that has to look at the live requests each step
-        policy = {"kind": "schedule", "switch_at": {10_000: 8}}
+    policy: dict[str, Any] = {"kind": "static", "tp": tp}
+    if tp == 1:  # one that looks at the live requests at each step, and stays at home
+        policy = {"kind": "schedule", "switch_at": {1: 8, 2: 4, 4: 2}}
     config = EngineArgs(
         model=model("qwen3-8-heads"),
         tensor_parallel_size=RANKS,
@@ -156,11 +164,11 @@ def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
         max_num_seqs=256,
         enforce_eager=True,
     ).create_engine_config()
-    block_size, num_blocks, kv_heads, layers = 16, 20_000, 8, ["layer"]
-    config.cache_config.block_size = block_size
+    num_blocks, layers = 20_000, ["layer"]
+    config.cache_config.block_size = BLOCK_SIZE
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=kv_heads, head_size=32, dtype=torch.bfloat16
+        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=32, dtype=torch.bfloat16
     )
     page = spec.page_size_bytes
     kv_cache_config = KVCacheConfig(
@@ -171,18 +179,24 @@ def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
     return config, dict(
         kv_cache_config=kv_cache_config,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=block_size,
-        hash_block_size=block_size,
+        block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
         log_stats=True,
     )
 
 
 def _request(request_id: str, seed: int) -> Any:
     from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
     params = SamplingParams(max_tokens=8000, ignore_eos=True)
-    return Request(request_id, [seed % 500 + 300] * 32, params, None)
+    return Request(
+        request_id, [seed // 400 + 3, seed % 400 + 3] * 16, params, None, block_hasher=hasher
+    )
 
 
 def _answer(step: Any) -> Any:

@@ -7,6 +7,7 @@ model loaders, the KV connector interface and `additional_config`.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from typing import Any
 
@@ -29,6 +30,8 @@ def register() -> None:
     from vllm.v1.executor.abstract import Executor
 
     _patch_get_class(Executor)
+    # vLLM sets up handlers and level for the loggers below its own only.
+    logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
 
 
 def _patch_get_class(executor: Any) -> None:

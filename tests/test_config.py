@@ -59,8 +59,8 @@ def test_options_that_do_not_fit_the_engine(options, message):
         PATConfig.parse(options).resolve_layouts(4)
 
 
-def state(layout, live, arrived=0):
-    return LiveState(layout=Layout.of(layout, 4), live=live, arrived=arrived)
+def state(layout, live, quiet=1.0):
+    return LiveState(layout=Layout.of(layout, 4), live=live, quiet=quiet)
 
 
 def test_schedule_policy_follows_its_table_both_ways():
@@ -75,8 +75,9 @@ def test_schedule_policy_follows_its_table_both_ways():
 def test_schedule_policy_waits_for_the_batch_to_be_complete():
     config = PATConfig.parse({"policy": {"kind": "schedule", "switch_at": {"8": 4}}})
     policy = make_policy(config, config.resolve_layouts(4))
-    assert policy.choose(state(1, 1, arrived=1)).tp == 1
-    assert policy.choose(state(1, 1, arrived=0)).tp == 4
+    assert policy.choose(state(1, 1, quiet=0.001)).tp == 1
+    assert policy.choose(state(4, 100, quiet=0.001)).tp == 4
+    assert policy.choose(state(1, 1, quiet=0.2)).tp == 4
 
 
 def test_static_policy_stays_at_its_layout():

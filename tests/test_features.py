@@ -122,16 +122,20 @@ def add(llm: Any, jobs: Mapping[str, Job]) -> dict[str, str]:
 def drive(
     llm: Any,
     script: Script | None = None,
-    at_step: Callable[[int], None] = lambda step: None,
-    at_first_output: Callable[[str], None] = lambda request_id: None,
+    at_step: Callable[[int], object] = lambda step: None,
+    at_first_output: Callable[[str], object] = lambda request_id: None,
 ) -> dict[str, list[Any]]:
-    """Step until all requests are done, switching by `script`; all outputs by request."""
+    """Step until all requests are done; all outputs by request.
+
+    Args:
+        at_step: called before each step, after a switch of `script`.
+    """
     outputs: dict[str, list[Any]] = {}
     step = 1
     while llm.llm_engine.has_unfinished_requests():
-        at_step(step)
         if script and step in script:
             assert pat_vllm.switch(llm, tp=script[step])
+        at_step(step)
         for output in llm.llm_engine.step():
             if output.request_id not in outputs:
                 at_first_output(output.request_id)
@@ -176,7 +180,14 @@ def jobs(llm: Any, plain: Any) -> dict[str, Job]:
 
     eos = 1
     stop = plain.text[len(plain.text) // 2 :][:3]
-    bad_word = next(word for word in plain_words(llm, plain) if word.strip().isalpha())
+    tokenizer = llm.get_tokenizer()
+    bad_word = next(
+        word
+        for word in plain_words(llm, plain)
+        if word.isalpha() and len(tokenizer.encode(word, add_special_tokens=False)) == 1
+    )
+    # Its bytes are whole characters, from which a text can go on.
+    text = tokenizer.encode("Describe a river: ")
     plain_prompt = prompt(1, 20)
     structured = StructuredOutputsParams(json=SCHEMA)
     return {
@@ -203,9 +214,9 @@ def jobs(llm: Any, plain: Any) -> dict[str, Job]:
         ),
         "allowed tokens": Job(prompt(8, 15), greedy(30, allowed_token_ids=[50, 51, 52, 53])),
         "bad words": Job(plain_prompt, greedy(30, bad_words=[bad_word])),
-        "JSON": Job(prompt(9, 20), seeded(80, 4, structured_outputs=structured, ignore_eos=False)),
+        "JSON": Job(text, seeded(80, 4, structured_outputs=structured, ignore_eos=False)),
         "regex": Job(
-            prompt(10, 20),
+            text,
             seeded(
                 60,
                 5,
@@ -450,28 +461,22 @@ def test_aborts(llm: Any, runs: dict[str, dict[str, Any]], jobs: dict[str, Job])
     # 2 x 16 requests run, the rest wait; after the switch 16 run.
     crowd = {f"crowd {i}": Job(prompt(100 + i, 25), greedy(40)) for i in range(36)}
     ids = add(llm, {"plain": jobs["plain"], "seeded": jobs["seeded"], **crowd})
-    aborted: dict[int, list[str]] = {
+    script = {5: 2, 11: 1}
+    aborted = {
         2: ["crowd 0", "crowd 35"],  # before a switch; the second one waits
         5: ["crowd 1", "crowd 2"],  # right after one, before any step
         6: ["crowd 3"],
-        11: ["crowd 4", "crowd 34"],  # just before the way back
+        10: ["crowd 4", "crowd 34"],  # just before the way back
         12: [f"crowd {i}" for i in range(5, 34)],
     }
-    switches = {5: 2, 11: 1}
-    seen: set[str] = set()
+    assert {name for names in aborted.values() for name in names} == set(crowd)
 
     def at_step(step: int) -> None:
-        if step == 5:
-            assert pat_vllm.switch(llm, tp=2)
         for name in aborted.get(step, ()):
             llm.llm_engine.abort_request([ids[name]], internal=True)
-            seen.add(name)
-        if step == 11:
-            assert pat_vllm.switch(llm, tp=1)
 
-    done = drive(llm, None, at_step)
+    done = drive(llm, script, at_step)
 
-    assert seen == set(crowd) and len(switches) == 2
     finished = {name for name, outputs in done.items() if outputs[-1].finished}
     assert finished == {"plain", "seeded"}
     for name in finished:
@@ -510,13 +515,7 @@ def test_prefix_caching_across_a_switch(llm: Any) -> None:
     late: dict[str, Job] = {"b": Job(tokens, greedy(40))}
     add(llm, {"a": Job(tokens, greedy(40))})
 
-    def at_step(step: int) -> None:
-        if step == 12:
-            assert pat_vllm.switch(llm, tp=2)
-        if step == 14:
-            add(llm, late)
-
-    done = drive(llm, None, at_step)
+    done = drive(llm, {12: 2}, lambda step: add(llm, late) if step == 14 else None)
     assert done["a"][-1].num_cached_tokens == 0
     assert done["b"][-1].num_cached_tokens == 192
     # Nothing was live at this switch: nothing may be cached after it.
@@ -557,12 +556,10 @@ def test_reset_prefix_cache_while_requests_run(
     add(llm, {name: jobs[name] for name in names})
 
     def at_step(step: int) -> None:
-        if step in script:
-            assert pat_vllm.switch(llm, tp=script[step])
         if step in resets:
             assert llm.reset_prefix_cache(reset_running_requests=True)
 
-    done = drive(llm, None, at_step)
+    done = drive(llm, script, at_step)
     for name in names:
         assert_same(done[name][-1], runs["tp=1"][name])
 
@@ -612,34 +609,35 @@ def test_sleep_aborts_by_default(llm: Any) -> None:
 # ---------------------------------------------------------------- priorities
 
 
-@pytest.mark.parametrize("switch_before_urgent", [True, False])
-def test_priorities(llm: Any, switch_before_urgent: bool) -> None:
-    """Urgent requests that come late overtake all that wait, in each layout and across a switch."""
+@pytest.mark.parametrize("switch_at", [6, 9])
+def test_priorities(llm: Any, switch_at: int) -> None:
+    """Urgent requests that come late overtake all that have not begun, in each layout.
+
+    Not those that had run before a switch took their place away: they hold KV.
+    """
     from vllm.sampling_params import RequestOutputKind
 
-    normal = {f"n{i}": Job(prompt(200 + i, 20), greedy(30), priority=5) for i in range(44)}
-    urgent = {f"u{i}": Job(prompt(300 + i, 20), greedy(5), priority=0) for i in range(4)}
-    first_token: list[str] = []
+    def sampling(tokens: int) -> dict[str, Any]:
+        return greedy(tokens, output_kind=RequestOutputKind.CUMULATIVE)
+
+    # Of many lengths, so that places become free one by one.
+    normal = {f"n{i}": Job(prompt(200 + i, 20), sampling(14 + 2 * i), 5) for i in range(44)}
+    urgent = {f"u{i}": Job(prompt(300 + i, 20), sampling(5), 0) for i in range(4)}
+    started: list[str] = []
 
     def at_step(step: int) -> None:
-        if step == (6 if switch_before_urgent else 9):
-            assert pat_vllm.switch(llm, tp=2)
         if step == 8:
-            first_token.append("urgent ones arrive")
+            # So far as many run as two replicas hold; in one group half of them wait again.
+            assert len(started) == 2 * MAX_NUM_SEQS
             add(llm, urgent)
-        if step == 40:
+        if len(started) == 2 * MAX_NUM_SEQS + len(urgent):
             assert pat_vllm.switch(llm, tp=1)
 
-    for job in (*normal.values(), *urgent.values()):
-        job.sampling["output_kind"] = RequestOutputKind.CUMULATIVE
     add(llm, normal)
-    done = drive(llm, None, at_step, first_token.append)
+    done = drive(llm, {switch_at: 2}, at_step, started.append)
     assert set(done) == {*normal, *urgent}
     assert all(outputs[-1].finished for outputs in done.values())
-    arrived = first_token.index("urgent ones arrive")
-    started_before = first_token[:arrived]
-    assert len(started_before) == 2 * MAX_NUM_SEQS
-    assert set(first_token[arrived + 1 :][:4]) == set(urgent)
+    assert set(started[2 * MAX_NUM_SEQS :][:4]) == set(urgent)
 
 
 # ---------------------------------------------------------------- metrics
@@ -710,3 +708,34 @@ def test_metrics_are_those_of_one_engine(llm: Any, script: Script) -> None:
         gained["request_queue_time_seconds:sum"],
     )
     assert 0 < queued < total
+
+
+# ---------------------------------------------------------------- forced layouts
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_forced_layout_holds_until_idle(
+    llm: Any, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a policy that wants the other one; also where the engine is in it already."""
+    from pat_vllm.config import PATConfig
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.policy import make_policy
+
+    layouts = (Layout(1, 2), Layout(2, 1))
+    policy = {"kind": "schedule", "switch_at": {100: 3 - tp}}
+    monkeypatch.setattr(
+        scheduler_of(llm), "_policy", make_policy(PATConfig.parse({"policy": policy}), layouts)
+    )
+
+    def layouts_during(name: str) -> set[int]:
+        seen = set()
+        # Steps 2 and 3: the policy waits for a step in which nothing arrives.
+        at = {step: lambda: seen.add(pat_vllm.report(llm).layout.tp) for step in range(4, 9)}
+        add(llm, {name: Job(prompt(600, 20), greedy(20))})
+        drive(llm, None, lambda step: at.get(step, lambda: None)())
+        return seen
+
+    assert pat_vllm.switch(llm, tp=tp)
+    assert layouts_during("forced") == {tp}
+    assert layouts_during("free again") == {3 - tp}

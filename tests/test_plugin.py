@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,33 @@ def test_loading_twice_patches_once(executor: Any) -> None:
     register()
     assert executor.get_class is patched
     assert not hasattr(patched.__wrapped__, "__wrapped__")
+
+
+def test_log_lines_go_where_those_of_vllm_go(executor: Any) -> None:
+    from vllm.logger import init_logger
+
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, vllm, ours = Handler(), logging.getLogger("vllm"), init_logger("pat_vllm.some.module")
+    level = vllm.level
+    vllm.addHandler(handler)
+    try:
+        for name in ("INFO", "WARNING"):
+            vllm.setLevel(name)
+            ours.info("information at level %s", name)
+            ours.warning("warning at level %s", name)
+    finally:
+        vllm.removeHandler(handler)
+        vllm.setLevel(level)
+    assert lines == [
+        "information at level INFO",
+        "warning at level INFO",
+        "warning at level WARNING",
+    ]
 
 
 def stock_backends() -> list[Any]:
@@ -176,8 +204,9 @@ def test_ways_to_ask_are_alike(way: str, asked_for: dict[str, Any], executor: An
     assert config.parallel_config.worker_cls == WORKER
     assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert executor.get_class(config) is pat_vllm.PATExecutor
-    # Preparing a config again, as vLLM does several times, changes nothing.
+    # That prepared the config again, as vLLM does several times: nothing changes.
     assert config.parallel_config.worker_cls == WORKER
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
     assert config.parallel_config.use_ray is False
     assert config.parallel_config.world_size == 2
 

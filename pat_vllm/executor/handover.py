@@ -119,9 +119,11 @@ def _pack(token_ids: list[int] | None) -> np.ndarray | None:
 class V2Handover:
     """For `vllm.v1.worker.gpu.model_runner`: requests resume as new ones with their tokens.
 
-    The scheduler sends all tokens, and random numbers are a function of seed and position, so
-    nothing needs to be taken along. A request without a seed draws a new one, the same on all
-    ranks of its replica, as their generators are seeded alike at a switch.
+    The scheduler sends all tokens, from which the runner rebuilds penalties and the like, and
+    random numbers are a function of seed and position, so nothing needs to be taken along. A
+    request without a seed draws a new one, the same on all ranks of its replica, as their
+    generators are seeded alike at a switch. What could not be rebuilt are the prompt logprobs of a
+    half-computed prompt; the scheduler has such a prompt computed again.
     """
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, None]:

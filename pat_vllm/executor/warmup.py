@@ -86,7 +86,7 @@ def _prefill(
                 req_id=request_id,
                 prompt_token_ids=tokens,
                 mm_features=[],
-                # Random sampling and penalties touch more kernels than greedy decoding.
+                # Random sampling touches more kernels than greedy decoding.
                 sampling_params=SamplingParams(temperature=1.0, max_tokens=DECODE_STEPS + 1),
                 pooling_params=None,
                 block_ids=(block_ids,),

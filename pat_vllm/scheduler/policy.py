@@ -10,6 +10,11 @@ from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 
 
+SETTLE_SECONDS = 0.05
+"""A batch arrives request by request. Before this long without an arrival its size is not known,
+and a decision would take its first requests for its tail."""
+
+
 @dataclass(frozen=True)
 class LiveState:
     """What a policy may look at before a step.
@@ -17,12 +22,12 @@ class LiveState:
     Attributes:
         layout: the active layout.
         live: unfinished requests, running and waiting.
-        arrived: requests that came since the policy was last asked.
+        quiet: seconds since a request arrived last.
     """
 
     layout: Layout
     live: int
-    arrived: int
+    quiet: float
 
 
 class Policy(Protocol):
@@ -60,9 +65,7 @@ class SchedulePolicy:
     table: tuple[tuple[int, Layout], ...]
 
     def choose(self, state: LiveState) -> Layout:
-        # A batch arrives request by request. Until a step passes without an arrival its size is
-        # not known, and a decision would take its first requests for its tail.
-        if state.arrived:
+        if state.quiet < SETTLE_SECONDS:
             return state.layout
         for limit, layout in self.table:
             if state.live <= limit:

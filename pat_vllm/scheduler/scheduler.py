@@ -102,7 +102,7 @@ class PATScheduler(SchedulerInterface):
         self._router = Router()
         self._history = History()
         self._epoch = 0
-        self._arrived = 0
+        self._last_arrival = 0.0
         self._was_busy = False
         self._forced = False
         self._pause = PauseState.UNPAUSED
@@ -154,11 +154,15 @@ class PATScheduler(SchedulerInterface):
         """
         results: list[StepResult] = model_runner_output
         for replica, step in self._silent:
-            self._collect(replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT))
+            told = replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT)
+            merge_outputs(self._outputs, told)
         self._silent.clear()
         for result in results:
             self._finish(result)
         outputs, self._outputs = self._outputs, {}
+        for client in outputs.values():
+            if client.scheduler_stats is not None:
+                whole_engine(client.scheduler_stats, [r.scheduler for r in self._replicas])
         return outputs
 
     def _finish(self, result: StepResult) -> None:
@@ -168,13 +172,7 @@ class PATScheduler(SchedulerInterface):
             for output in client.outputs:
                 if output.finish_reason is not None:
                     self._owner.pop(output.request_id, None)
-        self._collect(outputs)
-
-    def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         merge_outputs(self._outputs, outputs)
-        for client in self._outputs.values():
-            if client.scheduler_stats is not None:
-                whole_engine(client.scheduler_stats, [r.scheduler for r in self._replicas])
 
     def _in_flight(self) -> bool:
         return any(replica.in_flight for replica in self._replicas)
@@ -191,7 +189,7 @@ class PATScheduler(SchedulerInterface):
             prefixes += reversed(request.block_hashes)
             index = self._router.route(prefixes, [replica.live for replica in self._replicas])
             owner = self._owner[request.request_id] = self._replicas[index]
-            self._arrived += 1
+            self._last_arrival = time.monotonic()
             self._was_busy = True
         owner.scheduler.add_request(request)
 
@@ -307,14 +305,15 @@ class PATScheduler(SchedulerInterface):
         self._history.live(self._layout, live)
         if live == 0 or self._forced or self._pause != PauseState.UNPAUSED:
             return
-        arrived, self._arrived = self._arrived, 0
-        target = self._policy.choose(LiveState(self._layout, live, arrived))
+        quiet = time.monotonic() - self._last_arrival
+        target = self._policy.choose(LiveState(self._layout, live, quiet))
         if target != self._layout:
             self._switch(target, "policy")
 
     def _switch(self, target: Layout, reason: str) -> bool:
         """Switch; returns whether the engine is in `target` afterwards."""
         if target == self._layout:
+            self._forced |= reason == "forced"
             return True
         try:
             replicas, report = switch(

@@ -30,12 +30,16 @@ def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> Sche
     stats.num_waiting_reqs = waiting - deferred
     stats.num_skipped_waiting_reqs = deferred
     stats.kv_cache_usage = usage / len(schedulers)
+    # Only switches use the schedulers' KV connector; it is no cache.
+    stats.connector_prefix_cache_stats = None
     return stats
 
 
 def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> None:
     """Add the counts of `other` to `into`."""
     into.reset |= other.reset
+    if not (other.requests or other.preempted_requests):
+        return  # as in most steps: nothing was admitted, so nothing was looked up
     for name in (
         "requests",
         "queries",

