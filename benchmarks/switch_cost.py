@@ -4,7 +4,11 @@
 
 Bars (8 live requests of 512 tokens, a 0.3 to 1 B model): the switch takes at most 100 ms, of which
 the fixed cost is at most 30 ms; the first decode step after it takes at most twice a usual one.
-The fixed cost is what the same switch takes with no live requests, and with 8 tiny ones.
+The fixed cost is what is left of the switch, by a line through the measured stalls of two sizes,
+when no KV is moved; what a switch takes without live requests is shown beside it.
+
+`stall` is the time in which nothing runs. The whole switch also has `quiesce`, in which the steps
+that had begun are finished, and which is therefore up to a step, whatever the switch does.
 """
 
 from __future__ import annotations
@@ -56,7 +60,8 @@ def main() -> None:
     text = (
         f"A switch of 2 ranks with {LIVE} live requests of {CONTEXT} tokens, {args.model}; median "
         f"(low-high) of {args.repeats - 1}, ms. `stall` is the switch without `quiesce`, which "
-        "finishes steps that had begun. `tiny`: contexts of 16 tokens; `empty`: no requests.\n\n"
+        "finishes steps that had begun. `one block`: contexts that fit one KV block; `empty`: no "
+        "requests. `fixed`: the stall without moving KV, by a line through the two sizes.\n\n"
     )
     for dtype in args.dtypes:
         options = dict(
@@ -75,14 +80,14 @@ def main() -> None:
             engine.call(_switch_back_and_forth, CONTEXT, 2, 0)  # warm-up
             cases = {
                 "512 tokens": engine.call(_switch_back_and_forth, CONTEXT, args.repeats, 1),
-                "tiny": engine.call(_switch_back_and_forth, 16, args.repeats, 2),
+                "one block": engine.call(_switch_back_and_forth, 16, args.repeats, 2),
                 "empty": engine.call(_switch_back_and_forth, None, args.repeats, 3),
             }
             time.sleep(PARK_SECONDS)
             memcpy = memcpy_bandwidth((0, 1))
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
         text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
-    write_results("switch-cost", facts, body, text)
+    write_results(f"switch-cost-{args.model}", facts, body, text)
 
 
 def _switch_back_and_forth(
@@ -156,22 +161,25 @@ def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
 
 def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
     rows = []
-    fixed = {
-        case: {way: Summary.of([_stall(s) for s in o]) for way, o in _ways(cases[case]).items()}
-        for case in ("tiny", "empty")
-    }
+    small, empty = _ways(cases["one block"]), _ways(cases["empty"])
     for way, of_way in _ways(cases["512 tokens"]).items():
-        moved = of_way[0]["kv_bytes"]
+        moved, moved_small = (
+            one[way][0]["kv_bytes"] for one in (_ways(cases["512 tokens"]), small)
+        )
+        stall, stall_small = (
+            Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
+        )
+        per_byte = (stall.median - stall_small.median) / (moved - moved_small)
+        fixed = stall.median - per_byte * moved
         kv = Summary.of([s["kv"] for s in of_way])
-        first = Summary.of([s["first_step"] / s["usual_step"] for s in of_way])
         rows.append(
             [
                 way,
                 Summary.of([s["seconds"] for s in of_way]).show(1e3),
-                Summary.of([_stall(s) for s in of_way]).show(1e3),
-                fixed["tiny"][way].show(1e3),
-                fixed["empty"][way].show(1e3),
-                first.show(1, 2),
+                stall.show(1e3),
+                f"{fixed * 1e3:.1f}",
+                Summary.of([_stall(s) for s in empty[way]]).show(1e3),
+                Summary.of([s["first_step"] / s["usual_step"] for s in of_way]).show(1, 2),
                 f"{of_way[0]['usual_step'] * 1e3:.1f}",
                 f"{moved / 1e6:.0f}",
                 f"{moved / kv.median / 1e9:.1f}",
@@ -181,11 +189,11 @@ def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
     return table(
         [
             "switch",
-            "total ms (bar 100)",
-            "stall ms",
-            "fixed, tiny ms (bar 30)",
-            "fixed, empty ms",
-            "first step / usual (bar 2)",
+            "total ms",
+            f"stall ms (bar {BARS['switch_ms']})",
+            f"fixed ms (bar {BARS['fixed_ms']})",
+            "empty ms",
+            f"first step / usual (bar {BARS['first_step_ratio']:.0f})",
             "usual step ms",
             "MB moved",
             "GB/s",

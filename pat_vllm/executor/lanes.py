@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -88,6 +89,22 @@ class Lanes:
         with ring.buffer.get_metadata(ring.current_idx) as flags:
             written, read = flags[0], flags[1]
         return bool(written and not read)
+
+    def wait(self, ranks: Iterable[int], timeout: float) -> None:
+        """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up.
+
+        vLLM's own blocking read is for one ring, and spins on a core that the engine may have to
+        share with a worker; so would looking again and again. Each write to a ring is announced
+        on a socket, on which a process can sleep.
+        """
+        poller = zmq.Poller()
+        for rank in ranks:
+            condition = self._replies[rank]._spin_condition
+            poller.register(condition.local_notify_socket, zmq.POLLIN)
+            poller.register(condition.read_cancel_socket, zmq.POLLIN)
+        for socket, _ in poller.poll(timeout=max(1, round(1e3 * timeout))):
+            if socket.socket_type == zmq.SUB:
+                socket.recv(flags=zmq.NOBLOCK, copy=False)
 
     def receive(self, rank: int, timeout: float) -> Any:
         """The next reply of a rank.

@@ -178,7 +178,7 @@ class PATWorkerMixin:
         if len(self._runtimes) > 1:
             raise RuntimeError(
                 "the weights of an engine with several layouts cannot be updated; keep one, with "
-                f'pat.layouts=[N] and pat.base_tp=N, not {[r.tp for r in self._runtimes]}'
+                f"pat.layouts=[N] and pat.base_tp=N, not {[r.tp for r in self._runtimes]}"
             )
 
     # ---------------------------------------------------------------- steps

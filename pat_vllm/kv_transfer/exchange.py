@@ -49,6 +49,8 @@ class CollectiveTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._send_counts: list[int] = []
+        self._receive_counts: list[int] = []
         self.release()
 
     def prepare(
@@ -72,8 +74,6 @@ class CollectiveTransport:
     def release(self) -> None:
         """See `Transport`."""
         self.send = self._receive = torch.empty(0, device=self._device)
-        self._send_counts: list[int] = []
-        self._receive_counts: list[int] = []
 
 
 def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:

@@ -9,7 +9,6 @@ from typing import Protocol
 from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 
-
 SETTLE_SECONDS = 0.05
 """A batch arrives request by request. Before this long without an arrival its size is not known,
 and a decision would take its first requests for its tail."""
