@@ -107,8 +107,8 @@ def _compare(
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with ExitStack() as stack:
         running: dict[str, list[Engine]] = {}
-        for side, engines in sides.items():
-            running[side] = [stack.enter_context(Engine(*one)) for one in engines]
+        for side, options in sides.items():
+            running[side] = [stack.enter_context(Engine(*one)) for one in options]
             for engine in running[side]:
                 engine.wait_until_ready()
         for engines in running.values():
@@ -116,10 +116,10 @@ def _compare(
         time.sleep(PARK_SECONDS)
         idle = busy_cores()
         for repeat in range(1, args.repeats + 1):
-            order = list(running.items())
-            for side, engines in order if repeat % 2 else reversed(order):
+            order = list(running)
+            for side in order if repeat % 2 else reversed(order):
                 time.sleep(PARK_SECONDS)
-                seconds[side].append(_batch(engines, args, seed=repeat))
+                seconds[side].append(_batch(running[side], args, seed=repeat))
     return seconds, idle
 
 

@@ -161,11 +161,9 @@ def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
 
 def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
     rows = []
-    small, empty = _ways(cases["one block"]), _ways(cases["empty"])
-    for way, of_way in _ways(cases["512 tokens"]).items():
-        moved, moved_small = (
-            one[way][0]["kv_bytes"] for one in (_ways(cases["512 tokens"]), small)
-        )
+    full, small, empty = (_ways(cases[case]) for case in ("512 tokens", "one block", "empty"))
+    for way, of_way in full.items():
+        moved, moved_small = (switches[0]["kv_bytes"] for switches in (of_way, small[way]))
         stall, stall_small = (
             Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
         )

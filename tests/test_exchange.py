@@ -1,5 +1,6 @@
 """The KV exchange against a reference that copies from a snapshot of every rank's memory."""
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -59,9 +60,9 @@ def _random_case(seed, world_size):
     requests = []
     for index in range(rng.randrange(6)):
         a, b, count = rng.randrange(source.replicas), rng.randrange(target.replicas), 2
-        blocks = [next(source_pools[a], None) for _ in range(count)]
-        places = [next(target_pools[b], None) for _ in range(count)]
-        if None not in (*blocks, *places):
+        blocks = list(itertools.islice(source_pools[a], count))
+        places = list(itertools.islice(target_pools[b], count))
+        if len(blocks) == len(places) == count:
             requests.append(RequestBlocks(f"r{index}", a, tuple(blocks), b, tuple(places)))
     moves = plan_moves(source, target, num_kv_heads, requests)
     return source, target, num_kv_heads, rng.choice(DTYPES), rng.random() < 0.5, moves
@@ -150,7 +151,7 @@ def test_measuring_needs_no_moves(tmp_path):
 
 def _unreachable(rank, world_size):
     if rank == 1:  # as if it ran on another host
-        shared_memory._Segment.attach = classmethod(lambda cls, address: None)
+        setattr(shared_memory._Segment, "attach", lambda address: None)  # noqa: B010
     assert SharedMemoryTransport.connect(dist.group.WORLD) is None
 
 
@@ -160,6 +161,7 @@ def test_ranks_agree_not_to_share_memory_when_one_cannot(tmp_path):
 
 def test_a_file_of_the_same_path_on_another_host_is_not_opened():
     segment = shared_memory._Segment.create()
+    assert segment is not None
     path, _ = segment.address.split()
     assert shared_memory._Segment.attach(segment.address) is not None
     assert shared_memory._Segment.attach(f"{path} pat-kv-of-another-host") is None
@@ -168,6 +170,7 @@ def test_a_file_of_the_same_path_on_another_host_is_not_opened():
 
 def _wait_for_ever(rank, world_size, pids):
     transport = SharedMemoryTransport.connect(dist.group.WORLD)
+    assert transport is not None
     transport.prepare([1 << 20] * world_size, [1 << 20] * world_size, torch.uint8)
     (Path(pids) / f"{rank}.pid").write_text(str(os.getpid()))
     if rank == 0:
