@@ -13,6 +13,7 @@ Same model, flags, prompts and lengths, and the same KV memory per core.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -113,14 +114,14 @@ def _compare(
                 engine.wait_until_ready()
         for engines in running.values():
             _batch(engines, args, seed=0)
-        time.sleep(PARK_SECONDS)
-        idle = busy_cores()
+        idle: list[float] = []
         for repeat in range(1, args.repeats + 1):
             order = list(running)
             for side in order if repeat % 2 else reversed(order):
                 time.sleep(PARK_SECONDS)
+                idle.append(busy_cores(0.3))
                 seconds[side].append(_batch(running[side], args, seed=repeat))
-    return seconds, idle
+    return seconds, statistics.median(idle)
 
 
 def _batch(engines: list[Engine], args: argparse.Namespace, seed: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -52,6 +53,10 @@ def run(loop: asyncio.Runner) -> Callable[[Coroutine[Any, Any, Any]], Any]:
     return lambda coroutine: loop.run(asyncio.wait_for(coroutine, 2 * PATIENCE))
 
 
+async def stop(llm: Any) -> None:
+    llm.shutdown()
+
+
 @pytest.fixture(scope="module")
 def llm(run: Callable[..., Any]) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
@@ -73,11 +78,9 @@ def llm(run: Callable[..., Any]) -> Iterator[Any]:
     try:
         yield llm
     finally:
-
-        async def stop() -> None:
-            llm.shutdown()
-
-        run(stop())
+        run(stop(llm))
+        del llm
+        gc.collect()
 
 
 class Stream:

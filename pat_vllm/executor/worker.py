@@ -231,6 +231,8 @@ class PATWorkerMixin:
             target.connector.bind_connector_metadata(MoveMetadata(moves))
             target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
             target.connector.clear_connector_metadata()
+            # The device may still be at it; the cost model is to learn what it really took.
+            self._synchronize_device()
             kv_bytes = self._exchange.bytes_sent
         moved = clock()
 
@@ -248,6 +250,10 @@ class PATWorkerMixin:
             activate=clock() - resharded,
             kv_bytes=kv_bytes,
         )
+
+    def _synchronize_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def _gather_states(self, order: SwitchOrder) -> dict[str, Any]:
         """Runner state of the requests that come to this rank."""
