@@ -13,10 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.slow
 PATIENCE = 60.0
 """Seconds after which whatever is waited for has failed."""
 STREAMS = 8
-TOKENS = 160
+TOKENS = 240
 
 
 def prompt_of(index: int) -> list[int]:
@@ -176,7 +178,9 @@ def test_streams_across_switches(
         assert {stream.finish_reason for stream in streams} == {"length"}
         switches = forced(await idle(llm), before)
         assert [switch.target.tp for switch in switches] == [2, 1, 2, 1, 2]
-        assert all(switch.live == STREAMS == switch.migrated for switch in switches)
+        # The engine runs on while a caller reads, so a request may have ended before the switch.
+        assert all(switch.migrated == switch.live for switch in switches)
+        assert switches[0].live == STREAMS
 
     run(scenario())
 
@@ -328,7 +332,7 @@ class Server:
         self.log = log
         options = {
             "dtype": "float32",
-            "max-model-len": 512,
+            "max-model-len": 1024,
             "max-num-seqs": 16,
             "kv-cache-memory-bytes": 32 << 20,
             "block-size": 32,
@@ -448,7 +452,7 @@ async def complete_all(url: str, lengths: list[int]) -> list[tuple[str, int]]:
 def test_vllm_serve(server: Server) -> None:
     """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
     # A long tail, in which the policy switches.
-    lengths = [60 + 30 * index for index in range(11)]
+    lengths = [100 + 60 * index for index in range(11)]
 
     def report() -> pat_vllm.Report:
         (wire,) = server.rpc("pat_report")
@@ -469,18 +473,24 @@ def test_vllm_serve(server: Server) -> None:
     switches = report().switches
     assert any(s.reason == "policy" and 1 <= s.live <= 3 for s in switches), switches
 
-    # Switches on demand, to and fro as long as streams are open.
-    async def switch_often() -> list[tuple[str, int]]:
-        streams = asyncio.create_task(complete_all(server.url, lengths))
-        async with asyncio.timeout(PATIENCE):
-            for tp in itertools.cycle((2, 1)):
-                if streams.done():
-                    break
-                assert await asyncio.to_thread(server.rpc, "pat_switch_layout", tp) == ["True"]
-        return await streams
+    # Switches on demand, to and fro as long as streams are open. From a thread of its own: the
+    # event loop is busy with the streams.
+    ended = threading.Event()
 
-    assert asyncio.run(switch_often()) == reference
-    demanded = [s for s in report().switches if s.reason == "forced" and s.migrated > 3]
+    def switch_often() -> None:
+        for tp in itertools.cycle((2, 1)):
+            if ended.is_set():
+                return
+            assert server.rpc("pat_switch_layout", tp) == ["True"]
+
+    with ThreadPoolExecutor() as pool:
+        switching = pool.submit(switch_often)
+        try:
+            assert batch() == reference
+        finally:
+            ended.set()
+        switching.result(timeout=PATIENCE)
+    demanded = [s for s in report().switches if s.reason == "forced" and s.migrated]
     assert {s.target.tp for s in demanded} == {1, 2}
 
     with pytest.raises(urllib.error.HTTPError):

@@ -12,6 +12,7 @@ import json
 import math
 import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +120,20 @@ def add(llm: Any, jobs: Mapping[str, Job]) -> dict[str, str]:
     }
 
 
+def step_every_replica(llm: Any) -> list[Any]:
+    """Outputs of as many engine steps as it takes for each replica to finish one of its own.
+
+    Replicas do not wait for each other, and an engine step does not wait for a replica while the
+    other one is idle; without this, what is reached at a given step would depend on the machine.
+    """
+    outputs = llm.llm_engine.step()
+    replicas = scheduler_of(llm)._replicas
+    begun = [(replica, replica.in_flight[0]) for replica in replicas if replica.in_flight]
+    while any(replica.in_flight and replica.in_flight[0] is step for replica, step in begun):
+        outputs += llm.llm_engine.step()
+    return outputs
+
+
 def drive(
     llm: Any,
     script: Script | None = None,
@@ -136,7 +151,7 @@ def drive(
         if script and step in script:
             assert pat_vllm.switch(llm, tp=script[step])
         at_step(step)
-        for output in llm.llm_engine.step():
+        for output in step_every_replica(llm):
             if output.request_id not in outputs:
                 at_first_output(output.request_id)
             outputs.setdefault(output.request_id, []).append(output)
@@ -627,7 +642,7 @@ def test_priorities(llm: Any, switch_at: int) -> None:
 
     def at_step(step: int) -> None:
         if step == 8:
-            # So far as many run as two replicas hold; in one group half of them wait again.
+            # So far as many have run as two replicas hold; in one group half of them wait again.
             assert len(started) == 2 * MAX_NUM_SEQS
             add(llm, urgent)
         if len(started) == 2 * MAX_NUM_SEQS + len(urgent):
@@ -720,7 +735,7 @@ def test_a_forced_layout_holds_until_idle(
     """Against a policy that wants the other one; also where the engine is in it already."""
     from pat_vllm.config import PATConfig
     from pat_vllm.layout import Layout
-    from pat_vllm.scheduler.policy import make_policy
+    from pat_vllm.scheduler.policy import SETTLE_SECONDS, make_policy
 
     layouts = (Layout(1, 2), Layout(2, 1))
     policy = {"kind": "schedule", "switch_at": {100: 3 - tp}}
@@ -730,10 +745,15 @@ def test_a_forced_layout_holds_until_idle(
 
     def layouts_during(name: str) -> set[int]:
         seen = set()
-        # Steps 2 and 3: the policy waits for a step in which nothing arrives.
-        at = {step: lambda: seen.add(pat_vllm.report(llm).layout.tp) for step in range(4, 9)}
+
+        def at_step(step: int) -> None:
+            if step == 3:
+                time.sleep(2 * SETTLE_SECONDS)  # until the policy takes the batch for complete
+            if 3 < step < 9:
+                seen.add(pat_vllm.report(llm).layout.tp)
+
         add(llm, {name: Job(prompt(600, 20), greedy(20))})
-        drive(llm, None, lambda step: at.get(step, lambda: None)())
+        drive(llm, None, at_step)
         return seen
 
     assert pat_vllm.switch(llm, tp=tp)
