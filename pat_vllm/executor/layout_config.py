@@ -72,3 +72,13 @@ def _narrow(spec: KVCacheSpec, ratio: int) -> KVCacheSpec:
 def block_ratio(layout: Layout, base: Layout, num_kv_heads: int) -> int:
     """How many blocks of `layout` take the bytes of one block of `base`."""
     return base.kv_heads_per_rank(num_kv_heads) // layout.kv_heads_per_rank(num_kv_heads)
+
+
+def kv_bytes_per_token(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> int:
+    """KV bytes of one token over all layers and KV heads."""
+    per_rank = sum(
+        group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
+        for group in base_config.kv_cache_groups
+        for _ in group.layer_names
+    )
+    return per_rank * num_kv_heads // base.kv_heads_per_rank(num_kv_heads)

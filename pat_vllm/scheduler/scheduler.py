@@ -16,6 +16,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from pat_vllm.executor.executor import StepResult, executor_of
+from pat_vllm.executor.layout_config import kv_bytes_per_token
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import TransferCost
 from pat_vllm.reporting import RefusedSwitch
@@ -78,7 +79,7 @@ class PATScheduler(SchedulerInterface):
         self._executor.offer(REPORT_COMMAND, self._report_command)
         rates = self._executor.transfer_rates()
         self._cost = TransferCost(
-            kv_bytes_per_token=_kv_bytes_per_token(
+            kv_bytes_per_token=kv_bytes_per_token(
                 kv_cache_config, self._layouts[0], self._num_kv_heads
             ),
             bandwidth=rates.bandwidth,
@@ -389,13 +390,3 @@ class PATScheduler(SchedulerInterface):
         if self._engine_thread in (None, threading.get_ident()):
             self._go_home_if_idle()
         return self._history.report(self._layout, self._layouts).to_wire()
-
-
-def _kv_bytes_per_token(kv_cache_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> int:
-    """KV bytes of one token over all layers and KV heads."""
-    per_rank = sum(
-        group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
-        for group in kv_cache_config.kv_cache_groups
-        for _ in group.layer_names
-    )
-    return per_rank * num_kv_heads // base.kv_heads_per_rank(num_kv_heads)
