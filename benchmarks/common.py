@@ -318,7 +318,7 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
     """Write `results/DATE-name.json` and `.md`, and print the latter."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     stem = RESULTS / f"{facts['date'][:10]}-{name}"
-    stem.with_suffix(".json").write_text(
+    Path(f"{stem}.json").write_text(
         json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
     )
     where = (
@@ -327,5 +327,5 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
         f"`{facts['command']}`\n"
     )
     text = f"# {name}\n\n{where}\n{text}"
-    stem.with_suffix(".md").write_text(text)
+    Path(f"{stem}.md").write_text(text)
     print(text)
