@@ -318,9 +318,9 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
     """Write `results/DATE-name.json` and `.md`, and print the latter."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     stem = RESULTS / f"{facts['date'][:10]}-{name}"
-    Path(f"{stem}.json").write_text(
-        json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
-    )
+    data = json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
+    # Models lie under this repository; where that lies is nobody's business.
+    Path(f"{stem}.json").write_text(data.replace(f"{RESULTS.parent.parent}/", ""))
     where = (
         f"{facts['date']}, commit {facts['commit']}: {facts['cores']} cores of {facts['cpu']}, "
         f"{facts['memory_gib']} GiB, vLLM {facts['vllm']}, torch {facts['torch']}.\n"
