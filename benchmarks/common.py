@@ -320,7 +320,7 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
     stem = RESULTS / f"{facts['date'][:10]}-{name}"
     data = json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
     # Models lie under this repository; where that lies is nobody's business.
-    Path(f"{stem}.json").write_text(data.replace(f"{RESULTS.parent.parent}/", ""))
+    Path(f"{stem}.json").write_text(data.replace(f"{ROOT}/", ""))
     where = (
         f"{facts['date']}, commit {facts['commit']}: {facts['cores']} cores of {facts['cpu']}, "
         f"{facts['memory_gib']} GiB, vLLM {facts['vllm']}, torch {facts['torch']}.\n"
