@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import gc
 import importlib.metadata
-import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -332,7 +330,7 @@ class Server:
         self.log = log
         options = {
             "dtype": "float32",
-            "max-model-len": 1024,
+            "max-model-len": 2048,
             "max-num-seqs": 16,
             "kv-cache-memory-bytes": 32 << 20,
             "block-size": 32,
@@ -409,7 +407,7 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    policy = {"kind": "schedule", "switch_at": {"3": 2}}
+    policy = {"kind": "schedule", "switch_at": {"8": 2, "5": 1, "3": 2}}
     server = Server(tmp_path / "serve.log", {"policy": policy, "kv_transfer": "migrate"})
     try:
         server.wait_until_ready()
@@ -419,21 +417,23 @@ def server(tmp_path: Path) -> Iterator[Server]:
             server.kill()
 
 
-async def complete(client: Any, index: int, tokens: int) -> tuple[str, int]:
-    """One streamed completion: its text and its number of tokens."""
-    stream = await client.completions.create(
+async def complete(client: Any, index: int, tokens: int, stream: bool) -> tuple[str, int]:
+    """One completion: its text and its number of tokens."""
+    answer = await client.completions.create(
         model="tiny",
         prompt=f"Question {index}: " + "why " * index,
         max_tokens=tokens,
         temperature=0.0 if index % 2 else 0.8,
         seed=index,
-        stream=True,
-        stream_options={"include_usage": True},
+        stream=stream,
+        stream_options={"include_usage": True} if stream else None,
         extra_body={"ignore_eos": True},
     )
+    if not stream:
+        return answer.choices[0].text, answer.usage.completion_tokens
     pieces: list[str] = []
     completion_tokens = -1
-    async for chunk in stream:
+    async for chunk in answer:
         pieces += [choice.text for choice in chunk.choices]
         if chunk.usage is not None:
             completion_tokens = chunk.usage.completion_tokens
@@ -441,68 +441,69 @@ async def complete(client: Any, index: int, tokens: int) -> tuple[str, int]:
     return "".join(pieces), completion_tokens
 
 
-async def complete_all(url: str, lengths: list[int]) -> list[tuple[str, int]]:
+def complete_all(url: str, lengths: list[int], stream: bool) -> list[tuple[str, int]]:
     """A completion of each length, all at once."""
     from openai import AsyncOpenAI
 
-    async with AsyncOpenAI(base_url=url + "/v1", api_key="none", timeout=PATIENCE) as client:
-        return await asyncio.gather(*(complete(client, i, n) for i, n in enumerate(lengths)))
+    async def together() -> list[tuple[str, int]]:
+        async with AsyncOpenAI(base_url=url + "/v1", api_key="none", timeout=PATIENCE) as client:
+            return await asyncio.gather(
+                *(complete(client, i, tokens, stream) for i, tokens in enumerate(lengths))
+            )
+
+    return asyncio.run(together())
 
 
 def test_vllm_serve(server: Server) -> None:
     """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
-    # A long tail, in which the policy switches.
-    lengths = [100 + 60 * index for index in range(11)]
 
     def report() -> pat_vllm.Report:
         (wire,) = server.rpc("pat_report")
         return pat_vllm.Report.from_wire(wire)
 
-    def batch() -> list[tuple[str, int]]:
-        return asyncio.run(complete_all(server.url, lengths))
+    def switch(tp: int) -> None:
+        assert server.rpc("pat_switch_layout", tp) == ["True"]
+
+    # Streams with a long tail, in which the policy switches. Two answers without streaming, which
+    # leave the front end the time to take commands.
+    tail, long = [60 + 30 * index for index in range(11)], [1500, 1500]
 
     # In one layout: it was asked for, so the policy waits.
-    assert server.rpc("pat_switch_layout", 1) == ["True"]
-    reference = batch()
+    reference = []
+    for lengths, stream in ((tail, True), (long, False)):
+        switch(1)
+        reference.append(complete_all(server.url, lengths, stream))
+        assert [tokens for _, tokens in reference[-1]] == lengths
     assert not report().switches
-    assert [tokens for _, tokens in reference] == lengths
-    assert len({text for text, _ in reference}) == len(lengths)
+    assert len({text for text, _ in reference[0]}) == len(tail)
 
-    # The policy's switches.
-    assert batch() == reference
-    switches = report().switches
-    assert any(s.reason == "policy" and 1 <= s.live <= 3 for s in switches), switches
+    # The policy's switches, one way and back.
+    assert complete_all(server.url, tail, stream=True) == reference[0]
+    by_policy = [s for s in report().switches if s.reason == "policy" and s.live]
+    assert {s.target.tp for s in by_policy} == {1, 2}
 
-    # Switches on demand, to and fro as long as streams are open. From a thread of its own: the
-    # event loop is busy with the streams.
-    ended = threading.Event()
-
-    def switch_often() -> None:
-        for tp in itertools.cycle((2, 1)):
-            if ended.is_set():
-                return
-            assert server.rpc("pat_switch_layout", tp) == ["True"]
-
+    # Switches on demand.
     with ThreadPoolExecutor() as pool:
-        switching = pool.submit(switch_often)
-        try:
-            assert batch() == reference
-        finally:
-            ended.set()
-        switching.result(timeout=PATIENCE)
-    demanded = [s for s in report().switches if s.reason == "forced" and s.migrated]
-    assert {s.target.tp for s in demanded} == {1, 2}
+        answers = pool.submit(complete_all, server.url, long, False)
+        deadline = time.monotonic() + PATIENCE
+        while report().timeline[-1].live < len(long):
+            assert time.monotonic() < deadline
+        for tp in (2, 1, 2, 1):
+            switch(tp)
+        assert answers.result(timeout=PATIENCE) == reference[1]
+    demanded = [s for s in report().switches if s.reason == "forced"]
+    assert [s.target.tp for s in demanded if s.migrated] == [2, 1, 2, 1]
 
     with pytest.raises(urllib.error.HTTPError):
         server.rpc("pat_switch_layout", 7)
-    assert server.metric("vllm:generation_tokens_total") == 3 * sum(lengths)
-    assert server.metric("vllm:request_success_total") == 3 * len(lengths)
+    assert server.metric("vllm:generation_tokens_total") == 2 * (sum(tail) + sum(long))
+    assert server.metric("vllm:request_success_total") == 2 * (len(tail) + len(long))
     assert server.metric("vllm:num_preemptions_total") == 0
     assert server.metric("vllm:num_requests_running") == 0
 
     log = server.log.read_text()
     assert "PAT switched 1x2 -> 2x1 (policy)" in log
-    assert "PAT switched 2x1 -> 1x2 (forced)" in log
+    assert "PAT switched 2x1 -> 1x2 (forced) with 2 live requests" in log
     assert len(server.family) >= 4  # front end, engine core, two workers
     assert server.stop() == 0
     _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
