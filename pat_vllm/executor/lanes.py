@@ -103,7 +103,7 @@ class Lanes:
             poller.register(condition.local_notify_socket, zmq.POLLIN)
             poller.register(condition.read_cancel_socket, zmq.POLLIN)
         for socket, _ in poller.poll(timeout=max(1, round(1e3 * timeout))):
-            if socket.socket_type == zmq.SUB:
+            if socket.type == zmq.SUB:
                 socket.recv(flags=zmq.NOBLOCK, copy=False)
 
     def receive(self, rank: int, timeout: float) -> Any:
