@@ -85,11 +85,16 @@ class PATConfig(_Strict):
         Raises:
             ValueError: a tp does not divide `world_size`, or the policy names another layout.
         """
+        if world_size % self.base_tp:
+            raise ValueError(
+                f"pat.base_tp names tp={self.base_tp}, which does not divide "
+                f"tensor_parallel_size={world_size}; allowed: {_divisors(world_size)}"
+            )
         if self.layouts is None:
             sizes = {world_size}
             tp = self.base_tp
             while tp <= world_size:
-                if world_size % tp == 0 or tp == self.base_tp:
+                if world_size % tp == 0:
                     sizes.add(tp)
                 tp *= 2
         else:
@@ -98,9 +103,8 @@ class PATConfig(_Strict):
             sizes = {*self.layouts, self.base_tp}
         for tp in sorted(sizes):
             if tp < 1 or world_size % tp:
-                option = "layouts" if self.layouts and tp in self.layouts else "base_tp"
                 raise ValueError(
-                    f"pat.{option} names tp={tp}, which does not divide tensor_parallel_size="
+                    f"pat.layouts names tp={tp}, which does not divide tensor_parallel_size="
                     f"{world_size}; allowed: {_divisors(world_size)}"
                 )
             if tp < self.base_tp:

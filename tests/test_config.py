@@ -49,6 +49,7 @@ def test_malformed_options(options, message):
         ({"layouts": [0]}, "pat.layouts names tp=0"),
         ({"layouts": []}, "pat.layouts is empty"),
         ({"base_tp": 3}, "pat.base_tp names tp=3"),
+        ({"base_tp": 8}, "pat.base_tp names tp=8"),
         ({"base_tp": 2, "layouts": [1, 4]}, "tp=1, smaller than pat.base_tp=2"),
         ({"policy": {"kind": "static", "tp": 3}}, "pat.policy names tp=3"),
         ({"layouts": [4], "policy": {"kind": "static", "tp": 2}}, "pat.policy names tp=2"),
