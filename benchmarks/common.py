@@ -6,22 +6,21 @@ has to be set before.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pat_vllm.cli import results
+from pat_vllm.cli.engine_process import PARK_SECONDS, EngineProcess
+from pat_vllm.cli.results import Summary, table
+
+__all__ = ["PARK_SECONDS", "Summary", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,9 +79,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8-heads": dict(arch="qwen3", kv_heads=8, max_position_embeddings=16_384),
 }
 
-PARK_SECONDS = 1.5
-"""vLLM's idle readers spin for 1 s before they park; engines that wait must not take a core."""
-
 
 def model(name: str) -> str:
     """Path of a random checkpoint from `MODELS`, built on first use under `.models/`."""
@@ -110,80 +106,12 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
 # -------------------------------------------------------------------- engines
 
 
-class Engine:
-    """An `LLM` in a process of its own, which runs functions on command.
-
-    Several can be kept alive, so that the sides of a comparison alternate while each pays for its
-    start once.
-    """
+class Engine(EngineProcess):
+    """An `LLM` in a process of its own, with the environment that every side gets."""
 
     def __init__(self, options: Mapping[str, Any], bind: str) -> None:
         """`options` go to `LLM`; `bind` is `VLLM_CPU_OMP_THREADS_BIND`."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        environment = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
-        self._process = context.Process(target=_serve, args=(theirs, environment, dict(options)))
-        self._process.start()
-        theirs.close()
-
-    def wait_until_ready(self) -> float:
-        """Seconds that `LLM(...)` took."""
-        return self.result()
-
-    def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Begin `function(llm, *args)` in the engine's process."""
-        self._pipe.send((function, args))
-
-    def result(self) -> Any:
-        """What the function returned.
-
-        Raises:
-            RuntimeError: it failed; has the child's traceback.
-        """
-        succeeded, value = self._pipe.recv()
-        if not succeeded:
-            raise RuntimeError(f"the engine's process failed:\n{value}")
-        return value
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`start` and `result`."""
-        self.start(function, *args)
-        return self.result()
-
-    def close(self) -> None:
-        """Shut the engine down."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(60)
-        if self._process.is_alive():
-            self._process.kill()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _serve(pipe: Any, environment: Mapping[str, str], options: dict[str, Any]) -> None:
-    os.environ.update(environment)
-    try:
-        begun = time.perf_counter()
-        from vllm import LLM
-
-        imported = time.perf_counter()
-        llm = LLM(**options)
-        pipe.send((True, time.perf_counter() - (imported if imported > begun else begun)))
-        while (order := pipe.recv()) is not None:
-            function, args = order
-            pipe.send((True, function(llm, *args)))
-    except EOFError:
-        pass
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        if "llm" in locals():
-            llm.llm_engine.engine_core.shutdown()
+        super().__init__(options, {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind})
 
 
 def generate(
@@ -252,26 +180,6 @@ def _copy_rate(core: int, num_bytes: int, begin_at: float) -> float:
 # -------------------------------------------------------------------- results
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Repeats of one quantity: median and spread."""
-
-    median: float
-    low: float
-    high: float
-    repeats: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Summary:
-        """Of at least one value."""
-        return cls(statistics.median(values), min(values), max(values), len(values))
-
-    def show(self, scale: float = 1.0, digits: int = 1) -> str:
-        """Like `12.3 (11.9-13.0)`."""
-        one, low, high = (f"{v * scale:.{digits}f}" for v in (self.median, self.low, self.high))
-        return f"{one} ({low}-{high})"
-
-
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
     """Ratio of each pair of neighbouring repeats: what the machine does meanwhile cancels out."""
     return Summary.of([a / b for a, b in zip(ours, theirs, strict=True)])
@@ -279,39 +187,8 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
 
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        "commit": commit,
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "python": platform.python_version(),
-        "vllm": version("vllm-cpu"),
-        "torch": version("torch"),
-    }
-
-
-def _module() -> str:
-    return f"benchmarks.{Path(sys.argv[0]).stem}"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    module = f"benchmarks.{Path(sys.argv[0]).stem}"
+    return results.machine(" ".join(["python", "-m", module, *sys.argv[1:]]), ROOT)
 
 
 def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], text: str) -> None:
@@ -321,11 +198,6 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
     data = json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
     # Models lie under this repository; where that lies is nobody's business.
     Path(f"{stem}.json").write_text(data.replace(f"{ROOT}/", ""))
-    where = (
-        f"{facts['date']}, commit {facts['commit']}: {facts['cores']} cores of {facts['cpu']}, "
-        f"{facts['memory_gib']} GiB, vLLM {facts['vllm']}, torch {facts['torch']}.\n"
-        f"`{facts['command']}`\n"
-    )
-    text = f"# {name}\n\n{where}\n{text}"
+    text = f"# {name}\n\n{results.provenance(facts)}\n{text}"
     Path(f"{stem}.md").write_text(text)
     print(text)

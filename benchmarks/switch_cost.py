@@ -69,7 +69,9 @@ def main() -> None:
             dtype=dtype,
             tensor_parallel_size=2,
             distributed_executor_backend="pat",
-            additional_config={"pat": {"kv_transfer": "migrate"}},
+            additional_config={
+                "pat": {"kv_transfer": "migrate", "policy": {"kind": "static", "tp": 1}}
+            },
             enforce_eager=True,
             max_model_len=1024,
             max_num_seqs=32,

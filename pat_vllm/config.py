@@ -37,7 +37,28 @@ class SchedulePolicyConfig(_Strict):
         return switch_at
 
 
-PolicyConfig = Annotated[StaticPolicyConfig | SchedulePolicyConfig, Field(discriminator="kind")]
+class PredictorPolicyConfig(_Strict):
+    """Switch when the predicted saving exceeds the predicted cost.
+
+    Attributes:
+        profile: file made by `pat-vllm profile` for this engine; None: the cached one, or a quick
+            one taken at start.
+        lengths_file: what is learnt about response lengths is read from and kept in this file;
+            None: kept as long as the engine lives.
+        length_bound: longest response, tokens, in place of what each request says. Benchmarks
+            that fix lengths by `max_tokens` hide them from the predictor with it.
+    """
+
+    kind: Literal["predictor"] = "predictor"
+    profile: str | None = None
+    lengths_file: str | None = None
+    length_bound: int | None = Field(default=None, ge=1)
+
+
+PolicyConfig = Annotated[
+    StaticPolicyConfig | SchedulePolicyConfig | PredictorPolicyConfig,
+    Field(discriminator="kind"),
+]
 
 
 class PATConfig(_Strict):
@@ -47,7 +68,7 @@ class PATConfig(_Strict):
         layouts: tensor-parallel sizes to keep ready. None: `base_tp`, its doublings that divide
             the number of ranks, and the number of ranks itself.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
-        policy: who decides on switches; None never switches by itself.
+        policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
         weights: "materialized" keeps a copy of the weights per layout; "auto" chooses.
@@ -55,7 +76,7 @@ class PATConfig(_Strict):
 
     layouts: tuple[int, ...] | None = None
     base_tp: int = Field(default=1, ge=1)
-    policy: PolicyConfig | None = None
+    policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
     weights: Literal["auto", "materialized"] = "auto"
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pat_vllm.layout import Layout
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value) if isinstance(value, Layout) else [asdict(one) for one in value]
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class SwitchReport:
         rpc: the rest of the call to the workers.
         finish: the new schedulers told.
         first_step: duration of the first step after it, or None before it has finished.
+        tokens: computed tokens of the live requests together.
     """
 
     at: float
@@ -51,6 +49,7 @@ class SwitchReport:
     rpc: float
     finish: float
     first_step: float | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,73 @@ class RefusedSwitch:
     source: Layout
     target: Layout
     why: str
+
+
+@dataclass(frozen=True)
+class DecisionReport:
+    """A decision of the predictor policy that switched, or nearly did.
+
+    Times in seconds; `stay`, `go` and `saving` are predictions at that moment, averaged over the
+    sampled futures of the live requests.
+
+    Attributes:
+        at: when, on the engine core's monotonic clock.
+        layout, target: where the engine was, and the best other place to be.
+        live: unfinished requests.
+        stay: until the last response ends, in `layout`.
+        go: the same after a switch to `target` now, its cost included.
+        cost: of that switch.
+        fired: whether it was made.
+        why: what decided: "saving", "probe", "margin", "hysteresis" or "later".
+        step_before: predicted step time in `layout` at that moment.
+        step_after: predicted step time in `target`.
+        real_before: measured: median of the last steps before, or None.
+        real_after: measured: median of the first steps after a switch, or None.
+        real_cost: measured stall of the switch, or None.
+    """
+
+    at: float
+    layout: Layout
+    target: Layout
+    live: int
+    stay: float
+    go: float
+    cost: float
+    fired: bool
+    why: str
+    step_before: float
+    step_after: float
+    real_before: float | None = None
+    real_after: float | None = None
+    real_cost: float | None = None
+
+    @property
+    def saving(self) -> float:
+        """Predicted seconds that the switch saves, its cost paid."""
+        return self.stay - self.go
+
+
+@dataclass(frozen=True)
+class PredictorReport:
+    """What the predictor policy decided, and how its models do.
+
+    Attributes:
+        decisions: oldest first.
+        step_error: by layout: steps that were compared with their prediction, made before they
+            were learnt from, and the mean absolute error relative to the real step time.
+        plans, planning, slowest_plan: how often it planned, seconds in all, seconds of the slowest.
+        batches, responses: what the length model has learnt from.
+        shifted: whether this batch's lengths differ from the earlier ones'.
+    """
+
+    decisions: tuple[DecisionReport, ...] = ()
+    step_error: Mapping[Layout, tuple[int, float]] = field(default_factory=dict)
+    plans: int = 0
+    planning: float = 0.0
+    slowest_plan: float = 0.0
+    batches: int = 0
+    responses: int = 0
+    shifted: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +157,7 @@ class Report:
         switches, refused: oldest first; the last `MAX_RECORDS` of each.
         timeline: live requests and layout, a sample per change; the last `MAX_RECORDS`.
         steps: by layout.
+        predictor: what the predictor policy did; empty for other policies.
     """
 
     layout: Layout
@@ -99,27 +166,40 @@ class Report:
     refused: tuple[RefusedSwitch, ...]
     timeline: tuple[LiveSample, ...]
     steps: Mapping[Layout, LayoutSteps] = field(default_factory=dict)
+    predictor: PredictorReport = PredictorReport()
 
     def to_wire(self) -> dict[str, Any]:
         """As nested dicts and lists, for vLLM's message format."""
-        wire = {f.name: getattr(self, f.name) for f in fields(self)}
-        steps = wire.pop("steps")
-        wire = {name: _plain(value) for name, value in wire.items()}
-        return {**wire, "steps": [[asdict(k), asdict(v)] for k, v in steps.items()]}
+        return _plain(self)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Report:
         """Inverse of `to_wire`."""
+        return _typed(wire, cls)
 
-        def record(kind: type, values: Mapping[str, Any]) -> Any:
-            layouts = {"layout", "source", "target"}
-            return kind(**{k: Layout(**v) if k in layouts else v for k, v in values.items()})
 
-        return cls(
-            layout=Layout(**wire["layout"]),
-            layouts=tuple(Layout(**layout) for layout in wire["layouts"]),
-            switches=tuple(record(SwitchReport, s) for s in wire["switches"]),
-            refused=tuple(record(RefusedSwitch, s) for s in wire["refused"]),
-            timeline=tuple(record(LiveSample, s) for s in wire["timeline"]),
-            steps={Layout(**k): LayoutSteps(**v) for k, v in wire["steps"]},
-        )
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, tuples as lists, mappings (whose keys may be anything) as pairs."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return [[_plain(k), _plain(v)] for k, v in value.items()]
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Inverse of `_plain` for a type."""
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{name: _typed(one, types[name]) for name, one in value.items()})  # type: ignore[operator]
+    arguments = get_args(kind)
+    match get_origin(kind):
+        case abc.Mapping:
+            return {_typed(k, arguments[0]): _typed(v, arguments[1]) for k, v in value}
+        case origin if origin is tuple and arguments[1:] == (...,):
+            return tuple(_typed(one, arguments[0]) for one in value)
+        case origin if origin is tuple:
+            return tuple(_typed(one, type_) for one, type_ in zip(value, arguments, strict=True))
+    return value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pat_vllm.config import PATConfig
+from pat_vllm.config import PATConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
@@ -162,6 +162,8 @@ def _check_heads(vllm_config: Any, layouts: tuple[Layout, ...]) -> None:
 
 def home_layout(vllm_config: Any) -> Layout:
     """The layout in which the engine starts."""
-    from pat_vllm.scheduler.policy import make_policy
-
-    return make_policy(pat_config(vllm_config), layouts_of(vllm_config)).home
+    layouts = layouts_of(vllm_config)
+    policy = pat_config(vllm_config).policy
+    if isinstance(policy, StaticPolicyConfig):
+        return next(layout for layout in layouts if layout.tp == policy.tp)
+    return layouts[0]

@@ -42,9 +42,11 @@ def engine(
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     if pat is not None:
+        # What a test does not ask for must not happen: the default would decide by itself.
+        pat = {"policy": {"kind": "static", "tp": pat.get("base_tp", 1)}, **pat}
         options |= {
             "distributed_executor_backend": "pat",
-            "additional_config": {"pat": dict(pat)},
+            "additional_config": {"pat": pat},
         }
     llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
     try:

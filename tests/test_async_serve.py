@@ -67,7 +67,9 @@ def llm(run: Callable[..., Any]) -> Iterator[Any]:
         model=str(random_model("qwen3")),
         tensor_parallel_size=2,
         distributed_executor_backend="pat",
-        additional_config={"pat": {"kv_transfer": "migrate"}},
+        additional_config={
+            "pat": {"kv_transfer": "migrate", "policy": {"kind": "static", "tp": 1}}
+        },
         **OPTIONS,
     )
 

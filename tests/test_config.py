@@ -4,7 +4,8 @@ import pytest
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.policy import LiveState, make_policy
+from pat_vllm.predictor.live import LiveState
+from pat_vllm.scheduler.policy import make_policy
 
 
 def layouts(options, world_size=4):
@@ -61,12 +62,20 @@ def test_options_that_do_not_fit_the_engine(options, message):
 
 
 def state(layout, live, quiet=1.0):
-    return LiveState(layout=Layout.of(layout, 4), live=live, quiet=quiet)
+    return LiveState(0.0, Layout.of(layout, 4), live, quiet, requests=unused)
+
+
+def unused(*_):
+    raise AssertionError("only a predicting policy asks for this")
+
+
+def policy_of(options):
+    config = PATConfig.parse({"policy": options})
+    return make_policy(config, config.resolve_layouts(4), profile=unused, bound=512)
 
 
 def test_schedule_policy_follows_its_table_both_ways():
-    config = PATConfig.parse({"policy": {"kind": "schedule", "switch_at": {"8": 2, "2": 4}}})
-    policy = make_policy(config, config.resolve_layouts(4))
+    policy = policy_of({"kind": "schedule", "switch_at": {"8": 2, "2": 4}})
     assert str(policy.home) == "1x4"
     chosen = [policy.choose(state(1, live)).tp for live in (100, 9, 8, 3, 2, 1)]
     assert chosen == [1, 1, 2, 2, 4, 4]
@@ -74,16 +83,14 @@ def test_schedule_policy_follows_its_table_both_ways():
 
 
 def test_schedule_policy_waits_for_the_batch_to_be_complete():
-    config = PATConfig.parse({"policy": {"kind": "schedule", "switch_at": {"8": 4}}})
-    policy = make_policy(config, config.resolve_layouts(4))
+    policy = policy_of({"kind": "schedule", "switch_at": {"8": 4}})
     assert policy.choose(state(1, 1, quiet=0.001)).tp == 1
     assert policy.choose(state(4, 100, quiet=0.001)).tp == 4
     assert policy.choose(state(1, 1, quiet=0.2)).tp == 4
 
 
 def test_static_policy_stays_at_its_layout():
-    config = PATConfig.parse({"policy": {"kind": "static", "tp": 2}})
-    policy = make_policy(config, config.resolve_layouts(4))
+    policy = policy_of({"kind": "static", "tp": 2})
     assert policy.home.tp == 2
     assert policy.choose(state(2, 1)).tp == 2
     assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -32,7 +33,8 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def a_switch(at, reason="policy", source=ONE, target=TWO, live=2):
-    return SwitchReport(at, source, target, reason, live, live, 0, 5_000_000, 0.25, *[0.0] * 8)
+    times: Any = [0.25, *[0.0] * 8]
+    return SwitchReport(at, source, target, reason, live, live, 0, 5_000_000, *times)
 
 
 def a_result(seconds, timeline, switches=(), outputs=((5, 6), (7, 8, 9, 10))):

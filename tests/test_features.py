@@ -733,15 +733,11 @@ def test_a_forced_layout_holds_until_idle(
     llm: Any, tp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against a policy that wants the other one; also where the engine is in it already."""
-    from pat_vllm.config import PATConfig
     from pat_vllm.layout import Layout
-    from pat_vllm.scheduler.policy import SETTLE_SECONDS, make_policy
+    from pat_vllm.predictor.policy import SETTLE_SECONDS, SchedulePolicy
 
-    layouts = (Layout(1, 2), Layout(2, 1))
-    policy = {"kind": "schedule", "switch_at": {100: 3 - tp}}
-    monkeypatch.setattr(
-        scheduler_of(llm), "_policy", make_policy(PATConfig.parse({"policy": policy}), layouts)
-    )
+    policy = SchedulePolicy(Layout(1, 2), ((100, Layout.of(3 - tp, 2)),))
+    monkeypatch.setattr(scheduler_of(llm), "_policy", policy)
 
     def layouts_during(name: str) -> set[int]:
         seen = set()

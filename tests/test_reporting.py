@@ -2,9 +2,10 @@
 
 import json
 import pickle
+from dataclasses import replace
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import RefusedSwitch, Report, SwitchReport
+from pat_vllm.reporting import DecisionReport, PredictorReport, RefusedSwitch, Report, SwitchReport
 from pat_vllm.scheduler.history import History
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
@@ -17,7 +18,26 @@ def history():
     history.live(ONE, 4)
     history.step(ONE, 0.25)
     history.switch(
-        SwitchReport(1.0, ONE, TWO, "policy", 4, 3, 1, 100, *(0.01 * i for i in range(9)))
+        SwitchReport(
+            at=1.0,
+            source=ONE,
+            target=TWO,
+            reason="policy",
+            live=4,
+            migrated=3,
+            recomputed=1,
+            kv_bytes=100,
+            seconds=0.08,
+            quiesce=0.01,
+            plan=0.01,
+            states=0.01,
+            kv=0.01,
+            weights=0.01,
+            activate=0.01,
+            rpc=0.01,
+            finish=0.01,
+            tokens=2000,
+        )
     )
     history.refused(RefusedSwitch(2.0, TWO, ONE, "because"))
     history.step(TWO, 0.5)
@@ -27,7 +47,9 @@ def history():
 
 
 def test_wire_round_trip():
-    report = history().report(TWO, [ONE, TWO])
+    decision = DecisionReport(1.0, ONE, TWO, 4, 2.0, 1.5, 0.1, True, "saving", 0.03, 0.02)
+    predictor = PredictorReport((decision,), {ONE: (7, 0.03)}, plans=3, planning=1e-3)
+    report = replace(history().report(TWO, [ONE, TWO]), predictor=predictor)
     assert Report.from_wire(json.loads(json.dumps(report.to_wire()))) == report
     assert pickle.loads(pickle.dumps(report)) == report
 

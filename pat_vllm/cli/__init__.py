@@ -104,3 +104,201 @@ def run_demo(
         raise typer.Exit(1) from error
     if not agree:
         raise typer.Exit(1)
+
+
+@app.command("bench")
+def run_bench(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
+    ] = None,
+    models_dir: Annotated[
+        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
+    ] = Path(".models"),
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes of each engine.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Batches of each workload.")] = 5,
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated; all by default: lognormal, two_mode, uniform_short, "
+            "uniform_long, straggler, staggered, shift."
+        ),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; benchmarks/results in a checkout, else here."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
+) -> None:
+    """Serve the same batches with static and adaptive engines in turns; compare with an oracle."""
+    from rich.console import Console
+
+    from pat_vllm.cli.bench_run import bench
+    from pat_vllm.cli.engine_process import EngineFailed
+    from pat_vllm.cli.workloads import choose
+
+    try:
+        bench(
+            Console(highlight=False),
+            model=model,
+            models_dir=models_dir,
+            ranks=ranks,
+            repeats=repeats,
+            workloads=choose(workloads),
+            scale=scale,
+            seed=seed,
+            output_dir=output_dir,
+            picture=picture,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except EngineFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command("plot")
+def redraw_picture(
+    result: Annotated[Path, typer.Argument(help="JSON that `pat-vllm bench` wrote.")],
+    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("bench.png"),
+) -> None:
+    """Draw the picture of `pat-vllm bench` again, from its JSON file."""
+    import json
+
+    from pat_vllm.cli.bench_plot import plot_bench
+
+    try:
+        plot_bench(json.loads(result.read_text()), output)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{result} cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise typer.BadParameter(f"{result} is no result of `pat-vllm bench`: {error}") from error
+
+
+@app.command("profile")
+def take_engine_profile(
+    model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 2,
+    dtype: Annotated[str, typer.Option(help="As in vLLM.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="As in vLLM.")] = False,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    layouts: Annotated[
+        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    ] = None,
+    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON to write; named after the engine by default.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Measure only what an engine's start would measure.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which the rest is left out.")
+    ] = None,
+) -> None:
+    """Measure an engine's steps and switches; run it again to go on after an interruption.
+
+    The profile holds for engines with the same flags in the same environment, named in
+    pat.policy.profile.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.profile_run import default_budget, engine_arguments, take_profile
+    from pat_vllm.predictor.profile import ProfileError
+
+    try:
+        engine = engine_arguments(
+            model,
+            layouts,
+            base_tp,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            block_size=block_size,
+        )
+        take_profile(
+            Console(highlight=False), engine, output, quick, budget or default_budget(quick)
+        )
+    except ProfileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except RuntimeError as error:
+        typer.echo(f"the engine failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command("simulate")
+def run_simulation(
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile of an engine; without one, --gpu and --model.")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU to model: H100, H200, A40.")] = "H100",
+    model: Annotated[
+        str, typer.Option(help="llama-3.1-8b, qwen3-14b, or a path of a config.json.")
+    ] = "llama-3.1-8b",
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs to model.")] = 8,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Response lengths: a JSON trace, or one per line.")
+    ] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="Without --lengths: deepscaler, log-normal, two-mode, uniform, straggler, grpo."
+        ),
+    ] = "deepscaler",
+    iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in a batch.")] = 128,
+    bound: Annotated[int, typer.Option(min=1, help="Longest response, tokens.")] = 16384,
+    switch_cost: Annotated[
+        float, typer.Option(min=0.001, help="Seconds of a switch that counts as expensive.")
+    ] = 5.52,
+    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where to write JSON, Markdown and PNG.")
+    ] = None,
+    paper: Annotated[
+        bool,
+        typer.Option("--paper", help="The settings of arXiv 2605.23945, on modelled profiles."),
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --paper: batches per setting.")] = 5,
+) -> None:
+    """Replay response lengths under static layouts, the paper's policy, this one and an oracle."""
+    from rich.console import Console
+
+    from pat_vllm.cli.simulate_run import simulate_paper, simulate_workload
+
+    console = Console(highlight=False)
+    try:
+        if paper:
+            simulate_paper(
+                console, seeds=seeds, seed=seed, requests=requests, output_dir=output_dir
+            )
+            return
+        simulate_workload(
+            console,
+            profile=profile,
+            gpu=gpu,
+            model=model,
+            ranks=ranks,
+            lengths=lengths,
+            workload=workload,
+            iterations=iterations,
+            requests=requests,
+            bound=bound,
+            switch_cost=switch_cost,
+            seed=seed,
+            output_dir=output_dir,
+        )
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error

@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from pat_vllm.executor.made_up import add_new, decode_step, finish, make_requests
 
 BATCH_SIZES = (1, 2, 3)
 """Decode batches to run; `torch.compile` specializes on 1, and on 2 where it becomes dynamic."""
@@ -47,23 +48,13 @@ def _run(
     worker: Any, prompts: list[int], block_size: int, use_v2: bool, decode_steps: int
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
-    blocks: list[list[int]] = []
-    next_block = 1  # block 0 is vLLM's null block
-    for length in prompts:
-        count = 1 + (length + decode_steps) // block_size
-        blocks.append(list(range(next_block, next_block + count)))
-        next_block += count
-    ids = [f"pat-warm-up-{i}" for i in range(len(prompts))]
-
+    requests = make_requests("pat-warm-up", prompts, decode_steps + 1, block_size, decoding=False)
     start = time.perf_counter()
-    _step(worker, _prefill(ids, prompts, blocks, use_v2))
+    _step(worker, add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + 1))
     seconds = time.perf_counter() - start
-    for done in range(decode_steps):
-        _step(worker, _decode(ids, [length + done for length in prompts], done + 1))
-
-    end = SchedulerOutput.make_empty()
-    end.finished_req_ids = set(ids)
-    worker.execute_model(end)
+    for done in range(1, decode_steps + 1):
+        _step(worker, decode_step(requests, done))
+    worker.execute_model(finish(requests))
     return seconds
 
 
@@ -73,44 +64,3 @@ def _step(worker: Any, step: SchedulerOutput) -> None:
         output = worker.sample_tokens(None)
     if hasattr(output, "get_output"):
         output.get_output()  # waits for the device
-
-
-def _prefill(
-    ids: list[str], prompts: list[int], blocks: list[list[int]], use_v2: bool
-) -> SchedulerOutput:
-    step = SchedulerOutput.make_empty()
-    for request_id, length, block_ids in zip(ids, prompts, blocks, strict=True):
-        tokens = [1] * length
-        step.scheduled_new_reqs.append(
-            NewRequestData(
-                req_id=request_id,
-                prompt_token_ids=tokens,
-                mm_features=[],
-                # Random sampling touches more kernels than greedy decoding.
-                sampling_params=SamplingParams(temperature=1.0, max_tokens=DECODE_STEPS + 1),
-                pooling_params=None,
-                block_ids=(block_ids,),
-                num_computed_tokens=0,
-                lora_request=None,
-                prefill_token_ids=list(tokens) if use_v2 else None,
-            )
-        )
-        step.num_scheduled_tokens[request_id] = length
-    step.total_num_scheduled_tokens = sum(prompts)
-    return step
-
-
-def _decode(ids: list[str], computed: list[int], num_output: int) -> SchedulerOutput:
-    step = SchedulerOutput.make_empty()
-    step.scheduled_cached_reqs = CachedRequestData(
-        req_ids=list(ids),
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None] * len(ids),
-        num_computed_tokens=list(computed),
-        num_output_tokens=[num_output] * len(ids),
-    )
-    step.num_scheduled_tokens = dict.fromkeys(ids, 1)
-    step.total_num_scheduled_tokens = len(ids)
-    return step

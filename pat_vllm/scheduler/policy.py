@@ -1,79 +1,38 @@
-"""Who decides on a switch: sees the live state, answers with a layout. Pure."""
+"""The policy that a user's options ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
+from pat_vllm.config import (
+    PATConfig,
+    PredictorPolicyConfig,
+    SchedulePolicyConfig,
+    StaticPolicyConfig,
+)
 from pat_vllm.layout import Layout
-
-SETTLE_SECONDS = 0.05
-"""A batch arrives request by request. Before this long without an arrival its size is not known,
-and a decision would take its first requests for its tail."""
+from pat_vllm.predictor.policy import Policy, SchedulePolicy, StayPolicy
+from pat_vllm.predictor.profile import Profile
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """What a policy may look at before a step.
+def make_policy(
+    config: PATConfig,
+    layouts: Sequence[Layout],
+    profile: Callable[[str | None], Profile],
+    bound: int,
+) -> Policy:
+    """Make the policy.
 
-    Attributes:
-        layout: the active layout.
-        live: unfinished requests, running and waiting.
-        quiet: seconds since a request arrived last.
+    Args:
+        layouts: the engine's, base first.
+        profile: reads the profile from a named file, or gets the engine's own; called only by a
+            policy that predicts.
+        bound: longest possible response, tokens.
+
+    Raises:
+        ValueError: a file that the options name cannot be used.
     """
-
-    layout: Layout
-    live: int
-    quiet: float
-
-
-class Policy(Protocol):
-    """Chooses the layout. Asked before each step, so it must be quick (microseconds)."""
-
-    @property
-    def home(self) -> Layout:
-        """The layout in which the engine starts and to which it returns when idle."""
-        ...
-
-    def choose(self, state: LiveState) -> Layout:
-        """The layout to be in for the next step."""
-        ...
-
-
-@dataclass(frozen=True)
-class StayPolicy:
-    """Changes layout only on request, and goes home when idle."""
-
-    home: Layout
-
-    def choose(self, state: LiveState) -> Layout:
-        return state.layout
-
-
-@dataclass(frozen=True)
-class SchedulePolicy:
-    """A fixed table from live requests to layouts.
-
-    `table` lists (K, layout) in ascending K: with at most K live requests be in that layout;
-    with more than the last K be at home.
-    """
-
-    home: Layout
-    table: tuple[tuple[int, Layout], ...]
-
-    def choose(self, state: LiveState) -> Layout:
-        if state.quiet < SETTLE_SECONDS:
-            return state.layout
-        for limit, layout in self.table:
-            if state.live <= limit:
-                return layout
-        return self.home
-
-
-def make_policy(config: PATConfig, layouts: Sequence[Layout]) -> Policy:
-    """The policy that the user asked for, over the engine's layouts (base first)."""
     by_tp = {layout.tp: layout for layout in layouts}
     match config.policy:
         case StaticPolicyConfig(tp=tp):
@@ -83,5 +42,15 @@ def make_policy(config: PATConfig, layouts: Sequence[Layout]) -> Policy:
                 home=layouts[0],
                 table=tuple((live, by_tp[tp]) for live, tp in sorted(switch_at.items())),
             )
-        case _:
-            return StayPolicy(home=layouts[0])
+        case PredictorPolicyConfig() as options:
+            if len(layouts) == 1:
+                return StayPolicy(home=layouts[0])
+            # Its models are imported by the engines that use them.
+            from pat_vllm.predictor.adaptive import AdaptivePolicy
+
+            return AdaptivePolicy.of(
+                profile(options.profile),
+                bound=options.length_bound or bound,
+                kv_transfer=config.kv_transfer,
+                lengths_file=Path(options.lengths_file) if options.lengths_file else None,
+            )

@@ -30,6 +30,7 @@ class Replica:
         self.index = index
         self.scheduler = scheduler
         self.in_flight: deque[SchedulerOutput] = deque()
+        self._finished_at = 0.0
 
     @property
     def connector(self) -> PATConnector:
@@ -65,6 +66,17 @@ class Replica:
     def finish(self, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Update the scheduler from the output of its oldest step in flight."""
         return self.scheduler.update_from_output(self.in_flight.popleft(), output)
+
+    def cadence(self, now: float, seconds: float) -> float:
+        """Seconds from the end of the last step to that of one which ends now.
+
+        Args:
+            seconds: since this step was started. When that was long after the last one's end,
+                the replica had nothing to do in between, and only they count.
+        """
+        between = now - seconds - self._finished_at
+        self._finished_at = now
+        return seconds + between if between < 0.5 * seconds else seconds
 
     def preempt_carried(self) -> None:
         """Preempt requests that have not run since a switch carried their KV here.

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from pat_vllm.executor.engine_profile import PROFILE_COMMAND, load_or_measure, profile_command
 from pat_vllm.executor.executor import StepResult, executor_of
 from pat_vllm.executor.layout_config import kv_bytes_per_token
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import TransferCost
+from pat_vllm.predictor.live import LiveState
 from pat_vllm.reporting import RefusedSwitch
 from pat_vllm.scheduler.history import History
+from pat_vllm.scheduler.live import LiveTable, step_shape
 from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
-from pat_vllm.scheduler.policy import LiveState, make_policy
+from pat_vllm.scheduler.policy import make_policy
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, says_nothing
 from pat_vllm.scheduler.routing import Router
 from pat_vllm.scheduler.stats import merge_outputs, merge_stats, whole_engine
@@ -69,7 +73,6 @@ class PATScheduler(SchedulerInterface):
         self._log_stats = log_stats
         self._structured_output = structured_output_manager
         self._layouts = layouts_of(vllm_config)
-        self._policy = make_policy(config, self._layouts)
         self._transfer = config.kv_transfer
         self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
         self._depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
@@ -77,6 +80,7 @@ class PATScheduler(SchedulerInterface):
         self._executor = executor_of(vllm_config)
         self._executor.offer(SWITCH_COMMAND, self._switch_command)
         self._executor.offer(REPORT_COMMAND, self._report_command)
+        self._executor.offer(PROFILE_COMMAND, self._profile_command)
         rates = self._executor.transfer_rates()
         self._cost = TransferCost(
             kv_bytes_per_token=kv_bytes_per_token(
@@ -97,9 +101,22 @@ class PATScheduler(SchedulerInterface):
             include_finished_set=include_finished_set,
             log_stats=log_stats,
         )
-        self._layout = self._policy.home
+        max_model_len = vllm_config.model_config.max_model_len
+        self._policy = make_policy(
+            config,
+            self._layouts,
+            lambda path: load_or_measure(
+                vllm_config,
+                self._executor,
+                kv_cache_config,
+                path,
+                new_replicas=self._factory.make,
+            ),
+            bound=max_model_len,
+        )
+        self._layout = self._executor.layout
         self._replicas = self._factory.make(self._layout)
-        self._owner: dict[str, Replica] = {}
+        self._live = LiveTable(max_model_len, getattr(config.policy, "length_bound", None))
         self._router = Router()
         self._history = History()
         self._epoch = 0
@@ -167,13 +184,26 @@ class PATScheduler(SchedulerInterface):
         return outputs
 
     def _finish(self, result: StepResult) -> None:
+        now = time.monotonic()
+        replica = self._replicas[result.replica]
         self._history.step(self._layout, result.seconds)
-        outputs = self._replicas[result.replica].finish(result.output)
+        if self._policy.learns:
+            shape = step_shape(replica.in_flight[0], sum(bool(r.in_flight) for r in self._replicas))
+            seconds = replica.cadence(now, result.seconds)
+            self._policy.stepped(now, self._layout, shape, seconds)
+        outputs = replica.finish(result.output)
         for client in outputs.values():
             for output in client.outputs:
                 if output.finish_reason is not None:
-                    self._owner.pop(output.request_id, None)
+                    self._ended(output.request_id, now, output.finish_reason)
         merge_outputs(self._outputs, outputs)
+
+    def _ended(self, request_id: str, now: float, reason: FinishReason) -> None:
+        owned = self._live.pop(request_id)
+        if owned is not None and not owned.exact:  # a fixed length says nothing about others
+            complete = self._live.complete(owned, reason)
+            generated = owned.request.num_output_tokens
+            self._policy.finished(now, owned.group, generated, complete)
 
     def _in_flight(self) -> bool:
         return any(replica.in_flight for replica in self._replicas)
@@ -182,16 +212,18 @@ class PATScheduler(SchedulerInterface):
 
     def add_request(self, request: Request) -> None:
         """Route a request to a replica: prefix affinity first, then least load."""
-        owner = self._owner.get(request.request_id)
+        owner = self._live.owner(request.request_id)
         if owner is None:
             # vLLM's in-process engine makes no step after the last output of a batch.
             self._go_home_if_idle()
-            prefixes: list[Hashable] = [tuple(request.prompt_token_ids or ())]
-            prefixes += reversed(request.block_hashes)
+            prompt = tuple(request.prompt_token_ids or ())
+            prefixes: list[Hashable] = [prompt, *reversed(request.block_hashes)]
             index = self._router.route(prefixes, [replica.live for replica in self._replicas])
-            owner = self._owner[request.request_id] = self._replicas[index]
+            owner = self._replicas[index]
+            owned = self._live.add(request, owner, prompt)
             self._last_arrival = time.monotonic()
             self._was_busy = True
+            self._policy.arrived(self._last_arrival, owned.group)
         owner.scheduler.add_request(request)
 
     def finish_requests(
@@ -200,11 +232,12 @@ class PATScheduler(SchedulerInterface):
         if isinstance(request_ids, str):
             request_ids = (request_ids,)
         if request_ids is None:
-            request_ids = tuple(self._owner)
+            request_ids = tuple(self._live)
         by_owner: dict[int, list[str]] = {}
         for request_id in request_ids:
-            if (owner := self._owner.pop(request_id, None)) is not None:
+            if (owner := self._live.owner(request_id)) is not None:
                 by_owner.setdefault(owner.index, []).append(request_id)
+                self._ended(request_id, time.monotonic(), FinishReason.ABORT)
         return [
             request
             for index, ids in by_owner.items()
@@ -299,6 +332,7 @@ class PATScheduler(SchedulerInterface):
             return
         self._was_busy = False
         self._forced = False
+        self._policy.idle(time.monotonic())
         self._switch(self._policy.home, "idle")
 
     def _follow_policy(self) -> None:
@@ -306,8 +340,10 @@ class PATScheduler(SchedulerInterface):
         self._history.live(self._layout, live)
         if live == 0 or self._forced or self._pause != PauseState.UNPAUSED:
             return
-        quiet = time.monotonic() - self._last_arrival
-        target = self._policy.choose(LiveState(self._layout, live, quiet))
+        now = time.monotonic()
+        target = self._policy.choose(
+            LiveState(now, self._layout, live, now - self._last_arrival, self._live.arrays)
+        )
         if target != self._layout:
             self._switch(target, "policy")
 
@@ -337,13 +373,12 @@ class PATScheduler(SchedulerInterface):
             return False
         self._forced = reason == "forced"
         self._history.switch(report)
+        self._policy.switched(report)
         self._cost = self._cost.with_exchange(report.kv_bytes, report.kv)
         self._epoch += 1
         self._layout = target
         self._replicas = replicas
-        self._owner = {
-            request_id: replica for replica in replicas for request_id in replica.scheduler.requests
-        }
+        self._live.move(replicas)
         self._router.forget()
         if self._pause != PauseState.UNPAUSED:
             self.set_pause_state(self._pause)
@@ -389,4 +424,23 @@ class PATScheduler(SchedulerInterface):
     def _report_command(self) -> dict[str, Any]:
         if self._engine_thread in (None, threading.get_ident()):
             self._go_home_if_idle()
-        return self._history.report(self._layout, self._layouts).to_wire()
+        report = self._history.report(self._layout, self._layouts)
+        return replace(report, predictor=self._policy.report()).to_wire()
+
+    def _profile_command(
+        self, points: list[dict[str, Any]] | None = None, quick: bool = False
+    ) -> dict[str, Any]:
+        """See `profile_command`; only while the engine has nothing else to do."""
+        busy = self._in_flight() or self.get_num_unfinished_requests() > 0
+        if busy or self._engine_thread not in (None, threading.get_ident()):
+            raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
+        self._go_home_if_idle()
+        self.reset_prefix_cache()  # its memory is overwritten
+        return profile_command(
+            self._executor,
+            self.kv_cache_config,
+            points,
+            quick,
+            epoch=self._epoch,
+            new_replicas=self._factory.make,
+        )

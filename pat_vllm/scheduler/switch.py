@@ -187,6 +187,7 @@ def switch(
         activate=slowest.activate,
         rpc=called - slowest.states - slowest.kv - slowest.weights - slowest.activate,
         finish=finished,
+        tokens=sum(c.computed for c in carried),
     )
     logger.info(
         "PAT switched %s -> %s (%s) with %d live requests in %.1f ms: %d migrated (%.1f MB), "

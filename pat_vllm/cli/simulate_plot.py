@@ -1,0 +1,154 @@
+"""The simulator's pictures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.paper import PaperSetting
+from pat_vllm.predictor.simulator import SimulatedRun
+
+if TYPE_CHECKING:
+    from pat_vllm.cli.simulate_run import Comparison
+
+_LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
+_SWITCH_COLOUR = "#222222"
+_POLICY_COLOURS = ("#c03d3e", "#7fb3d5", "#d9a04e", "#222222", "#b5b5b5", "#7f7f7f")
+"""Of the rows that switch, in the comparison's order."""
+_FLOOR = 0.8
+"""Lower end of the logarithmic axis, where 0 is drawn."""
+
+
+def plot_comparison(result: Comparison, path: Path) -> None:
+    """Save a PNG of the last batch: live requests above, layouts of every policy below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    colour = dict(zip(sorted(result.static), _LAYOUT_COLOURS, strict=False))
+    rows = [(row.label, row.runs[-1]) for row in result.rows]
+    lines = [
+        *((row, colour[layout], 1.2) for layout, row in result.static.items()),
+        *(
+            (row, shade, 2.2 if shade == _SWITCH_COLOUR else 1.2)
+            for row, shade in zip(result.others, _POLICY_COLOURS, strict=True)
+        ),
+    ]
+    end = max(run.seconds for _, run in rows)
+    most = max(sample.live for _, run in rows for sample in run.timeline)
+
+    figure = Figure(figsize=(11, 5 + 0.3 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(
+        2, 1, sharex=True, gridspec_kw={"height_ratios": [5, 0.4 * len(rows)]}
+    )
+    kind = "modelled step times" if result.modelled else "measured step times"
+    figure.suptitle(f"Simulated, {kind}: {result.title}", fontsize=11, wrap=True)
+
+    for row, shade, width in lines:
+        run = row.runs[-1]
+        above.step(
+            [sample.at - run.began for sample in run.timeline],
+            [max(sample.live, _FLOOR) for sample in run.timeline],
+            where="post",
+            color=shade,
+            linewidth=width,
+            linestyle="--" if row.label.startswith("oracle") else "-",
+            label=f"{row.label}: {run.seconds:.1f} s",
+        )
+    above.set_yscale("log", base=2)
+    above.set_ylim(_FLOOR, most * 1.5)
+    ticks = [2**power for power in range(most.bit_length())]
+    above.set_yticks(ticks, [str(tick) for tick in ticks])
+    above.set_ylabel("live requests (log scale)")
+    above.grid(axis="y", alpha=0.25)
+    above.legend(loc="upper right", fontsize=8)
+
+    for number, (_, run) in enumerate(rows):
+        for layout, start, stop in spans(run):
+            below.barh(
+                number, stop - start, left=start, height=0.7, color=colour[layout], alpha=0.75
+            )
+        for switch in run.switches:
+            # Widened where it would be too thin to be seen.
+            width = max(switch.seconds, end / 500)
+            below.barh(number, width, left=switch.at - run.began, height=0.9, color=_SWITCH_COLOUR)
+        below.text(run.seconds, number, f" {run.seconds:.1f} s", va="center", fontsize=8)
+    below.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
+    below.invert_yaxis()
+    below.set_xlim(0, end * 1.08)
+    below.set_xlabel("time since the batch was submitted (s); black: switches")
+    below.legend(
+        handles=[Patch(color=shade, alpha=0.75, label=str(one)) for one, shade in colour.items()],
+        title="tp x replicas",
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        fontsize=8,
+    )
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def spans(run: SimulatedRun) -> Iterator[tuple[Layout, float, float]]:
+    """(layout, start, stop) of a run, seconds since it began; switches belong to their source."""
+    layout, start = run.timeline[0].layout, 0.0
+    for switch in run.switches:
+        stop = switch.at + switch.seconds - run.began
+        yield layout, start, stop
+        layout, start = switch.target, stop
+    yield layout, start, run.seconds
+
+
+def plot_paper(results: Sequence[tuple[PaperSetting, Comparison]], path: Path) -> None:
+    """Save a PNG: time of each policy relative to static tp2, with the range over batches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.5 + 1.1 * len(results)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    first = results[0][1]
+    labels = ["best static", *(row.label for row in first.others)]
+    height = 0.8 / len(labels)
+    for number, (setting, result) in enumerate(results):
+        low = next(row for layout, row in result.static.items() if layout.tp >= 2)
+        rows = [result.best_static, *result.others]
+        shades = ("#519e3e", *_POLICY_COLOURS)
+        for index, (row, shade) in enumerate(zip(rows, shades, strict=True)):
+            ratios = [
+                run.seconds / base.seconds for run, base in zip(row.runs, low.runs, strict=True)
+            ]
+            median = statistics.median(ratios)
+            axes.barh(
+                number + (index - len(rows) / 2 + 0.5) * height,
+                median,
+                xerr=[[median - min(ratios)], [max(ratios) - median]],
+                height=0.9 * height,
+                color=shade,
+                ecolor="#555555",
+                label=labels[index] if not number else None,
+            )
+        if setting.generation is not None:
+            axes.plot(
+                [1 + setting.generation] * 2,
+                [number - 0.42, number + 0.42],
+                color="#c03d3e",
+                linestyle=":",
+                linewidth=2,
+                label="published" if setting == _first_published(results) else None,
+            )
+    axes.axvline(1, color="#222222", linewidth=0.8)
+    axes.set_yticks(range(len(results)), [setting.title for setting, _ in results])
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a batch relative to static tp2 (modelled; median and range)")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def _first_published(results: Sequence[tuple[PaperSetting, Comparison]]) -> PaperSetting:
+    return next(setting for setting, _ in results if setting.generation is not None)

@@ -1,0 +1,165 @@
+"""The benchmark's workloads: what responses of reinforcement learning look like, scaled down. Pure.
+
+Each makes a trace per repeat: other lengths from the same distribution, the same for all sides.
+Their sizes put a batch at 5 to 15 seconds on two cores, and its live requests on both sides of the
+number at which one layout overtakes the other there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pat_vllm.predictor import traces
+from pat_vllm.predictor.traces import LengthTrace
+
+BOUND = 384
+"""Longest response of any workload, tokens. The predictor is told it for all of them."""
+PROMPT_TOKENS = (8, 32)
+"""Shortest and longest prompt: responses are what this measures."""
+
+# Shape of DeepScaleR's lengths, as `traces.deepscaler` has it, in units of the bound.
+_MEDIAN = 1443 / 24576
+_SIGMA = 1.406
+
+SCALES: Mapping[str, float] = {"full": 1.0, "half": 0.5, "tiny": 0.125}
+"""Factor on requests and lengths by the name of a scale."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A kind of batch.
+
+    Attributes:
+        text: one line about it.
+        make: trace of (repeat, factor on sizes, seed).
+        changes: whether its distribution depends on the repeat.
+        waits: whether requests arrive over time, so that the engine does not set the pace alone.
+    """
+
+    name: str
+    text: str
+    make: Callable[[int, float, int], LengthTrace]
+    changes: bool = False
+    waits: bool = False
+
+    def trace(self, repeat: int, scale: float = 1.0, seed: int = 0) -> LengthTrace:
+        """The batch of a repeat; 0 is the first, from which engines warm up and lengths are learnt.
+
+        Args:
+            scale: factor on the number of requests and their lengths.
+        """
+        own = zlib.crc32(f"{self.name} {seed} {repeat}".encode())
+        trace = self.make(repeat, scale, own)
+        prompts = np.random.default_rng((own, 3)).integers(
+            *PROMPT_TOKENS, size=len(trace), endpoint=True
+        )
+        bound = max(1, round(BOUND * scale))
+        return replace(
+            trace, name=self.name, prompts=tuple(int(tokens) for tokens in prompts), bound=bound
+        )
+
+
+def _count(requests: int, scale: float) -> int:
+    return max(2, round(requests * scale))
+
+
+def _lognormal(repeat: int, scale: float, seed: int) -> LengthTrace:
+    bound = BOUND * scale
+    return traces.lognormal(_count(128, scale), bound * _MEDIAN, _SIGMA, round(bound), seed)
+
+
+def _two_mode(repeat: int, scale: float, seed: int) -> LengthTrace:
+    bound = BOUND * scale
+    return traces.two_mode(
+        _count(96, scale), median=24 * scale, sigma=0.6, long_share=0.09, bound=round(bound),
+        seed=seed,
+    )  # fmt: skip
+
+
+def _uniform(requests: int, low: int, high: int) -> Callable[[int, float, int], LengthTrace]:
+    def make(repeat: int, scale: float, seed: int) -> LengthTrace:
+        least, most = max(1, round(low * scale)), max(2, round(high * scale))
+        return traces.uniform(_count(requests, scale), least, most, seed=seed)
+
+    return make
+
+
+def _straggler(repeat: int, scale: float, seed: int) -> LengthTrace:
+    usual = max(1, round(28 * scale))
+    return traces.straggler(_count(33, scale), usual, 8 * usual, seed=seed)
+
+
+def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
+    count = _count(40, scale)
+    batch = traces.lognormal(count, 64 * scale, 0.7, round(BOUND * scale), seed)
+    # Bursts that come, in the mean, when the ones before are about half done.
+    random = np.random.default_rng((seed, 2))
+    arrivals: list[float] = []
+    now = 0.0
+    while len(arrivals) < count:
+        arrivals += [now] * max(1, round(scale * int(random.integers(4, 12, endpoint=True))))
+        now += float(random.exponential(1.5 * scale))
+    return replace(batch, arrivals=tuple(arrivals[:count]))
+
+
+def _shift(repeat: int, scale: float, seed: int) -> LengthTrace:
+    # Two alike, then two of the other kind: right after a change, and once it was learnt.
+    median = (20, 60)[repeat // 2 % 2]
+    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(BOUND * scale), seed)
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "lognormal",
+            "128 requests, log-normal with the shape of DeepScaleR: 11% above a third of the bound "
+            f"of {BOUND} tokens, 2% at it",
+            _lognormal,
+        ),
+        Workload(
+            "two_mode",
+            "96 requests like reasoning: most around 24 tokens, 9% in the last third before the "
+            "bound or at it",
+            _two_mode,
+        ),
+        Workload("uniform_short", "128 requests of 24 to 48 tokens", _uniform(128, 24, 48)),
+        Workload("uniform_long", "20 requests of 130 to 160 tokens", _uniform(20, 130, 160)),
+        Workload("straggler", "32 requests of about 28 tokens and one of 224", _straggler),
+        Workload(
+            "staggered",
+            "40 log-normal requests around 64 tokens, in bursts of 4 to 12 that arrive over some "
+            "seconds",
+            _staggered,
+            waits=True,
+        ),
+        Workload(
+            "shift",
+            "64 log-normal requests; their median is 20 or 60 tokens and changes every second "
+            "batch",
+            _shift,
+            changes=True,
+        ),
+    )
+}
+
+
+def choose(names: str | None) -> tuple[Workload, ...]:
+    """Workloads by comma-separated names; all of them for None.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if names is None:
+        return tuple(WORKLOADS.values())
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in WORKLOADS:
+            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(WORKLOADS)}")
+    if not chosen:
+        raise ValueError(f"no workload is named; allowed are {', '.join(WORKLOADS)}")
+    return tuple(WORKLOADS[name] for name in dict.fromkeys(chosen))

@@ -1,0 +1,118 @@
+"""Made-up requests: steps as vLLM's scheduler would send them, for warming up and for measuring.
+
+A request's KV need not have been computed, for what is in it does not change what a step takes:
+one that decodes at once says, like one with a cached prompt, that all but its last token is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+FIRST_BLOCK = 1
+"""Block 0 is vLLM's null block."""
+
+
+@dataclass(frozen=True)
+class MadeUpRequest:
+    """A request that nobody made.
+
+    Attributes:
+        tokens: that the runner knows of before its first step, of which `computed` have KV.
+        blocks: KV blocks, enough for all its steps.
+    """
+
+    request_id: str
+    tokens: int
+    computed: int
+    blocks: tuple[int, ...]
+
+
+def make_requests(
+    prefix: str,
+    lengths: Sequence[int],
+    room: int,
+    block_size: int,
+    decoding: bool,
+    first_block: int = FIRST_BLOCK,
+) -> list[MadeUpRequest]:
+    """Requests with blocks of their own.
+
+    Args:
+        prefix: of their ids.
+        lengths: tokens of each.
+        room: tokens that each will grow by at most.
+        decoding: whether their first step decodes; otherwise it computes the whole prompt.
+        first_block: the blocks from there on are used.
+    """
+    requests = []
+    for index, length in enumerate(lengths):
+        count = -(-(length + room) // block_size)
+        blocks = tuple(range(first_block, first_block + count))
+        requests.append(
+            MadeUpRequest(f"{prefix}-{index}", length, length - 1 if decoding else 0, blocks)
+        )
+        first_block += count
+    return requests
+
+
+def next_block(requests: Sequence[MadeUpRequest]) -> int:
+    """The first block that `make_requests` left free."""
+    return requests[-1].blocks[-1] + 1 if requests else FIRST_BLOCK
+
+
+def add_new(
+    step: SchedulerOutput, requests: Iterable[MadeUpRequest], use_v2: bool, max_tokens: int
+) -> SchedulerOutput:
+    """Add the first step of requests."""
+    tokens_of: dict[int, list[int]] = {}
+    # Random sampling touches more kernels than greedy decoding, and is what rollouts do.
+    sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
+    for request in requests:
+        # Shared by requests of one length, so that the message stays short.
+        tokens = tokens_of.setdefault(request.tokens, [1] * request.tokens)
+        step.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=tokens,
+                mm_features=[],
+                sampling_params=sampling,
+                pooling_params=None,
+                block_ids=(list(request.blocks),),
+                num_computed_tokens=request.computed,
+                lora_request=None,
+                prefill_token_ids=tokens if use_v2 else None,
+            )
+        )
+        scheduled = request.tokens - request.computed
+        step.num_scheduled_tokens[request.request_id] = scheduled
+        step.total_num_scheduled_tokens += scheduled
+    return step
+
+
+def decode_step(requests: Sequence[MadeUpRequest], done: int) -> SchedulerOutput:
+    """A decode step of requests that have had `done` steps, at least one."""
+    step = SchedulerOutput.make_empty()
+    ids = [request.request_id for request in requests]
+    step.scheduled_cached_reqs = CachedRequestData(
+        req_ids=ids,
+        resumed_req_ids=set(),
+        new_token_ids=[],
+        all_token_ids={},
+        new_block_ids=[None] * len(ids),
+        num_computed_tokens=[request.tokens + done - 1 for request in requests],
+        num_output_tokens=[done] * len(ids),
+    )
+    step.num_scheduled_tokens = dict.fromkeys(ids, 1)
+    step.total_num_scheduled_tokens = len(ids)
+    return step
+
+
+def finish(requests: Iterable[MadeUpRequest]) -> SchedulerOutput:
+    """Tells a runner that requests have ended; nothing is computed."""
+    step = SchedulerOutput.make_empty()
+    step.finished_req_ids = {request.request_id for request in requests}
+    return step

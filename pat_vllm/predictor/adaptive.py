@@ -1,0 +1,408 @@
+"""The policy that decides by prediction: the default of an engine, and the simulator's. Pure.
+
+It joins the models: how long steps take (`StepTimeModel`), how long responses will still be
+(`LengthModel`), what a switch takes (`CostModel`), when more requests come (`Arrivals`), and what
+follows from that (`Planner`). Here is when to plan, and when to trust a plan enough to switch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.arrivals import Arrivals
+from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.decisions import Decisions
+from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
+from pat_vllm.predictor.planner import Course, Limits, Plan, Planner, course
+from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
+from pat_vllm.predictor.profile import Profile
+from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How careful the policy is.
+
+    Attributes:
+        samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
+        margin: predicted saving, after the switch's cost, that it takes: this many times the cost,
+        least_saving: and this share of the predicted remaining time.
+        regret_margin: in place of `margin`, to go back to where the last switch came from.
+        dwell: a switch holds for this many times its cost before the next may pay.
+        stall_share: all switches together take at most this share of the time, unless
+        clear_saving: the next one saves this many times its cost.
+        probe_factor: a layout without real steps may be this many times faster than predicted.
+        probe_saving: a probe needs this share of the remaining time to gain, were it so,
+        probe_budget: all probes together may lose this share of the time that the engine has
+            worked, if the predictions are right.
+        probe_steps: steps of a probe.
+        planning_share: of the time that may go into planning.
+        observing_share: of the time that may go into learning from steps.
+    """
+
+    samples: int = 2048
+    margin: float = 0.5
+    least_saving: float = 0.02
+    regret_margin: float = 2.0
+    dwell: float = 5.0
+    stall_share: float = 0.03
+    clear_saving: float = 4.0
+    probe_factor: float = 2.0
+    probe_saving: float = 0.10
+    probe_budget: float = 0.02
+    probe_steps: int = 4
+    planning_share: float = 0.004
+    observing_share: float = 0.002
+
+
+_TRUSTED_STEPS = 4
+"""Steps in the first layout that are compared with the profile before it may lead to a switch."""
+_PATIENCE = 64
+"""After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
+
+
+_HOME_GAIN = 0.005
+"""Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
+
+
+class AdaptivePolicy(Policy):
+    """Switches when the predicted saving exceeds the predicted cost by a margin."""
+
+    learns = True
+
+    def __init__(
+        self,
+        layouts: tuple[Layout, ...],
+        steps: StepTimeModel,
+        lengths: LengthModel,
+        costs: CostModel,
+        limits: Limits,
+        tuning: Tuning = Tuning(),
+        timer: Callable[[], float] = time.perf_counter,
+        lengths_file: Path | None = None,
+    ) -> None:
+        """Join the models.
+
+        Args:
+            layouts: base first.
+            timer: measures this policy's own work, which is bounded; a simulator that wants
+                reproducible runs passes one that stands still.
+            lengths_file: where the length model is kept between engines, or None.
+        """
+        self.home = layouts[0]
+        self._base = layouts[0]
+        self._steps = steps
+        self._lengths = lengths
+        self._costs = costs
+        self._planner = Planner(layouts, steps, costs, limits)
+        self._arrivals = Arrivals()
+        self._decisions = Decisions()
+        self._tuning = tuning
+        self._timer = timer
+        self._lengths_file = lengths_file
+
+        self._planned: tuple[Layout, int, int] | None = None
+        self._last_plan = -math.inf
+        self._next_plan = -math.inf
+        self._review = -math.inf
+        self._next_observation = -math.inf
+        self._begun: float | None = None
+        self._peak = 0
+        self._prompt = 0.0
+        self._bound = 0
+        self._stalled = 0.0
+        self._last_switch: SwitchReport | None = None
+        self._skip = 0
+        self._probing = 0
+        self._probes: dict[Layout, int] = {}
+        self._probe_spent = 0.0
+        self._busy_before = 0.0
+        self._plans = 0
+        self._planning = 0.0
+        self._slowest_plan = 0.0
+        self._steps_seen = 0
+        self._error: dict[Layout, tuple[int, float]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        *,
+        bound: int,
+        kv_transfer: str = "auto",
+        lengths_file: Path | None = None,
+        tuning: Tuning = Tuning(),
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> AdaptivePolicy:
+        """The policy of a profile's engine.
+
+        Args:
+            bound: longest possible response, tokens.
+            lengths_file: lengths learnt earlier are read from here if it exists, and kept here.
+
+        Raises:
+            ValueError: `lengths_file` cannot be read.
+        """
+        lengths = LengthModel(bound)
+        if lengths_file is not None and lengths_file.exists():
+            lengths = LengthModel.load(lengths_file, bound=bound)
+        return cls(
+            profile.all_layouts,
+            StepTimeModel.fit(profile),
+            lengths,
+            CostModel.of(profile, kv_transfer),
+            Limits(profile.max_num_seqs, profile.kv_tokens),
+            tuning,
+            timer,
+            lengths_file,
+        )
+
+    # ---------------------------------------------------------------- what happens
+
+    def arrived(self, now: float, group: int) -> None:
+        self._arrivals.arrived(now)
+        if self._begun is None:
+            self._begun = now
+
+    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
+        self._lengths.finished(group, generated, complete)
+
+    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
+        self._decisions.stepped(layout, seconds)
+        self._steps_seen += 1
+        if self._probing:
+            self._probing -= 1
+        if self._skip:
+            self._skip -= 1  # the first steps in a layout find cold caches
+            return
+        if now < self._next_observation or shape.prefill:
+            return
+        started = self._timer()
+        predicted = self._steps.step(layout.tp, shape)
+        count, total = self._error.get(layout, (0, 0.0))
+        self._error[layout] = (count + 1, total + abs(predicted - seconds) / seconds)
+        self._steps.observe(layout.tp, shape, seconds)
+        if not self._probing:  # a probe is there to observe
+            took = self._timer() - started
+            self._next_observation = now + took / self._tuning.observing_share
+
+    def switched(self, report: SwitchReport) -> None:
+        self._costs.observe(report)
+        self._decisions.switched(report)
+        self._skip = report.target.replicas
+        if report.reason == "idle":
+            return
+        self._last_switch = report
+        self._stalled += report.seconds - report.quiesce
+
+    def idle(self, now: float) -> None:
+        self._decisions.idle()
+        self._lengths.end_of_batch()
+        self._arrivals.forget()
+        if self._lengths_file is not None:
+            self._lengths.save(self._lengths_file)
+        self._choose_home()
+        self._planned = None
+        if self._begun is not None:
+            self._busy_before += now - self._begun
+        self._begun = None
+        self._last_switch = None
+        self._stalled = 0.0
+        self._probing = 0
+        self._peak = 0
+        self._review = self._next_plan = -math.inf
+
+    def report(self) -> PredictorReport:
+        return PredictorReport(
+            decisions=self._decisions.all(),
+            step_error={
+                layout: (count, total / count) for layout, (count, total) in self._error.items()
+            },
+            plans=self._plans,
+            planning=self._planning,
+            slowest_plan=self._slowest_plan,
+            batches=self._lengths.batches,
+            responses=self._lengths.responses,
+            shifted=self._lengths.shifted,
+        )
+
+    # ---------------------------------------------------------------- decisions
+
+    def choose(self, state: LiveState) -> Layout:
+        if not self._due(state):
+            return state.layout
+        started = self._timer()
+        target = self._decide(state)
+        took = self._timer() - started
+        self._plans += 1
+        self._planning += took
+        self._slowest_plan = max(self._slowest_plan, took)
+        self._last_plan = state.now
+        self._next_plan = state.now + took / self._tuning.planning_share
+        return target
+
+    def _due(self, state: LiveState) -> bool:
+        """Whether it is time to plan: something has changed, and planning was not just done."""
+        if state.now < self._next_plan or self._probing:
+            return False
+        if self._steps_seen < _PATIENCE and self._compared < _TRUSTED_STEPS:
+            return False
+        if state.quiet < SETTLE_SECONDS and state.now - self._last_arrival_plan() < 1.0:
+            return False
+        changed = (state.layout, state.live, self._steps.correction_version) != self._planned
+        return changed or state.now >= self._review
+
+    @property
+    def _compared(self) -> int:
+        """Steps that were compared with their prediction."""
+        return sum(count for count, _ in self._error.values())
+
+    def _last_arrival_plan(self) -> float:
+        """Since when requests arrive without a pause and without a plan."""
+        return max(self._last_plan, self._begun if self._begun is not None else -math.inf)
+
+    def _decide(self, state: LiveState) -> Layout:
+        live = state.requests()
+        self._peak = max(self._peak, state.live)
+        self._prompt = float(live.prompt.mean())
+        self._bound = int(live.bound.max())
+        self._planned = (state.layout, state.live, self._steps.correction_version)
+        self._lengths.observe_running(live)
+        futures = max(4, min(16, self._tuning.samples // len(live)))
+        ahead = course(live, self._lengths.sample(live, futures))
+        plan = self._plan(state, ahead)
+        # While nothing finishes, contexts grow and the rest is seen in another light.
+        self._review = state.now + 0.1 * plan.stay
+        if plan.best != state.layout:
+            why = self._verdict(state, plan)
+            self._note(state, plan, plan.best, why, fired=why == "saving")
+            if why == "saving":
+                return plan.best
+        elif plan.go:
+            best = min(plan.go, key=plan.go.__getitem__)
+            if plan.go[best] < plan.never:
+                self._note(state, plan, best, "later", fired=False)
+        return self._probe(state, ahead)
+
+    def _plan(self, state: LiveState, ahead: Course) -> Plan:
+        plan = self._planner.plan(state.layout, ahead)
+        gap = self._arrivals.gap(state.now)
+        if gap == math.inf or plan.best == state.layout:
+            return plan
+        # More requests will come, and may want another layout.
+        then = self._planner.fastest(ahead, self._arrivals.size)
+        if then == plan.best:
+            return plan
+        return self._planner.plan(state.layout, ahead, horizon=gap, afterwards=then)
+
+    def _verdict(self, state: LiveState, plan: Plan) -> str:
+        """Why the best plan's switch is made ("saving"), or is not."""
+        tuning = self._tuning
+        target = plan.best
+        cost, saving = plan.cost[target], plan.never - plan.go[target]
+        if saving < max(tuning.margin * cost, tuning.least_saving * plan.never):
+            return "margin"
+        elapsed = state.now - (self._begun if self._begun is not None else state.now)
+        last = self._last_switch
+        if (
+            last is not None
+            and self._stalled + cost > tuning.stall_share * (elapsed + plan.never)
+            and saving < tuning.clear_saving * cost
+        ):
+            return "hysteresis"
+        if last is not None and not self._is_probe(last):
+            dwelt = state.now - last.at - last.seconds
+            if dwelt < tuning.dwell * (last.seconds - last.quiesce):
+                return "hysteresis"
+            if target == last.source and saving < tuning.regret_margin * cost:
+                return "hysteresis"
+        return "saving"
+
+    def _is_probe(self, switch: SwitchReport) -> bool:
+        last = next((d for d in reversed(self._decisions.all()) if d.fired), None)
+        return last is not None and last.why == "probe" and last.target == switch.target
+
+    def _probe(self, state: LiveState, ahead: Course) -> Layout:
+        """A few steps in a layout that was never tried, if much may be gained and little lost.
+
+        A profile may be wrong about a layout, and only real steps in it can tell.
+        """
+        tuning = self._tuning
+        batch = state.live / min(state.live, state.layout.replicas)
+        if self._steps.evidence(state.layout.tp, batch) < tuning.probe_steps:
+            return state.layout
+        for layout in self._planner.layouts:
+            if layout == state.layout or self._probes.get(layout, 0) >= 2:
+                continue
+            there = state.live / min(state.live, layout.replicas)
+            if self._steps.evidence(layout.tp, there) >= 1:
+                continue
+            hoped = self._planner.plan(
+                state.layout, ahead, optimism={layout: 1 / tuning.probe_factor}
+            )
+            slower = hoped.step[layout] * tuning.probe_factor - hoped.step[state.layout]
+            price = 2 * hoped.cost[layout] + tuning.probe_steps * max(0.0, slower)
+            gain = hoped.never - hoped.go[layout]
+            if (
+                hoped.best == layout
+                and gain > tuning.probe_saving * hoped.never
+                and price < self._probe_budget(state.now)
+            ):
+                self._probe_spent += price
+                self._probes[layout] = self._probes.get(layout, 0) + 1
+                self._probing = (1 + tuning.probe_steps) * min(layout.replicas, state.live)
+                self._note(state, hoped, layout, "probe", fired=True)
+                return layout
+        return state.layout
+
+    def _probe_budget(self, now: float) -> float:
+        """Seconds that probes may still lose."""
+        busy = self._busy_before + now - (now if self._begun is None else self._begun)
+        return self._tuning.probe_budget * busy - self._probe_spent
+
+    def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
+        self._decisions.add(
+            DecisionReport(
+                at=state.now,
+                layout=state.layout,
+                target=target,
+                live=state.live,
+                stay=plan.never,
+                go=plan.go[target],
+                cost=plan.cost[target],
+                fired=fired,
+                why=why,
+                step_before=plan.step[state.layout],
+                step_after=plan.step[target],
+            )
+        )
+
+    def _choose_home(self) -> None:
+        """Wait for the next batch in the layout in which one like the last would best begin."""
+        if not self._peak:
+            return
+        fresh = np.zeros(self._peak, np.int64)
+        batch = LiveRequests(
+            prompt=fresh + round(self._prompt),
+            generated=fresh,
+            bound=fresh + self._bound,
+            exact=fresh > 0,
+            group=np.arange(self._peak, dtype=np.int64) - self._peak,
+            replica=fresh,
+            computed=fresh,
+        )
+        ahead = course(batch, self._lengths.sample(batch, 8))
+        plan = self._planner.plan(self._base, ahead)
+        values = {one: plan.go[one] - plan.cost[one] for one in plan.go} | {self._base: plan.stay}
+        best = min(values, key=values.__getitem__)
+        if values[best] < (1 - _HOME_GAIN) * values[self.home]:
+            self.home = best

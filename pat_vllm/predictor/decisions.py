@@ -1,0 +1,83 @@
+"""The record of decisions, and what became of them. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from pat_vllm.layout import Layout
+from pat_vllm.reporting import DecisionReport, SwitchReport
+
+MAX_DECISIONS = 2_000
+_STEPS = 16
+"""Steps before and after a switch whose median is reported."""
+_REPEAT_SECONDS = 1.0
+"""A switch that is nearly made again and again, for the same reason, is noted this often."""
+
+
+class Decisions:
+    """Bounded record of decisions; step times that follow a switch complete its entry."""
+
+    def __init__(self) -> None:
+        self._records: deque[DecisionReport] = deque(maxlen=MAX_DECISIONS)
+        self._before: deque[float] = deque(maxlen=_STEPS)
+        self._after: list[float] = []
+        self._open = False  # the last fired decision still waits for what really happens
+        self._last_fired = -1
+        self._count = 0
+
+    def add(self, decision: DecisionReport) -> None:
+        """Note a decision."""
+        if not decision.fired and self._records:
+            last = self._records[-1]
+            same = (last.layout, last.target, last.why) == (
+                decision.layout,
+                decision.target,
+                decision.why,
+            )
+            if same and decision.at - last.at < _REPEAT_SECONDS:
+                return
+        if decision.fired:
+            self._close()
+            before = statistics.median(self._before) if self._before else None
+            decision = replace(decision, real_before=before)
+            self._last_fired = self._count
+            self._open = True
+            self._after = []
+        self._records.append(decision)
+        self._count += 1
+
+    def switched(self, report: SwitchReport) -> None:
+        """A switch was made."""
+        self._before.clear()
+        if self._open:
+            self._amend(real_cost=report.seconds - report.quiesce)
+
+    def stepped(self, layout: Layout, seconds: float) -> None:
+        """A step took this long."""
+        self._before.append(seconds)
+        if self._open:
+            self._after.append(seconds)
+            if len(self._after) >= _STEPS:
+                self._close()
+
+    def idle(self) -> None:
+        """No more steps will follow."""
+        self._close()
+        self._before.clear()
+
+    def all(self) -> tuple[DecisionReport, ...]:
+        """The records, oldest first."""
+        return tuple(self._records)
+
+    def _close(self) -> None:
+        if self._open and self._after:
+            self._amend(real_after=statistics.median(self._after))
+        self._open = False
+
+    def _amend(self, **changes: Any) -> None:
+        index = self._last_fired - self._count + len(self._records)
+        if index >= 0:
+            self._records[index] = replace(self._records[index], **changes)

@@ -1,0 +1,86 @@
+"""Who decides on a switch: is told what happens, and answers with a layout. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.live import LiveState, StepShape
+from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+
+SETTLE_SECONDS = 0.05
+"""A batch arrives request by request. Before this long without an arrival its size is not known,
+and a decision would take its first requests for its tail."""
+
+
+class Policy:
+    """Chooses the layout. `choose` is asked before each step; the rest tells it what happens.
+
+    Everything is called on the engine's thread and must take microseconds, decisions aside. Times
+    are seconds on one monotonic clock, which a simulator may make up.
+    """
+
+    home: Layout
+    """The layout in which an idle engine waits for its next requests."""
+    learns: ClassVar[bool] = False
+    """Whether `stepped` is of use."""
+
+    def choose(self, state: LiveState) -> Layout:
+        """The layout to be in for the next step."""
+        raise NotImplementedError
+
+    def arrived(self, now: float, group: int) -> None:
+        """A request has arrived; `group` as in `LiveRequests`."""
+
+    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
+        """A response ended with `generated` tokens; not `complete` when it was cut short, by an
+        abort or by its bound."""
+
+    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
+        """A replica finished a step; `seconds` since its previous one, or since it was started."""
+
+    def switched(self, report: SwitchReport) -> None:
+        """The engine has switched, for whatever reason."""
+
+    def idle(self, now: float) -> None:
+        """No request is left."""
+
+    @property
+    def decisions(self) -> tuple[DecisionReport, ...]:
+        """What was decided, or nearly, oldest first."""
+        return self.report().decisions
+
+    def report(self) -> PredictorReport:
+        """What was decided, or nearly, and how the predictions do."""
+        return PredictorReport()
+
+
+@dataclass(frozen=True)
+class StayPolicy(Policy):
+    """Changes layout only on request, and goes home when idle."""
+
+    home: Layout
+
+    def choose(self, state: LiveState) -> Layout:
+        return state.layout
+
+
+@dataclass(frozen=True)
+class SchedulePolicy(Policy):
+    """A fixed table from live requests to layouts.
+
+    `table` lists (K, layout) in ascending K: with at most K live requests be in that layout;
+    with more than the last K be at home.
+    """
+
+    home: Layout
+    table: tuple[tuple[int, Layout], ...]
+
+    def choose(self, state: LiveState) -> Layout:
+        if state.quiet < SETTLE_SECONDS:
+            return state.layout
+        for limit, layout in self.table:
+            if state.live <= limit:
+                return layout
+        return self.home

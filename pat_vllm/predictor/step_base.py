@@ -1,0 +1,137 @@
+"""The linear roofline under the step-time model: a sum of work terms. Pure.
+
+A step reads the weights (constant), computes its tokens, reads the KV of its contexts and shares
+the machine with the other replicas. All coefficients are non-negative, so the sum grows with the
+batch, the context, the longest context, the prefill and the busy replicas by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pat_vllm.predictor.profile import StepSample
+
+KNEES = (64, 256, 1024)
+"""Tokens from which computing may cost more per token: where a step that was bound by reading the
+weights becomes bound by arithmetic. Which of them matter, if any, the fit finds out."""
+
+_FLOOR = 0.05
+"""Least constant, as a share of the fastest sample: no step is free."""
+
+_RIDGE = 0.03
+"""Pull of every term but the constant towards 0, in shares of a step: decides only where the
+samples do not, so that a single sample makes a constant."""
+
+_WEAK_RIDGE = 2 * _RIDGE
+"""The same for terms that samples of equal contexts can hardly tell from plainer ones."""
+
+
+@dataclass(frozen=True)
+class StepBase:
+    """Coefficients of one tensor-parallel size, all in seconds per unit and non-negative.
+
+    Attributes:
+        constant: of a step.
+        batch: per request that decodes.
+        context: per token of the contexts.
+        longest: per token of the longest context.
+        prefill: per prompt token.
+        knees: (tokens, seconds per token, decoded or prompt, beyond them).
+        busy, busy_batch, busy_context, busy_prefill: per other busy replica; the last three per
+            request, per token of context, and per prompt token.
+    """
+
+    constant: float
+    batch: float
+    context: float
+    longest: float
+    prefill: float
+    busy: float
+    busy_batch: float
+    busy_context: float
+    busy_prefill: float
+    knees: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def fit(cls, samples: Sequence[StepSample]) -> StepBase:
+        """Least relative squares over the samples of one tensor-parallel size."""
+        from scipy.optimize import nnls
+
+        seconds = np.array([s.seconds for s in samples])
+        batch, context, longest, prefill, others = np.array(
+            [(s.batch, s.context, s.longest, s.prefill, s.busy - 1) for s in samples], float
+        ).T
+        terms = {
+            "batch": batch,
+            "context": context,
+            "longest": longest,
+            "prefill": prefill,
+            "busy": others,
+            "busy_batch": others * batch,
+            "busy_context": others * context,
+            "busy_prefill": others * prefill,
+        }
+        weak = {"longest", "busy_batch", "busy_context", "busy_prefill"}
+        ridge = [0.0, *(_WEAK_RIDGE if name in weak else _RIDGE for name in terms)]
+        ridge += [_WEAK_RIDGE] * len(KNEES)
+        columns = [np.ones_like(seconds), *terms.values()]
+        tokens = batch + prefill
+        # A slope that a single size shows is mostly its noise, and would be carried far out.
+        shown = [len({*tokens[tokens > knee]}) > 1 for knee in KNEES]
+        columns += [
+            np.maximum(tokens - knee, 0.0) * use for knee, use in zip(KNEES, shown, strict=True)
+        ]
+
+        floor = _FLOOR * seconds.min()
+        relative = np.array(columns) / seconds  # [terms, samples]
+        # In units of a term's mean share of a step, terms of all magnitudes are pulled alike.
+        share = relative.mean(axis=1)
+        unit = np.where(share > 0, share, 1.0)
+        matrix = np.vstack([(relative / unit[:, None]).T, np.diag(ridge)])
+        wanted = np.concatenate([1.0 - floor / seconds, np.zeros(len(ridge))])
+        solution = np.where(share > 0, nnls(matrix, wanted)[0] / unit, 0.0).tolist()
+
+        named = dict(zip(terms, solution[1:], strict=False))
+        beyond = solution[1 + len(terms) :]
+        knees = tuple((k, cost) for k, cost in zip(KNEES, beyond, strict=True) if cost > 0)
+        return cls(constant=solution[0] + floor, **named, knees=knees)
+
+    # `abs` serves numbers and arrays alike: (x + |x|) / 2 is x where positive, else 0.
+
+    def decode(self, batch: Any, context: Any, busy: Any) -> Any:
+        """Seconds of a decode step, without what its longest context adds."""
+        others = busy - 1
+        total = self.constant + others * self.busy
+        total = total + batch * (self.batch + others * self.busy_batch)
+        total = total + context * (self.context + others * self.busy_context)
+        for knee, cost in self.knees:
+            above = batch - knee
+            total = total + (above + abs(above)) * (0.5 * cost)
+        return total
+
+    def extra(self, batch: Any, longest: Any, prefill: Any, busy: Any) -> Any:
+        """Seconds that the longest context and the prefill add; grows with every argument."""
+        total = self.longest * longest
+        if type(prefill) is int and prefill == 0:
+            return total
+        cost = self.prefill + (busy - 1) * self.busy_prefill
+        total = total + prefill * cost
+        for knee, per_token in self.knees:
+            before = batch - knee
+            after = before + prefill
+            total = total + (prefill + abs(after) - abs(before)) * (0.5 * per_token)
+        return total
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> StepBase:
+        """From what `to_json` gave."""
+        knees = tuple((int(tokens), float(cost)) for tokens, cost in content["knees"])
+        return cls(**{**content, "knees": knees})

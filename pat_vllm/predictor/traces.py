@@ -1,0 +1,266 @@
+"""Batches of response lengths: synthetic ones, and files. Pure.
+
+Lengths are in tokens. A length equal to the trace's bound is a response that ran into it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pat_vllm.predictor.live import Floats, Ints
+
+_PROMPT = (64, 512)
+"""Shortest and longest synthetic prompt, in tokens."""
+
+_FILE_PROMPT = 256
+"""Prompt tokens of a trace file that does not tell."""
+
+_DEEPSCALER_MEDIAN = 1443.0
+_DEEPSCALER_SIGMA = 1.406
+
+
+@dataclass(frozen=True)
+class LengthTrace:
+    """Requests and the lengths of their responses.
+
+    Attributes:
+        name: what the trace is called in tables and figures.
+        lengths: tokens of each response, 1 to `bound`.
+        arrivals: when each request arrives, in seconds; all zeros for a batch.
+        groups: equal for requests with equal prompts.
+        prompts: tokens of each prompt.
+        bound: tokens after which a response is cut short.
+
+    Raises:
+        ValueError: a value is out of range, or the tuples differ in size.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    arrivals: tuple[float, ...]
+    groups: tuple[int, ...]
+    prompts: tuple[int, ...]
+    bound: int
+
+    def __post_init__(self) -> None:
+        count = len(self.lengths)
+        if not count:
+            raise ValueError(f"trace {self.name!r} has no lengths")
+        for field in ("arrivals", "groups", "prompts"):
+            if len(getattr(self, field)) != count:
+                raise ValueError(
+                    f"trace {self.name!r} has {count} lengths but "
+                    f"{len(getattr(self, field))} {field}"
+                )
+        if not 1 <= min(self.lengths) <= max(self.lengths) <= self.bound:
+            raise ValueError(
+                f"lengths of trace {self.name!r} must be 1 to bound={self.bound}, "
+                f"got {min(self.lengths)} to {max(self.lengths)}"
+            )
+        if min(self.prompts) < 1:
+            raise ValueError(f"prompts of trace {self.name!r} must be at least 1 token")
+        if not all(math.isfinite(at) and at >= 0 for at in self.arrivals):
+            raise ValueError(f"arrivals of trace {self.name!r} must be 0 or more seconds")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def batch(
+        cls,
+        name: str,
+        lengths: Iterable[float],
+        bound: int,
+        seed: int,
+        groups: Sequence[int] | None = None,
+    ) -> LengthTrace:
+        """A batch: `lengths` are rounded and bounded, prompts drawn, one per group."""
+        cut = tuple(min(bound, max(1, round(length))) for length in lengths)
+        groups = range(len(cut)) if groups is None else groups
+        # A stream of its own, so that prompts do not change with how lengths are drawn.
+        random = np.random.default_rng((seed, 1))
+        tokens = random.integers(*_PROMPT, size=max(groups, default=0) + 1, endpoint=True)
+        prompts = tuple(int(tokens[group]) for group in groups)
+        return cls(name, cut, (0.0,) * len(cut), tuple(groups), prompts, bound)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, for `load_trace`."""
+        Path(path).write_text(json.dumps(asdict(self)) + "\n")
+
+
+def lognormal(requests: int, median: float, sigma: float, bound: int, seed: int = 0) -> LengthTrace:
+    """Log-normal lengths; `sigma` is the standard deviation of their logarithm."""
+    random = np.random.default_rng(seed)
+    drawn = median * np.exp(sigma * random.standard_normal(requests))
+    return LengthTrace.batch("log-normal", drawn, bound, seed)
+
+
+def two_mode(
+    requests: int,
+    median: float = 1000,
+    sigma: float = 0.6,
+    long_share: float = 0.1,
+    bound: int = 16384,
+    seed: int = 0,
+) -> LengthTrace:
+    """Like reasoning: log-normal ones, and a share that ends in the last third before the bound
+    or runs into it (a tenth of that share)."""
+    random = np.random.default_rng(seed)
+    usual = median * np.exp(sigma * random.standard_normal(requests))
+    late = bound * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, requests)
+    drawn = np.where(random.random(requests) < long_share, late, usual)
+    return LengthTrace.batch("two modes", drawn, bound, seed)
+
+
+def uniform(
+    requests: int, low: int, high: int, bound: int | None = None, seed: int = 0
+) -> LengthTrace:
+    """All lengths from `low` to `high` equally likely."""
+    drawn = np.random.default_rng(seed).integers(low, high, requests, endpoint=True)
+    return LengthTrace.batch("uniform", drawn, bound or high, seed)
+
+
+def straggler(
+    requests: int, usual: int, longest: int, bound: int | None = None, seed: int = 0
+) -> LengthTrace:
+    """All lengths within 5% of `usual` but one, at a random place, of `longest`."""
+    random = np.random.default_rng(seed)
+    drawn = usual * random.uniform(0.95, 1.05, requests)
+    drawn[random.integers(requests)] = longest
+    return LengthTrace.batch("straggler", drawn, bound or max(usual, longest), seed)
+
+
+def staggered(
+    requests: int,
+    median: float,
+    sigma: float,
+    bound: int,
+    interval: float,
+    poisson: bool = True,
+    seed: int = 0,
+) -> LengthTrace:
+    """Log-normal lengths; requests arrive `interval` seconds apart, on average or exactly."""
+    batch = lognormal(requests, median, sigma, bound, seed)
+    random = np.random.default_rng((seed, 2))
+    gaps = random.exponential(interval, requests) if poisson else np.full(requests, interval)
+    arrivals: Floats = np.cumsum(gaps) - gaps[0]
+    return replace(batch, name="staggered", arrivals=tuple(arrivals.tolist()))
+
+
+def shifted(
+    medians: Sequence[float], requests: int, sigma: float, bound: int, seed: int = 0
+) -> tuple[LengthTrace, ...]:
+    """A log-normal batch for each of `medians`."""
+    return tuple(
+        replace(
+            lognormal(requests, median, sigma, bound, seed * 100_003 + number),
+            name=f"median {median:g}",
+        )
+        for number, median in enumerate(medians)
+    )
+
+
+def grpo(
+    prompts: int,
+    samples: int,
+    within_sigma: float,
+    between_sigma: float,
+    median: float = 1000,
+    bound: int = 16384,
+    seed: int = 0,
+) -> LengthTrace:
+    """`samples` responses to each of `prompts` prompts, with correlated log-normal lengths.
+
+    The intraclass correlation of log-lengths is between^2 / (between^2 + within^2).
+    """
+    random = np.random.default_rng(seed)
+    groups: Ints = np.repeat(np.arange(prompts), samples)
+    logs = between_sigma * random.standard_normal(prompts)[groups]
+    logs += within_sigma * random.standard_normal(len(groups))
+    return LengthTrace.batch("GRPO", median * np.exp(logs), bound, seed, groups.tolist())
+
+
+def deepscaler(requests: int = 128, bound: int = 24576, seed: int = 0) -> LengthTrace:
+    """Log-normal with median 1443 and sigma 1.406, after the shares PAT reports for DeepScaleR.
+
+    These make 10.85% of responses longer than 8192 tokens and 2.19%, that is 2.8 of 128, reach
+    24576: the unique log-normal distribution for which both are so.
+    """
+    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, bound, seed)
+    return replace(batch, name="DeepScaleR-like")
+
+
+def load_trace(path: Path) -> LengthTrace:
+    """A trace from a file.
+
+    A `.json` file holds an object with `lengths` and, where wanted, the other fields of
+    `LengthTrace`; any other file one length per line, after an optional header, with `#` comments.
+    Default: a batch of unrelated prompts of 256 tokens, bounded by the longest response.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: its content is not a trace; says what is wrong, and where.
+    """
+    path = Path(path)
+    try:
+        if path.suffix.lower() == ".json":
+            return _from_json(path.stem, json.loads(path.read_bytes()))
+        return _from_fields(path.stem, {"lengths": _lines(path.read_text())})
+    except ValueError as error:
+        raise ValueError(f"{path} is not a length trace: {error}") from error
+
+
+def _from_json(stem: str, data: Any) -> LengthTrace:
+    if not isinstance(data, dict) or "lengths" not in data:
+        raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
+    known = LengthTrace.__dataclass_fields__
+    unknown = set(data) - set(known)
+    if unknown:
+        raise ValueError(f"unknown {sorted(unknown)}; allowed are {', '.join(known)}")
+    for field in ("lengths", "groups", "prompts", "arrivals"):
+        allowed = (int, float) if field == "arrivals" else (int,)
+        values = data.get(field, [])
+        if not isinstance(values, list) or any(type(value) not in allowed for value in values):
+            kind = "numbers" if field == "arrivals" else "whole numbers"
+            raise ValueError(f"{field} must be a list of {kind}")
+    if type(data.get("bound", 0)) is not int:
+        raise ValueError(f"bound must be a whole number, got {data['bound']!r}")
+    return _from_fields(stem, data)
+
+
+def _from_fields(stem: str, data: dict[str, Any]) -> LengthTrace:
+    lengths = tuple(data["lengths"])
+    count = len(lengths)
+    return LengthTrace(
+        name=str(data.get("name", stem)),
+        lengths=lengths,
+        arrivals=tuple(map(float, data.get("arrivals", (0.0,) * count))),
+        groups=tuple(data.get("groups", range(count))),
+        prompts=tuple(data.get("prompts", (_FILE_PROMPT,) * count)),
+        bound=data.get("bound", max(lengths, default=1)),
+    )
+
+
+def _lines(text: str) -> list[int]:
+    lengths: list[int] = []
+    first = True
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.partition("#")[0].strip().rstrip(",;").strip('"')
+        if not word:
+            continue
+        try:
+            lengths.append(int(word))
+        except ValueError:
+            if not first:
+                raise ValueError(
+                    f"line {number} must be one length in tokens, got {word!r}"
+                ) from None
+        first = False
+    return lengths

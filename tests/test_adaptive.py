@@ -1,0 +1,270 @@
+"""The predictor policy in the simulator: what it gains, and what wrong predictions cost it."""
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor import traces
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.oracle import oracle
+from pat_vllm.predictor.policy import StayPolicy
+from pat_vllm.predictor.profile import Profile, StepSample, SwitchSample
+from pat_vllm.predictor.simulator import Limits, simulate_batches
+from pat_vllm.predictor.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
+
+REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
+BOUND = 384
+BATCHES = 3
+
+
+def step_seconds(tp, batch, context):
+    """Reading weights, which a group divides, and work per request, which it does not."""
+    return 0.004 + 0.030 / tp**0.9 + 0.0024 * batch + 1e-7 * context / tp
+
+
+def make_profile(steps=None):
+    """A profile of two ranks; `steps` scales its step times by tp."""
+    samples = [
+        StepSample(
+            tp=tp,
+            batch=batch,
+            context=batch * mean,
+            longest=mean,
+            busy=busy,
+            seconds=(seconds := (steps or {}).get(tp, 1) * step_seconds(tp, batch, batch * mean)),
+            low=seconds,
+            high=seconds,
+            repeats=5,
+        )
+        for tp in (1, 2)
+        for busy in range(1, 3 - tp + 1)
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128)
+        for mean in (64, 256)
+    ]
+    switches = [
+        SwitchSample(
+            source=source,
+            target=3 - source,
+            live=live,
+            tokens=100 * live,
+            kv_bytes=live << 21,
+            seconds=0.008 + 0.0006 * live,
+            kv=0.0005 * live,
+            weights=0.0,
+        )
+        for source in (1, 2)
+        for live in (0, 1, 8, 32)
+    ]
+    return Profile(
+        kind="modelled",
+        title="two ranks",
+        created="2026-01-01",
+        key={},
+        ranks=2,
+        layouts=(1, 2),
+        max_num_seqs=128,
+        max_batch_tokens=8192,
+        kv_tokens={1: 10**6, 2: 2 * 10**6},
+        kv_bytes_per_token=20_000,
+        steps=tuple(samples),
+        switches=tuple(switches),
+    )
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return make_profile()
+
+
+@pytest.fixture(scope="module")
+def truth(profile):
+    return ProfileTruth(profile)
+
+
+def long_tail(seed):
+    """The paper's lengths, 64 times shorter."""
+    trace = traces.deepscaler(128, 64 * BOUND, seed)
+    lengths = tuple(max(1, round(length / 64)) for length in trace.lengths)
+    return replace(trace, lengths=lengths, bound=BOUND, prompts=(20,) * 128)
+
+
+WORKLOADS = {
+    "long tail": long_tail,
+    "two modes": lambda seed: traces.two_mode(128, 24, 0.5, 0.04, BOUND, seed),
+    "short": lambda seed: traces.uniform(128, 24, 48, BOUND, seed),
+    "long": lambda seed: traces.uniform(24, 150, 200, BOUND, seed),
+    "straggler": lambda seed: traces.straggler(32, 40, 320, BOUND, seed),
+}
+
+
+def batches(name):
+    return [WORKLOADS[name](seed) for seed in range(BATCHES)]
+
+
+def policy_of(profile, bound=BOUND, **options):
+    return AdaptivePolicy.of(profile, bound=bound, timer=lambda: 0.0, **options)
+
+
+def run(policy, truth, profile, name):
+    return simulate_batches(batches(name), policy, truth, Limits.of(profile))
+
+
+def seconds(runs):
+    return [one.generation_seconds for one in runs]
+
+
+@pytest.fixture(scope="module")
+def static(profile, truth):
+    """Mean seconds of a batch in the better static layout, by workload."""
+    return {
+        name: min(
+            fmean(seconds(run(StayPolicy(layout), truth, profile, name)))
+            for layout in profile.all_layouts
+        )
+        for name in WORKLOADS
+    }
+
+
+def test_a_long_tail_takes_less_than_in_any_static_layout(profile, truth, static):
+    for name in ("long tail", "two modes", "straggler"):
+        runs = run(policy_of(profile), truth, profile, name)
+        assert fmean(seconds(runs)) < 0.92 * static[name], name
+        assert all(one.switches_on_the_way for one in runs)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_within_three_percent_of_the_oracle_and_never_worse_than_static(
+    name, profile, truth, static
+):
+    """The first batch is left out: nothing is known of its lengths."""
+    ours = seconds(run(policy_of(profile), truth, profile, name))
+    limits = Limits.of(profile)
+    best = [
+        oracle(trace, profile.all_layouts, truth, limits)[1].generation_seconds
+        for trace in batches(name)
+    ]
+    assert fmean(ours[1:]) < 1.03 * fmean(best[1:])
+    assert fmean(ours) < 1.02 * static[name]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{1: 2}, {1: 0.5}, {2: 2}, {2: 0.5}, {1: 2, 2: 2}, {1: 0.5, 2: 0.5}]
+)
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_profile_that_is_wrong_by_two_costs_at_most_five_percent(
+    name, wrong, profile, truth, static
+):
+    """Over the first batches of an engine, the very first included."""
+    mutated = policy_of(make_profile(steps=wrong))
+    assert fmean(seconds(run(mutated, truth, profile, name))) < 1.05 * static[name]
+
+
+@pytest.mark.parametrize("name", ["long tail", "short"])
+def test_a_machine_that_drifts_or_is_noisy(name, profile, truth, static):
+    noisy = NoisyTruth(truth, sigma=0.1)
+    drifting = DriftingTruth(truth, slowdown=1.0, over=60.0)
+    for real in (noisy, drifting):
+        ours = fmean(seconds(run(policy_of(profile), real, profile, name)))
+        best = min(
+            fmean(seconds(run(StayPolicy(layout), real, profile, name)))
+            for layout in profile.all_layouts
+        )
+        assert ours < 1.03 * best
+
+
+def test_switches_that_cost_more_than_the_profile_says_are_noticed(profile, truth, static):
+    dear = ScaledTruth(truth, switches=20.0)
+    ours = seconds(run(policy_of(profile), dear, profile, "long tail"))
+    best = min(
+        fmean(seconds(run(StayPolicy(layout), dear, profile, "long tail")))
+        for layout in profile.all_layouts
+    )
+    assert fmean(ours) < 1.03 * best
+
+
+def staggered(gap, count=40):
+    trace = traces.uniform(count, 60, 120, BOUND, seed=1)
+    return replace(trace, arrivals=tuple(gap * i for i in range(count)))
+
+
+@pytest.mark.parametrize("gap", [0.1, 0.3, 1.0, 3.0])
+def test_staggered_arrivals_do_not_make_it_thrash(gap, profile, truth):
+    trace = staggered(gap)
+    limits = Limits.of(profile)
+    (ours,) = simulate_batches([trace], policy_of(profile), truth, limits)
+    best = min(
+        simulate_batches([trace], StayPolicy(layout), truth, limits)[0].generation_seconds
+        for layout in profile.all_layouts
+    )
+    assert ours.generation_seconds < 1.03 * best
+    assert sum(s.seconds - s.quiesce for s in ours.switches_on_the_way) < (
+        0.035 * ours.generation_seconds
+    )
+
+
+def test_a_burst_into_one_group_goes_back_to_replicas(profile, truth):
+    tail = traces.uniform(2, 380, 384, BOUND, seed=1)
+    burst = traces.uniform(100, 80, 120, BOUND, seed=2)
+    trace = replace(
+        burst,
+        lengths=tail.lengths + burst.lengths,
+        arrivals=(0.0,) * 2 + (3.0,) * 100,
+        groups=tuple(range(102)),
+        prompts=(20,) * 102,
+    )
+    policy = policy_of(profile)
+    simulate_batches(batches("long"), policy, truth, Limits.of(profile))
+    (ours,) = simulate_batches([trace], policy, truth, Limits.of(profile))
+    targets = [(switch.live, switch.target) for switch in ours.switches_on_the_way]
+    assert any(live > 90 and target == REPLICAS for live, target in targets), targets
+    assert ours.timeline[0].live == 2
+    assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
+
+
+def test_few_long_requests_batch_after_batch_begin_in_one_group(profile, truth):
+    traces_ = [traces.uniform(2, 300, 384, BOUND, seed) for seed in range(3)]
+    policy = policy_of(profile)
+    runs = simulate_batches(traces_, policy, truth, Limits.of(profile))
+    assert policy.home == GROUP
+    assert not runs[-1].switches_on_the_way
+
+
+def test_decisions_tell_what_was_predicted_and_what_became_of_it(profile, truth):
+    policy = policy_of(profile)
+    runs = run(policy, truth, profile, "long tail")
+    fired = [one for one in policy.decisions if one.fired]
+    assert len(fired) == sum(len(one.switches_on_the_way) for one in runs)
+    for one in fired:
+        assert one.real_cost is not None and one.real_cost >= 0
+        assert one.real_after is not None and one.real_after > 0
+        assert one.why in ("saving", "probe")
+    last = [one for one in fired if one.why == "saving"][-1]
+    assert last.saving > 0
+    assert last.real_cost == pytest.approx(last.cost, rel=0.5, abs=0.02)
+    assert any(not one.fired for one in policy.decisions), "nearly taken ones are noted, too"
+    report = policy.report()
+    assert report.batches == BATCHES
+    for count, error in report.step_error.values():
+        assert count > 10 and error < 0.04
+
+
+def test_it_plans_only_when_something_has_changed(profile, truth):
+    """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
+    policy = policy_of(profile)
+    trace = traces.uniform(64, 200, 200, BOUND, seed=0)
+    (run_,) = simulate_batches([trace], policy, truth, Limits.of(profile), chunk=1)
+    steps = sum(one.steps for one in run_.steps.values())
+    assert steps > 300
+    assert policy.report().plans < 60
+
+
+def test_lengths_are_kept_in_a_file(tmp_path, profile, truth):
+    path = tmp_path / "lengths.json"
+    run(policy_of(profile, lengths_file=path), truth, profile, "long tail")
+    again = policy_of(profile, lengths_file=path)
+    assert again.report().batches == BATCHES
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"lengths\.json"):
+        policy_of(profile, lengths_file=path)

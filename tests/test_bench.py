@@ -1,0 +1,624 @@
+"""The benchmark: its workloads, its statistics, its files, and all of it with real engines."""
+
+import dataclasses
+import json
+import os
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.cli.bench_plot import plot_bench
+from pat_vllm.cli.bench_report import content_of, markdown
+from pat_vllm.cli.bench_run import (
+    PAT,
+    Measured,
+    Plan,
+    Served,
+    engine_options,
+    judge_workload,
+    requests_of,
+    run_of,
+    sides,
+)
+from pat_vllm.cli.bench_stats import (
+    MISSED_SHARE,
+    Run,
+    Simulator,
+    best_of_each,
+    better_static,
+    judge,
+    paired_ratio,
+    prediction_error,
+    set_simulator,
+)
+from pat_vllm.cli.results import Summary, to_json
+from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
+from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.oracle import oracle
+from pat_vllm.predictor.policy import StayPolicy
+from pat_vllm.predictor.profile import Profile, StepSample
+from pat_vllm.predictor.simulator import Limits, simulate
+from pat_vllm.predictor.traces import LengthTrace
+from pat_vllm.predictor.truth import ScaledTruth
+from pat_vllm.reporting import (
+    DecisionReport,
+    LayoutSteps,
+    LiveSample,
+    PredictorReport,
+    Report,
+    SwitchReport,
+)
+
+from .models import random_model
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+BEGAN = 100.0
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+# ---------------------------------------------------------------- workloads
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_workloads_are_bounded_and_repeatable(name, scale):
+    workload = WORKLOADS[name]
+    first = workload.trace(1, scale, seed=3)
+    assert first == workload.trace(1, scale, seed=3)
+    assert first.name == name
+    # Repeats and seeds draw new lengths, of as many requests.
+    for other in (workload.trace(2, scale, seed=3), workload.trace(1, scale, seed=4)):
+        assert len(other) == len(first)
+        assert other.prompts != first.prompts
+    assert max(first.lengths) <= first.bound == BOUND * scale
+    assert PROMPT_TOKENS[0] <= min(first.prompts) <= max(first.prompts) <= PROMPT_TOKENS[1]
+    assert (max(first.arrivals) > 0) == workload.waits
+
+
+def lengths_of(name, repeats=range(1, 41)):
+    return [n for r in repeats for n in WORKLOADS[name].trace(r).lengths]
+
+
+def test_workloads_have_the_shapes_that_they_claim():
+    lognormal = lengths_of("lognormal")
+    share = sum(n > BOUND / 3 for n in lognormal) / len(lognormal)
+    assert 0.09 < share < 0.13  # DeepScaleR: 10.85 %
+    assert 0.012 < sum(n == BOUND for n in lognormal) / len(lognormal) < 0.032  # 2.19 %
+    two_mode = lengths_of("two_mode")
+    late = sum(n >= 2 / 3 * BOUND for n in two_mode) / len(two_mode)
+    assert 0.06 < late < 0.13
+    assert statistics.median(two_mode) < BOUND / 10
+    straggler = sorted(WORKLOADS["straggler"].trace(1).lengths)
+    assert straggler[-1] > 7 * straggler[-2]
+    short, middle = (statistics.median(lengths_of("shift", [r])) for r in (1, 2))
+    assert 2 < middle / short < 4.5
+    assert WORKLOADS["shift"].changes
+
+
+def test_workloads_are_chosen_by_name():
+    assert [one.name for one in choose(None)] == list(WORKLOADS)
+    assert [one.name for one in choose("shift, lognormal,shift")] == ["shift", "lognormal"]
+    with pytest.raises(ValueError, match=r"'longnormal' is unknown.*lognormal, two_mode"):
+        choose("longnormal")
+    with pytest.raises(ValueError, match="no workload"):
+        choose(",")
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_a_paired_ratio_cancels_what_both_sides_had_in_common():
+    # The machine is twice as slow in the second repeat; ours takes 0.8 of theirs in each.
+    ratio = paired_ratio([8.0, 16.0, 4.0], [10.0, 20.0, 5.0])
+    assert ratio.mean == pytest.approx(0.8)
+    assert (ratio.low, ratio.high) == (pytest.approx(0.8), pytest.approx(0.8))
+    assert ratio.show() == "0.80 (0.80-0.80)"
+
+
+def test_the_interval_covers_the_mean_and_shrinks_with_repeats():
+    few = paired_ratio([9.0, 11.0, 10.0, 8.0], [10.0] * 4, seed=1)
+    assert few == paired_ratio([9.0, 11.0, 10.0, 8.0], [10.0] * 4, seed=1)
+    assert 0.8 <= few.low < few.mean < few.high <= 1.1
+    many = paired_ratio([9.0, 11.0, 10.0, 8.0] * 8, [10.0] * 32, seed=1)
+    assert many.mean == pytest.approx(few.mean)
+    assert many.high - many.low < 0.6 * (few.high - few.low)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0.1, 100.0), min_size=1, max_size=8), st.integers(0, 100))
+def test_the_interval_lies_within_the_repeats(seconds, seed):
+    ratio = paired_ratio(seconds, [1.0] * len(seconds), seed)
+    assert min(seconds) * 0.999 <= ratio.low <= ratio.mean * 1.001
+    assert ratio.mean * 0.999 <= ratio.high <= max(seconds) * 1.001
+
+
+def test_a_ratio_needs_pairs():
+    with pytest.raises(ValueError, match="at least one"):
+        paired_ratio([], [])
+    with pytest.raises(ValueError):
+        paired_ratio([1.0, 2.0], [1.0])
+
+
+def test_the_better_static_layout_has_the_lower_median():
+    seconds = {"1x2": [5.0, 6.0, 30.0], "2x1": [7.0, 7.0, 7.0]}
+    assert better_static(seconds) == "1x2"
+    assert best_of_each(seconds) == [5.0, 6.0, 7.0]
+
+
+# ---------------------------------------------------------------- a run, cut out of a report
+
+
+def a_switch(at, source=ONE, target=TWO, live=2, reason="policy", seconds=0.1):
+    zeros = dict.fromkeys(("states", "kv", "weights", "activate", "rpc", "finish", "plan"), 0.0)
+    return SwitchReport(
+        at=BEGAN + at,
+        source=source,
+        target=target,
+        reason=reason,
+        live=live,
+        migrated=live,
+        recomputed=0,
+        kv_bytes=0,
+        seconds=seconds,
+        quiesce=0.0,
+        tokens=10 * live,
+        **zeros,
+    )
+
+
+def a_decision(at, source=ONE, target=TWO, live=2, stay=5.0, go=4.0, why="saving", fired=True):
+    return DecisionReport(
+        at=BEGAN + at,
+        layout=source,
+        target=target,
+        live=live,
+        stay=stay,
+        go=go,
+        cost=0.1,
+        fired=fired,
+        why=why,
+        step_before=0.10,
+        step_after=0.05,
+        real_before=0.08 if fired else None,
+        real_after=0.10 if fired else None,
+        real_cost=0.2 if fired else None,
+    )
+
+
+def a_trace(lengths, arrivals=None, bound=200):
+    n = len(lengths)
+    arrivals = (0.0,) * n if arrivals is None else arrivals
+    return LengthTrace("made up", tuple(lengths), tuple(arrivals), tuple(range(n)), (8,) * n, bound)
+
+
+def test_a_run_is_what_happened_since_the_batch_before():
+    trace = a_trace([3, 9], arrivals=[0.0, 4.0])
+    samples = [(-5.0, TWO, 3), (0.0, ONE, 1), (3.0, ONE, 0), (4.0, ONE, 1), (5.0, TWO, 1)]
+    timeline = tuple(LiveSample(BEGAN + at, layout, live) for at, layout, live in samples)
+    switches = (
+        a_switch(-4.0),
+        a_switch(2.0, TWO, ONE, live=0, reason="idle"),  # between the requests
+        a_switch(5.0, live=1),
+        a_switch(7.99, TWO, ONE, live=0, reason="idle"),  # when all was done
+    )
+    decisions = (a_decision(-4.0), a_decision(5.0), a_decision(6.0, fired=False))
+    predictor = PredictorReport(decisions, {ONE: (30, 0.2)}, plans=9, planning=0.5)
+    steps = {ONE: LayoutSteps(50, 6.0, 0.1), TWO: LayoutSteps(10, 1.0, 0.1)}
+    after = Report(ONE, (ONE, TWO), switches, (), timeline, steps, predictor)
+    before = Report(
+        ONE,
+        (ONE, TWO),
+        (),
+        (),
+        (),
+        {ONE: LayoutSteps(40, 4.0, 0.1), TWO: LayoutSteps(10, 1.0, 0.1)},
+        PredictorReport((), {ONE: (10, 0.5)}, plans=5, planning=0.1),
+    )
+    served = Served(BEGAN, (BEGAN + 3.0, BEGAN + 8.0), (3, 9), after.to_wire())
+    run = run_of(PAT, trace, 2, served, before)
+    assert (run.side, run.workload, run.repeat, run.tokens) == (PAT, "made up", 2, 12)
+    assert run.seconds == 8.0 and run.exact
+    assert run.response == pytest.approx((3.0 + 4.0) / 2)
+    assert [(s.at - BEGAN, s.reason) for s in run.switches] == [(2.0, "idle"), (5.0, "policy")]
+    assert run.switched == 1
+    assert run.spans == ((ONE, 0.0, 2.0), (ONE, 2.0, 5.0), (TWO, 5.0, 8.0))
+    assert run.live == ((0.0, 1), (4.0, 1), (5.0, 1), (8.0, 0))
+    assert [d.at - BEGAN for d in run.decisions] == [5.0, 6.0]
+    assert run.steps == {ONE: (10, pytest.approx(0.2))}
+    assert run.step_error == {ONE: (20, pytest.approx(0.05))}
+    assert (run.plans, run.planning) == (4, pytest.approx(0.4))
+    short = dataclasses.replace(served, tokens=(3, 8))
+    assert not run_of(PAT, trace, 2, short, before).exact
+
+
+def test_prediction_errors_are_means_over_what_was_predicted():
+    runs = [
+        Run(PAT, "w", 1, BEGAN, 9.0, 10, 1.0, True, step_error={ONE: (10, 0.1), TWO: (5, 0.3)}),
+        Run(
+            PAT,
+            "w",
+            2,
+            BEGAN,
+            9.0,
+            10,
+            1.0,
+            True,
+            step_error={ONE: (30, 0.3)},
+            decisions=(
+                a_decision(1.0),
+                a_decision(2.0, why="probe"),
+                a_decision(3.0, fired=False),
+            ),
+        ),
+    ]
+    error = prediction_error(runs)
+    assert error.steps == {"1x2": pytest.approx(0.25), "2x1": pytest.approx(0.3)}
+    assert error.before == pytest.approx(0.25)  # 0.10 for 0.08
+    assert error.after == pytest.approx(0.5)  # 0.05 for 0.10
+    assert error.cost == pytest.approx(0.5)  # 0.1 for 0.2
+    assert error.saving == pytest.approx(1.0)  # the probe was no attempt to save
+    nothing = prediction_error(runs[:1])
+    assert (nothing.before, nothing.after, nothing.cost, nothing.saving) == (None, None, None, 0)
+
+
+# ---------------------------------------------------------------- against the oracle
+
+
+class Crossover:
+    """Steps of one group take half as long as replicas' with up to 4 requests, else twice."""
+
+    def __init__(self, switch=0.01):
+        self.switch = switch
+
+    def step_seconds(self, tp, shape, now):
+        if tp == 1:
+            return 0.010
+        return 0.005 if shape.batch <= 4 else 0.020
+
+    def switch_seconds(self, source, target, live, tokens):
+        return 0.0 if source == target else self.switch
+
+
+TRACE = a_trace([10] * 12 + [100, 110])
+LIMITS = Limits(max_num_seqs=64)
+
+
+def a_simulator(truth=None):
+    return Simulator(truth or Crossover(), LIMITS, (ONE, TWO), {1: 1.0, 2: 1.0})
+
+
+def a_run(moves, decisions=(), start=ONE, trace=TRACE, seconds=1.0):
+    """A PAT run that made `moves`: (seconds, live, source, target)."""
+    switches = tuple(a_switch(at, s, t, live) for at, live, s, t in moves)
+    ends = tuple(0.01 * n for n in sorted(trace.lengths))
+    spans = [(start, 0.0, seconds), *((t, at, seconds) for at, _, _, t in moves)]
+    return Run(
+        PAT,
+        trace.name,
+        1,
+        BEGAN,
+        seconds,
+        sum(trace.lengths),
+        1.0,
+        True,
+        ends=ends,
+        spans=tuple(spans),
+        switches=switches,
+        decisions=tuple(decisions),
+    )
+
+
+def test_the_simulator_is_set_to_the_measured_times():
+    real = ScaledTruth(Crossover(), {1: 1.3, 2: 0.8}, 2.0)
+    traces = [TRACE, a_trace([20] * 8 + [60])]
+    static = {
+        layout: [
+            simulate(trace, StayPolicy(layout), real, LIMITS).generation_seconds for trace in traces
+        ]
+        for layout in (ONE, TWO)
+    }
+    simulator = set_simulator(
+        Crossover(),
+        LIMITS,
+        traces,
+        static,
+        [a_switch(0.2, seconds=0.02), a_switch(1, seconds=0.02)],
+    )
+    assert simulator.factors == {1: pytest.approx(1.3), 2: pytest.approx(0.8)}
+    assert simulator.switch_factor == pytest.approx(2.0)
+    for layout, seconds in static.items():
+        found = [simulator.seconds(trace, StayPolicy(layout)) for trace in traces]
+        assert found == pytest.approx(seconds, rel=0.01)
+
+
+def test_the_simulator_is_set_where_requests_arrive_over_time():
+    trace = a_trace([10, 10, 60], arrivals=[0.0, 1.0, 2.0])
+    real = ScaledTruth(Crossover(), {1: 2.0, 2: 2.0})
+    static = {
+        one: [simulate(trace, StayPolicy(one), real, LIMITS).generation_seconds]
+        for one in (ONE, TWO)
+    }
+    simulator = set_simulator(Crossover(), LIMITS, [trace], static)
+    assert simulator.seconds(trace, StayPolicy(ONE)) == pytest.approx(static[ONE][0], rel=0.01)
+    # Most of that time is waiting: what was off by 2 in the steps is off by less in all.
+    assert 1.0 < simulator.factors[1] < 1.6
+
+
+def test_a_good_switch_is_no_mistake():
+    run = a_run([(0.11, 2, ONE, TWO)], [a_decision(0.11, stay=0.99, go=0.5)])
+    judged = judge(TRACE, run, a_simulator())
+    assert [one.why for one in judged.switches] == ["saving"]
+    assert judged.switches[0].saved > 0.3
+    assert judged.switches[0].predicted == pytest.approx(0.49)
+    assert (judged.false_positives, judged.missed) == (0, False)
+    assert judged.lost == judged.foregone == 0.0
+    assert judged.oracle == pytest.approx(judged.replayed, rel=0.05)
+    plan, best = oracle(TRACE, (ONE, TWO), Crossover(), LIMITS)
+    assert judged.plan == str(plan) and judged.oracle_switches == 1
+    assert judged.oracle <= best.generation_seconds + 1e-9
+
+
+def test_a_switch_that_loses_time_is_a_false_positive():
+    # To one group while all are live, where steps take twice as long.
+    trace = a_trace([100] * 14)
+    decision = a_decision(0.2, live=14, stay=1.0, go=0.8)
+    judged = judge(trace, a_run([(0.2, 14, ONE, TWO)], [decision], trace=trace), a_simulator())
+    assert judged.false_positives == 1
+    assert judged.switches[0].saved < -0.5
+    assert judged.lost == pytest.approx(-judged.switches[0].saved)
+    # The loss is not counted as foregone once more.
+    assert judged.foregone == 0.0 and not judged.missed
+
+
+def test_a_probe_is_not_called_a_false_positive():
+    trace = a_trace([100] * 14)
+    decision = a_decision(0.2, live=14, why="probe")
+    judged = judge(trace, a_run([(0.2, 14, ONE, TWO)], [decision], trace=trace), a_simulator())
+    assert judged.switches[0].saved < 0
+    assert judged.false_positives == 0 and judged.lost == 0.0
+
+
+def test_a_switch_that_was_not_made_is_missed():
+    judged = judge(TRACE, a_run([]), a_simulator())
+    assert judged.missed and judged.false_positives == 0
+    assert judged.foregone == pytest.approx(judged.replayed - judged.oracle)
+    assert judged.foregone > MISSED_SHARE * judged.replayed
+
+
+def test_a_late_switch_is_missed_if_it_costs_enough():
+    # It would have paid from 0.1 s on, with 3 live.
+    trace = a_trace([10] * 12 + [80, 100, 110])
+    late = a_run([(0.85, 2, ONE, TWO)], [a_decision(0.85)], trace=trace)
+    judged = judge(trace, late, a_simulator())
+    assert judged.missed and judged.false_positives == 0
+    assert judged.foregone == pytest.approx(70 * 0.005, rel=0.1)
+
+
+def test_nothing_is_missed_where_switching_does_not_pay():
+    trace = a_trace([90] * 12 + [100] * 2)
+    judged = judge(trace, a_run([], trace=trace), a_simulator(Crossover(switch=5.0)))
+    assert not judged.missed and judged.oracle_switches == 0
+    assert judged.oracle == pytest.approx(judged.replayed)
+
+
+# ---------------------------------------------------------------- what is measured, what is written
+
+
+def a_plan(model, workloads="straggler,staggered", repeats=2, scale="tiny"):
+    return Plan(model, 2, choose(workloads), repeats, scale, seed=0)
+
+
+def config_of(model):
+    return json.loads((model / "config.json").read_text())
+
+
+def test_sides_differ_in_nothing_but_pats_options(tmp_path):
+    config = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
+    plan = a_plan(tmp_path, "lognormal,uniform_long", scale="full")
+    found = sides(plan)
+    assert list(found) == ["1x2", "2x1", PAT]
+    assert list(sides(dataclasses.replace(plan, ranks=4))) == ["1x4", "2x2", "4x1", PAT]
+    options = {name: engine_options(plan, pat, config) for name, pat in found.items()}
+    for name, one in options.items():
+        parsed = PATConfig.parse(one.pop("additional_config")["pat"])
+        if name == PAT:
+            # Lengths are fixed by max_tokens, which the predictor must not see.
+            assert parsed.policy == PredictorPolicyConfig(length_bound=BOUND)
+        else:
+            assert parsed.policy == StaticPolicyConfig(kind="static", tp=int(name[0]))
+            assert [str(layout) for layout in parsed.resolve_layouts(2)] == [name]
+    assert options["1x2"] == options["2x1"] == options[PAT]
+    longest = max(p + n for t in plan.traces() for p, n in zip(t.prompts, t.lengths, strict=True))
+    assert options[PAT]["max_model_len"] == longest
+    assert options[PAT]["max_num_seqs"] == 128
+    with pytest.raises(ValueError, match="another --model or a smaller --scale"):
+        engine_options(plan, found[PAT], {**config, "max_position_embeddings": 300})
+
+
+def test_requests_are_those_of_the_trace():
+    trace = dataclasses.replace(a_trace([5, 6, 7], arrivals=[0.0, 0.5, 0.5]), groups=(0, 1, 0))
+    requests = requests_of(trace, vocab=300, seed=1)
+    assert requests == requests_of(trace, vocab=300, seed=1)
+    assert [(r.length, r.arrival, len(r.prompt)) for r in requests] == [
+        (5, 0.0, 8),
+        (6, 0.5, 8),
+        (7, 0.5, 8),
+    ]
+    assert requests[0].prompt == requests[2].prompt != requests[1].prompt
+    assert all(3 <= token < 300 for r in requests for token in r.prompt)
+    assert requests_of(trace, vocab=300, seed=2)[0].prompt != requests[0].prompt
+
+
+def a_profile():
+    steps = [
+        StepSample(
+            tp=tp,
+            batch=batch,
+            context=batch * context,
+            longest=context,
+            busy=busy,
+            seconds=seconds,
+            low=seconds,
+            high=seconds,
+            repeats=3,
+        )
+        for tp, busy in ((1, 2), (2, 1))
+        for batch in (1, 2, 4, 8, 16)
+        for context in (16, 64)
+        for seconds in [0.004 + 0.001 * batch + 1e-6 * batch * context]
+    ]
+    return Profile(
+        kind="measured",
+        title="a made-up engine",
+        created="2026-01-01",
+        key={},
+        ranks=2,
+        layouts=(1, 2),
+        max_num_seqs=16,
+        max_batch_tokens=512,
+        kv_tokens={1: 10_000, 2: 20_000},
+        kv_bytes_per_token=64,
+        steps=tuple(steps),
+    )
+
+
+def a_content(tmp_path):
+    """Made-up runs of two workloads, through all that makes a file of them."""
+    plan = a_plan(tmp_path)
+    runs = []
+    for workload in plan.workloads:
+        for repeat in range(plan.repeats + 1):
+            trace = plan.trace(workload, repeat)
+            for side, pace in (("1x2", 0.010), ("2x1", 0.012), (PAT, 0.008)):
+                seconds = pace * max(trace.lengths) + max(trace.arrivals)
+                moves = [(0.3 * seconds, 2, ONE, TWO)] if side == PAT else []
+                decisions = [a_decision(0.3 * seconds, live=2)] if side == PAT else []
+                run = a_run(moves, decisions, TWO if side == "2x1" else ONE, trace, seconds)
+                live = ((0.0, len(trace)), (seconds / 2, 2), (seconds, 0))
+                runs.append(
+                    dataclasses.replace(
+                        run, side=side, repeat=repeat, live=live, steps={ONE: (20, pace)}
+                    )
+                )
+    starts = {"1x2": (9.0,), "2x1": (9.5,), PAT: (20.0, 11.0)}
+    measured = Measured(tuple(runs), a_profile(), starts)
+    judged = {one.name: judge_workload(plan, one, measured, (ONE, TWO)) for one in plan.workloads}
+    facts = {
+        "date": "2026-01-02T03:04:05",
+        "command": "pat-vllm bench",
+        "commit": "abc",
+        "cpu": "a CPU",
+        "cores": 2,
+        "memory_gib": 8.0,
+        "vllm": "0.32.0",
+        "torch": "2.0",
+    }
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
+    return content_of(plan, facts, config, measured, judged)
+
+
+def test_the_file_of_results_has_all_that_the_report_says(tmp_path):
+    content = a_content(tmp_path)
+    text = to_json(content)
+    read = json.loads(text)
+    assert markdown(read) == markdown(content)
+    assert str(tmp_path) not in text
+    straggler = read["workloads"][0]
+    assert straggler["better_static"] == "1x2"
+    assert straggler["relative"][PAT]["mean"] == pytest.approx(0.8)
+    assert straggler["relative"]["1x2"]["mean"] == 1.0
+    assert straggler["switches_per_batch"] == 1.0
+    assert len(straggler["runs"]) == 9 and len(straggler["oracle"]) == 2
+    # The batch that warms up is in no figure but its own.
+    assert straggler["seconds"][PAT]["repeats"] == 2
+    assert straggler["cold"]["static"] == "1x2"
+    # Absolute times are nobody's business and mean nothing.
+    switch = next(run for run in straggler["runs"] if run["side"] == PAT)["switches"][0]
+    assert 0 < switch["at"] < 10 and switch["target"] == "2x1"
+
+
+def test_the_report_has_a_row_for_each_workload(tmp_path):
+    text = markdown(a_content(tmp_path))
+    for heading in ("Time of a batch", "Cold start", "Against an oracle", "What the words mean"):
+        assert f"## {heading}" in text
+    assert "| straggler | 4, " in text
+    assert "**0.80 (0.80-0.80)**" in text
+    widths = [line.count("|") for line in text.splitlines() if line.startswith("| straggler")]
+    assert len(widths) == 4 and text.count("| staggered") == 4
+
+
+def test_the_picture_is_drawn_from_the_file_alone(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(to_json(a_content(tmp_path)))
+    plot_bench(json.loads(path.read_text()), tmp_path / "direct.png")
+    image = tmp_path / "again.png"
+    result = CliRunner().invoke(app, ["plot", str(path), "--output", str(image)])
+    assert result.exit_code == 0, result.output
+    assert image.read_bytes().startswith(PNG_SIGNATURE)
+    assert image.read_bytes() == (tmp_path / "direct.png").read_bytes()
+    path.write_text("{}")
+    result = CliRunner().invoke(app, ["plot", str(path)])
+    assert result.exit_code == 2 and "no result of" in " ".join(result.output.split())
+
+
+def test_lists_of_plain_values_take_one_line():
+    content = {"a": [1, 2.5, "x, y"], "b": [[1, 2], [3, 4]], "c": [], "d": [{"e": None}]}
+    text = to_json(content)
+    assert json.loads(text) == content
+    assert '"a": [1, 2.5, "x, y"]' in text
+    assert to_json({"s": Summary(1.0, 0.5, 2.0, 3)}).count("repeats") == 1
+
+
+def test_unknown_names_are_refused_before_anything_starts():
+    result = CliRunner().invoke(app, ["bench", "--workloads", "nonsense"])
+    assert result.exit_code == 2 and "nonsense" in result.output
+
+
+# ---------------------------------------------------------------- real engines
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bench_runs_real_engines(tmp_path, monkeypatch):
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = ["bench", "--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats"]
+    arguments += ["1", "--workloads", "straggler,staggered", "--output-dir", str(tmp_path)]
+    before = children()
+    result = CliRunner().invoke(app, [*arguments, "--picture", str(tmp_path / "picture.png")])
+    assert result.exit_code == 0, result.output
+    assert children() <= before
+    (path,) = tmp_path.glob("*-bench.json")
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert path.with_suffix(".md").read_text() == markdown(json.loads(path.read_text()))
+    content = json.loads(path.read_text())
+    for one in content["workloads"]:
+        traces = [WORKLOADS[one["name"]].trace(repeat, 0.125) for repeat in (0, 1)]
+        assert len(one["runs"]) == 2 * 3
+        for run in one["runs"]:
+            assert run["exact"]
+            assert run["tokens"] == sum(traces[run["repeat"]].lengths)
+            assert run["seconds"] > max(traces[run["repeat"]].arrivals)
+        assert one["oracle"][0]["measured"] > 0
+    assert str(tmp_path) not in path.read_text()
+
+
+def children() -> set[int]:
+    """Ids of all processes below this one."""
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        pid = todo.pop()
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:
+                below = [int(child) for child in file.read().split()]
+        except OSError:
+            continue
+        found |= set(below)
+        todo += below
+    return found

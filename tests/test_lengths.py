@@ -1,0 +1,510 @@
+"""The length model: bounds, estimator, calibration, siblings, shifts, persistence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.cli.calibration_plot import calibration, calibration_figure, live_at, replay, tell
+from pat_vllm.predictor import frailty, traces
+from pat_vllm.predictor.hazard import Pool, cumulative_hazard, edges
+from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.live import LiveRequests
+from pat_vllm.predictor.traces import LengthTrace
+
+LOOKS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.33, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Shares of a batch that have finished when the shift is looked at."""
+
+
+def make_live(
+    generated: Sequence[int],
+    bound: Sequence[int] | int,
+    exact: Sequence[bool] | bool = False,
+    group: Sequence[int] | None = None,
+) -> LiveRequests:
+    count = len(generated)
+    return LiveRequests(
+        prompt=np.full(count, 10, np.int64),
+        generated=np.array(generated, np.int64),
+        bound=np.broadcast_to(np.array(bound, np.int64), count),
+        exact=np.broadcast_to(np.array(exact, np.bool_), count),
+        group=np.arange(count, dtype=np.int64) if group is None else np.array(group, np.int64),
+        replica=np.zeros(count, np.int64),
+        computed=np.zeros(count, np.int64),
+    )
+
+
+def learn(model: LengthModel, batch: LengthTrace) -> None:
+    for index in range(len(batch)):
+        tell(model, batch, index)
+    model.end_of_batch()
+
+
+def shifts(model: LengthModel, batch: LengthTrace, looks: Sequence[float]) -> list[bool]:
+    """Whether the model took `batch` for shifted, looking when these shares had finished."""
+    lengths = np.array(batch.lengths)
+    order = np.argsort(lengths, kind="stable")
+    told, found = 0, []
+    for share in looks:
+        tick = lengths[order[max(1, int(share * len(batch))) - 1]]
+        while told < len(batch) and lengths[order[told]] <= tick:
+            tell(model, batch, int(order[told]))
+            told += 1
+        model.observe_running(live_at(batch, int(tick)))
+        found.append(model.shifted)
+    for index in order[told:]:
+        tell(model, batch, int(index))
+    model.end_of_batch()
+    return found
+
+
+# Estimator
+
+
+def test_grid_covers_every_bound_and_continues() -> None:
+    for bound in (1, 8, 100, 24576, 131072, 1_000_000):
+        grid = edges(bound)
+        assert grid[0] == 0 and grid[-1] >= bound
+        assert (np.diff(grid) >= 1).all()
+        np.testing.assert_array_equal(grid, edges(4_000_000)[: len(grid)])
+    assert 64 <= len(edges(131072)) <= 128
+
+
+def test_kaplan_meier_by_hand() -> None:
+    lengths = np.array([2, 3, 4, 4, 5, 7])
+    ended = np.array([True, False, True, True, False, True])
+    pool = Pool.of(lengths, ended, 8)
+    survival = np.exp(-cumulative_hazard(pool, 8))
+    # At risk: 6 at 2, 5 at 3, 4 at 4, 2 at 5, 1 at 7.
+    expected = [1, 1, 5 / 6, 5 / 6, 5 / 6 * 2 / 4, 5 / 12, 5 / 12, 0]
+    np.testing.assert_allclose(survival[:8], expected, atol=1e-11)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5000), st.booleans()), min_size=1, max_size=50))
+def test_collecting_one_by_one_or_at_once(responses: list[tuple[int, bool]]) -> None:
+    lengths = np.array([length for length, _ in responses])
+    ended = np.array([end for _, end in responses]) & (lengths > 0)
+    pool = Pool.of(lengths, ended, 5000)
+    single = Pool.empty(len(pool.ends))
+    for length, end in zip(lengths, ended, strict=True):
+        single = single + Pool.of(np.array([length]), np.array([end]), 5000)
+    np.testing.assert_allclose(pool.tokens, single.tokens)
+    np.testing.assert_allclose(pool.ends, single.ends)
+    assert pool.tokens.sum() == lengths.sum()
+    assert (pool.ends <= pool.tokens).all()
+
+
+def test_heavy_censoring_is_unbiased() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.maximum(1, np.round(1000 * np.exp(random.standard_normal(20000))))
+    cut = random.integers(1, 3000, len(lengths))
+    ended = lengths <= cut
+    assert 0.3 < ended.mean() < 0.7
+    seen = np.minimum(lengths, cut).astype(np.int64)
+    hazard = cumulative_hazard(Pool.of(seen, ended, 4096), 4096)
+    for length in (100, 500, 1000, 2000):
+        survival = np.exp(-np.interp(length, edges(4096), hazard))
+        assert survival == pytest.approx((lengths > length).mean(), abs=0.02)
+
+
+def test_small_bound_is_not_an_end() -> None:
+    model = LengthModel(8192)
+    for _ in range(3):
+        for group in range(200):
+            model.finished(group, 500, complete=False)
+        model.end_of_batch()
+    assert model.survival(500) > 0.95
+
+
+# Samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bound=st.sampled_from([8, 100, 2048, 131072]),
+    futures=st.integers(1, 20),
+    data=st.data(),
+)
+def test_samples_are_within_bounds(bound: int, futures: int, data: st.DataObject) -> None:
+    model = LengthModel(bound, seed=3)
+    other = LengthModel(bound, seed=3)
+    response = st.tuples(st.integers(0, 3), st.integers(0, 2 * bound), st.booleans())
+    for _ in range(data.draw(st.integers(1, 3))):
+        for group, length, complete in data.draw(st.lists(response, max_size=30)):
+            model.finished(group, length, complete)
+            other.finished(group, length, complete)
+        model.end_of_batch()
+        other.end_of_batch()
+    running = data.draw(
+        st.lists(
+            st.tuples(st.integers(0, bound - 1), st.integers(bound, 4 * bound), st.booleans()),
+            max_size=20,
+        )
+    )
+    live = make_live(
+        [each[0] for each in running],
+        [each[1] for each in running],
+        [each[2] for each in running],
+        [index % 4 for index in range(len(running))],
+    )
+    model.observe_running(live)
+    other.observe_running(live)
+    remaining = model.sample(live, futures)
+    assert remaining.shape == (len(running), futures) and remaining.dtype == np.int64
+    room = (live.bound - live.generated)[:, None]
+    assert (remaining >= 1).all() and (remaining <= room).all()
+    assert (remaining == room)[live.exact].all()
+    np.testing.assert_array_equal(remaining, model.sample(live, futures))
+    np.testing.assert_array_equal(remaining, other.sample(live, futures))
+    survival = model.survival(np.arange(0, 2 * bound, max(1, bound // 50)))
+    assert survival[0] == 1 and (np.diff(survival) <= 0).all() and (survival >= 0).all()
+
+
+def test_samples_follow_the_survival() -> None:
+    model = LengthModel(8192)
+    for seed in range(4):
+        learn(model, traces.lognormal(256, 800, 0.8, 8192, seed))
+    remaining = model.sample(make_live([400] * 2000, 8192), 16)
+    for ahead in (1, 100, 400, 1600):
+        expected = model.survival(400 + ahead) / model.survival(400)
+        assert (remaining > ahead).mean() == pytest.approx(expected, abs=0.02)
+
+
+def test_samples_are_stratified_and_futures_exchangeable() -> None:
+    model = LengthModel(8192)
+    for seed in range(4):
+        learn(model, traces.lognormal(256, 800, 0.8, 8192, seed))
+    remaining = model.sample(make_live([0] * 512, 8192), 16)
+    medians = np.median(remaining, axis=1)
+    assert medians.std() < 0.2 * remaining.std()
+    assert remaining.mean(axis=0).std() < 0.15 * remaining.mean()
+    assert len(np.unique(np.argmax(remaining, axis=1))) == 16
+
+
+def test_a_seed_changes_the_futures() -> None:
+    live = make_live([100] * 8, 8192)
+    first, second = (LengthModel(8192, seed).sample(live, 16) for seed in (0, 1))
+    assert (first != second).any()
+
+
+def test_without_data_what_ran_long_runs_long() -> None:
+    model = LengthModel(24576)
+    assert 0.4 < model.survival(24576 / 8) < 0.6
+    means = [
+        model.sample(make_live([length] * 64, 131072), 64).mean() for length in (10, 3000, 12000)
+    ]
+    assert means[0] < means[1] < means[2]
+    # About as much again.
+    median = np.median(model.sample(make_live([12000] * 64, 131072), 64))
+    assert 6000 < median < 24000
+
+
+def test_first_batch_follows_its_running_responses() -> None:
+    batch = traces.lognormal(128, 4000, 0.3, 16384)
+    model = LengthModel(16384)
+    early = live_at(batch, 2000)
+    before = model.sample(early, 16).mean()
+    model.observe_running(early)
+    assert model.sample(early, 16).mean() > before
+    # Replaced, not added.
+    again = model.survival(2000)
+    model.observe_running(early)
+    assert model.survival(2000) == again
+
+
+def test_exact_requests_teach_nothing() -> None:
+    model = LengthModel(4096)
+    before = model.survival(np.arange(4096))
+    model.observe_running(make_live([3000] * 100, 4096, exact=True))
+    np.testing.assert_array_equal(model.survival(np.arange(4096)), before)
+
+
+# Calibration
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
+        lambda seed: traces.two_mode(128, seed=seed),
+        lambda seed: traces.uniform(128, 500, 4000, bound=8192, seed=seed),
+        lambda seed: traces.deepscaler(seed=seed),
+        lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
+    ],
+    ids=["log-normal", "two modes", "uniform", "deepscaler", "grpo"],
+)
+def test_calibrated_after_three_batches(make: Callable[[int], LengthTrace]) -> None:
+    batches = [make(seed) for seed in range(12)]
+    predictions = replay(batches)
+    learnt = [one for one in predictions if one.batch >= 3 or one.batch == 0]
+    result = calibration(batches, learnt)
+    assert result.later is not None
+    assert 0.74 < result.later.coverage_80 < 0.86
+    assert 0.7 < result.later.live_coverage < 1
+    assert result.later.live_error < 0.025
+    assert result.first.live_error < 0.12
+
+
+def test_drift_is_followed() -> None:
+    medians = [500 * 1.1**number for number in range(20)]
+    batches = traces.shifted(medians, 128, 0.8, 32768)
+    later = [one for one in replay(batches) if one.batch >= 10 or one.batch == 0]
+    result = calibration(batches, later).later
+    assert result is not None
+    assert 0.7 < result.coverage_80 < 0.9
+    assert result.live_error < 0.03
+
+
+# Siblings
+
+
+def test_a_group_informs_its_running_response() -> None:
+    model = LengthModel(32768)
+    for seed in range(4):
+        learn(model, traces.grpo(16, 8, 0.3, 1.0, bound=32768, seed=seed))
+    assert model.theta > 0.5
+    for _ in range(7):
+        model.finished(1, 300, True)
+        model.finished(2, 6000, True)
+    short, long = model.sample(make_live([100, 100], 32768, group=[1, 2]), 64).mean(axis=1)
+    assert long > 3 * short
+
+
+def test_running_siblings_count_as_censored() -> None:
+    model = LengthModel(32768)
+    for seed in range(4):
+        learn(model, traces.grpo(16, 8, 0.3, 1.0, bound=32768, seed=seed))
+    alone = make_live([100], 32768, group=[0])
+    among = make_live([100] + [5000] * 7, 32768, group=[0] * 8)
+    assert model.sample(among, 64)[0].mean() > 1.5 * model.sample(alone, 64)[0].mean()
+
+
+def test_theta_is_recovered() -> None:
+    random = np.random.default_rng(0)
+    member = np.repeat(np.arange(2000), 8)
+    for theta in (0.0, 0.4, 1.6):
+        shared = random.gamma(1 / theta, theta, 2000) if theta else np.ones(2000)
+        base = random.exponential(size=len(member)) / shared[member]
+        hazard = np.log1p(theta * base) / theta if theta else base
+        cut = random.exponential(2.0, len(member))
+        found = frailty.log_likelihoods(np.minimum(hazard, cut), hazard <= cut, member)
+        assert frailty.best_theta(found) == theta
+
+
+def sibling_error(
+    monkeypatch: pytest.MonkeyPatch, between: float, within: float, used: bool
+) -> float:
+    """Mean absolute error of the logarithm of predicted median lengths."""
+    errors = []
+    with monkeypatch.context() as patch:
+        if not used:
+            patch.setattr(frailty, "best_theta", lambda likelihoods: 0.0)
+        for run in range(3):
+            model = LengthModel(16384)
+            for number in range(8):
+                batch = traces.grpo(16, 8, within, between, seed=100 * run + number)
+                lengths = np.array(batch.lengths)
+                tick = int(np.median(lengths))
+                for index in np.flatnonzero(lengths <= tick):
+                    tell(model, batch, int(index))
+                live = live_at(batch, tick)
+                model.observe_running(live)
+                predicted = tick + np.median(model.sample(live, 64), axis=1)
+                errors.append(np.abs(np.log(predicted / lengths[lengths > tick])).mean())
+                for index in np.flatnonzero(lengths > tick):
+                    tell(model, batch, int(index))
+                model.end_of_batch()
+    return float(np.mean(errors))
+
+
+def test_siblings_help_when_correlated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_them = sibling_error(monkeypatch, 1.0, 0.5, used=True)
+    assert with_them < 0.97 * sibling_error(monkeypatch, 1.0, 0.5, used=False)
+
+
+def test_siblings_do_not_hurt_when_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_them = sibling_error(monkeypatch, 0.0, 1.0, used=True)
+    assert with_them <= 1.005 * sibling_error(monkeypatch, 0.0, 1.0, used=False)
+
+
+# Shifts
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
+        lambda seed: traces.two_mode(128, seed=seed),
+        lambda seed: traces.deepscaler(seed=seed),
+        lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
+    ],
+    ids=["log-normal", "two modes", "deepscaler", "grpo"],
+)
+def test_stationary_batches_rarely_look_shifted(make: Callable[[int], LengthTrace]) -> None:
+    wrong, batches = 0, 0
+    for run in range(12):
+        model = LengthModel(24576)
+        for number in range(11):
+            found = shifts(model, make(1000 * run + number), LOOKS)
+            wrong += any(found)
+            batches += number > 0
+    assert wrong <= 0.02 * batches
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_shift_is_seen_within_a_third_of_the_batch(factor: float) -> None:
+    seen, runs = 0, 20
+    for run in range(runs):
+        model = LengthModel(16384)
+        for number in range(3):
+            learn(model, traces.lognormal(128, 1000, 1.0, 16384, 100 * run + number))
+        batch = traces.lognormal(128, 1000 * factor, 1.0, 16384, 100 * run + 9)
+        seen += any(shifts(model, batch, [look for look in LOOKS if look <= 0.34]))
+    assert seen >= 0.9 * runs
+
+
+def test_short_responses_that_ended_first_are_no_shift() -> None:
+    model = LengthModel(16384)
+    for seed in range(3):
+        learn(model, traces.lognormal(128, 1000, 1.0, 16384, seed))
+    batch = traces.lognormal(128, 1000, 1.0, 16384, 9)
+    tick = int(np.quantile(batch.lengths, 0.3))
+    for index, length in enumerate(batch.lengths):
+        if length <= tick:
+            tell(model, batch, index)
+    model.observe_running(live_at(batch, tick))
+    assert not model.shifted
+    # Without the running ones it would be.
+    model.observe_running(make_live([], 1))
+    assert model.shifted and model.shift > 0
+
+
+def test_shifted_batch_dominates_and_the_next_are_as_usual() -> None:
+    model = LengthModel(16384)
+    for seed in range(6):
+        learn(model, traces.lognormal(128, 500, 0.5, 16384, seed))
+    batch = traces.lognormal(128, 2000, 0.5, 16384, 7)
+    assert shifts(model, batch, [0.5, 1.0])[-1]
+    assert model.survival(2000) == pytest.approx(0.5, abs=0.12)
+    assert not model.shifted
+    assert not any(shifts(model, traces.lognormal(128, 2000, 0.5, 16384, 8), LOOKS))
+
+
+# Persistence
+
+
+def test_history_survives_saving(tmp_path: Path) -> None:
+    model = LengthModel(16384)
+    for seed in range(3):
+        learn(model, traces.grpo(16, 8, 0.5, 1.0, seed=seed))
+    path = tmp_path / "history.json"
+    model.save(path)
+    assert list(tmp_path.iterdir()) == [path]
+    loaded = LengthModel.load(path)
+    assert (loaded.batches, loaded.responses, loaded.theta) == (3, 384, model.theta)
+    live = make_live([10, 2000], 16384)
+    np.testing.assert_array_equal(loaded.sample(live, 16), model.sample(live, 16))
+    for bound in (8, 131072):
+        other = LengthModel.load(path, bound)
+        assert other.bound == bound
+        np.testing.assert_allclose(other.survival(1000), model.survival(1000), atol=0.03)
+
+
+def test_a_larger_request_extends_the_grid() -> None:
+    model = LengthModel(100)
+    learn(model, traces.uniform(64, 10, 90))
+    before = model.survival(50)
+    model.finished(0, 5000, True)
+    assert model.sample(make_live([6000], 50000), 4).max() <= 44000
+    assert model.survival(50) == pytest.approx(before, abs=0.05)
+    model.end_of_batch()
+    assert LengthModel.from_json(model.to_json()).survival(50) == model.survival(50)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"format": 9}', '{"format": 1, "bound": 8}', b"\xff\xfe", "null"],
+)
+def test_corrupt_history_names_the_file(tmp_path: Path, content: str | bytes) -> None:
+    path = tmp_path / "history.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"history\.json holds no length history"):
+        LengthModel.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ends": [-1.0]},
+        {"ends": [float("nan")]},
+        {"tokens": []},
+        {"frailty": [0.0]},
+        {"batches": -1},
+        {"bound": 0},
+        {"ends": "many"},
+    ],
+)
+def test_history_out_of_range(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        LengthModel.from_json({**LengthModel(100).to_json(), **change})
+
+
+def test_bound_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="bound=0"):
+        LengthModel(0)
+
+
+# Smaller matters
+
+
+def test_empty_and_aborted_batches_change_nothing() -> None:
+    model = LengthModel(1000)
+    learn(model, traces.uniform(64, 10, 900, 1000))
+    before = model.survival(np.arange(1000))
+    model.end_of_batch()
+    model.finished(0, 0, False)
+    model.end_of_batch()
+    assert (model.batches, model.responses) == (1, 64)
+    np.testing.assert_array_equal(model.survival(np.arange(1000)), before)
+    assert model.sample(make_live([], 1), 16).shape == (0, 16)
+
+
+def test_single_requests_add_up() -> None:
+    model = LengthModel(8192)
+    for length in traces.lognormal(300, 300, 0.5, 8192).lengths:
+        model.finished(0, length, True)
+        model.end_of_batch()
+    assert model.survival(300) == pytest.approx(0.5, abs=0.12)
+
+
+def test_memory_is_bounded_and_calls_are_fast() -> None:
+    model = LengthModel(16384)
+    started = time.perf_counter()
+    for index in range(10000):
+        model.finished(index, 1 + index % 5000, True)
+    assert (time.perf_counter() - started) / 10000 < 50e-6
+    live = make_live([100] * 128, 16384)
+    model.sample(live, 16)
+    best = 1.0
+    for _ in range(20):
+        started = time.perf_counter()
+        model.observe_running(live)
+        model.sample(live, 16)
+        best = min(best, time.perf_counter() - started)
+    assert best < 2e-3
+
+
+def test_calibration_figure(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.png"
+    batches = [traces.deepscaler(seed=seed) for seed in range(3)]
+    result = calibration_figure(batches, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert result.later is not None and result.later.live_error < 0.05
+    only = calibration_figure(batches[:1], tmp_path / "first.svg")
+    assert only.later is None and only.first.live_error < 0.12

@@ -1,0 +1,411 @@
+"""Profiling: the plan, the cache and the unfinished file; then a real engine and the command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor import profile_cache
+from pat_vllm.predictor.profile import Profile, ProfileError, StepSample
+from pat_vllm.predictor.profile_plan import (
+    EngineLimits,
+    ProfilePlan,
+    StepPoint,
+    SwitchPoint,
+    estimate,
+    from_wire,
+    to_wire,
+)
+from tests.engines import OPTIONS, Job, engine, run, scheduler_of
+from tests.models import random_model
+
+KEY = {"model": {"hidden_size": 8}, "ranks": 2}
+
+
+def step(tp: int = 1, **values: Any) -> StepSample:
+    defaults = dict(batch=1, context=8, longest=8, seconds=0.1, low=0.1, high=0.1, repeats=3)
+    return StepSample(tp=tp, **{**defaults, **values})
+
+
+def profile(key: dict[str, Any] = KEY) -> Profile:
+    return Profile(
+        kind="measured",
+        title="test",
+        created="2000-01-01",
+        key=key,
+        ranks=2,
+        layouts=(1, 2),
+        max_num_seqs=4,
+        max_batch_tokens=8,
+        kv_tokens={1: 64, 2: 128},
+        kv_bytes_per_token=4,
+        steps=(step(1), step(2)),
+    )
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> EngineLimits:
+    ranks = draw(st.sampled_from([1, 2, 4, 8]))
+    layouts = tuple(Layout.of(tp, ranks) for tp in (1, 2, 4, 8) if tp <= ranks)
+    block_size = draw(st.sampled_from([16, 32, 128]))
+    max_model_len = draw(st.integers(16, 40_000))
+    # vLLM refuses to start when not even one longest context fits.
+    blocks = -(-max_model_len // block_size) + draw(st.integers(1, 5000))
+    return EngineLimits(
+        layouts=layouts,
+        max_num_seqs=draw(st.integers(1, 512)),
+        max_batch_tokens=draw(st.integers(16, 16_384)),
+        max_model_len=max_model_len,
+        block_size=block_size,
+        blocks={layout.tp: blocks * layout.tp for layout in layouts},
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(limits())
+def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
+    quick, full = ProfilePlan.quick(limits), ProfilePlan.full(limits)
+    for plan in (quick, full):
+        assert len(set(plan.points)) == len(plan.points)
+        first = plan.points[: plan.essential]
+        assert all(isinstance(point, StepPoint) and point.batch for point in first)
+        assert {point.tp for point in first if isinstance(point, StepPoint)} == {
+            layout.tp for layout in limits.layouts
+        }
+        for point in plan.points:
+            if not isinstance(point, StepPoint):
+                continue
+            assert 1 <= point.busy <= limits.layouts[0].world_size // point.tp
+            assert point.batch + point.prefill >= 1
+            lengths = [c + limits.room + 1 for c in point.contexts]
+            lengths += [p + 1 for p in limits.prompts(point.prefill)]
+            assert max(lengths) <= limits.max_model_len
+            assert min(lengths) > 1
+            assert len(lengths) <= limits.max_num_seqs
+            blocks = sum(-(-n // limits.block_size) for n in lengths)
+            assert blocks <= limits.blocks[point.tp]
+    assert full.points[: len(quick.points)] == quick.points
+    assert len(quick.points) <= 40 * len(limits.layouts)
+
+
+@settings(deadline=None, max_examples=50)
+@given(limits())
+def test_plans_measure_switches_both_ways(limits: EngineLimits) -> None:
+    for plan in (ProfilePlan.quick(limits), ProfilePlan.full(limits)):
+        pairs = {(p.source, p.target) for p in plan.points if isinstance(p, SwitchPoint)}
+        tps = [layout.tp for layout in limits.layouts]
+        assert pairs == {(a, b) for a in tps for b in tps if a != b}
+
+
+@settings(deadline=None, max_examples=50)
+@given(limits())
+def test_points_survive_the_wire(limits: EngineLimits) -> None:
+    for point in ProfilePlan.full(limits).points:
+        assert from_wire(json.loads(json.dumps(to_wire(point)))) == point
+
+
+@pytest.mark.parametrize(
+    ("point", "least"),
+    [
+        # Twice the batch may take twice the time; half of it may take as long.
+        (StepPoint(1, 16, 8, 2), 0.2),
+        (StepPoint(1, 4, 8, 2), 0.1),
+        # Nothing is known of this layout.
+        (StepPoint(2, 8, 8, 1), 0.1),
+        (StepPoint(1, 0, 0, 2, prefill=200), 0.6),
+    ],
+)
+def test_estimates_do_not_promise_too_much(point: StepPoint, least: float) -> None:
+    known = [
+        step(batch=8, context=64),
+        step(batch=0, context=0, longest=0, prefill=100, seconds=0.3, low=0.3, high=0.3),
+    ]
+    assert estimate(point, known) >= least * 0.999
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_cache_keeps_and_finds(cache: Path) -> None:
+    assert profile_cache.find(KEY) is None
+    path = profile_cache.keep(profile())
+    assert path is not None and path.is_relative_to(cache)
+    assert profile_cache.find(KEY) == profile()
+    assert profile_cache.find({**KEY, "ranks": 4}) is None
+
+
+def test_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PAT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert profile_cache.cache_path(KEY).parent == tmp_path / "xdg" / "pat-vllm" / "profiles"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_cache.cache_dir() == tmp_path / ".cache" / "pat-vllm"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "edited", "other key"])
+def test_damaged_cache_is_reported_and_ignored(
+    cache: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    path = profile_cache.keep(profile())
+    assert path is not None
+    if damage == "edited":
+        path.write_text(path.read_text().replace("0.1", "0.2"))
+    elif damage == "other key":
+        profile({"ranks": 2}).save(path)
+    else:
+        path.write_text(damage)
+    with caplog.at_level(logging.WARNING, logger="pat_vllm"):
+        assert profile_cache.find(KEY) is None
+    assert str(path) in caplog.text
+
+
+def test_unwritable_cache_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING, logger="pat_vllm"):
+        assert profile_cache.keep(profile()) is None
+    assert "PAT_CACHE_DIR" in caplog.text
+
+
+# ---------------------------------------------------------------- the unfinished file
+
+
+def header(**key: Any) -> dict[str, Any]:
+    values = profile().model_dump(exclude={"created", "steps", "switches", "note", "format"})
+    return {**values, "key": {**KEY, **key}}
+
+
+def test_unfinished_profile_goes_on(tmp_path: Path) -> None:
+    from pat_vllm.cli.profile_run import Partial
+
+    path = tmp_path / "p.json.part"
+    points = [to_wire(StepPoint(tp, 1, 8, 1)) for tp in (1, 2)] + [to_wire(SwitchPoint(1, 2, 0, 0))]
+    partial = Partial.open(path, header())
+    assert partial.missing(points) == points
+    partial.add(points[:1], {"steps": [step(1).model_dump()], "switches": []})
+    partial.add(points[1:2], {"steps": [step(2).model_dump()], "switches": []})
+    whole = path.read_text()
+    path.write_text(whole + '{"points": [')  # stopped while writing
+
+    again = Partial.open(path, header())
+    assert path.read_text() == whole
+    assert again.missing(points) == points[2:]
+    assert again.steps == [step(1), step(2)]
+    assert again.profile("").steps == profile().steps
+
+    with pytest.raises(ProfileError, match="ranks is 4 now and 2 there"):
+        Partial.open(path, header(ranks=4))
+    path.write_text("no profile\n")
+    with pytest.raises(ProfileError, match="--output"):
+        Partial.open(path, header())
+
+
+@pytest.mark.parametrize("layouts", ["1,x", "3", ""])
+def test_command_refuses_layouts(layouts: str) -> None:
+    from typer.testing import CliRunner
+
+    from pat_vllm.cli import app
+
+    result = CliRunner().invoke(app, ["profile", "nowhere", "--layouts", layouts])
+    assert result.exit_code == 2, result.output
+
+
+# ---------------------------------------------------------------- a real engine
+
+MODEL = "qwen3"
+
+
+@pytest.fixture(scope="module")
+def command_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What `pat-vllm profile` wrote and printed, for an engine with the tests' options."""
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    options = {name: value for name, value in OPTIONS.items() if name != "seed"}
+    options["enforce_eager"] = None
+    flags = [
+        part
+        for name, value in options.items()
+        for part in (f"--{name.replace('_', '-')}", value)
+        if part is not None
+    ]
+    arguments = ["profile", random_model(MODEL), *flags, "--quick", "--output", path]
+    done = subprocess.run(
+        [sys.executable, "-c", "from pat_vllm.cli import app; app()", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return path, done.stdout
+
+
+@pytest.fixture(scope="module")
+def llm(command_output: tuple[Path, str]) -> Iterator[Any]:
+    # One engine after the other: the command's has ended by now.
+    with engine(MODEL, 2, {}) as llm:
+        yield llm
+
+
+def _jobs() -> dict[str, Job]:
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {}]
+    return {
+        f"job-{i}": Job(
+            list(range(5, 40 + 7 * i)), {"max_tokens": 12, "ignore_eos": True, **kinds[i % 3]}
+        )
+        for i in range(9)
+    }
+
+
+def _known_requests(worker: Any) -> int:
+    return sum(
+        len(runtime.runner.requests) + runtime.runner.input_batch.num_reqs
+        for runtime in worker._runtimes.values()
+    )
+
+
+@pytest.mark.slow
+def test_profiling_leaves_no_trace(llm: Any) -> None:
+    """Greedy, seeded and unseeded outputs are those of an engine that was not profiled."""
+    executor = scheduler_of(llm)._executor
+    before = run(llm, _jobs())
+
+    (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
+    points = described["points"]
+    (answer,) = llm.collective_rpc("pat_profile", args=(points, True))
+
+    assert executor.collective_rpc(_known_requests) == [0, 0]
+    assert run(llm, _jobs()) == before
+
+    made = Profile(
+        **described["header"],
+        created="now",
+        steps=answer["steps"],
+        switches=answer["switches"],
+    )
+    asked = [from_wire(point) for point in points]
+    assert len(made.steps) == sum(1 for point in asked if isinstance(point, StepPoint))
+    for live in (0, 1, 8):
+        for pair in ((1, 2), (2, 1)):
+            assert any((s.source, s.target, s.live) == (*pair, live) for s in made.switches)
+    assert all(s.kv_bytes == made.kv_bytes_per_token * s.live * 256 for s in made.switches), (
+        "whole blocks of 32 tokens, 247 or so tokens each"
+    )
+
+
+@pytest.mark.slow
+def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
+    from pat_vllm.executor.profiler import engine_limits, profile_engine
+
+    scheduler = scheduler_of(llm)
+    config = llm.llm_engine.vllm_config
+    plan = ProfilePlan.quick(engine_limits(config, scheduler.kv_cache_config), budget=1e-6)
+    told: list[tuple[int, int, str]] = []
+    samples = profile_engine(
+        scheduler._executor,
+        plan,
+        scheduler.kv_cache_config,
+        progress=lambda *what: told.append(what),
+    )
+    scheduler.reset_prefix_cache()
+    assert len(samples.steps) == plan.essential
+    assert samples.skipped == len(plan.points) - plan.essential
+    assert {s.tp for s in samples.steps} == {1, 2}
+    assert [done for done, _, _ in told] == list(range(len(plan.points) + 1))
+    assert {total for _, total, _ in told} == {len(plan.points)}
+
+
+@pytest.mark.slow
+def test_busy_engine_is_not_profiled(llm: Any) -> None:
+    refused = []
+
+    def ask(at: int) -> None:
+        if at == 3:
+            with pytest.raises(RuntimeError, match="idle"):
+                llm.collective_rpc("pat_profile")
+            refused.append(at)
+
+    run(llm, _jobs(), ask)
+    assert refused
+
+
+@pytest.mark.slow
+def test_load_or_measure(
+    llm: Any,
+    command_output: tuple[Path, str],
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pat_vllm.executor import engine_profile
+
+    scheduler = scheduler_of(llm)
+    config = llm.llm_engine.vllm_config
+    measured: list[int] = []
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        measured.append(1)
+        return original(*args, **kwargs)
+
+    original = engine_profile.profile_engine
+    monkeypatch.setattr(engine_profile, "profile_engine", measure)
+
+    def get(path: str | None = None) -> Profile:
+        return engine_profile.load_or_measure(
+            config, scheduler._executor, scheduler.kv_cache_config, path
+        )
+
+    first = get()
+    scheduler.reset_prefix_cache()
+    assert len(measured) == 1 and first.layouts == (1, 2)
+    assert get() == first and len(measured) == 1
+
+    profile_cache.cache_path(first.key).write_text("{")
+    again = get()
+    scheduler.reset_prefix_cache()
+    assert len(measured) == 2 and profile_cache.find(first.key) == again
+
+    # The command's profile is of an engine in a process of its own, with the same flags.
+    named, _ = command_output
+    assert get(str(named)) == Profile.load(named) and len(measured) == 2
+    other = tmp_path / "other.json"
+    first.model_copy(update={"key": {**first.key, "max_num_seqs": 1}}).save(other)
+    with pytest.raises(ProfileError, match="max_num_seqs is 16 here and 1"):
+        get(str(other))
+    other.write_text("{")
+    with pytest.raises(ProfileError):
+        get(str(other))
+
+    assert str(random_model(MODEL)) not in json.dumps(first.key)
+    assert json.loads(json.dumps(first.key)) == first.key
+
+
+@pytest.mark.slow
+def test_command_prints_and_saves(command_output: tuple[Path, str]) -> None:
+    path, printed = command_output
+    saved = Profile.load(path)
+    assert not path.with_name(path.name + ".part").exists()
+    assert "1x2" in printed and "2x1" in printed and path.name in printed
+    assert {s.tp for s in saved.steps} == {1, 2}

@@ -1,0 +1,456 @@
+"""The simulator against hand-computed runs, brute force, and itself step by step."""
+
+import itertools
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.live import StepShape
+from pat_vllm.predictor.oracle import Plan, PlanPolicy, oracle
+from pat_vllm.predictor.paper import LimitedPolicy, PaperPolicy
+from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.predictor.simulator import Limits, SimulatedEngine, simulate, simulate_batches
+from pat_vllm.predictor.traces import LengthTrace
+from pat_vllm.predictor.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
+FREE = Limits()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A step takes 1 s in tp=1 and less with more ranks, whatever it computes."""
+
+    switch: float = 2.0
+
+    def step_seconds(self, tp, shape, now):
+        return {1: 1.0, 2: 0.75, 4: 0.5}[tp]
+
+    def switch_seconds(self, source, target, live, tokens):
+        return self.switch if source != target else 0.0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A step reads weights and KV and pays for every request; communication grows with tp."""
+
+    request: float = 0.3
+    switch: float = 1.0
+
+    def step_seconds(self, tp, shape, now):
+        read = (1.0 + 1e-4 * shape.context) / tp
+        work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
+        return read + work + 0.05 * tp + 0.02 * shape.busy
+
+    def switch_seconds(self, source, target, live, tokens):
+        return (self.switch + 1e-3 * tokens) if source != target else 0.0
+
+
+def batch(*lengths, prompt=4, arrivals=None, groups=None, bound=100_000):
+    count = len(lengths)
+    return LengthTrace(
+        name="test",
+        lengths=tuple(lengths),
+        arrivals=tuple(arrivals or (0.0,) * count),
+        groups=tuple(groups or range(count)),
+        prompts=(prompt,) * count,
+        bound=bound,
+    )
+
+
+@dataclass
+class Recorder(Policy):
+    """Follows a plan, and notes what it is told."""
+
+    plan: Plan
+    told: list = field(default_factory=list)
+    learns = True
+
+    def __post_init__(self):
+        self.home = self.plan.start
+        self.inner = PlanPolicy(self.plan)
+
+    def choose(self, state):
+        assert len(state.requests()) == state.live
+        return self.inner.choose(state)
+
+    def arrived(self, now, group):
+        self.told.append(("arrived", now, group))
+
+    def finished(self, now, group, generated, complete):
+        self.inner.finished(now, group, generated, complete)
+        self.told.append(("finished", now, group, generated, complete))
+
+    def switched(self, report):
+        self.told.append(("switched", report.at, str(report.target), report.live))
+
+    def idle(self, now):
+        self.inner.idle(now)
+        self.told.append(("idle", now))
+
+
+# -------------------------------------------------------------------- hand-computed
+
+
+def test_replicas_run_freely():
+    run = simulate(batch(3, 5), StayPolicy(ONE), Constant(), FREE)
+    assert run.finished == (3.0, 5.0)
+    assert run.seconds == run.generation_seconds == 5.0
+    assert run.tokens == 8
+    assert run.busy_seconds == 8.0
+    assert (run.steps[ONE].steps, run.steps[ONE].seconds) == (8, 8.0)
+    assert [(s.at, s.live) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
+
+
+def test_one_switch():
+    """Both step for 3 s; then 2 s of switch, and the other's 7 tokens at 0.75 s; then home."""
+    policy = Recorder(Plan(ONE, ((1, TWO),)))
+    run = simulate(batch(3, 10), policy, Constant(), FREE)
+    assert run.finished == (3.0, 3 + 2 + 7 * 0.75)
+    assert run.seconds == 10.25 + 2
+    assert [s.reason for s in run.switches] == ["policy", "idle"]
+    assert run.switches[0].seconds == 2.0 and run.switches[0].quiesce == 0.0
+    assert run.switches[0].live == run.switches[0].migrated == 1
+    assert run.switches[0].tokens == 4 + 3
+    assert policy.told == [
+        ("arrived", 0.0, 0),
+        ("arrived", 0.0, 1),
+        ("finished", 3.0, 0, 3, True),
+        ("switched", 3.0, "2x1", 1),
+        ("finished", 10.25, 1, 10, True),
+        ("idle", 10.25),
+        ("switched", 10.25, "1x2", 0),
+    ]
+
+
+def test_a_switch_waits_for_steps_in_flight():
+    """The second replica starts half a second late: at 3.0 it is half through a step."""
+    trace = batch(3, 10, arrivals=[0.0, 0.5])
+    run = simulate(trace, PlanPolicy(Plan(ONE, ((1, TWO),))), Constant(), FREE)
+    first = run.switches[0]
+    assert (first.at, first.quiesce, first.seconds) == (3.0, 0.5, 2.5)
+    # Three steps until 3.5, the switch until 5.5, seven more.
+    assert run.finished == (3.0, 5.5 + 7 * 0.75)
+
+
+def test_requests_beyond_max_num_seqs_wait():
+    run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), Limits(max_num_seqs=2))
+    # The third starts when the first has ended, at 1.5.
+    assert run.finished == (1.5, 2.25, 4.5)
+
+
+def test_arrivals_and_idle_time():
+    policy = Recorder(Plan(TWO))
+    run = simulate(batch(2, 2, 2, arrivals=[1.0, 1.1, 10.0]), policy, Constant(), FREE)
+    # The second is admitted at 1.75, when the first step of the first is over.
+    assert run.finished == (2.5, 3.25, 11.5)
+    assert [told[0] for told in policy.told].count("idle") == 2
+    assert run.seconds == 11.5
+
+
+def test_prompts_are_computed_in_chunks():
+    limits = Limits(max_batch_tokens=10)
+    run = simulate(batch(2, prompt=25), StayPolicy(TWO), Constant(), limits)
+    # 10 + 10 + 5 tokens of prompt, the last with the first token; then the second token.
+    assert run.finished == (4 * 0.75,)
+    assert run.prefilled == 25
+
+
+def test_samples_of_a_prompt_share_its_prefill():
+    run = simulate(batch(2, 2, prompt=25, groups=[7, 7]), StayPolicy(TWO), Constant(), FREE)
+    assert run.prefilled == 26
+    run = simulate(batch(2, 2, prompt=25), StayPolicy(TWO), Constant(), FREE)
+    assert run.prefilled == 50
+
+
+def test_requests_without_room_for_their_kv_are_preempted():
+    limits = Limits(kv_tokens={2: 30})
+    run = simulate(batch(20, 20, prompt=4), StayPolicy(TWO), Constant(), limits)
+    assert run.preempted > 0 and run.tokens == 40
+    assert run.seconds > 20 * 0.75
+    with pytest.raises(ValueError, match="cannot hold the KV of a request of"):
+        simulate(batch(40, prompt=4), StayPolicy(TWO), Constant(), limits)
+    with pytest.raises(ValueError, match="cannot hold the KV of a request of"):
+        simulate(batch(4, prompt=40), StayPolicy(TWO), Constant(), limits)
+
+
+def test_a_batch_after_another():
+    policy = Recorder(Plan(ONE, ((1, TWO),)))
+    runs = simulate_batches([batch(3, 10), batch(3, 10)], policy, Constant(), FREE, gap=100.0)
+    assert [run.seconds for run in runs] == [12.25, 12.25]
+    assert runs[1].began == 112.25
+    groups = [told[2] for told in policy.told if told[0] == "arrived"]
+    assert groups == [0, 1, 2, 3]
+
+
+def test_a_cut_response_is_not_complete():
+    policy = Recorder(Plan(TWO))
+    simulate(batch(3, 5, bound=5), policy, Constant(), FREE)
+    finished = [told for told in policy.told if told[0] == "finished"]
+    assert [told[4] for told in finished] == [True, False]
+
+
+# -------------------------------------------------------------------- truths
+
+
+def test_truths():
+    shape = StepShape(1, 10, 10)
+    base = Constant()
+    assert ScaledTruth(base, {2: 2.0}, 3.0).step_seconds(2, shape, 0) == 1.5
+    assert ScaledTruth(base, {2: 2.0}, 3.0).switch_seconds(ONE, TWO, 1, 1) == 6.0
+    assert DriftingTruth(base, 0.5, 100).step_seconds(1, shape, 50) == 1.25
+    assert DriftingTruth(base, 0.5, 100).step_seconds(1, shape, 500) == 1.5
+    fixed = FixedSwitches(base, 9.0)
+    assert fixed.switch_seconds(ONE, TWO, 1, 1) == 9.0
+    assert fixed.switch_seconds(ONE, TWO, 0, 0) == 2.0
+    noisy = NoisyTruth(base, 0.1, seed=1)
+    times = [noisy.step_seconds(1, StepShape(1, n, n), 0) for n in range(500)]
+    assert times == [noisy.step_seconds(1, StepShape(1, n, n), 0) for n in range(500)]
+    mean = sum(times) / len(times)
+    deviation = (sum((t - mean) ** 2 for t in times) / len(times)) ** 0.5
+    assert mean == pytest.approx(1, abs=0.02) and deviation == pytest.approx(0.1, abs=0.02)
+
+
+# -------------------------------------------------------------------- properties
+
+small_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@st.composite
+def plans(draw, total, layouts=LAYOUTS):
+    at = sorted(draw(st.sets(st.integers(1, max(1, total - 1)), max_size=4)))
+    switches = tuple((ended, draw(st.sampled_from(layouts))) for ended in at)
+    return Plan(draw(st.sampled_from(layouts)), switches)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), small_lengths)
+def test_every_request_finishes_with_its_length(data, lengths):
+    arrivals = data.draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
+    limits = Limits(
+        max_num_seqs=data.draw(st.integers(1, 4)),
+        max_batch_tokens=data.draw(st.integers(4, 64)),
+        kv_tokens={tp: data.draw(st.integers(50, 300)) for tp in (1, 2, 4)},
+    )
+    trace = batch(*lengths, prompt=data.draw(st.integers(1, 9)), arrivals=arrivals)
+    policy = Recorder(data.draw(plans(len(lengths))))
+    run = simulate(trace, policy, Linear(), limits, chunk=data.draw(st.sampled_from([1, 7, 32])))
+    ended = [told for told in policy.told if told[0] == "finished"]
+    assert sorted((told[2], told[3]) for told in ended) == list(enumerate(lengths))
+    assert run.tokens == sum(lengths)
+    assert all(at > came for at, came in zip(run.finished, trace.arrivals, strict=True))
+    assert run.ended == max(run.finished) <= run.back
+    # A switch is reported after the steps that it lets finish, with the time when it began.
+    times = [told[1] for told in policy.told if told[0] != "switched"]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(times))
+    assert run.timeline[-1].live == 0
+    used = run.busy_seconds / min(layout.replicas for layout in LAYOUTS)
+    assert used <= 4 * run.seconds + 1e-6
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 900), min_size=1, max_size=24))
+def test_chunks_are_exact_enough(data, lengths):
+    plan = data.draw(plans(len(lengths)))
+    truth = Linear()
+
+    def seconds(chunk):
+        return simulate(batch(*lengths), PlanPolicy(plan), truth, FREE, chunk=chunk).seconds
+
+    # Where two replicas' steps end together, either may be the first, and a step of the other is
+    # told of one busy replica more or less: 0.02 s of its 0.7 s, in very short runs above 0.5%.
+    assert seconds(32) == pytest.approx(seconds(1), rel=0.005, abs=0.1)
+
+
+def test_the_state_counts_steps_within_a_chunk():
+    engine = SimulatedEngine(batch(30, 200), Constant(), FREE, ONE)
+    while engine.live == 2:
+        engine.advance()
+    requests = engine.state().requests()
+    assert engine.now == 30.0
+    assert requests.generated.tolist() == [30]
+    assert requests.computed.tolist() == [34]
+    clone = engine.clone()
+    clone.advance_to_completion()
+    assert (clone.live, clone.now, engine.live, engine.now) == (0, 200.0, 1, 30.0)
+
+
+# -------------------------------------------------------------------- oracle
+
+oracle_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(oracle_lengths, st.integers(2, 3), st.floats(0.01, 2), st.floats(0.0, 10))
+def test_the_oracle_is_the_best_of_all_plans(lengths, count, request_seconds, switch):
+    truth, trace, layouts = Linear(request_seconds, switch), batch(*lengths), LAYOUTS[:count]
+    _, best = oracle(trace, layouts, truth, FREE)
+    everything = [
+        simulate(trace, PlanPolicy(Plan(path[0], tuple(enumerate(path))[1:])), truth, FREE).seconds
+        for path in itertools.product(layouts, repeat=len(lengths))
+    ]
+    assert best.seconds == pytest.approx(min(everything), rel=1e-9)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.integers(1, 400), min_size=1, max_size=14), st.floats(0.01, 2), st.floats(0.0, 10)
+)
+def test_the_oracle_is_no_worse_than_simple_plans(lengths, request_seconds, switch):
+    truth, trace = Linear(request_seconds, switch), batch(*lengths)
+    plan, best = oracle(trace, LAYOUTS, truth, FREE)
+    assert simulate(trace, PlanPolicy(plan), truth, FREE).seconds == best.seconds
+    simple = [Plan(layout) for layout in LAYOUTS]
+    simple += [
+        Plan(low, ((ended, high),))
+        for low, high in itertools.permutations(LAYOUTS, 2)
+        for ended in range(1, len(lengths))
+    ]
+    for one in simple:
+        seconds = simulate(trace, PlanPolicy(one), truth, FREE).seconds
+        assert best.seconds <= seconds * (1 + 1e-9), str(one)
+
+
+def test_the_oracle_switches_where_it_pays_and_only_so_often():
+    lengths = [10, 20, 40, 60, 80, 100, 200, 400, 800, 900]
+    truth = Linear(0.6, 0.5)
+    plan, best = oracle(batch(*lengths), LAYOUTS, truth, FREE)
+    _, one = oracle(batch(*lengths), LAYOUTS, truth, FREE, most_switches=1)
+    static = min(
+        simulate(batch(*lengths), StayPolicy(layout), truth, FREE).seconds for layout in LAYOUTS
+    )
+    assert len(one.switches_on_the_way) <= 1
+    assert best.seconds <= one.seconds < static
+    assert plan.switches
+
+
+# -------------------------------------------------------------------- policies
+
+
+class Steps:
+    """What a policy believes about steps: the truth."""
+
+    def step(self, tp, shape):
+        return Linear(0.6).step_seconds(tp, shape, 0.0)
+
+
+def paper_policy(cost, lengths):
+    return PaperPolicy(LAYOUTS, Steps(), lengths, requests=len(lengths), prompt=4, cost=cost)
+
+
+def test_the_papers_policy_switches_at_most_once():
+    lengths = [5, 8, 10, 12, 20, 30, 40, 60, 90, 150, 300, 900]
+    truth = FixedSwitches(Linear(0.6), 5.0)
+    policy = paper_policy(5.0, lengths)
+    runs = simulate_batches([batch(*lengths)] * 3, policy, truth, FREE)
+    assert [len(run.switches_on_the_way) for run in runs] == [1, 1, 1]
+    assert all(run.switches[0].target.tp > policy.home.tp for run in runs)
+    static = simulate(batch(*lengths), StayPolicy(policy.home), truth, FREE)
+    assert runs[0].seconds < static.seconds
+    # Nothing is worth a cost beyond all savings.
+    dear = simulate(batch(*lengths), paper_policy(1e6, lengths), truth, FREE)
+    assert not dear.switches
+
+
+def test_the_papers_policy_expects_the_mean_of_what_remains():
+    policy = paper_policy(5.0, [10, 20, 30])
+    assert policy.remaining([0, 10, 15, 29, 30]).tolist() == [20.0, 15.0, 10.0, 1.0, 0.0]
+
+
+def test_a_limited_policy_makes_its_first_switches_only():
+    plan = Plan(ONE, ((1, TWO), (2, ONE), (3, TWO)))
+    trace = batch(10, 20, 30, 40)
+    free = simulate(trace, PlanPolicy(plan), Constant(0.1), FREE)
+    assert len(free.switches_on_the_way) == 3
+    limited = LimitedPolicy(PlanPolicy(plan))
+    for run in simulate_batches([trace] * 2, limited, Constant(0.1), FREE):
+        assert [str(s.target) for s in run.switches_on_the_way] == ["2x1"]
+
+
+# -------------------------------------------------------------------- results
+
+
+def test_results_are_json():
+    run = simulate(batch(3, 10), PlanPolicy(Plan(ONE, ((1, TWO),))), Constant(), FREE, began=50.0)
+    read = json.loads(json.dumps(run.to_json()))
+    assert read["seconds"] == 12.25 and read["tokens"] == 13
+    assert read["switches"][0] == {
+        "at": 3.0,
+        "source": "1x2",
+        "target": "2x1",
+        "reason": "policy",
+        "live": 1,
+        "seconds": 2.0,
+        "quiesce": 0.0,
+    }
+    assert read["timeline"][-1][2] == 0
+
+
+def test_command(tmp_path):
+    arguments = "--gpu h100 --model llama-3.1-8b --ranks 2 --requests 8 --bound 300 --iterations 2"
+    out = tmp_path / "out"
+    result = CliRunner().invoke(
+        app, ["simulate", *arguments.split(), "--output-dir", str(out)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    assert "MODELLED" in result.output and "oracle" in result.output
+    content = json.loads((out / "simulate.json").read_text())
+    assert content["modelled"] is True
+    policies = {row["policy"]: row for row in content["policies"]}
+    assert all(row["regret"] >= -1e-9 for label, row in policies.items() if "paper" not in label)
+    assert policies["oracle"]["regret"] == 0
+    assert (out / "simulate.png").stat().st_size > 10_000
+    assert "MODELLED" in (out / "simulate.md").read_text()
+
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n20\n7\n")
+    result = CliRunner().invoke(
+        app, ["simulate", *arguments.split(), "--lengths", str(lengths)], catch_exceptions=False
+    )
+    assert result.exit_code == 0 and "3 requests" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gpu", "abacus"], "gpu 'abacus' is unknown"),
+        (["--workload", "none"], "workload 'none' is unknown"),
+        (["--model", "nowhere.json"], "cannot be read"),
+        (["--profile", "nowhere"], "cannot be read"),
+    ],
+)
+def test_command_names_what_is_wrong(arguments, message):
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert message in text
+
+
+def test_paper_settings(tmp_path):
+    from rich.console import Console
+
+    from pat_vllm.cli.simulate_run import SETTINGS, simulate_paper
+
+    chosen = [setting for setting in SETTINGS if setting.generation or setting.ranks == 16][:2]
+    results = simulate_paper(
+        Console(quiet=True),
+        seeds=2,
+        seed=0,
+        requests=6,
+        settings=chosen,
+        output_dir=tmp_path,
+    )
+    for _, comparison in results:
+        assert all(len(row.runs) == 2 for row in comparison.rows)
+    text = (tmp_path / "paper.md").read_text()
+    assert "MODELLED" in text and "-34.6%" in text and "1.37x" in text
+    content = json.loads((tmp_path / "paper.json").read_text())
+    assert content["settings"][0]["setting"]["title"] == chosen[0].title
+    assert (tmp_path / "paper.png").exists()
