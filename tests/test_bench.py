@@ -381,6 +381,21 @@ def test_a_probe_is_not_called_a_false_positive():
     judged = judge(trace, a_run([(0.2, 14, ONE, TWO)], [decision], trace=trace), a_simulator())
     assert judged.switches[0].saved < 0
     assert judged.false_positives == 0 and judged.lost == 0.0
+    assert judged.probing == pytest.approx(-judged.switches[0].saved)
+
+
+def test_a_probe_costs_its_stay_and_both_ways():
+    trace = a_trace([100] * 14)
+    moves = [(0.2, 14, ONE, TWO), (0.3, 14, TWO, ONE)]
+    decisions = [
+        a_decision(0.2, live=14, why="probe"),
+        a_decision(0.3, TWO, ONE, live=14),
+    ]
+    judged = judge(trace, a_run(moves, decisions, trace=trace), a_simulator())
+    # 0.1 s in which steps take twice as long, and two switches; nothing has ended meanwhile.
+    assert judged.probing == pytest.approx(0.1 / 2 + 2 * 0.01, abs=0.03)
+    assert judged.switches[1].saved > 0.3  # coming back was right
+    assert (judged.false_positives, judged.missed) == (0, False)
 
 
 def test_a_switch_that_was_not_made_is_missed():

@@ -293,6 +293,7 @@ def _oracle(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> s
                 sum(batch["false_positives"] for batch in judged),
                 sum(batch["missed"] for batch in judged),
                 f"{lost:.2f} ({lost / sum(measured):.1%})",
+                f"{sum(batch['probing'] for batch in judged):.2f}",
                 ", ".join(f"{_signed(1 / f - 1)}" for f in one["simulator"]["factors"].values()),
                 _signed(statistics.mean(batch["simulator_error"] for batch in judged)),
             )
@@ -306,6 +307,7 @@ def _oracle(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> s
         "false positives",
         "missed",
         "lost by both, s",
+        "probes, s",
         f"simulator's error, static {', '.join(layouts)}",
         "the same, PAT",
     )
@@ -345,6 +347,8 @@ DEFINITIONS = f"""\
   {MISSED_SHARE:.0%} of the batch was lost by it.
 - **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
   what was foregone by misses, summed over repeats; in parentheses relative to the time measured.
+- **probes**: what a few steps in a layout that was never tried cost, with the way back, in the
+  simulator's seconds over all repeats; negative where the way there paid.
 - **simulator's error**: simulated over measured time, less 1, before the factors are applied
   (static), and after (PAT, which no factor was fitted to).
 """

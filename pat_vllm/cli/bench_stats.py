@@ -182,24 +182,39 @@ class Move:
 
 
 class Replay(Policy):
-    """Makes given moves: after as many ended responses, or, where requests arrive over time and
-    that number says little, at the time."""
+    """Makes given moves: after as many ended responses as then; but at the time where requests
+    arrive over time, and as long after the move before where that was short, as after a probe."""
 
     def __init__(self, start: Layout, moves: Sequence[Move], by_time: bool) -> None:
         self.home = start
         self._moves = moves
         self._by_time = by_time
         self._ended = 0
+        self._made: list[float] = []
+        """When each move so far was made, on the simulator's clock."""
 
     def choose(self, state: LiveState) -> Layout:
-        target = self.home
-        for move in self._moves:
-            if state.now >= move.at if self._by_time else self._ended >= move.ended:
-                target = move.target
-        return target
+        while len(self._made) < len(self._moves) and self._due(state.now):
+            self._made.append(state.now)
+        return self._moves[len(self._made) - 1].target if self._made else self.home
+
+    def _due(self, now: float) -> bool:
+        number = len(self._made)
+        move = self._moves[number]
+        if self._by_time:
+            return now >= move.at
+        if number:
+            gap = move.at - self._moves[number - 1].at
+            if gap < _SHORT_STAY:
+                return now >= self._made[-1] + gap
+        return self._ended >= move.ended
 
     def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
         self._ended += 1
+
+
+_SHORT_STAY = 1.0
+"""Seconds in which too few responses end to tell how long it was."""
 
 
 def moves_of(run: Run) -> tuple[Move, ...]:
@@ -320,6 +335,7 @@ class Judgement:
         switches: fired decisions, oldest first.
         lost: by switches that were false positives.
         foregone: by switches that were not made, or late, where that is above 3% of the batch.
+        probing: by probes, each with the way back that followed it.
     """
 
     repeat: int
@@ -331,6 +347,7 @@ class Judgement:
     switches: tuple[JudgedSwitch, ...]
     lost: float
     foregone: float
+    probing: float = 0.0
 
     @property
     def false_positives(self) -> int:
@@ -358,10 +375,10 @@ def judge(trace: LengthTrace, run: Run, simulator: Simulator) -> Judgement:
     start = run.spans[0][0]
     moves = moves_of(run)
 
-    def seconds(count: int) -> float:
-        return simulator.seconds(trace, Replay(start, moves[:count], by_time))
+    def seconds(made: Sequence[Move]) -> float:
+        return simulator.seconds(trace, Replay(start, made, by_time))
 
-    replayed = seconds(len(moves))
+    replayed = seconds(moves)
     judged = []
     for index, switch in enumerate(run.switches):
         decision = _decision_of(switch, run.decisions)
@@ -372,14 +389,20 @@ def judge(trace: LengthTrace, run: Run, simulator: Simulator) -> Judgement:
                 source=str(switch.source),
                 target=str(switch.target),
                 predicted=decision.saving if decision else math.nan,
-                saved=seconds(index) - replayed,
+                saved=seconds(moves[:index]) - replayed,
             )
         )
+    probing = 0.0
+    for index, one in enumerate(judged):
+        if one.why == "probe":
+            back = index + 1 < len(judged) and judged[index + 1].target == one.source
+            without = (*moves[:index], *moves[index + 1 + back :])
+            probing += replayed - seconds(without)
     plan, best = oracle(trace, simulator.layouts, simulator.truth, simulator.limits)
     # What the oracle's search did not find is no loss of PAT's.
     ideal = min(best.generation_seconds, replayed)
     lost = max([-one.saved for one in judged if one.false], default=0.0)
-    foregone = replayed - ideal - lost
+    foregone = replayed - ideal - lost - max(0.0, probing)
     wanted = [plan.start, *(layout for _, layout in plan.switches)]
     if foregone <= MISSED_SHARE * replayed or not _late(wanted, plan.switches, start, moves):
         foregone = 0.0
@@ -393,6 +416,7 @@ def judge(trace: LengthTrace, run: Run, simulator: Simulator) -> Judgement:
         switches=tuple(judged),
         lost=lost,
         foregone=foregone,
+        probing=probing,
     )
 
 

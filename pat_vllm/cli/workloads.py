@@ -16,7 +16,7 @@ import numpy as np
 from pat_vllm.predictor import traces
 from pat_vllm.predictor.traces import LengthTrace
 
-BOUND = 384
+BOUND = 320
 """Longest response of any workload, tokens. The predictor is told it for all of them."""
 PROMPT_TOKENS = (8, 32)
 """Shortest and longest prompt: responses are what this measures."""
@@ -75,7 +75,7 @@ def _lognormal(repeat: int, scale: float, seed: int) -> LengthTrace:
 def _two_mode(repeat: int, scale: float, seed: int) -> LengthTrace:
     bound = BOUND * scale
     return traces.two_mode(
-        _count(96, scale), median=24 * scale, sigma=0.6, long_share=0.09, bound=round(bound),
+        _count(64, scale), median=24 * scale, sigma=0.6, long_share=0.09, bound=round(bound),
         seed=seed,
     )  # fmt: skip
 
@@ -89,13 +89,13 @@ def _uniform(requests: int, low: int, high: int) -> Callable[[int, float, int], 
 
 
 def _straggler(repeat: int, scale: float, seed: int) -> LengthTrace:
-    usual = max(1, round(28 * scale))
+    usual = max(1, round(24 * scale))
     return traces.straggler(_count(33, scale), usual, 8 * usual, seed=seed)
 
 
 def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
     count = _count(40, scale)
-    batch = traces.lognormal(count, 64 * scale, 0.7, round(BOUND * scale), seed)
+    batch = traces.lognormal(count, 48 * scale, 0.7, round(BOUND * scale), seed)
     # Bursts that come, in the mean, when the ones before are about half done.
     random = np.random.default_rng((seed, 2))
     arrivals: list[float] = []
@@ -108,8 +108,8 @@ def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
 
 def _shift(repeat: int, scale: float, seed: int) -> LengthTrace:
     # Two alike, then two of the other kind: right after a change, and once it was learnt.
-    median = (20, 60)[repeat // 2 % 2]
-    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(BOUND * scale), seed)
+    median = (16, 48)[repeat // 2 % 2]
+    return traces.lognormal(_count(48, scale), median * scale, 0.8, round(BOUND * scale), seed)
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -123,23 +123,23 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
         Workload(
             "two_mode",
-            "96 requests like reasoning: most around 24 tokens, 9% in the last third before the "
+            "64 requests like reasoning: most around 24 tokens, 9% in the last third before the "
             "bound or at it",
             _two_mode,
         ),
-        Workload("uniform_short", "128 requests of 24 to 48 tokens", _uniform(128, 24, 48)),
-        Workload("uniform_long", "20 requests of 130 to 160 tokens", _uniform(20, 130, 160)),
-        Workload("straggler", "32 requests of about 28 tokens and one of 224", _straggler),
+        Workload("uniform_short", "128 requests of 16 to 32 tokens", _uniform(128, 16, 32)),
+        Workload("uniform_long", "20 requests of 100 to 125 tokens", _uniform(20, 100, 125)),
+        Workload("straggler", "32 requests of about 24 tokens and one of 192", _straggler),
         Workload(
             "staggered",
-            "40 log-normal requests around 64 tokens, in bursts of 4 to 12 that arrive over some "
+            "40 log-normal requests around 48 tokens, in bursts of 4 to 12 that arrive over some "
             "seconds",
             _staggered,
             waits=True,
         ),
         Workload(
             "shift",
-            "64 log-normal requests; their median is 20 or 60 tokens and changes every second "
+            "48 log-normal requests; their median is 16 or 48 tokens and changes every second "
             "batch",
             _shift,
             changes=True,

@@ -343,8 +343,7 @@ class AdaptivePolicy(Policy):
         for layout in self._planner.layouts:
             if layout == state.layout or self._probes.get(layout, 0) >= 2:
                 continue
-            there = state.live / min(state.live, layout.replicas)
-            if self._steps.evidence(layout.tp, there) >= 1:
+            if self._error.get(layout, (0, 0.0))[0] >= 2 * tuning.probe_steps:
                 continue
             hoped = self._planner.plan(
                 state.layout, ahead, optimism={layout: 1 / tuning.probe_factor}

@@ -109,12 +109,16 @@ KERNEL_OVERHEAD = 4e-6
 """Per layer five kernels are too small for the roofline (two norms, rotary embedding and cache
 write, activation, combining of attention splits): 3-5 microseconds each, in a CUDA graph."""
 
-NVLINK_LATENCY = 10e-6
-"""Seconds of a small all-reduce over NVLink and NVSwitch, for 2 to 8 ranks alike (one-shot)."""
+ALL_REDUCE_LATENCY: Mapping[str, tuple[float, float]] = {
+    "nvlink": (6e-6, 2e-6),
+    "pcie": (15e-6, 25e-6),
+}
+"""Seconds of a small all-reduce, and more for each doubling of the ranks: 8 to 12 microseconds for
+2 to 8 ranks over NVSwitch (one-shot kernels), 40 to 90 over PCIe (a ring through host memory)."""
 
-PCIE_LATENCY = 20e-6
-PCIE_LATENCY_PER_DOUBLING = 10e-6
-"""The same over PCIe: 30 microseconds for 2 ranks, 50 for 8."""
+ALL_REDUCE_EFFICIENCY: Mapping[str, float] = {"nvlink": 0.4, "pcie": 0.5}
+"""Share of a link that an all-reduce of about a megabyte reaches: too small to fill NVLink, and
+over PCIe neighbours share bridges."""
 
 ALL_REDUCES_PER_LAYER = 2
 """One after attention, one after the MLP (Megatron-style tensor parallelism)."""
@@ -229,10 +233,9 @@ class _Machine:
         """Ring all-reduce: latency, and 2 (tp - 1) / tp times the bytes over the link."""
         if tp == 1:
             return 0.0
-        latency = NVLINK_LATENCY
-        if self.link == "pcie":
-            latency = PCIE_LATENCY + PCIE_LATENCY_PER_DOUBLING * log2(tp)
-        return latency + size * 2 * (tp - 1) / tp / self.gpu.links[self.link]
+        fixed, per_doubling = ALL_REDUCE_LATENCY[self.link]
+        rate = self.gpu.links[self.link] * ALL_REDUCE_EFFICIENCY[self.link]
+        return fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
 
     def step(self, tp: int, batch: int, context: int, prefill: int) -> float:
         """A step of `batch` decodes over `context` tokens in all and of one prompt of `prefill`

@@ -163,7 +163,14 @@ class ProfilePlan:
     @classmethod
     def quick(cls, limits: EngineLimits, budget: float = QUICK_SECONDS) -> ProfilePlan:
         """Enough to choose layouts by, at an engine's start."""
-        rounds: list[Round] = [_essential, _extremes, _switches(((0, 1), (8, 2))), _middle, _long, _small]
+        rounds: list[Round] = [
+            _essential,
+            _extremes,
+            _switches(((0, 1), (8, 2))),
+            _middle,
+            _long,
+            _small,
+        ]
         rounds += [_lonely, _switches(((1, 2), (32, 2))), _short_prefill, _rest]
         points, essential = _in_rounds(limits, rounds)
         return cls(points, essential, budget, patience=0.3, repeats=5, spread=0.05)
