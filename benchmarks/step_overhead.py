@@ -2,10 +2,12 @@
 
     python -m benchmarks.step_overhead
 
-Bar: under 50 microseconds per engine step, reporting and the policy's check included. No workers:
-an executor that answers at once stands for them. Each row compares `PATScheduler` with the same
-number of stock schedulers stepped one after the other, requests and outputs alike; the sides
-alternate step by step.
+Bars: under 50 microseconds per engine step, reporting and the policy's check included; what the
+predictor policy does, planning included, at most 1% of a decode step. No workers: an executor that
+answers at once stands for them. Each row compares `PATScheduler` with the same number of stock
+schedulers stepped one after the other, requests and outputs alike; the sides alternate step by
+step. In layout 1x8 the predictor policy is in charge, with a modelled profile by which no switch
+pays.
 """
 
 from __future__ import annotations
@@ -95,6 +97,8 @@ def _compare(
     executor: Any = _Executor()
     executor_module._executors[config.instance_id] = executor
     scheduler = PATScheduler(vllm_config=config, **stock)
+    if tp == 1:
+        scheduler._policy = _predictor()
     kv_cache_config = stock.pop("kv_cache_config")
     layouts = layouts_of(config)
     layout = next(one for one in layouts if one.tp == tp)
@@ -143,6 +147,16 @@ def _compare(
     return ours, theirs
 
 
+def _predictor() -> Any:
+    """The default policy, on a profile by which it stays where it is."""
+    from pat_vllm.predictor.adaptive import AdaptivePolicy
+    from pat_vllm.predictor.hardware import modelled_profile
+
+    profile = modelled_profile("llama-3.1-8b", "H100", RANKS)
+    dear = tuple(one.model_copy(update={"seconds": 1e6}) for one in profile.switches)
+    return AdaptivePolicy.of(profile.model_copy(update={"switches": dear}), bound=8000)
+
+
 def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
     """A PAT engine's config that stays in `tp`, and the scheduler's other arguments."""
     import torch
@@ -155,9 +169,7 @@ def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
     )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    policy: dict[str, Any] = {"kind": "static", "tp": tp}
-    if tp == 1:  # one that looks at the live requests at each step, and stays at home
-        policy = {"kind": "schedule", "switch_at": {1: 8, 2: 4, 4: 2}}
+    policy = {"kind": "static", "tp": tp}
     config = EngineArgs(
         model=model("qwen3-8-heads"),
         tensor_parallel_size=RANKS,
@@ -216,13 +228,26 @@ def _answer(step: Any) -> Any:
 
 def _parts() -> dict[str, float]:
     """Seconds of the history's and the policies' part of a step, by themselves."""
+    import numpy as np
+
     from pat_vllm.layout import Layout
+    from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
+    from pat_vllm.predictor.policy import SchedulePolicy
     from pat_vllm.scheduler.history import History
-    from pat_vllm.scheduler.policy import LiveState, SchedulePolicy
 
     history = History()
     layout = Layout(1, RANKS)
-    policy = SchedulePolicy(layout, ((4, Layout(8, 1)), (16, Layout(4, 2)), (32, Layout(2, 4))))
+    table = SchedulePolicy(layout, ((4, Layout(8, 1)), (16, Layout(4, 2)), (32, Layout(2, 4))))
+    predictor = _predictor()
+    shape = StepShape(16, 16_000, 2_000, 0, RANKS)
+    rng = np.random.default_rng(0)
+
+    def requests(count: int) -> LiveRequests:
+        zeros = np.zeros(count, np.int64)
+        generated = rng.integers(1, 3_000, count)
+        return LiveRequests(
+            zeros + 500, generated, zeros + 8_000, zeros > 0, zeros, zeros, zeros + 500 + generated
+        )
 
     def timed(function: Any, count: int = 20_000) -> float:
         for i in range(100):
@@ -232,11 +257,28 @@ def _parts() -> dict[str, float]:
             function(i)
         return (time.perf_counter() - begun) / count
 
-    return {
+    def state(now: float, live: int) -> LiveState:
+        return LiveState(now, layout, live, 1.0, lambda: batches[live])
+
+    batches = {count: requests(count) for count in range(1, 129)}
+    # A step every 10 ms: what the policy looks at more seldom is spread over the steps.
+    step = 0.010
+    parts = {
         "History.live, number changes": timed(lambda i: history.live(layout, i % 64)),
         "History.step": timed(lambda i: history.step(layout, 0.01)),
-        "SchedulePolicy.choose": timed(lambda i: policy.choose(LiveState(layout, 64, 0))),
+        "SchedulePolicy.choose": timed(lambda i: table.choose(state(0.0, 64))),
+        "AdaptivePolicy.stepped, 10 ms a step": timed(
+            lambda i: predictor.stepped(i * step, layout, shape, step)
+        ),
+        "AdaptivePolicy.choose, 10 ms a step, another number of live requests each time": timed(
+            lambda i: predictor.choose(state(1e3 + i * step, 1 + i % 128))
+        ),
     }
+    report = predictor.report()
+    parts["of which a plan, mean over 1 to 128 live requests and 4 layouts"] = (
+        report.planning / report.plans
+    )
+    return parts
 
 
 if __name__ == "__main__":

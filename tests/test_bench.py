@@ -35,6 +35,7 @@ from pat_vllm.cli.bench_stats import (
     prediction_error,
     set_simulator,
 )
+from pat_vllm.cli.engine_process import EngineProcess
 from pat_vllm.cli.results import Summary, to_json
 from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
 from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
@@ -254,13 +255,14 @@ def test_prediction_errors_are_means_over_what_was_predicted():
                 a_decision(2.0, why="probe"),
                 a_decision(3.0, fired=False),
             ),
+            switches=(a_switch(1.0, seconds=0.3), a_switch(2.0, TWO, ONE, seconds=0.1)),
         ),
     ]
     error = prediction_error(runs)
     assert error.steps == {"1x2": pytest.approx(0.25), "2x1": pytest.approx(0.3)}
     assert error.before == pytest.approx(0.25)  # 0.10 for 0.08
     assert error.after == pytest.approx(0.5)  # 0.05 for 0.10
-    assert error.cost == pytest.approx(0.5)  # 0.1 for 0.2
+    assert error.cost == pytest.approx(0.5)  # twice 0.1 for 0.4
     assert error.saving == pytest.approx(1.0)  # the probe was no attempt to save
     nothing = prediction_error(runs[:1])
     assert (nothing.before, nothing.after, nothing.cost, nothing.saving) == (None, None, None, 0)
@@ -604,10 +606,21 @@ def test_bench_runs_real_engines(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     arguments = ["bench", "--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats"]
     arguments += ["1", "--workloads", "straggler,staggered", "--output-dir", str(tmp_path)]
-    before = children()
+    groups: list[int] = []
+
+    class Recorded(EngineProcess):
+        def __init__(self, *options):
+            super().__init__(*options)
+            assert self._process.pid is not None
+            groups.append(self._process.pid)
+
+    monkeypatch.setattr("pat_vllm.cli.bench_run.EngineProcess", Recorded)
     result = CliRunner().invoke(app, [*arguments, "--picture", str(tmp_path / "picture.png")])
     assert result.exit_code == 0, result.output
-    assert children() <= before
+    assert len(groups) == 2 + 2  # a new adaptive engine for each workload
+    for group in groups:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
     (path,) = tmp_path.glob("*-bench.json")
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG_SIGNATURE)
     assert path.with_suffix(".md").read_text() == markdown(json.loads(path.read_text()))
@@ -621,19 +634,3 @@ def test_bench_runs_real_engines(tmp_path, monkeypatch):
             assert run["seconds"] > max(traces[run["repeat"]].arrivals)
         assert one["oracle"][0]["measured"] > 0
     assert str(tmp_path) not in path.read_text()
-
-
-def children() -> set[int]:
-    """Ids of all processes below this one."""
-    found: set[int] = set()
-    todo = [os.getpid()]
-    while todo:
-        pid = todo.pop()
-        try:
-            with open(f"/proc/{pid}/task/{pid}/children") as file:
-                below = [int(child) for child in file.read().split()]
-        except OSError:
-            continue
-        found |= set(below)
-        todo += below
-    return found

@@ -267,7 +267,7 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
         *(f"step error {layout}" for layout in layouts),
         "step before a switch",
         "step after",
-        "stall",
+        "cost of switches",
         "predicted saving, s",
         "saved, s",
         "stalled",
@@ -332,7 +332,8 @@ DEFINITIONS = f"""\
 - **mean response**: seconds from a request's arrival to its last token, averaged over requests.
 - **step error**: mean absolute error of predicted decode steps, each predicted before it was
   learnt from, relative to its real time; **before, after**: of the step times that a switch was
-  decided by, against the median of up to 16 real steps; **stall**: of the switches' summed costs.
+  decided by, against the median of up to 16 real steps; **cost of
+  switches**: of their summed seconds, the wait for steps in flight included.
 - **predicted saving**: seconds that the fired switches were to save, when decided; **saved**: what
   they saved by the simulator with the true lengths: without the switch and those after it, less
   with all of them. Probes, which explore a layout, are not counted.

@@ -102,14 +102,14 @@ def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
     now = 0.0
     while len(arrivals) < count:
         arrivals += [now] * max(1, round(scale * int(random.integers(4, 12, endpoint=True))))
-        now += float(random.exponential(1.5 * scale))
+        now += float(random.exponential(1.2 * scale))
     return replace(batch, arrivals=tuple(arrivals[:count]))
 
 
 def _shift(repeat: int, scale: float, seed: int) -> LengthTrace:
     # Two alike, then two of the other kind: right after a change, and once it was learnt.
     median = (16, 48)[repeat // 2 % 2]
-    return traces.lognormal(_count(48, scale), median * scale, 0.8, round(BOUND * scale), seed)
+    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(BOUND * scale), seed)
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -139,7 +139,7 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
         Workload(
             "shift",
-            "48 log-normal requests; their median is 16 or 48 tokens and changes every second "
+            "64 log-normal requests; their median is 16 or 48 tokens and changes every second "
             "batch",
             _shift,
             changes=True,

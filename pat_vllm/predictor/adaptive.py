@@ -49,7 +49,7 @@ class Tuning:
         observing_share: of the time that may go into learning from steps.
     """
 
-    samples: int = 2048
+    samples: int = 1024
     margin: float = 0.5
     least_saving: float = 0.02
     regret_margin: float = 2.0

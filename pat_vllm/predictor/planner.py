@@ -222,45 +222,60 @@ class Planner:
         steps = course.steps
         if horizon < math.inf:
             steps = _cut(steps, per_token[layout], horizon)
-        times = np.stack([per_token[one] * steps for one in self.layouts], axis=1)
+        seconds = [(per_token[one] * steps).tolist() for one in self.layouts]
         switch = self._switch_seconds(course, per_token)
 
+        # Plain lists: there are few layouts, and numpy's calls would take longer than the sums.
+        everywhere = range(len(self.layouts))
         last = len(course.live) - 1
-        here = self.layouts.index(layout)
-        end = np.zeros(len(self.layouts))
+        value = [0.0 for _ in everywhere]  # by layout: seconds from here to the end
         if afterwards is not None:
-            end = switch[last, :, self.layouts.index(afterwards)]
-        value = end  # by layout: seconds from here to the end
+            then = self.layouts.index(afterwards)
+            value = [switch[one][then][last] for one in everywhere]
+        end = value
         for group in range(last):
-            value = times[group] + value
-            value = (switch[group] + value).min(axis=1)
-        value = times[last] + value
+            value = [seconds[one][group] + value[one] for one in everywhere]
+            value = [
+                min([switch[source][target][group] + value[target] for target in everywhere])
+                for source in everywhere
+            ]
+        value = [seconds[one][last] + value[one] for one in everywhere]
+
+        here = self.layouts.index(layout)
         cost = {
-            one: float(switch[last, here, there])
+            one: switch[here][there][last]
             for there, one in enumerate(self.layouts)
             if there != here
         }
         return Plan(
             layout=layout,
-            never=float(times[:, here].sum() + end[here]),
-            stay=float(value[here]),
-            go={one: cost[one] + float(value[self.layouts.index(one)]) for one in cost},
+            never=sum(seconds[here]) + end[here],
+            stay=value[here],
+            go={one: cost[one] + value[self.layouts.index(one)] for one in cost},
             cost=cost,
             step={one: float(per_token[one][last]) for one in self.layouts},
         )
 
-    def _switch_seconds(self, course: Course, per_token: Mapping[Layout, Floats]) -> Floats:
-        """Seconds that switches take when a group begins, [groups, source, target]."""
-        count = len(self.layouts)
-        seconds = np.zeros((len(course.live), count, count))
-        for i, source in enumerate(self.layouts):
+    def _switch_seconds(
+        self, course: Course, per_token: Mapping[Layout, Floats]
+    ) -> list[list[list[float]]]:
+        """Seconds that switches take when a group begins, [source][target][group]."""
+        none = [0.0] * len(course.live)
+        seconds = []
+        for source in self.layouts:
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
             waits = 0.5 * (1 - 1 / source.replicas) * per_token[source]
-            for j, target in enumerate(self.layouts):
-                if i != j:
-                    stall = self._costs.seconds(source, target, course.most, course.context)
-                    seconds[:, i, j] = waits + stall
+            seconds.append(
+                [
+                    none
+                    if target == source
+                    else (
+                        waits + self._costs.seconds(source, target, course.most, course.context)
+                    ).tolist()
+                    for target in self.layouts
+                ]
+            )
         return seconds
 
 

@@ -31,7 +31,7 @@ from pat_vllm.scheduler.replica import Replica, ReplicaFactory, says_nothing
 from pat_vllm.scheduler.routing import Router
 from pat_vllm.scheduler.stats import merge_outputs, merge_stats, whole_engine
 from pat_vllm.scheduler.switch import SwitchRefused, switch
-from pat_vllm.support import layouts_of, pat_config
+from pat_vllm.support import home_layout, layouts_of, pat_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,7 +114,7 @@ class PATScheduler(SchedulerInterface):
             ),
             bound=max_model_len,
         )
-        self._layout = self._executor.layout
+        self._layout = home_layout(vllm_config)
         self._replicas = self._factory.make(self._layout)
         self._live = LiveTable(max_model_len, getattr(config.policy, "length_bound", None))
         self._router = Router()
