@@ -58,7 +58,7 @@ class Tuning:
     clear_saving: float = 4.0
     probe_factor: float = 2.0
     probe_saving: float = 0.10
-    probe_budget: float = 0.02
+    probe_budget: float = 0.01
     probe_steps: int = 4
     planning_share: float = 0.004
     observing_share: float = 0.002
