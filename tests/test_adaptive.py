@@ -6,13 +6,14 @@ from statistics import fmean
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import traces
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.oracle import oracle
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.profile import Profile, StepSample, SwitchSample
-from pat_vllm.predictor.simulator import Limits, simulate_batches
-from pat_vllm.predictor.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.oracle import oracle
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
 
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 BOUND = 384

@@ -40,12 +40,8 @@ from pat_vllm.cli.results import Summary, to_json
 from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
 from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.oracle import oracle
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.profile import Profile, StepSample
-from pat_vllm.predictor.simulator import Limits, simulate
-from pat_vllm.predictor.traces import LengthTrace
-from pat_vllm.predictor.truth import ScaledTruth
 from pat_vllm.reporting import (
     DecisionReport,
     LayoutSteps,
@@ -54,6 +50,11 @@ from pat_vllm.reporting import (
     Report,
     SwitchReport,
 )
+from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.oracle import oracle
+from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ScaledTruth
 
 from .models import random_model
 

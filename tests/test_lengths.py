@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.cli.calibration_plot import calibration, calibration_figure, live_at, replay, tell
-from pat_vllm.predictor import frailty, traces
+from pat_vllm.predictor import frailty
 from pat_vllm.predictor.hazard import Pool, cumulative_hazard, edges
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.live import LiveRequests
-from pat_vllm.predictor.traces import LengthTrace
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.traces import LengthTrace
 
 LOOKS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.33, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Shares of a batch that have finished when the shift is looked at."""

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 from pat_vllm.cli import app
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.live import StepShape
-from pat_vllm.predictor.oracle import Plan, PlanPolicy, oracle
-from pat_vllm.predictor.paper import LimitedPolicy, PaperPolicy
 from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.simulator import Limits, SimulatedEngine, simulate, simulate_batches
-from pat_vllm.predictor.traces import LengthTrace
-from pat_vllm.predictor.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
+from pat_vllm.simulator.engine import Limits, SimulatedEngine
+from pat_vllm.simulator.oracle import Plan, PlanPolicy, oracle
+from pat_vllm.simulator.paper import LimitedPolicy, PaperPolicy
+from pat_vllm.simulator.replay import simulate, simulate_batches
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pat_vllm.predictor import traces
-from pat_vllm.predictor.traces import LengthTrace, load_trace
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.traces import LengthTrace, load_trace
 
 GENERATORS: dict[str, Callable[[int], LengthTrace]] = {
     "lognormal": lambda seed: traces.lognormal(100, 1000, 1.0, 8192, seed),

@@ -258,7 +258,10 @@ def run_simulation(
         ),
     ] = "deepscaler",
     iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in a batch.")] = 128,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests in a batch; 128, or what a setting of --paper has."),
+    ] = None,
     bound: Annotated[int, typer.Option(min=1, help="Longest response, tokens.")] = 16384,
     switch_cost: Annotated[
         float, typer.Option(min=0.001, help="Seconds of a switch that counts as expensive.")
@@ -294,7 +297,7 @@ def run_simulation(
             lengths=lengths,
             workload=workload,
             iterations=iterations,
-            requests=requests,
+            requests=requests or 128,
             bound=bound,
             switch_cost=switch_cost,
             seed=seed,

@@ -40,10 +40,10 @@ from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.profile import Profile
 from pat_vllm.predictor.profile_cache import CACHE_DIR
-from pat_vllm.predictor.simulator import Limits
-from pat_vllm.predictor.traces import LengthTrace
-from pat_vllm.predictor.truth import ProfileTruth
 from pat_vllm.reporting import PredictorReport, Report
+from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ProfileTruth
 
 PAT = "PAT"
 """Name of the adaptive side."""

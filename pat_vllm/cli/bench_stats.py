@@ -16,12 +16,13 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.live import LiveState
-from pat_vllm.predictor.oracle import oracle
 from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.simulator import Limits, simulate
-from pat_vllm.predictor.traces import LengthTrace
-from pat_vllm.predictor.truth import ScaledTruth, Truth
 from pat_vllm.reporting import DecisionReport, SwitchReport
+from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.oracle import oracle
+from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ScaledTruth, Truth
 
 MISSED_SHARE = 0.03
 """Of a batch's time; a switch that would have saved less is not called missed."""

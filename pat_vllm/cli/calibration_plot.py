@@ -11,7 +11,7 @@ import numpy as np
 
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.live import Floats, Ints, LiveRequests
-from pat_vllm.predictor.traces import LengthTrace
+from pat_vllm.simulator.traces import LengthTrace
 
 _ALIVE = (0.75, 0.5, 0.25, 0.1)
 """Shares of a batch that are alive when its future is predicted."""

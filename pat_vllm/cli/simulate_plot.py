@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.paper import PaperSetting
-from pat_vllm.predictor.simulator import SimulatedRun
+from pat_vllm.simulator.paper import PaperSetting
+from pat_vllm.simulator.run import SimulatedRun
 
 if TYPE_CHECKING:
     from pat_vllm.cli.simulate_run import Comparison

@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import traces
 from pat_vllm.predictor.adaptive import AdaptivePolicy, Tuning
-from pat_vllm.predictor.hardware import gpu_names, modelled_profile
-from pat_vllm.predictor.oracle import oracle
-from pat_vllm.predictor.paper import (
-    BATCH,
+from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.predictor.profile import Profile, SwitchSample
+from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.hardware import gpu_names, modelled_profile
+from pat_vllm.simulator.oracle import oracle
+from pat_vllm.simulator.paper import (
     GENERATION_SHARE,
     NODE_SIZE,
     SETTINGS,
@@ -28,12 +31,10 @@ from pat_vllm.predictor.paper import (
     PaperPolicy,
     PaperSetting,
 )
-from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.profile import Profile, SwitchSample
-from pat_vllm.predictor.simulator import Limits, SimulatedRun, simulate_batches
-from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.predictor.traces import LengthTrace
-from pat_vllm.predictor.truth import FixedSwitches, ProfileTruth, Truth
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import FixedSwitches, ProfileTruth, Truth
 
 Generator = Callable[[int, int, int], LengthTrace]
 WORKLOADS: dict[str, Generator] = {
@@ -406,7 +407,7 @@ def simulate_paper(
     *,
     seeds: int,
     seed: int,
-    requests: int = BATCH,
+    requests: int | None = None,
     settings: Sequence[PaperSetting] = SETTINGS,
     output_dir: Path | None,
 ) -> list[tuple[PaperSetting, Comparison]]:
@@ -414,7 +415,7 @@ def simulate_paper(
 
     Args:
         seeds: batches with different lengths per setting, after one from which policies learn.
-        requests: of a batch.
+        requests: of a batch; None: as many as each setting says.
     """
     results = []
     with console.status("simulating") as status:
@@ -424,14 +425,15 @@ def simulate_paper(
                 status.update(f"simulating {setting.title}: {text}")
 
             profile = modelled(setting.model, setting.gpu, setting.ranks)
-            batches = [traces.deepscaler(requests, setting.bound, seed + i) for i in range(seeds)]
+            count = requests or setting.requests
+            batches = [traces.deepscaler(count, setting.bound, seed + i) for i in range(seeds)]
             comparison = compare(
                 profile,
                 batches,
                 title=setting.title,
                 lengths=traces.deepscaler(_SAMPLE, setting.bound, seed + 1_000_003).lengths,
                 paper_home=_paper_static(profile),
-                warm_up=[traces.deepscaler(requests, setting.bound, seed + seeds)],
+                warm_up=[traces.deepscaler(count, setting.bound, seed + seeds)],
                 progress=progress,
             )
             results.append((setting, comparison))

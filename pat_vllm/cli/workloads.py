@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pat_vllm.predictor import traces
-from pat_vllm.predictor.traces import LengthTrace
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.traces import LengthTrace
 
 BOUND = 320
 """Longest response of any workload, tokens. The predictor is told it for all of them."""

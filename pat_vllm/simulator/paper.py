@@ -26,6 +26,11 @@ GENERATION_SHARE = 0.272 / 0.346
 generation takes 34.6% less, which holds if nothing else changes and generation is 0.786 of it."""
 
 
+BATCH = 128
+"""The paper's batch. Whether it counts responses, or prompts with several samples each, it does not
+say; responses are assumed."""
+
+
 @dataclass(frozen=True)
 class PaperSetting:
     """One experiment of the paper, and what it published of it.
@@ -36,6 +41,7 @@ class PaperSetting:
         gpu: name in `hardware.gpu_names()`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
         bound: maximum response, tokens.
+        requests: of a batch.
         speedup: end to end, as published; None where it was not.
         generation: change of the generation time, as published.
     """
@@ -47,10 +53,10 @@ class PaperSetting:
     bound: int
     speedup: float | None = None
     generation: float | None = None
+    requests: int = BATCH
 
 
 NODE_SIZE = 8
-BATCH = 128
 
 SETTINGS = (
     PaperSetting("Llama-3.1-8B, 8 x H100, 6K", "llama-3.1-8b", "H100", 8, 6 * 1024),
@@ -62,6 +68,10 @@ SETTINGS = (
     PaperSetting("Qwen3-14B, 8 x H100, 24K", "qwen3-14b", "H100", 8, 24 * 1024),
     PaperSetting("Llama-3.1-8B, 8 x A40, 16K", "llama-3.1-8b", "A40", 8, 16 * 1024, 1.27),
     PaperSetting("Qwen3-14B, 16 x A40, 16K", "qwen3-14b", "A40", 16, 16 * 1024, 1.18),
+    # Not the paper's: eight samples of each of 128 prompts, as in GRPO.
+    PaperSetting(
+        "Llama-3.1-8B, 8 x H100, 8K, batch 1024", "llama-3.1-8b", "H100", 8, 8192, requests=1024
+    ),
 )
 
 

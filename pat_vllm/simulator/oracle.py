@@ -17,11 +17,13 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.live import LiveState, StepShape
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.simulator import CHUNK, Limits, SimulatedEngine, SimulatedRun, simulate
-from pat_vllm.predictor.truth import Truth
+from pat_vllm.simulator.engine import CHUNK, Limits, SimulatedEngine
+from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.truth import Truth
 
 if TYPE_CHECKING:
-    from pat_vllm.predictor.traces import LengthTrace
+    from pat_vllm.simulator.traces import LengthTrace
 
 _EXHAUSTIVE = 1_000
 """Up to this many plans that switch when a response ends, all are tried."""

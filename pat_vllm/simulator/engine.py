@@ -1,4 +1,4 @@
-"""Replays a trace of response lengths on a model of an engine, under any policy. Pure.
+"""A model of an engine that serves a trace of response lengths. Pure.
 
 A policy is driven as `PATScheduler` drives it, by a clock that is made up. Replicas run freely:
 each has its own requests, its own queue and its own steps. Steps are advanced in chunks, which end
@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +21,13 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.profile import Profile
-from pat_vllm.predictor.truth import Truth
 from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
 from pat_vllm.scheduler.routing import Placed, Router, spread
+from pat_vllm.simulator.run import SimulatedRun, SimulatedSteps
+from pat_vllm.simulator.truth import Truth
 
 if TYPE_CHECKING:
-    from pat_vllm.predictor.traces import LengthTrace
+    from pat_vllm.simulator.traces import LengthTrace
 
 CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
@@ -60,168 +61,6 @@ class Limits:
             profile.kv_tokens,
             profile.kv_bytes_per_token,
         )
-
-
-@dataclass(frozen=True)
-class SimulatedSteps:
-    """Steps of all replicas in one layout: how many, and their seconds added up."""
-
-    steps: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """One replayed trace. Times in seconds on the simulator's clock.
-
-    Attributes:
-        began: when the trace began.
-        ended: when the last response ended.
-        back: when the engine was home again, ready for its next batch.
-        tokens: generated.
-        finished: when each response ended, in the trace's order.
-        switches: oldest first; the way home has the reason "idle".
-        timeline: live requests and layout, a sample per change.
-        steps: by layout.
-        prefilled: prompt tokens computed, those computed again included.
-        preempted: how often a request lost its KV for want of memory.
-        decisions: of the policy, this run's only.
-    """
-
-    began: float
-    ended: float
-    back: float
-    tokens: int
-    finished: tuple[float, ...]
-    switches: tuple[SwitchReport, ...]
-    timeline: tuple[LiveSample, ...]
-    steps: Mapping[Layout, SimulatedSteps]
-    prefilled: int
-    preempted: int
-    decisions: tuple[DecisionReport, ...]
-
-    @property
-    def seconds(self) -> float:
-        """From the first arrival until the engine is ready for its next batch."""
-        return self.back - self.began
-
-    @property
-    def generation_seconds(self) -> float:
-        """From the first arrival to the last response."""
-        return self.ended - self.began
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of the whole run."""
-        return self.tokens / self.seconds
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds of steps, added up over replicas."""
-        return sum(steps.seconds for steps in self.steps.values())
-
-    @property
-    def switch_seconds(self) -> float:
-        """Seconds of switches, the way home included and drained steps not."""
-        return sum(switch.seconds - switch.quiesce for switch in self.switches)
-
-    @property
-    def switches_on_the_way(self) -> tuple[SwitchReport, ...]:
-        """The switches that carried requests."""
-        return tuple(switch for switch in self.switches if switch.reason != "idle")
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; times count from the run's beginning."""
-        return {
-            "seconds": self.seconds,
-            "generation_seconds": self.generation_seconds,
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "busy_seconds": self.busy_seconds,
-            "switch_seconds": self.switch_seconds,
-            "prefilled": self.prefilled,
-            "preempted": self.preempted,
-            "steps": {str(layout): asdict(steps) for layout, steps in self.steps.items()},
-            "switches": [
-                {
-                    "at": switch.at - self.began,
-                    "source": str(switch.source),
-                    "target": str(switch.target),
-                    "reason": switch.reason,
-                    "live": switch.live,
-                    "seconds": switch.seconds,
-                    "quiesce": switch.quiesce,
-                }
-                for switch in self.switches
-            ],
-            "timeline": [
-                [sample.at - self.began, str(sample.layout), sample.live]
-                for sample in self.timeline
-            ],
-        }
-
-
-def simulate(
-    trace: LengthTrace,
-    policy: Policy,
-    truth: Truth,
-    limits: Limits,
-    *,
-    start: Layout | None = None,
-    began: float = 0.0,
-    chunk: int = CHUNK,
-) -> SimulatedRun:
-    """Replay one trace.
-
-    Args:
-        policy: its layouts are the engine's; it may have seen earlier runs.
-        truth: what steps and switches take.
-        start: layout to begin in; None: the policy's home.
-        began: time of the trace's beginning; must not lie before the end of an earlier run.
-        chunk: most steps at once; 1 simulates step by step.
-
-    Raises:
-        ValueError: a request does not fit into a replica's memory.
-    """
-    earlier = len(policy.decisions)
-    engine = SimulatedEngine(trace, truth, limits, start or policy.home, began, chunk, policy)
-    while engine.live or engine.arriving:
-        waiting_for_work = not engine.live
-        if engine.live:
-            target = policy.choose(engine.state())
-            if target != engine.layout:
-                engine.switch(target, "policy")
-        if engine.live or waiting_for_work:
-            engine.advance()
-        if not engine.live:
-            policy.idle(engine.now)
-            if policy.home != engine.layout:
-                engine.switch(policy.home, "idle")
-    return engine.result(policy.decisions[earlier:])
-
-
-def simulate_batches(
-    traces: Iterable[LengthTrace],
-    policy: Policy,
-    truth: Truth,
-    limits: Limits,
-    *,
-    gap: float = 60.0,
-    chunk: int = CHUNK,
-) -> list[SimulatedRun]:
-    """Replay traces one after another with the same policy, `gap` seconds (training) apart.
-
-    Their prompts are taken for different ones, whatever their groups are called.
-    """
-    runs: list[SimulatedRun] = []
-    first = 0
-    for trace in traces:
-        groups = tuple(first + group for group in trace.groups)
-        first = max(groups) + 1
-        began = runs[-1].back + gap if runs else 0.0
-        apart = replace(trace, groups=groups)
-        runs.append(simulate(apart, policy, truth, limits, began=began, chunk=chunk))
-    return runs
 
 
 @dataclass(slots=True)

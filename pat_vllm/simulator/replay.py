@@ -1,0 +1,76 @@
+"""Replays traces of response lengths under a policy, asked as the engine asks it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import Policy
+from pat_vllm.simulator.engine import CHUNK, Limits, SimulatedEngine
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import Truth
+
+
+def simulate(
+    trace: LengthTrace,
+    policy: Policy,
+    truth: Truth,
+    limits: Limits,
+    *,
+    start: Layout | None = None,
+    began: float = 0.0,
+    chunk: int = CHUNK,
+) -> SimulatedRun:
+    """Replay one trace.
+
+    Args:
+        policy: its layouts are the engine's; it may have seen earlier runs.
+        truth: what steps and switches take.
+        start: layout to begin in; None: the policy's home.
+        began: time of the trace's beginning; must not lie before the end of an earlier run.
+        chunk: most steps at once; 1 simulates step by step.
+
+    Raises:
+        ValueError: a request does not fit into a replica's memory.
+    """
+    earlier = len(policy.decisions)
+    engine = SimulatedEngine(trace, truth, limits, start or policy.home, began, chunk, policy)
+    while engine.live or engine.arriving:
+        waiting_for_work = not engine.live
+        if engine.live:
+            target = policy.choose(engine.state())
+            if target != engine.layout:
+                engine.switch(target, "policy")
+        if engine.live or waiting_for_work:
+            engine.advance()
+        if not engine.live:
+            policy.idle(engine.now)
+            if policy.home != engine.layout:
+                engine.switch(policy.home, "idle")
+    return engine.result(policy.decisions[earlier:])
+
+
+def simulate_batches(
+    traces: Iterable[LengthTrace],
+    policy: Policy,
+    truth: Truth,
+    limits: Limits,
+    *,
+    gap: float = 60.0,
+    chunk: int = CHUNK,
+) -> list[SimulatedRun]:
+    """Replay traces one after another with the same policy, `gap` seconds (training) apart.
+
+    Their prompts are taken for different ones, whatever their groups are called.
+    """
+    runs: list[SimulatedRun] = []
+    first = 0
+    for trace in traces:
+        groups = tuple(first + group for group in trace.groups)
+        first = max(groups) + 1
+        began = runs[-1].back + gap if runs else 0.0
+        apart = replace(trace, groups=groups)
+        runs.append(simulate(apart, policy, truth, limits, began=began, chunk=chunk))
+    return runs
