@@ -49,8 +49,8 @@ def main() -> None:
     for part in ("first batch", "later batches"):
         header += [f"{part}: error", "live in band", "length in band"]
     text = (
-        f"{args.runs} runs of {args.batches} batches of 128 responses, looked at when 75%, 50%, 25% "
-        "and 10% of a batch are live. Error: mean absolute difference of the predicted and the "
+        f"{args.runs} runs of {args.batches} batches of 128 responses, looked at when 75%, 50%, "
+        "25% and 10% of a batch are live. Error: mean absolute difference of the predicted and the "
         "actual number of live responses, as a share of the batch. In band: how often the actual "
         "number of live responses, and the actual rest of a response, are within their predicted "
         "80% bands. Mean over runs (low-high).\n\n"

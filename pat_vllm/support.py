@@ -5,10 +5,12 @@ Runs in the front end before any worker starts, so that a mistake is a clear err
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from pat_vllm.config import PATConfig, StaticPolicyConfig
+from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.profile import Profile
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
@@ -45,6 +47,10 @@ def prepare(vllm_config: Any) -> None:
             )
         )
     _check_heads(vllm_config, layouts_of(vllm_config))
+    policy = pat_config(vllm_config).policy
+    if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
+        # Whether it is of this engine shows later; that it is whole can be seen at once.
+        Profile.load(Path(policy.profile))
 
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls not in WORKER_CLS.values():

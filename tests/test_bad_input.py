@@ -274,6 +274,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         dict(additional_config={"pat": {"policy": {"kind": "static", "tp": 3}}}),
         ["pat.policy", "tp=3", "[1, 2]"],
     ),
+    "a profile that is not there": (
+        "llama",
+        dict(
+            additional_config={"pat": {"policy": {"kind": "predictor", "profile": "no/such.json"}}}
+        ),
+        ["profile no/such.json cannot be read", "No such file"],
+    ),
+    "a profile that is none": (
+        "llama",
+        dict(additional_config={"pat": {"policy": {"kind": "predictor", "profile": __file__}}}),
+        ["test_bad_input.py is no JSON", "pat-vllm profile"],
+    ),
+    "an impossible bound of lengths": (
+        "llama",
+        dict(additional_config={"pat": {"policy": {"kind": "predictor", "length_bound": 0}}}),
+        ["length_bound", "greater than or equal to 1"],
+    ),
     "a scheduler_cls": (
         "llama",
         dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),

@@ -7,6 +7,7 @@ follows from that (`Planner`). Here is when to plan, and when to trust a plan en
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.profile import Profile
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -369,6 +373,18 @@ class AdaptivePolicy(Policy):
         return self._tuning.probe_budget * busy - self._probe_spent
 
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
+        if fired:
+            logger.info(
+                "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
+                "%.2f s with the switch, which costs %.3f s",
+                state.layout,
+                target,
+                why,
+                state.live,
+                plan.never,
+                plan.go[target],
+                plan.cost[target],
+            )
         self._decisions.add(
             DecisionReport(
                 at=state.now,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -148,14 +147,12 @@ class Profile(_Strict):
         content = self.model_dump(mode="json")
         text = json.dumps({"digest": _digest(content), **content}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text + "\n")
-            os.replace(scratch, path)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+            scratch.write_text(text + "\n")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Profile:

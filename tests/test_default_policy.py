@@ -1,0 +1,149 @@
+"""An engine with no PAT options: the predictor policy decides in it, by a profile of its own."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from pat_vllm.layout import Layout
+from pat_vllm.predictor import profile_cache
+from pat_vllm.predictor.policy import SETTLE_SECONDS
+from pat_vllm.predictor.profile import Profile
+from tests.engines import Job, engine, run, scheduler_of, teacher_forced
+
+pytestmark = pytest.mark.slow
+
+MODEL = "qwen3"
+REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("cache")
+        patch.setenv(profile_cache.CACHE_DIR, str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def llm(cache: Path) -> Iterator[Any]:
+    with engine(MODEL, 2, {"policy": {"kind": "predictor"}}) as llm:
+        yield llm
+
+
+def long_tail(seed: int = 0, ignore_eos: bool = True) -> dict[str, Job]:
+    """Twelve greedy requests; two of them run on alone."""
+    rng = random.Random(seed)
+    return {
+        f"{seed}-{i}": Job(
+            [rng.randrange(5, 400) for _ in range(rng.randint(4, 40))],
+            {
+                "max_tokens": 150 + i if i < 2 else rng.randint(20, 30),
+                "temperature": 0.0,
+                "ignore_eos": ignore_eos,
+                "logprobs": 0,
+            },
+        )
+        for i in range(12)
+    }
+
+
+def settle(step: int) -> None:
+    """The policy waits until no request has arrived for a while."""
+    if step == 1:
+        time.sleep(2 * SETTLE_SECONDS)
+
+
+def biased(profile: Profile, tp: int, batch: int) -> Profile:
+    """Says that a layout is much slower with at least `batch` requests and faster below."""
+
+    def factor(one: Any) -> float:
+        return (50.0 if one.batch >= batch else 0.02) if one.tp == tp and one.batch else 1.0
+
+    steps = tuple(
+        one.model_copy(
+            update={name: getattr(one, name) * factor(one) for name in ("seconds", "low", "high")}
+        )
+        for one in profile.steps
+    )
+    return profile.model_copy(update={"steps": steps})
+
+
+def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
+    (path,) = cache.rglob("*.json")
+    profile = Profile.load(path)
+    assert profile.kind == "measured" and profile.all_layouts == (REPLICAS, GROUP)
+    assert {sample.tp for sample in profile.steps} == {1, 2}
+    assert {(one.source, one.target) for one in profile.switches} == {(1, 2), (2, 1)}
+
+    jobs = long_tail()
+    outcomes = run(llm, jobs, before_step=settle)
+    assert {len(one.token_ids) for one in outcomes.values()} == {
+        job.sampling["max_tokens"] for job in jobs.values()
+    }
+    report = pat_vllm.report(llm).predictor
+    assert report.plans > 0 and 0 < report.slowest_plan <= report.planning
+    compared = {layout: count for layout, (count, _) in report.step_error.items()}
+    assert compared.get(REPLICAS, 0) > 5, "real steps are compared with their predictions"
+
+
+def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
+    llm: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profile by which one group is slow for many requests and fast for few."""
+    from pat_vllm.predictor.adaptive import AdaptivePolicy
+
+    scheduler = scheduler_of(llm)
+    profile = biased(Profile.load(next(iter(cache.rglob("*.json")))), tp=2, batch=6)
+    policy = AdaptivePolicy.of(profile, bound=512)
+    monkeypatch.setattr(scheduler, "_policy", policy)
+    jobs = long_tail(seed=1)
+    outcomes = run(llm, jobs, before_step=settle)
+    report = pat_vllm.report(llm)
+    fired = [one for one in report.predictor.decisions if one.fired]
+    made = [one for one in report.switches if one.reason == "policy"]
+    assert fired and fired[0].target == GROUP
+    assert [(one.source, one.target) for one in made[-len(fired) :]] == [
+        (one.layout, one.target) for one in fired
+    ]
+    assert made[-len(fired)].migrated > 0 and made[-len(fired)].tokens > 0
+    assert all(one.real_cost is not None for one in fired)
+
+    monkeypatch.setattr(scheduler, "_policy", type(policy).of(profile, bound=512))
+    pat_vllm.switch(llm, tp=1)
+    assert {k: o.token_ids for k, o in run(llm, jobs).items()} == {
+        k: o.token_ids for k, o in outcomes.items()
+    }
+    pat_vllm.switch(llm, tp=1)
+    scores = teacher_forced(llm, {k: (jobs[k].prompt, o.token_ids) for k, o in outcomes.items()})
+    for name, outcome in outcomes.items():
+        assert scores[name] == pytest.approx(outcome.logprobs, abs=1e-4)
+
+
+def test_fixed_lengths_are_known_and_not_learnt_from(llm: Any) -> None:
+    """`ignore_eos` says how long a response will be, and nothing about others."""
+    scheduler = scheduler_of(llm)
+    before = pat_vllm.report(llm).predictor.responses
+    seen = []
+
+    def look(step: int) -> None:
+        if step == 3:
+            seen.append(scheduler._live.arrays())
+
+    run(llm, long_tail(seed=2), before_step=look)
+    (live,) = seen
+    assert len(live) == 12 and live.exact.all()
+    assert set(live.bound) == {job.sampling["max_tokens"] for job in long_tail(seed=2).values()}
+    assert (live.generated <= live.bound).all() and (live.computed <= live.context).all()
+    assert set(live.replica) == {0, 1}
+    assert pat_vllm.report(llm).predictor.responses == before
+
+    run(llm, long_tail(seed=3, ignore_eos=False))
+    report = pat_vllm.report(llm).predictor
+    assert report.responses == before + 12 and report.batches == 1
