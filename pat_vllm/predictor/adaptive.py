@@ -28,7 +28,6 @@ from pat_vllm.predictor.profile import Profile
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -73,6 +72,9 @@ _TRUSTED_STEPS = 4
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
 
+
+_AFTER_REFUSAL = 1.0
+"""Seconds before a switch is tried again that could not be made."""
 
 _HOME_GAIN = 0.005
 """Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
@@ -208,6 +210,10 @@ class AdaptivePolicy(Policy):
         self._last_switch = report
         self._stalled += report.seconds - report.quiesce
 
+    def refused(self, now: float) -> None:
+        self._probing = 0
+        self._next_plan = now + _AFTER_REFUSAL
+
     def idle(self, now: float) -> None:
         self._decisions.idle()
         self._lengths.end_of_batch()
@@ -283,7 +289,8 @@ class AdaptivePolicy(Policy):
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
-        plan = self._plan(state, ahead)
+        prompts = int(np.maximum(live.prompt - live.computed, 0).sum())
+        plan = self._plan(state, ahead, prompts)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -297,8 +304,8 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, ahead)
 
-    def _plan(self, state: LiveState, ahead: Course) -> Plan:
-        plan = self._planner.plan(state.layout, ahead)
+    def _plan(self, state: LiveState, ahead: Course, prompts: int) -> Plan:
+        plan = self._planner.plan(state.layout, ahead, prompts=prompts)
         gap = self._arrivals.gap(state.now)
         if gap == math.inf or plan.best == state.layout:
             return plan
@@ -306,7 +313,9 @@ class AdaptivePolicy(Policy):
         then = self._planner.fastest(ahead, self._arrivals.size)
         if then == plan.best:
             return plan
-        return self._planner.plan(state.layout, ahead, horizon=gap, afterwards=then)
+        return self._planner.plan(
+            state.layout, ahead, prompts=prompts, horizon=gap, afterwards=then
+        )
 
     def _verdict(self, state: LiveState, plan: Plan) -> str:
         """Why the best plan's switch is made ("saving"), or is not."""

@@ -30,6 +30,10 @@ _GROUP_RATIO = 0.85
 """Least of the live requests in a group relative to its most."""
 
 
+_PREFILL_CHUNK = 512
+"""Prompt tokens that a step is taken to compute where many wait."""
+
+
 class StepTimes(Protocol):
     """What the planner asks of a `StepTimeModel`."""
 
@@ -204,6 +208,7 @@ class Planner:
         layout: Layout,
         course: Course,
         *,
+        prompts: int = 0,
         horizon: float = math.inf,
         afterwards: Layout | None = None,
         optimism: Mapping[Layout, float] | None = None,
@@ -211,6 +216,7 @@ class Planner:
         """Plan from `layout` on.
 
         Args:
+            prompts: prompt tokens that have yet to be computed, before anything else.
             horizon: seconds after which requests are expected that make this plan void.
             afterwards: where the engine will want to be then; a plan that ends elsewhere pays for
                 the way.
@@ -223,6 +229,9 @@ class Planner:
         if horizon < math.inf:
             steps = _cut(steps, per_token[layout], horizon)
         seconds = [(per_token[one] * steps).tolist() for one in self.layouts]
+        if prompts:
+            for one, times in zip(self.layouts, seconds, strict=True):
+                times[-1] += self._prefill_seconds(one, prompts)
         switch = self._switch_seconds(course, per_token)
 
         # Plain lists: there are few layouts, and numpy's calls would take longer than the sums.
@@ -255,6 +264,12 @@ class Planner:
             cost=cost,
             step={one: float(per_token[one][last]) for one in self.layouts},
         )
+
+    def _prefill_seconds(self, layout: Layout, tokens: int) -> float:
+        """Seconds to compute prompts of so many tokens, spread over the replicas."""
+        share = max(1, min(tokens // layout.replicas, _PREFILL_CHUNK))
+        chunk = self._steps.seconds(layout.tp, 0, 0, 0, share, layout.replicas)
+        return float(chunk) * tokens / (share * layout.replicas)
 
     def _switch_seconds(
         self, course: Course, per_token: Mapping[Layout, Floats]

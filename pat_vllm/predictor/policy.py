@@ -43,6 +43,9 @@ class Policy:
     def switched(self, report: SwitchReport) -> None:
         """The engine has switched, for whatever reason."""
 
+    def refused(self, now: float) -> None:
+        """The switch that was asked for could not be made."""
+
     def idle(self, now: float) -> None:
         """No request is left."""
 

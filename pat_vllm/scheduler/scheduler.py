@@ -370,6 +370,7 @@ class PATScheduler(SchedulerInterface):
             self._history.refused(
                 RefusedSwitch(time.monotonic(), self._layout, target, str(refused))
             )
+            self._policy.refused(time.monotonic())
             return False
         self._forced = reason == "forced"
         self._history.switch(report)
