@@ -33,6 +33,12 @@ _SHIFTED_RESPONSES = 6.0
 _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
 
+_PRIOR_FADES = 64
+"""Ends after which the prior weighs half as much,"""
+
+_LEAST_PRIOR = 0.2
+"""and the least share of its weight that remains."""
+
 _PRIOR_MEDIAN = 1 / 8
 """Its median, as a share of the bound."""
 
@@ -216,7 +222,9 @@ class LengthModel:
         known = max(float(self._history.ends.sum()), _SHIFTED_RESPONSES)
         self._trust = _SHIFTED_RESPONSES / known if self._shifted else 1.0
         pool = now + self._history * self._trust
-        pool = pool + self._prior.given(pool)
+        # Many responses, none of which was longer: it weighs less that one might have been.
+        fade = max(_LEAST_PRIOR, 1 / (1 + float(pool.ends.sum()) / _PRIOR_FADES))
+        pool = pool + self._prior.given(pool) * fade
         self._hazard = cumulative_hazard(pool, self._limit)
         ends = pool.ends[::-1].cumsum()[::-1]
         self._error = np.append(1 / np.sqrt(1 + ends), 1.0)
