@@ -258,10 +258,7 @@ def run_simulation(
         ),
     ] = "deepscaler",
     iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests in a batch; 128, or what a setting of --paper has."),
-    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in a batch.")] = 128,
     bound: Annotated[int, typer.Option(min=1, help="Longest response, tokens.")] = 16384,
     switch_cost: Annotated[
         float, typer.Option(min=0.001, help="Seconds of a switch that counts as expensive.")
@@ -297,7 +294,7 @@ def run_simulation(
             lengths=lengths,
             workload=workload,
             iterations=iterations,
-            requests=requests or 128,
+            requests=requests,
             bound=bound,
             switch_cost=switch_cost,
             seed=seed,

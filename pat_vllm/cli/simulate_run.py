@@ -23,6 +23,7 @@ from pat_vllm.simulator.engine import Limits
 from pat_vllm.simulator.hardware import gpu_names, modelled_profile
 from pat_vllm.simulator.oracle import oracle
 from pat_vllm.simulator.paper import (
+    BATCH,
     GENERATION_SHARE,
     NODE_SIZE,
     SETTINGS,
@@ -407,7 +408,7 @@ def simulate_paper(
     *,
     seeds: int,
     seed: int,
-    requests: int | None = None,
+    requests: int = BATCH,
     settings: Sequence[PaperSetting] = SETTINGS,
     output_dir: Path | None,
 ) -> list[tuple[PaperSetting, Comparison]]:
@@ -415,7 +416,7 @@ def simulate_paper(
 
     Args:
         seeds: batches with different lengths per setting, after one from which policies learn.
-        requests: of a batch; None: as many as each setting says.
+        requests: of a batch.
     """
     results = []
     with console.status("simulating") as status:
@@ -425,15 +426,14 @@ def simulate_paper(
                 status.update(f"simulating {setting.title}: {text}")
 
             profile = modelled(setting.model, setting.gpu, setting.ranks)
-            count = requests or setting.requests
-            batches = [traces.deepscaler(count, setting.bound, seed + i) for i in range(seeds)]
+            batches = [traces.deepscaler(requests, setting.bound, seed + i) for i in range(seeds)]
             comparison = compare(
                 profile,
                 batches,
                 title=setting.title,
                 lengths=traces.deepscaler(_SAMPLE, setting.bound, seed + 1_000_003).lengths,
                 paper_home=_paper_static(profile),
-                warm_up=[traces.deepscaler(count, setting.bound, seed + seeds)],
+                warm_up=[traces.deepscaler(requests, setting.bound, seed + seeds)],
                 progress=progress,
             )
             results.append((setting, comparison))

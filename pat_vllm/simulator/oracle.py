@@ -32,6 +32,8 @@ _EVERY_THRESHOLD = 24
 _SEARCH_CHUNK = 256
 """Steps at once while plans are compared; the best are replayed in finer chunks."""
 _FINALISTS = 4
+_MOST_FOR_BEAM = 256
+"""Requests from which on the beam search would take minutes, and is left out."""
 _BEAM = 2
 """Partial plans that are kept for each number of ended responses and each layout."""
 
@@ -83,8 +85,8 @@ def oracle(
     """The best plan found, and its replay.
 
     For a few requests it is the best plan there is; with more, it comes from a beam search by
-    dynamic programming over ended responses and layouts, the static layouts, one- and
-    two-threshold plans, and small changes to the best of them.
+    dynamic programming over ended responses and layouts (up to `_MOST_FOR_BEAM` requests), the
+    static layouts, one- and two-threshold plans, and small changes to the best of them.
 
     Args:
         most_switches: limit on the switches of a plan, the way home not counted; None: no limit.
@@ -98,7 +100,9 @@ def oracle(
     search = _Search(trace, layouts, truth, limits, coarse)
     statics = [Plan(layout) for layout in layouts]
     allowed = len(trace.lengths) if most_switches is None else most_switches
-    plans = {*statics, *search.beam(None if small else _BEAM, allowed)}
+    plans = set(statics)
+    if len(trace.lengths) <= _MOST_FOR_BEAM:
+        plans.update(search.beam(None if small else _BEAM, allowed))
     if not small:
         plans.update(p for p in _thresholds(trace, layouts) if len(p.switches) <= allowed)
     times = {plan: seconds(plan) for plan in plans}

@@ -41,7 +41,6 @@ class PaperSetting:
         gpu: name in `hardware.gpu_names()`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
         bound: maximum response, tokens.
-        requests: of a batch.
         speedup: end to end, as published; None where it was not.
         generation: change of the generation time, as published.
     """
@@ -53,7 +52,6 @@ class PaperSetting:
     bound: int
     speedup: float | None = None
     generation: float | None = None
-    requests: int = BATCH
 
 
 NODE_SIZE = 8
@@ -68,10 +66,6 @@ SETTINGS = (
     PaperSetting("Qwen3-14B, 8 x H100, 24K", "qwen3-14b", "H100", 8, 24 * 1024),
     PaperSetting("Llama-3.1-8B, 8 x A40, 16K", "llama-3.1-8b", "A40", 8, 16 * 1024, 1.27),
     PaperSetting("Qwen3-14B, 16 x A40, 16K", "qwen3-14b", "A40", 16, 16 * 1024, 1.18),
-    # Not the paper's: eight samples of each of 128 prompts, as in GRPO.
-    PaperSetting(
-        "Llama-3.1-8B, 8 x H100, 8K, batch 1024", "llama-3.1-8b", "H100", 8, 8192, requests=1024
-    ),
 )
 
 
