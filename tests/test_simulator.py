@@ -265,9 +265,10 @@ def test_chunks_are_exact_enough(data, lengths):
     def seconds(chunk):
         return simulate(batch(*lengths), PlanPolicy(plan), truth, FREE, chunk=chunk).seconds
 
-    # Where two replicas' steps end together, either may be the first, and a step of the other is
-    # told of one busy replica more or less: 0.02 s of its 0.7 s, in very short runs above 0.5%.
-    assert seconds(32) == pytest.approx(seconds(1), rel=0.005, abs=0.1)
+    # Where two replicas' steps end together, either may be the first: a plan's switch then waits for
+    # one of the other's steps (0.7 s) more or less, which in very short runs is above 0.5%.
+    most = 0.8 * (1 + len(plan.switches))
+    assert seconds(32) == pytest.approx(seconds(1), rel=0.005, abs=most)
 
 
 def test_the_state_counts_steps_within_a_chunk():
