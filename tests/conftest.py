@@ -2,6 +2,13 @@
 
 import os
 
+import hypothesis
+
+# The same examples in every run, so that a red one is of the change; other ones on request.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.register_profile("explore", hypothesis.settings.get_profile("default"))
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
 _ENVIRONMENT = {
     # Tests run engines with more ranks than cores; one with two ranks may ask for "0|1".
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
