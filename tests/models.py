@@ -16,6 +16,8 @@ from pat_vllm.cli import random_model as builder
 SPECS: dict[str, dict[str, Any]] = {
     # Normalised queries and keys; at tp=4 each rank has one of the 4 KV heads.
     "qwen3": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4),
+    # The same model with other weights.
+    "qwen3_updated": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, seed=1),
     # The same heads without norms or biases.
     "llama_gqa": dict(arch="llama", hidden=128, heads=8, kv_heads=4),
     # Fewer KV heads than 4 ranks, so vLLM replicates them; a vocabulary that vLLM must pad.

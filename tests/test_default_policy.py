@@ -107,6 +107,8 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
         return AdaptivePolicy.of(profile, bound=512, timer=lambda: 0.0)
 
     monkeypatch.setattr(scheduler, "_policy", new_policy())
+    # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
+    monkeypatch.setattr(scheduler, "_transfer", "migrate")
     jobs = long_tail(seed=1)
     outcomes = run(llm, jobs, before_step=settle)
     report = pat_vllm.report(llm)

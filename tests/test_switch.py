@@ -183,6 +183,29 @@ def test_random_switch_storm(case, monkeypatch):
     assert len(new_switches(llm, before)) >= 12, "most switches went nowhere"
 
 
+def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case):
+    """Also when a step of the batch before, whose requests were aborted, is still in flight."""
+    llm, sizes, _ = case
+    from vllm import SamplingParams
+
+    core = llm.llm_engine.engine_core.engine_core
+    llm.llm_engine.add_request("doomed", {"prompt_token_ids": [5, 6, 7]}, SamplingParams())
+    core.model_executor.execute_model(core.scheduler.schedule(), non_block=True)
+    core.model_executor.sample_tokens(None, non_block=True)
+    llm.llm_engine.abort_request(["doomed"])
+    assert core.scheduler._in_flight()
+
+    seen = set()
+
+    def before_step(step):
+        if step == 0:
+            assert pat_vllm.switch(llm, tp=sizes[-1])
+        seen.add(pat_vllm.report(llm).layout.tp)
+
+    run(llm, batch(0), before_step=before_step)
+    assert seen == {sizes[-1]}
+
+
 def test_an_idle_engine_returns_to_its_base_layout(case):
     llm, sizes, _ = case
     run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: sizes[-1]}))

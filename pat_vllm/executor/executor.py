@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes
-from pat_vllm.executor.orders import SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
 from pat_vllm.layout import Layout
 from pat_vllm.support import home_layout, layouts_of
 
@@ -28,6 +29,24 @@ _RECHECK_SECONDS = 0.02
 """Longest sleep between looks at the replicas' replies, should an announcement get lost."""
 _IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
+_DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
+"""Worker methods of vLLM after which weights may be gone, in all layouts alike."""
+_KEEP_WEIGHTS = frozenset(
+    {
+        "check_health",
+        "execute_dummy_batch",
+        "get_supported_tasks",
+        "profile",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "shutdown",
+        "synchronize_device",
+    }
+)
+"""Worker methods of vLLM that are called on a running engine and change no weight.
+
+Anything else may be a weight update; trainers have too many ways to make one to know them all.
+"""
 _NO_REPLY_RANK = -1
 """Rank that vLLM's worker loop compares with its own before it replies: none will."""
 
@@ -56,6 +75,8 @@ class PATExecutorMixin:
     """What PAT adds to a vLLM executor that speaks `MultiprocExecutor`'s protocol."""
 
     is_pat = True
+    is_sleeping: bool  # vLLM's
+    _network = Network()
 
     # ---------------------------------------------------------------- start and stop
 
@@ -68,12 +89,13 @@ class PATExecutorMixin:
         self._pending: dict[int, deque[float]] = {}
         self._unsampled: list[int] = []
         self._commands: dict[str, Callable[..., Any]] = {}
+        self._stale = False
         _executors[config.instance_id] = self
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
         super().compile_or_warm_up_model()  # type: ignore[misc]
-        lanes = Lanes(layouts_of(self.vllm_config))  # type: ignore[attr-defined]
+        lanes = Lanes(layouts_of(self.vllm_config), self._network)  # type: ignore[attr-defined]
         lanes.connect(self.collective_rpc("pat_open_lanes", args=(lanes.handles(),)))
         ready = self.collective_rpc("pat_lanes_ready", non_block=True)
         lanes.wait_until_ready()
@@ -93,21 +115,43 @@ class PATExecutorMixin:
         """Let front ends call `command` in the engine-core process as `collective_rpc(name)`."""
         self._commands[name] = command
 
-    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in vLLM; names given to `offer` run here, in the engine core."""
-        if isinstance(method, str) and method in self._commands:
-            return self._run_command(method, *args, **kwargs)
-        self._leave_lanes()
-        return super().collective_rpc(method, *args, **kwargs)  # type: ignore[misc]
-
-    def _run_command(
+    def collective_rpc(
         self,
-        name: str,
+        method: Any,
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        return [self._commands[name](*args, **(kwargs or {}))]
+        **options: Any,
+    ) -> Any:
+        """As in vLLM, except for what follows.
+
+        Names given to `offer` run here, in the engine core. What is neither PAT's nor listed as
+        harmless may update weights: it runs on the base layout's model, and the weights of the
+        other layouts are derived from that again before the next step.
+        """
+        if isinstance(method, str) and method in self._commands:
+            return [self._commands[method](*args, **(kwargs or {}))]
+        self._leave_lanes()
+        send = super().collective_rpc  # type: ignore[misc]
+        if self._lanes is None or _keeps_weights(method):
+            return send(method, timeout, args, kwargs, **options)
+        self._stale = True
+        if method in _DISCARD_WEIGHTS:
+            return send(method, timeout, args, kwargs, **options)
+        call = method if isinstance(method, str) else cloudpickle.dumps(method)
+        results = send("pat_call_in_base", timeout, (call, args, kwargs or {}), **options)
+        # vLLM stops reading at the first error; the other ranks' would be taken for the replies
+        # to later calls.
+        for result in results if isinstance(results, list) else [results]:
+            if isinstance(result, CallFailed):
+                raise RuntimeError(f"Worker failed with error '{result.error}'")
+        return results
+
+    def _refresh_weights(self) -> None:
+        """Derive the weights of the other layouts again, if the base layout's may have changed."""
+        if self._stale:
+            self.collective_rpc("pat_refresh_weights")
+            self._stale = False
 
     def _leave_lanes(self) -> None:
         if self._in_lanes:
@@ -117,6 +161,7 @@ class PATExecutorMixin:
 
     def _enter_lanes(self) -> None:
         if not self._in_lanes:
+            self._refresh_weights()
             ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
             ring.enqueue(("pat_serve_lane", (), {}, _NO_REPLY_RANK))
             self._in_lanes = True
@@ -221,6 +266,7 @@ class PATExecutorMixin:
     def switch(self, order: SwitchOrder) -> list[SwitchTimes]:
         """Have all ranks carry out a switch. No step may be in flight."""
         assert not any(self._pending.values()), "a step is in flight"
+        self._refresh_weights()
         times = self.collective_rpc("pat_switch", args=(order,))
         self.layout = order.target
         self._pending.clear()
@@ -235,6 +281,10 @@ class PATExecutorMixin:
                 tp: min(r.prefill_rate[tp] for r in rates) for tp in rates[0].prefill_rate
             },
         )
+
+
+def _keeps_weights(method: Any) -> bool:
+    return isinstance(method, str) and (method in _KEEP_WEIGHTS or method.startswith("pat_"))
 
 
 class _Finished(Future):

@@ -44,3 +44,10 @@ class TransferRates:
 
     bandwidth: float
     prefill_rate: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A worker's reply to a call that failed, for a reason that is not PAT's."""
+
+    error: str

@@ -339,6 +339,12 @@ class BaseLayoutLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         self.loader.download_model(model_config)
 
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """For vLLM's `reload_weights`; a loader that cannot read weights again lacks it."""
+        return self.loader.get_all_weights(model_config, model)
+
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         # An unsupported model should fail before its weights are read, which may take minutes.
         self.strategy.check(model)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
@@ -18,7 +20,7 @@ from pat_vllm.executor.handover import Handover, handover_for
 from pat_vllm.executor.kv_buffer import SharedKVBuffer
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
-from pat_vllm.executor.orders import SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
 from pat_vllm.executor.runtime import (
     LayoutRuntime,
     cpu_world_group,
@@ -43,6 +45,21 @@ logger = init_logger(__name__)
 
 _PROBE_BYTES = 1 << 20
 """Sent to each rank to measure the exchange's bandwidth at start."""
+
+
+_IN_EVERY_LAYOUT: set[str] = set()
+
+
+def run_in_every_layout(method: str) -> None:
+    """Have a worker method that changes the model itself run once for each layout's model.
+
+    Other methods of trainers and users see the base layout's model only. To be called in the
+    worker's process, for instance where the module of a worker extension is imported.
+
+    Args:
+        method: its name, as given to `collective_rpc`.
+    """
+    _IN_EVERY_LAYOUT.add(method)
 
 
 class PATWorkerMixin:
@@ -73,6 +90,7 @@ class PATWorkerMixin:
         layouts = layouts_of(engine_config)
         self._seed = engine_config.model_config.seed
         self._home = home_layout(engine_config)
+        self._packed = False
         self._buffer = SharedKVBuffer()
         self._runtimes = {
             layout: LayoutRuntime(
@@ -106,6 +124,7 @@ class PATWorkerMixin:
             if runtime is self._base:
                 engine = self.weight_transfer_engine
         self._weights.release()
+        self._guard_packed_weights()
         self.weight_transfer_engine = engine
         self._activate(self._base)
 
@@ -164,21 +183,73 @@ class PATWorkerMixin:
         """Rates that this rank measured while warming up."""
         return self._rates
 
+    # ---------------------------------------------------------------- weight updates
+
+    def pat_call_in_base(
+        self, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of this worker, or a pickled function of it, in the base layout.
+
+        Weights arrive there, whatever layout is active: its model is what vLLM's and the trainers'
+        code then finds. Methods given to `run_in_every_layout` run in each; the base layout's
+        result is returned, or `CallFailed`.
+        """
+        if isinstance(method, str):
+            function = getattr(self, method)
+        else:
+            function = functools.partial(cloudpickle.loads(method), self)
+        active = self._active
+        try:
+            if method in _IN_EVERY_LAYOUT:
+                for runtime in self._runtimes.values():
+                    if runtime is not self._base:
+                        self._activate(runtime)
+                        function(*args, **kwargs)
+            self._activate(self._base)
+            return function(*args, **kwargs)
+        except Exception as error:
+            logger.exception("a call of the engine's user failed")
+            return CallFailed(str(error))
+        finally:
+            self._activate(active)
+
+    @torch.inference_mode()
+    def pat_refresh_weights(self) -> None:
+        """Derive every other layout's weights from the base layout's again. Collective."""
+        if len(self._runtimes) == 1 or self._packed:
+            return
+        self._weights.capture(self._base.runner.get_model())
+        for runtime in self._runtimes.values():
+            if runtime is not self._base:
+                self._weights.fill(runtime.runner.get_model())
+        self._weights.release()
+        self._synchronize_device()
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_weight_update()
+        self._refuse_if_packed()
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
-        self._refuse_weight_update()
+        self._refuse_if_packed()
         super().start_weight_update()  # type: ignore[misc]
 
-    def _refuse_weight_update(self) -> None:
-        # Only the active layout's weights would change, and the next switch would bring back the
-        # old ones.
-        if len(self._runtimes) > 1:
+    def _guard_packed_weights(self) -> None:
+        """Have every way to load new weights refused if they could not reach all layouts."""
+        model = self._base.runner.get_model()
+        try:
+            self._weights.check(model)
+        except ValueError:
+            self._packed = len(self._runtimes) > 1
+        if self._packed:
+            model.load_weights = self._refuse_if_packed
+
+    def _refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
+        if self._packed:
             raise RuntimeError(
-                "the weights of an engine with several layouts cannot be updated; keep one, with "
-                f"pat.layouts=[N] and pat.base_tp=N, not {[r.tp for r in self._runtimes]}"
+                "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
+                "kernels and freed the plain ones, from which those of the layouts "
+                f"tp={[layout.tp for layout in self._runtimes]} are derived. Updates need a GPU, "
+                "or one layout: pat.layouts=[N] with pat.base_tp=N."
             )
 
     # ---------------------------------------------------------------- steps

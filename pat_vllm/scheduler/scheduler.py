@@ -330,6 +330,8 @@ class PATScheduler(SchedulerInterface):
         """Return to the home layout when the work is done: there is no KV to move then."""
         if not self._was_busy or self._in_flight() or any(r.live for r in self._replicas):
             return
+        if self._executor.is_sleeping:
+            return  # its memory is not there
         self._was_busy = False
         self._forced = False
         self._policy.idle(time.monotonic())
@@ -353,6 +355,8 @@ class PATScheduler(SchedulerInterface):
             self._forced |= reason == "forced"
             return True
         try:
+            if self._executor.is_sleeping:
+                raise SwitchRefused("the engine sleeps; wake it up first")
             replicas, report = switch(
                 source=self._layout,
                 target=target,
@@ -407,8 +411,7 @@ class PATScheduler(SchedulerInterface):
                 "name more in pat.layouts"
             )
         if self._engine_thread in (None, threading.get_ident()):
-            self._go_home_if_idle()
-            return self._switch(target, "forced")
+            return self._force(target)
         done: Future[bool] = Future()
         self._requested.put((target, done))
         return done.result(timeout=60)
@@ -417,10 +420,18 @@ class PATScheduler(SchedulerInterface):
         while not self._requested.empty():
             target, done = self._requested.get()
             try:
-                done.set_result(self._switch(target, "forced"))
+                done.set_result(self._force(target))
             except Exception as error:
                 done.set_exception(error)
                 raise
+
+    def _force(self, target: Layout) -> bool:
+        if not any(replica.live for replica in self._replicas):
+            # A step started before the last response ended may still be in flight. Finish the work
+            # that is over, or its end would take the engine home out of the layout asked for now.
+            self._drain()
+            self._go_home_if_idle()
+        return self._switch(target, "forced")
 
     def _report_command(self) -> dict[str, Any]:
         if self._engine_thread in (None, threading.get_ident()):

@@ -1,0 +1,192 @@
+"""New weights reach every layout, whatever layout is active and however they arrive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from tests.engines import Job, Outcome, engine, run, scheduler_of
+from tests.models import random_model
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+OLD, NEW = "qwen3", "qwen3_updated"
+PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
+SIZES = (1, 2, 4)
+
+
+def batch(name: str = "r") -> dict[str, Job]:
+    rng = random.Random(0)
+    return {
+        f"{name}{i}": Job(
+            [rng.randrange(3, 400) for _ in range(rng.randint(3, 60))],
+            {"max_tokens": 6 + 3 * i, "temperature": 0.0, "logprobs": 0, "ignore_eos": True},
+        )
+        for i in range(5)
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, Outcome]]:
+    """What stock vLLM generates with each of the weights."""
+    outcomes = {}
+    for model in (OLD, NEW):
+        with engine(model, 1, None, **PLAIN) as llm:
+            outcomes[model] = run(llm, batch())
+    assert outcomes[OLD] != outcomes[NEW]
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with engine(OLD, 4, {"kv_transfer": "migrate"}, **PLAIN) as llm:
+        yield llm
+
+
+def load_all(llm: Any, model: str) -> None:
+    llm.collective_rpc("load_all", args=(str(random_model(model)),))
+
+
+def load_one_by_one(llm: Any, model: str) -> None:
+    from safetensors.torch import load_file
+
+    for name, weight in load_file(random_model(model) / "model.safetensors").items():
+        llm.collective_rpc("load_one", args=(name, weight))
+
+
+def call_function(llm: Any, model: str) -> None:
+    path = str(random_model(model))
+    llm.collective_rpc(lambda worker: worker.load_all(path))
+
+
+def reload(llm: Any, model: str) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(random_model(model))})
+
+
+UPDATES = (load_all, load_one_by_one, call_function, reload)
+
+
+def update(llm: Any, model: str, how: Any = load_all) -> None:
+    how(llm, model)
+    llm.reset_prefix_cache()
+
+
+def assert_same(outcomes: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
+    assert outcomes.keys() == expected.keys()
+    for name, outcome in outcomes.items():
+        assert outcome.token_ids == expected[name].token_ids, name
+        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("how", UPDATES)
+@pytest.mark.parametrize("at", SIZES)
+def test_an_update_reaches_every_layout(llm: Any, expected: Any, how: Any, at: int) -> None:
+    """It arrives while the layout `at` is active."""
+    for model in (NEW, OLD):
+        pat_vllm.switch(llm, tp=at)
+        update(llm, model, how)
+        assert pat_vllm.report(llm).layout.tp == at
+        for tp in (at, *SIZES):
+
+            def before_step(step: int, tp: int = tp) -> None:
+                if step == 0:
+                    assert pat_vllm.switch(llm, tp=tp)
+
+            assert_same(run(llm, batch(), before_step=before_step), expected[model])
+
+
+def test_random_updates_and_switches_never_meet_stale_weights(llm: Any, expected: Any) -> None:
+    rng = random.Random(1)
+    model = OLD
+    update(llm, model)
+    for _ in range(12):
+        for _ in range(rng.randint(0, 3)):
+            if rng.random() < 0.5:
+                pat_vllm.switch(llm, tp=rng.choice(SIZES))
+            else:
+                model = rng.choice((OLD, NEW))
+                update(llm, model, rng.choice(UPDATES))
+
+        def before_step(step: int) -> None:
+            if rng.random() < 0.15:
+                assert pat_vllm.switch(llm, tp=rng.choice(SIZES))
+
+        assert_same(run(llm, batch(), before_step=before_step), expected[model])
+    update(llm, OLD)
+
+
+def generated(llm: Any) -> int | None:
+    """Tokens of the engine's only request; None while its next one is being computed."""
+    scheduler = scheduler_of(llm)
+    for one in getattr(scheduler, "_replicas", [None]):
+        if one is not None and one.in_flight:
+            return None
+        for request in (scheduler if one is None else one.scheduler).requests.values():
+            return request.num_output_tokens
+    return None
+
+
+def test_an_update_under_way_is_as_in_stock_vllm(llm: Any) -> None:
+    """Requests in flight go on with the new weights and the KV that they have."""
+    name, job = max(batch().items())
+
+    def outcome(llm: Any, switches: dict[int, int]) -> dict[str, Outcome]:
+        """Of one request that is updated under way; `switches` maps tokens generated to tp."""
+        seen = set()
+
+        def before_step(step: int) -> None:
+            tokens = 0 if step == 0 else generated(llm)
+            if tokens is None or tokens in seen:
+                return
+            seen.add(tokens)
+            if tokens in switches:
+                assert pat_vllm.switch(llm, tp=switches[tokens])
+            if tokens == 5:
+                load_all(llm, NEW)
+
+        found = run(llm, {name: job}, before_step=before_step)
+        assert seen >= {0, 5, *switches}
+        return found
+
+    with engine(OLD, 1, None, **PLAIN) as stock:
+        wanted = outcome(stock, {})
+    for switches in ({0: 1}, {0: 4}, {0: 2, 4: 4}, {0: 4, 6: 1}, {0: 1, 5: 2, 8: 4}):
+        update(llm, OLD)
+        assert_same(outcome(llm, switches), wanted)
+    update(llm, OLD)
+
+
+def test_methods_that_change_the_model_run_in_every_layout(llm: Any, expected: Any) -> None:
+    token = next(iter(expected[OLD].values())).token_ids[0]
+    llm.collective_rpc("forbid_token", args=(token,))
+    outcomes = []
+    for tp in SIZES:
+        pat_vllm.switch(llm, tp=tp)
+        outcomes.append(run(llm, batch()))
+        assert all(token not in one.token_ids for one in outcomes[-1].values())
+        assert_same(outcomes[-1], outcomes[0])
+    llm.collective_rpc("allow_token")
+    assert_same(run(llm, batch()), expected[OLD])
+
+
+def test_packed_weights_refuse_an_update_and_allow_anything_else() -> None:
+    """What vLLM makes of linear weights on CPU cannot be derived from."""
+    with engine(OLD, 2, {}) as llm:
+        before = run(llm, batch())
+        assert llm.collective_rpc(lambda worker: worker.rank) == [0, 1]
+        for way in (
+            lambda: reload(llm, NEW),
+            lambda: llm.collective_rpc(
+                lambda worker: worker.model_runner.model.load_weights([("x", None)])
+            ),
+        ):
+            with pytest.raises(RuntimeError, match=r"cannot be updated.*layouts tp=\[1, 2\]"):
+                way()
+        assert_same(run(llm, batch()), before)
+        pat_vllm.switch(llm, tp=2)
+        assert_same(run(llm, batch()), before)
