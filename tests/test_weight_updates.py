@@ -161,6 +161,23 @@ def test_an_update_under_way_is_as_in_stock_vllm(llm: Any) -> None:
     update(llm, OLD)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_between_sleep_and_waking_up(llm: Any, expected: Any, level: int) -> None:
+    """In the order of a trainer whose model shares the devices."""
+    for model in (NEW, OLD):
+        pat_vllm.switch(llm, tp=2)
+        llm.sleep(level=level)
+        llm.collective_rpc("lose_weights")
+        assert not pat_vllm.switch(llm, tp=4)
+        assert pat_vllm.report(llm).refused[-1].why == "the engine sleeps; wake it up first"
+        llm.wake_up(["weights"])
+        load_all(llm, model)
+        llm.wake_up(["kv_cache"])
+        for tp in SIZES:
+            pat_vllm.switch(llm, tp=tp)
+            assert_same(run(llm, batch()), expected[model])
+
+
 def test_methods_that_change_the_model_run_in_every_layout(llm: Any, expected: Any) -> None:
     token = next(iter(expected[OLD].values())).token_ids[0]
     llm.collective_rpc("forbid_token", args=(token,))

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent / "plain_weights"))
 import plain_weights
 
 plain_weights.apply()
-run_in_every_layout("forbid_token")
-run_in_every_layout("allow_token")
+for _method in ("forbid_token", "allow_token", "lose_weights"):
+    run_in_every_layout(_method)
 
 
 class WeightUpdates:
@@ -49,3 +49,8 @@ class WeightUpdates:
 
     def allow_token(self) -> None:
         del self.model_runner.model.compute_logits
+
+    def lose_weights(self) -> None:
+        """What level 2 of sleep does to weights on a GPU. On CPU, sleeping does nothing."""
+        for weight in self.model_runner.model.parameters():
+            weight.data.fill_(torch.nan)
