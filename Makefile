@@ -2,9 +2,12 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# The trainers' pins clash with ours and with each other's: an environment for each.
+VERL_VENV     := .venv-verl
+OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint format bench clean
+.PHONY: help venv demo test test-fast test-verl test-openrlhf lint format bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
@@ -34,6 +37,16 @@ test: venv ## Every test that needs no GPU
 test-fast: venv ## The pure tests: no engine is started
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
+test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer
+	$(VERL_VENV)/bin/python -m pytest $(SLICE) tests/verl
+
+test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trainer
+	$(OPENRLHF_VENV)/bin/python -m pytest $(SLICE) tests/openrlhf
+
+.venv-%/.installed: integrations/%/install.sh pyproject.toml
+	$< .venv-$* $(PYTHON)
+	@touch $@
+
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -47,5 +60,5 @@ bench: venv ## Adaptive against every static layout
 	$(BIN)/pat-vllm bench
 
 clean: ## Remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
