@@ -13,19 +13,11 @@ from typer.testing import CliRunner
 from pat_vllm.cli import app
 from pat_vllm.cli.bench_plot import plot_bench
 from pat_vllm.cli.bench_report import content_of, markdown
-from pat_vllm.cli.bench_run import (
-    PAT,
-    Measured,
-    Plan,
-    Served,
-    engine_options,
-    judge_workload,
-    requests_of,
-    run_of,
-    sides,
-)
+from pat_vllm.cli.bench_run import Measured, Plan, engine_options, judge_workload, sides
+from pat_vllm.cli.bench_serve import Served, requests_of, run_of
 from pat_vllm.cli.bench_stats import (
     MISSED_SHARE,
+    PAT,
     Run,
     Simulator,
     best_of_each,

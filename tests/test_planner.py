@@ -17,24 +17,14 @@ LAYOUTS = (Layout(1, 4), Layout(2, 2), Layout(4, 1))
 UNLIMITED = Limits(1024, {layout.tp: 10**9 for layout in LAYOUTS})
 
 
-class Steps:
-    """Step time `base[tp] + slope[tp] * batch`."""
-
-    def __init__(self, base, slope):
-        self.base, self.slope = base, slope
-
-    def seconds(self, tp, batch, context, longest, prefill=0, busy=1):
-        return self.base[tp] + self.slope[tp] * np.asarray(batch, float)
+def steps(base, slope):
+    """A step takes `base[tp] + slope[tp] * batch`."""
+    return lambda tp, batch, *rest: base[tp] + slope[tp] * np.asarray(batch, float)
 
 
-class Costs:
+def costs(fixed, per_token=0.0):
     """A switch takes `fixed + per_token * tokens`."""
-
-    def __init__(self, fixed, per_token=0.0):
-        self.fixed, self.per_token = fixed, per_token
-
-    def seconds(self, source, target, live, tokens):
-        return self.fixed + self.per_token * tokens
+    return lambda source, target, live, tokens: fixed + per_token * tokens
 
 
 def requests(contexts, replicas=4):
@@ -65,7 +55,7 @@ def brute_force(planner, start, ahead):
         for group, layout in zip(reversed(range(groups)), path, strict=True):
             if layout != here:
                 total += float(
-                    planner._costs.seconds(here, layout, ahead.most[group], ahead.context[group])
+                    planner._switch(here, layout, ahead.most[group], ahead.context[group])
                 )
                 total += waits(here, times[here][group])
             total += times[layout][group] * ahead.steps[group]
@@ -88,7 +78,7 @@ tables = st.fixed_dictionaries({tp: st.floats(0.001, 0.1) for tp in (1, 2, 4)})
     start=st.sampled_from(LAYOUTS),
 )
 def test_the_plan_is_the_cheapest_of_all_paths(remaining, base, slope, fixed, per_token, start):
-    planner = Planner(LAYOUTS, Steps(base, slope), Costs(fixed, per_token), UNLIMITED)
+    planner = Planner(LAYOUTS, steps(base, slope), costs(fixed, per_token), UNLIMITED)
     ahead = course(requests([10 + i for i in range(len(remaining))]), np.array(remaining))
     plan = planner.plan(start, ahead)
     total = brute_force(planner, start, ahead)
@@ -112,11 +102,11 @@ def test_a_course_keeps_steps_and_tokens(lengths, futures):
 
 def crossover():
     """Replicas are faster for many requests, one group for few."""
-    return Steps({1: 0.030, 2: 0.020, 4: 0.010}, {1: 0.001, 2: 0.001, 4: 0.001})
+    return steps({1: 0.030, 2: 0.020, 4: 0.010}, {1: 0.001, 2: 0.001, 4: 0.001})
 
 
 def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not():
-    planner = Planner(LAYOUTS, crossover(), Costs(0.05), UNLIMITED)
+    planner = Planner(LAYOUTS, crossover(), costs(0.05), UNLIMITED)
     full = course(requests([50] * 64), np.full((64, 4), 100))
     tail = course(requests([50] * 2), np.full((2, 4), 500))
     assert planner.plan(LAYOUTS[0], full).best == LAYOUTS[0]
@@ -126,7 +116,7 @@ def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not():
 
 def test_several_switches_pay_where_each_does():
     """64 requests end one by one: every layout has its time."""
-    planner = Planner(LAYOUTS, crossover(), Costs(1e-4), UNLIMITED)
+    planner = Planner(LAYOUTS, crossover(), costs(1e-4), UNLIMITED)
     remaining = np.tile(np.arange(1, 65)[:, None] * 20, (1, 4))
     where = Layout(1, 4)
     path = [where]
@@ -141,10 +131,10 @@ def test_several_switches_pay_where_each_does():
 def test_what_a_replica_cannot_hold_waits():
     one_at_a_time = Limits(1, {1: 10**9, 2: 10**9, 4: 10**9})
     little_memory = Limits(1024, {1: 10**9, 2: 10**9, 4: 100})
-    free = Planner(LAYOUTS, crossover(), Costs(0), UNLIMITED)
+    free = Planner(LAYOUTS, crossover(), costs(0), UNLIMITED)
     ahead = course(requests([50] * 8), np.full((8, 1), 100))
     for limits in (one_at_a_time, little_memory):
-        bound = Planner(LAYOUTS, crossover(), Costs(0), limits)
+        bound = Planner(LAYOUTS, crossover(), costs(0), limits)
         assert (
             bound.step_seconds(LAYOUTS[2], ahead)[-1] > 2 * free.step_seconds(LAYOUTS[2], ahead)[-1]
         )
@@ -152,7 +142,7 @@ def test_what_a_replica_cannot_hold_waits():
 
 def test_expected_requests_shorten_the_horizon():
     """A switch that pays within 20 s does not pay when a burst comes in one that undoes it."""
-    planner = Planner(LAYOUTS, crossover(), Costs(0.5), UNLIMITED)
+    planner = Planner(LAYOUTS, crossover(), costs(0.5), UNLIMITED)
     ahead = course(requests([50] * 2), np.full((2, 4), 1000))
     assert planner.plan(LAYOUTS[0], ahead).best == LAYOUTS[2]
     soon = planner.plan(LAYOUTS[0], ahead, horizon=1.0, afterwards=LAYOUTS[0])
@@ -163,7 +153,7 @@ def test_expected_requests_shorten_the_horizon():
 
 
 def test_optimism_is_about_one_layout():
-    planner = Planner(LAYOUTS, crossover(), Costs(0.01), UNLIMITED)
+    planner = Planner(LAYOUTS, crossover(), costs(0.01), UNLIMITED)
     ahead = course(requests([50] * 64), np.full((64, 4), 100))
     plain = planner.plan(LAYOUTS[0], ahead)
     hoped = planner.plan(LAYOUTS[0], ahead, optimism={LAYOUTS[2]: 0.5})

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -44,9 +45,10 @@ class Linear:
 
     request: float = 0.3
     switch: float = 1.0
+    token: float = 1e-4
 
     def step_seconds(self, tp, shape, now):
-        read = (1.0 + 1e-4 * shape.context) / tp
+        read = (1.0 + self.token * shape.context) / tp
         work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
         return read + work + 0.05 * tp + 0.02 * shape.busy
 
@@ -139,6 +141,24 @@ def test_a_switch_waits_for_steps_in_flight():
     assert (first.at, first.quiesce, first.seconds) == (3.0, 0.5, 2.5)
     # Three steps until 3.5, the switch until 5.5, seven more.
     assert run.finished == (3.0, 5.5 + 7 * 0.75)
+
+
+def test_a_policy_is_asked_again_after_the_first_step_in_a_layout():
+    """The second response ends in the step that the first switch waits for, until 3.5."""
+    trace = batch(3, 3, 200, arrivals=[0.0, 0.5, 0.6])
+    run = simulate(trace, PlanPolicy(Plan(ONE, ((1, TWO), (2, ONE)))), Constant(), FREE)
+    assert run.finished[:2] == (3.0, 3.5)
+    assert [switch.at for switch in run.switches] == [3.0, 5.5 + 0.75]
+
+
+def test_steps_that_end_together_are_over_before_a_switch():
+    """Whichever replica's response ends: the other has no next step in flight."""
+    for lengths in ((3, 10), (10, 3)):
+        for chunk in (1, 32):
+            policy = PlanPolicy(Plan(ONE, ((1, TWO),)))
+            run = simulate(batch(*lengths), policy, Constant(), FREE, chunk=chunk)
+            assert (run.switches[0].at, run.switches[0].quiesce) == (3.0, 0.0)
+            assert max(run.finished) == 3 + 2 + 7 * 0.75
 
 
 def test_requests_beyond_max_num_seqs_wait():
@@ -256,21 +276,54 @@ def test_every_request_finishes_with_its_length(data, lengths):
     assert used <= 4 * run.seconds + 1e-6
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.data(), st.lists(st.integers(1, 900), min_size=1, max_size=24))
-def test_chunks_are_exact_enough(data, lengths):
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 6) | st.integers(1, 900), min_size=1, max_size=24))
+def test_chunks_change_nothing_where_the_steps_of_a_chunk_are_equal(data, lengths):
+    """Every response ends when it does step by step, however steps tie and wherever one drains."""
+    arrivals = data.draw(st.just([0.0]) | st.lists(st.floats(0, 30), min_size=1))
+    limits = Limits(
+        max_num_seqs=data.draw(st.integers(1, 30)),
+        max_batch_tokens=data.draw(st.integers(4, 200)),
+        kv_tokens={tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
+    )
     plan = data.draw(plans(len(lengths)))
-    truth = Linear()
+    truth = Linear(data.draw(st.sampled_from([0.1, 0.3, 1.0])), token=0.0)
+    trace = batch(*lengths, arrivals=[arrivals[i % len(arrivals)] for i in range(len(lengths))])
+    chunks, steps = (
+        simulate(trace, PlanPolicy(plan), truth, limits, chunk=chunk) for chunk in (32, 1)
+    )
+    assert chunks.finished == pytest.approx(steps.finished, abs=1e-4)
+    assert chunks.seconds == pytest.approx(steps.seconds, abs=1e-4)
+    told = [[(s.live, s.target, s.tokens) for s in run.switches] for run in (chunks, steps)]
+    assert told[0] == told[1]
 
-    def seconds(plan, chunk):
-        return simulate(batch(*lengths), PlanPolicy(plan), truth, FREE, chunk=chunk).seconds
 
-    static = Plan(plan.start)
-    assert seconds(static, 32) == pytest.approx(seconds(static, 1), rel=0.005, abs=0.1)
-    # Where steps of two replicas end together, either may be the first. A switch then waits for a
-    # step (0.7 s) more or less, and spreads the requests in another way: much in very short runs.
-    ties = 1.5 * (1 + len(plan.switches))
-    assert seconds(plan, 32) == pytest.approx(seconds(plan, 1), rel=0.03, abs=ties)
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.lists(st.integers(1, 900), min_size=1, max_size=24))
+def test_chunks_are_exact_enough(layout, lengths):
+    chunks, steps = (
+        simulate(batch(*lengths), StayPolicy(layout), Linear(), FREE, chunk=chunk).seconds
+        for chunk in (32, 1)
+    )
+    assert chunks == pytest.approx(steps, rel=0.005, abs=0.1)
+
+
+def test_chunks_are_exact_enough_with_switches():
+    """All but a few. Within a chunk a step may end a hundredth of a second late; where a switch is
+    decided just then, a replica makes a step more or less, and requests are spread differently."""
+    random = Random(0)
+    far = 0
+    for _ in range(200):
+        lengths = [random.randint(1, random.choice([6, 900])) for _ in range(random.randint(1, 24))]
+        at = sorted({random.randint(1, len(lengths)) for _ in range(random.randint(1, 4))})
+        switches = tuple((ended, random.choice(LAYOUTS)) for ended in at)
+        plan = PlanPolicy(Plan(random.choice(LAYOUTS), switches))
+        chunks, steps = (
+            simulate(batch(*lengths), plan, Linear(), FREE, chunk=chunk).seconds
+            for chunk in (32, 1)
+        )
+        far += abs(chunks - steps) > max(0.005 * steps, 0.1)
+    assert far <= 2
 
 
 def test_the_state_counts_steps_within_a_chunk():
@@ -338,15 +391,13 @@ def test_the_oracle_switches_where_it_pays_and_only_so_often():
 # -------------------------------------------------------------------- policies
 
 
-class Steps:
+def step(tp, shape):
     """What a policy believes about steps: the truth."""
-
-    def step(self, tp, shape):
-        return Linear(0.6).step_seconds(tp, shape, 0.0)
+    return Linear(0.6).step_seconds(tp, shape, 0.0)
 
 
 def paper_policy(cost, lengths):
-    return PaperPolicy(LAYOUTS, Steps(), lengths, requests=len(lengths), prompt=4, cost=cost)
+    return PaperPolicy(LAYOUTS, step, lengths, requests=len(lengths), prompt=4, cost=cost)
 
 
 def test_the_papers_policy_switches_at_most_once():
@@ -440,7 +491,8 @@ def test_command_names_what_is_wrong(arguments, message):
 def test_paper_settings(tmp_path):
     from rich.console import Console
 
-    from pat_vllm.cli.simulate_run import SETTINGS, simulate_paper
+    from pat_vllm.cli.simulate_paper import simulate_paper
+    from pat_vllm.simulator.paper import SETTINGS
 
     chosen = [setting for setting in SETTINGS if setting.generation or setting.ranks == 16][:2]
     results = simulate_paper(

@@ -33,6 +33,7 @@ def write_random_model(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_position_embeddings: Annotated[int, typer.Option(help="Longest context, tokens.")] = 2048,
     tie: Annotated[bool, typer.Option(help="Tie the output head to the embeddings.")] = False,
+    gain: Annotated[float, typer.Option(help="Spread of the logits; less is more even.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
@@ -52,6 +53,7 @@ def write_random_model(
             dtype=dtype,
             max_position_embeddings=max_position_embeddings,
             tie=tie,
+            gain=gain,
             seed=seed,
         )
     except ValueError as error:
@@ -276,7 +278,8 @@ def run_simulation(
     """Replay response lengths under static layouts, the paper's policy, this one and an oracle."""
     from rich.console import Console
 
-    from pat_vllm.cli.simulate_run import simulate_paper, simulate_workload
+    from pat_vllm.cli.simulate_paper import simulate_paper
+    from pat_vllm.cli.simulate_run import simulate_workload
 
     console = Console(highlight=False)
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.cli.bench_stats import (
     MISSED_SHARE,
+    PAT,
     Judgement,
     Ratio,
     Run,
@@ -19,6 +20,7 @@ from pat_vllm.cli.bench_stats import (
     prediction_error,
 )
 from pat_vllm.cli.results import Summary, provenance, table
+from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
     from pat_vllm.cli.bench_run import Measured, Plan
@@ -78,8 +80,6 @@ def _workload(
     simulator: Simulator,
     judgements: Sequence[Judgement],
 ) -> dict[str, Any]:
-    from pat_vllm.cli.bench_run import PAT, plain_run
-
     runs = [run for run in measured.runs if run.workload == workload.name]
     cold = {run.side: run for run in runs if not run.repeat}
     warm: dict[str, list[Run]] = {side: [] for side in cold}
@@ -126,7 +126,7 @@ def _workload(
         },
         "oracle": [_plain(judgement) for judgement in judgements],
         "shown": shown,
-        "runs": [plain_run(run, timeline=run.repeat == shown) for run in runs],
+        "runs": [_plain_run(run, timeline=run.repeat == shown) for run in runs],
     }
 
 
@@ -137,6 +137,44 @@ def _plain(judgement: Judgement) -> dict[str, Any]:
         "missed": judgement.missed,
         "simulator_error": judgement.simulator_error,
     }
+
+
+def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
+    """A run for the file of results; absolute times become times since its beginning."""
+
+    def moved(one: Any) -> dict[str, Any]:
+        values = {f.name: getattr(one, f.name) for f in fields(one)}
+        for name, value in values.items():
+            if isinstance(value, Layout):
+                values[name] = str(value)
+            elif isinstance(value, float):
+                values[name] = round(value - (run.began if name == "at" else 0.0), 6)
+        return values
+
+    def by_layout(values: Mapping[Layout, tuple[int, float]] | None) -> dict[str, list[float]]:
+        return {str(one): [n, round(mean, 6)] for one, (n, mean) in (values or {}).items()}
+
+    plain: dict[str, Any] = {
+        "side": run.side,
+        "repeat": run.repeat,
+        "seconds": run.seconds,
+        "tokens": run.tokens,
+        "response": run.response,
+        "exact": run.exact,
+        "steps": by_layout(run.steps),
+    }
+    if run.side == PAT:
+        plain |= {
+            "spans": [[str(one), round(a, 4), round(b, 4)] for one, a, b in run.spans],
+            "switches": [moved(switch) for switch in run.switches],
+            "decisions": [moved(decision) for decision in run.decisions],
+            "step_error": by_layout(run.step_error),
+            "plans": run.plans,
+            "planning": run.planning,
+        }
+    if timeline:
+        plain["live"] = [[round(at, 3), live] for at, live in run.live]
+    return plain
 
 
 def _stall_share(runs: Sequence[Run]) -> float:

@@ -24,6 +24,9 @@ from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ScaledTruth, Truth
 
+PAT = "PAT"
+"""Name of the adaptive side."""
+
 MISSED_SHARE = 0.03
 """Of a batch's time; a switch that would have saved less is not called missed."""
 _RESAMPLES = 10_000
@@ -34,7 +37,7 @@ class Run:
     """One batch on one side. Times in seconds, from the first submit on.
 
     Attributes:
-        side: a static layout's name, or PAT.
+        side: a static layout's name, or `PAT`.
         repeat: 0 is the first batch of a fresh engine.
         seconds: until the last output.
         response: mean over requests, from arrival to last token.

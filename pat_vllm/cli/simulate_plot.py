@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pat_vllm.layout import Layout
+from pat_vllm.simulator.compare import Comparison
 from pat_vllm.simulator.paper import PaperSetting
 from pat_vllm.simulator.run import SimulatedRun
-
-if TYPE_CHECKING:
-    from pat_vllm.cli.simulate_run import Comparison
 
 _LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _SWITCH_COLOUR = "#222222"

@@ -61,7 +61,7 @@ class Tuning:
     clear_saving: float = 4.0
     probe_factor: float = 2.0
     probe_saving: float = 0.10
-    probe_budget: float = 0.01
+    probe_budget: float = 0.015
     probe_steps: int = 4
     planning_share: float = 0.004
     observing_share: float = 0.002
@@ -71,7 +71,6 @@ _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
-
 
 _AFTER_REFUSAL = 1.0
 """Seconds before a switch is tried again that could not be made."""
@@ -109,7 +108,7 @@ class AdaptivePolicy(Policy):
         self._steps = steps
         self._lengths = lengths
         self._costs = costs
-        self._planner = Planner(layouts, steps, costs, limits)
+        self._planner = Planner(layouts, steps.seconds, costs.seconds, limits)
         self._arrivals = Arrivals()
         self._decisions = Decisions()
         self._tuning = tuning

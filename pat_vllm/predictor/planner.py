@@ -13,13 +13,11 @@ uses nothing that will not be known when its time comes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.live import Floats, Ints, LiveRequests
@@ -28,34 +26,13 @@ _EXACT_LIVE = 8
 """Up to this many live requests each number is planned for by itself, above in groups."""
 _GROUP_RATIO = 0.85
 """Least of the live requests in a group relative to its most."""
-
-
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
 
-
-class StepTimes(Protocol):
-    """What the planner asks of a `StepTimeModel`."""
-
-    def seconds(
-        self,
-        tp: int,
-        batch: ArrayLike,
-        context: ArrayLike,
-        longest: ArrayLike,
-        prefill: ArrayLike = 0,
-        busy: ArrayLike = 1,
-    ) -> Floats:
-        """Step times, seconds."""
-        ...
-
-
-class SwitchCosts(Protocol):
-    """What the planner asks of a `CostModel`."""
-
-    def seconds(self, source: Layout, target: Layout, live: Floats, tokens: Floats) -> Floats:
-        """Stall of a switch, seconds, by live requests and their tokens."""
-        ...
+StepSeconds = Callable[..., Floats]
+"""Seconds of steps, by what `StepTimeModel.seconds` takes."""
+SwitchSeconds = Callable[[Layout, Layout, Floats, Floats], Floats]
+"""Seconds of switches, by source, target, live requests and their tokens."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +145,11 @@ class Planner:
     """Finds the cheapest path of layouts."""
 
     def __init__(
-        self, layouts: Sequence[Layout], steps: StepTimes, costs: SwitchCosts, limits: Limits
+        self, layouts: Sequence[Layout], step: StepSeconds, switch: SwitchSeconds, limits: Limits
     ) -> None:
         self.layouts = tuple(layouts)
-        self._steps = steps
-        self._costs = costs
+        self._step = step
+        self._switch = switch
         self._limits = limits
 
     def step_seconds(self, layout: Layout, course: Course) -> Floats:
@@ -186,9 +163,7 @@ class Planner:
         mean_context = course.context / course.live
         held = self._limits.kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
         running = np.minimum(batch, np.clip(held, 1.0, self._limits.max_num_seqs))
-        seconds = self._steps.seconds(
-            layout.tp, running, running * mean_context, course.longest, 0, busy
-        )
+        seconds = self._step(layout.tp, running, running * mean_context, course.longest, 0, busy)
         return seconds * (batch / running)
 
     def fastest(self, course: Course, more: float) -> Layout:
@@ -268,7 +243,7 @@ class Planner:
     def _prefill_seconds(self, layout: Layout, tokens: int) -> float:
         """Seconds to compute prompts of so many tokens, spread over the replicas."""
         share = max(1, min(tokens // layout.replicas, _PREFILL_CHUNK))
-        chunk = self._steps.seconds(layout.tp, 0, 0, 0, share, layout.replicas)
+        chunk = self._step(layout.tp, 0, 0, 0, share, layout.replicas)
         return float(chunk) * tokens / (share * layout.replicas)
 
     def _switch_seconds(
@@ -286,7 +261,7 @@ class Planner:
                     none
                     if target == source
                     else (
-                        waits + self._costs.seconds(source, target, course.most, course.context)
+                        waits + self._switch(source, target, course.most, course.context)
                     ).tolist()
                     for target in self.layouts
                 ]

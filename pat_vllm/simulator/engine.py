@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
-_ROUNDING = 1e-9
+_ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
 _NOTHING = StepShape(0, 0, 0)
 
@@ -223,8 +223,12 @@ class SimulatedEngine:
             self.now = max(self.now, arrival)
         else:
             self.now = first.end
-            self._finish(first, first.steps)
-            if not first.live:
+            # Steps that end together are all over before the next ones start.
+            together = self.now + _ROUNDING * first.per_step
+            over = [replica for replica in self._replicas if replica.end <= together]
+            for replica in sorted(over, key=lambda replica: replica.end):
+                self._finish(replica, replica.steps)
+            if not all(replica.live for replica in over):
                 # The others step faster from now on, where replicas share something.
                 for replica in self._replicas:
                     replica.steps = self._steps_made(replica, started=True)
@@ -405,6 +409,9 @@ class SimulatedEngine:
             if self._policy is not None and self._policy.learns:
                 # It may want to hear of the first steps in a layout one by one.
                 steps = min(steps, max(1, replica.made // 4))
+            elif self._policy is not None and not replica.made:
+                # A switch lets steps finish, with which responses may end: ask again soon.
+                steps = 1
             if room != math.inf:
                 steps = max(1, min(steps, int(room) // batch + 1))
 

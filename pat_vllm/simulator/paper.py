@@ -7,9 +7,8 @@ the predicted saving exceeds the cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -69,14 +68,6 @@ SETTINGS = (
 )
 
 
-class StepTimes(Protocol):
-    """What the paper's policy asks of a step-time model."""
-
-    def step(self, tp: int, shape: StepShape) -> float:
-        """Seconds of a step."""
-        ...
-
-
 class PaperPolicy(Policy):
     """At most one switch per batch.
 
@@ -94,7 +85,7 @@ class PaperPolicy(Policy):
     def __init__(
         self,
         layouts: Sequence[Layout],
-        steps: StepTimes,
+        step: Callable[[int, StepShape], float],
         lengths: ArrayLike,
         *,
         requests: int,
@@ -105,12 +96,13 @@ class PaperPolicy(Policy):
         """Plan for batches of `requests` with prompts of `prompt` tokens.
 
         Args:
+            step: seconds of a step, by tp.
             lengths: a large sample of the workload's response lengths, tokens.
             cost: of a switch, seconds.
             home: where a batch begins; None: where its first steps are fastest.
         """
         self._layouts = tuple(layouts)
-        self._steps = steps
+        self._step_seconds = step
         self._lengths = np.sort(np.asarray(lengths, dtype=np.float64))
         # Suffix sums, for means over all that are longer than a request is now.
         self._longer = np.append(np.cumsum(self._lengths[::-1])[::-1], 0.0)
@@ -154,7 +146,7 @@ class PaperPolicy(Policy):
 
     def _step(self, layout: Layout, live: int, context: int, longest: int) -> float:
         """Step time with the requests spread evenly."""
-        return self._steps.step(
+        return self._step_seconds(
             layout.tp,
             StepShape(
                 -(-live // layout.replicas),
