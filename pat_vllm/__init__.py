@@ -4,9 +4,21 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["PATExecutor", "Report", "report", "report_async", "switch", "switch_async"]
+__all__ = [
+    "PATExecutor",
+    "PATRayExecutor",
+    "Report",
+    "report",
+    "report_async",
+    "switch",
+    "switch_async",
+]
 
-_HOME = {"PATExecutor": "pat_vllm.executor.executor", "Report": "pat_vllm.reporting"}
+_HOME = {
+    "PATExecutor": "pat_vllm.executor.executor",
+    "PATRayExecutor": "pat_vllm.executor.ray_executor",
+    "Report": "pat_vllm.reporting",
+}
 
 
 def __getattr__(name: str) -> Any:

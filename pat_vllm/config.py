@@ -72,6 +72,8 @@ class PATConfig(_Strict):
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
         weights: "materialized" keeps a copy of the weights per layout; "auto" chooses.
+        launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
+            placement group; "auto", Ray if the engine is made inside a placement group.
     """
 
     layouts: tuple[int, ...] | None = None
@@ -79,6 +81,7 @@ class PATConfig(_Strict):
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
     weights: Literal["auto", "materialized"] = "auto"
+    launcher: Literal["auto", "mp", "ray"] = "auto"
 
     @classmethod
     def parse(cls, options: Any) -> PATConfig:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import psutil
 
 from tests.models import random_model
 
@@ -44,8 +46,9 @@ def engine(
     if pat is not None:
         # What a test does not ask for must not happen: the default would decide by itself.
         pat = {"policy": {"kind": "static", "tp": pat.get("base_tp", 1)}, **pat}
-        options |= {
+        options = {
             "distributed_executor_backend": "pat",
+            **options,
             "additional_config": {"pat": pat},
         }
     llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
@@ -55,6 +58,25 @@ def engine(
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def engine_processes(before: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
+    """Descendants of this process that an engine consists of, but for what was there `before`."""
+    others = {process.pid for process in before}
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.pid not in others and not _belongs_to_no_engine(process)
+    ]
+
+
+def _belongs_to_no_engine(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return True
+    # Ray's own processes are there before; it starts workers in advance.
+    return "resource_tracker" in command or "ray::IDLE" in command
 
 
 @dataclass

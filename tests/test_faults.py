@@ -14,7 +14,7 @@ import pytest
 
 import pat_vllm
 from pat_vllm.scheduler import switch as switch_module
-from tests.engines import Job, engine, run, scheduler_of
+from tests.engines import Job, engine, engine_processes, run, scheduler_of
 
 pytestmark = pytest.mark.slow
 
@@ -51,14 +51,19 @@ def die_soon(worker):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_dead_worker_fails_the_engine_and_leaves_nothing(sabotage, tp, monkeypatch):
     """Killed in mid-generation, or in mid-switch: vLLM's own error, soon, and no process left."""
+    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
+
+
+def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
+    """For an engine with the PAT options `pat` that works in layout `tp`."""
     from vllm import SamplingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
     # Lets a test function travel to the workers.
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    with engine("qwen3", 2, {}, in_process=False) as llm:
-        spawned = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    before = engine_processes()
+    with engine("qwen3", 2, pat, in_process=False) as llm:
+        spawned = engine_processes(before)
         assert len(spawned) >= 3
         pat_vllm.switch(llm, tp=tp)
         llm.collective_rpc(sabotage)
@@ -72,10 +77,7 @@ def test_a_dead_worker_fails_the_engine_and_leaves_nothing(sabotage, tp, monkeyp
                 use_tqdm=False,
             )
         assert time.monotonic() - begun < FAILED_WITHIN
-        _, alive = psutil.wait_procs(
-            [p for p in spawned if "resource_tracker" not in " ".join(_cmdline(p))],
-            timeout=GONE_WITHIN,
-        )
+        _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
         assert not alive
 
 
@@ -83,13 +85,6 @@ def _try_switch(llm, tp):
     # The engine dies of it, which the main thread sees.
     with contextlib.suppress(Exception):
         pat_vllm.switch(llm, tp=tp)
-
-
-def _cmdline(process):
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 @pytest.fixture(scope="module")

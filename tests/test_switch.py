@@ -8,6 +8,7 @@ static target layout gives to that token, to 1e-4.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from typing import Any
@@ -39,9 +40,15 @@ def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}")
 def case(request):
+    """See `make_case`. A module that runs these tests on another kind of engine has its own."""
+    with make_case(*request.param) as case:
+        yield case
+
+
+@contextlib.contextmanager
+def make_case(model, ranks, **pat):
     """An engine that switches only when told, and the batch's outcomes in each single layout."""
-    model, ranks = request.param
-    pat = {"kv_transfer": "migrate"}
+    pat = {"kv_transfer": "migrate", **pat}
     # Large enough for a batch's prompts at once: on CPU, vLLM cannot prefill a seeded request in
     # chunks ("CPU Generator does not use offset").
     with engine(model, ranks, pat, max_num_batched_tokens=1000) as llm:

@@ -24,8 +24,8 @@ SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 """One token for every byte, and the special tokens."""
 
-# A linear weight has standard deviation GAIN / sqrt(fan_in), so unit-variance input gives output of
-# standard deviation GAIN whatever the width: 0.35 per weight at hidden 128. Initialisation for
+# A linear weight has standard deviation gain / sqrt(fan_in), so unit-variance input gives output of
+# standard deviation gain whatever the width: 0.35 per weight at hidden 128. Initialisation for
 # training (0.02) leaves logits so flat that float32 rounding can change an argmax.
 GAIN = 4.0
 NORM_STD = 0.1
@@ -63,6 +63,7 @@ def make_model(
     dtype: str = "float32",
     max_position_embeddings: int = 2048,
     tie: bool = False,
+    gain: float = GAIN,
     seed: int = 0,
 ) -> int:
     """Write a random checkpoint and its tokenizer to `path`; return the number of parameters.
@@ -77,6 +78,8 @@ def make_model(
         dtype: one of `DTYPES`; the weights are drawn in it.
         max_position_embeddings: longest context, tokens.
         tie: whether the output head is the embedding matrix.
+        gain: about the standard deviation of the logits. A smaller one than the default makes
+            sampling more even, and a logprob less sensitive to rounding.
 
     Raises:
         ValueError: an argument is not allowed, or `path` is not empty.
@@ -105,7 +108,7 @@ def make_model(
         pad_token_id=pad,
         dtype=dtype,
     )
-    weights = dict(_random_weights(config, getattr(torch, dtype), seed))
+    weights = dict(_random_weights(config, getattr(torch, dtype), seed, gain))
 
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -140,7 +143,7 @@ def _check(
 
 
 def _random_weights(
-    config: PretrainedConfig, dtype: torch.dtype, seed: int
+    config: PretrainedConfig, dtype: torch.dtype, seed: int, gain: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight of the checkpoint by its name.
 
@@ -157,18 +160,18 @@ def _random_weights(
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        mean, std = _distribution(name, meta.shape)
+        mean, std = _distribution(name, meta.shape, gain)
         weight = torch.empty(meta.shape, dtype=dtype)
         yield name, weight.normal_(mean, std, generator=generator)
 
 
-def _distribution(name: str, shape: torch.Size) -> tuple[float, float]:
+def _distribution(name: str, shape: torch.Size, gain: float) -> tuple[float, float]:
     """Mean and standard deviation of one weight; `shape` of a matrix is `[out, in]`."""
     if name.endswith("norm.weight"):
         return 1.0, NORM_STD
     if name.endswith(".bias"):
         return 0.0, BIAS_STD
-    return 0.0, GAIN / math.sqrt(shape[1])
+    return 0.0, gain / math.sqrt(shape[1])
 
 
 def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:

@@ -16,6 +16,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
 from pat_vllm.support import home_layout, layouts_of
 
@@ -91,6 +92,7 @@ class PATExecutorMixin:
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
         _executors[config.instance_id] = self
+        end_when_orphaned(self.shutdown)
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""

@@ -1,9 +1,12 @@
-"""Message lanes: one shared-memory broadcast ring per replica, so that replicas run freely.
+"""Message lanes: one broadcast ring per replica, so that replicas run freely.
 
 vLLM sends every RPC through one ring that all workers read in order; a worker in a long prefill
 would soon fill it and stop the others. Steps therefore travel in lanes: a lane reaches the ranks
 of one replica only. Control RPCs stay on vLLM's own path: the executor asks the workers to leave
 their lanes, makes the RPC, and sends them back (see `PATExecutorMixin.collective_rpc`).
+
+Both directions are vLLM's `MessageQueue`: shared memory to ranks on the engine's node, TCP to
+others (`Network`).
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import threading
+import time
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -35,35 +39,145 @@ _CHUNK_BYTES = 4 << 20
 """Ring slot; larger messages take vLLM's out-of-band path."""
 _PARENT_CHECK_SECONDS = 5.0
 """How long a worker may go on waiting after its engine was killed."""
+_CANCEL_CHECK_SECONDS = 0.1
+"""How long a reader of another node's replies may go on waiting after its shutdown."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How the engine and ranks on other nodes reach each other. Empty: all are on one node.
+
+    Attributes:
+        engine: the engine's address, for those ranks.
+        ranks: address of each rank that shares no memory with the engine.
+    """
+
+    engine: str | None = None
+    ranks: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LaneHandles:
-    """What a worker needs to open its end: the handle of each lane, by (tp, replica)."""
+    """What a worker needs to open its end.
+
+    Attributes:
+        by_replica: the handle of each lane, by (tp, replica).
+        network: tells a worker whether its ring back is read on another node.
+    """
 
     by_replica: dict[tuple[int, int], Handle]
+    network: Network
+
+
+class LocalReader:
+    """The engine's end of a ring from a rank on its own node."""
+
+    def __init__(self, mq: MessageQueue) -> None:
+        self._mq = mq
+        self.wait_until_ready = mq.wait_until_ready
+        self.dequeue = mq.dequeue
+        self.shutdown = mq.shutdown
+
+    def ready(self) -> bool:
+        """Whether a message waits to be received."""
+        # `MessageQueue.dequeue(timeout=0)` would do, but can lose a message that is too large
+        # for the ring: its slot is consumed before the socket has delivered the bytes.
+        with self._mq.buffer.get_metadata(self._mq.current_idx) as flags:
+            written, read = flags[0], flags[1]
+        return bool(written and not read)
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """Have a poller wake up when a message arrives, or the reader is shut down."""
+        # Each write to the ring is announced on a socket, on which a process can sleep.
+        condition = self._mq._spin_condition
+        poller.register(condition.local_notify_socket, zmq.POLLIN)
+        poller.register(condition.read_cancel_socket, zmq.POLLIN)
+
+    def woken(self, events: Mapping[zmq.Socket, int]) -> None:
+        """Take notice of what a poller woke up for."""
+        announcement = self._mq._spin_condition.local_notify_socket
+        if announcement in events:
+            announcement.recv(flags=zmq.NOBLOCK, copy=False)
+
+
+class RemoteReader:
+    """The engine's end of a ring from a rank on another node.
+
+    vLLM's remote reader waits for its socket alone, for ever if the writer has died. This one can
+    be shut down from another thread, as a local one can.
+    """
+
+    def __init__(self, mq: MessageQueue) -> None:
+        self._mq = mq
+        self.wait_until_ready = mq.wait_until_ready
+        self.shutdown = mq.shutdown
+
+    def ready(self) -> bool:
+        """See `LocalReader`."""
+        return bool(self._mq.remote_socket.poll(timeout=0))
+
+    def watch(self, poller: zmq.Poller) -> None:
+        """See `LocalReader`."""
+        poller.register(self._mq.remote_socket, zmq.POLLIN)
+
+    def woken(self, events: Mapping[zmq.Socket, int]) -> None:
+        """See `LocalReader`."""
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """As `MessageQueue.dequeue`.
+
+        Raises:
+            TimeoutError: none came within `timeout` seconds.
+            RuntimeError: the reader was shut down.
+        """
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while not self.ready():
+            if self._mq.shutting_down:
+                raise RuntimeError("cancelled")
+            left = _CANCEL_CHECK_SECONDS
+            if give_up is not None:
+                left = min(left, give_up - time.monotonic())
+                if left <= 0:
+                    raise TimeoutError
+            self._mq.remote_socket.poll(timeout=1e3 * left)
+        return self._mq.dequeue(timeout=0)
+
+
+def reader_of(mq: MessageQueue) -> LocalReader | RemoteReader:
+    """A reader for a queue made by `MessageQueue.create_from_handle`."""
+    return LocalReader(mq) if mq._is_local_reader else RemoteReader(mq)
 
 
 class Lanes:
     """The engine's ends: a ring to each replica of each layout, a ring from each rank."""
 
-    def __init__(self, layouts: Iterable[Layout]) -> None:
+    def __init__(self, layouts: Iterable[Layout], network: Network) -> None:
+        self._network = network
         self._rings: dict[tuple[int, int], MessageQueue] = {}
         for layout in layouts:
             for replica in range(layout.replicas):
-                ranks = list(layout.ranks_of(replica))
+                ranks = layout.ranks_of(replica)
+                local = [rank for rank in ranks if rank not in network.ranks]
                 self._rings[layout.tp, replica] = MessageQueue(
-                    len(ranks), len(ranks), ranks, max_chunk_bytes=_CHUNK_BYTES
+                    len(ranks),
+                    len(local),
+                    local,
+                    max_chunk_bytes=_CHUNK_BYTES,
+                    connect_ip=network.engine,
                 )
-        self._replies: list[MessageQueue] = []
+        self._replies: list[LocalReader | RemoteReader] = []
 
     def handles(self) -> LaneHandles:
         """To be sent to every worker."""
-        return LaneHandles({key: ring.export_handle() for key, ring in self._rings.items()})
+        return LaneHandles(
+            {key: ring.export_handle() for key, ring in self._rings.items()}, self._network
+        )
 
     def connect(self, reply_handles: Sequence[Handle]) -> None:
         """Open the rings back, one per rank. Workers call `WorkerLanes.wait_until_ready`."""
-        self._replies = [MessageQueue.create_from_handle(handle, 0) for handle in reply_handles]
+        self._replies = [
+            reader_of(MessageQueue.create_from_handle(handle, 0)) for handle in reply_handles
+        ]
 
     def wait_until_ready(self) -> None:
         """Block until both ends of every ring are connected."""
@@ -83,28 +197,21 @@ class Lanes:
 
     def has_reply(self, rank: int) -> bool:
         """Whether a reply of a rank waits to be received."""
-        # `MessageQueue.dequeue(timeout=0)` would do, but can lose a message that is too large
-        # for the ring: its slot is consumed before the socket has delivered the bytes.
-        ring = self._replies[rank]
-        with ring.buffer.get_metadata(ring.current_idx) as flags:
-            written, read = flags[0], flags[1]
-        return bool(written and not read)
+        return self._replies[rank].ready()
 
     def wait(self, ranks: Iterable[int], timeout: float) -> None:
         """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up.
 
         vLLM's own blocking read is for one ring, and spins on a core that the engine may have to
-        share with a worker; so would looking again and again. Each write to a ring is announced
-        on a socket, on which a process can sleep.
+        share with a worker; so would looking again and again.
         """
+        readers = [self._replies[rank] for rank in ranks]
         poller = zmq.Poller()
-        for rank in ranks:
-            condition = self._replies[rank]._spin_condition
-            poller.register(condition.local_notify_socket, zmq.POLLIN)
-            poller.register(condition.read_cancel_socket, zmq.POLLIN)
-        for socket, _ in poller.poll(timeout=max(1, round(1e3 * timeout))):
-            if socket.type == zmq.SUB:
-                socket.recv(flags=zmq.NOBLOCK, copy=False)
+        for reader in readers:
+            reader.watch(poller)
+        events = dict(poller.poll(timeout=max(1, round(1e3 * timeout))))
+        for reader in readers:
+            reader.woken(events)
 
     def receive(self, rank: int, timeout: float) -> Any:
         """The next reply of a rank.
@@ -156,7 +263,10 @@ class WorkerLanes:
         }
         self._rank = rank
         self._device = device
-        self._reply = MessageQueue(1, 1, max_chunk_bytes=_CHUNK_BYTES)
+        address = handles.network.ranks.get(rank)
+        self._reply = MessageQueue(
+            1, 1 if address is None else 0, max_chunk_bytes=_CHUNK_BYTES, connect_ip=address
+        )
         self._finishing: queue.SimpleQueue[Any] | None = None
 
     def reply_handle(self) -> Handle:
@@ -182,6 +292,7 @@ class WorkerLanes:
             try:
                 kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
             except TimeoutError:
+                # An actor has none: Ray ends it with its engine.
                 parent = multiprocessing.parent_process()
                 if parent is not None and not parent.is_alive():
                     raise SystemExit("the engine process died") from None

@@ -242,6 +242,7 @@ class AdaptivePolicy(Policy):
             batches=self._lengths.batches,
             responses=self._lengths.responses,
             shifted=self._lengths.shifted,
+            siblings=self._lengths.theta / (self._lengths.theta + 2),
         )
 
     # ---------------------------------------------------------------- decisions

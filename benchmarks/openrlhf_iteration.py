@@ -1,0 +1,307 @@
+"""OpenRLHF's rollouts and weight syncs with PAT, against those with its own engines.
+
+    python -m benchmarks.openrlhf_iteration
+
+Runs in the environment of `make test-openrlhf`, on CPU with the tests' stand-ins. Three sides:
+OpenRLHF's default of one engine per device, one engine over all devices, and PAT over all devices.
+All stay alive and take turns: weights are synced as OpenRLHF's actor does it, then its
+`SamplesGenerator` makes a rollout with the same prompts and response lengths for each side. What an
+iteration has beside these two, the training, is the same for all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.common import (
+    ENVIRONMENT,
+    PARK_SECONDS,
+    ROOT,
+    Summary,
+    busy_cores,
+    machine,
+    ratios,
+    table,
+    write_results,
+)
+from pat_vllm.cli.workloads import BOUND, WORKLOADS, Workload
+
+DEVICES = 2
+PAT = "PAT"
+DEFAULT = f"default: {DEVICES} engines of tp=1"
+ONE = f"1 engine of tp={DEVICES}"
+SAMPLES = 8
+"""Responses of a prompt."""
+
+_SUPPORT = ROOT / "tests" / "support" / "openrlhf_on_cpu"
+_KV_BYTES = 1 << 29
+_MAX_LEN = 512
+
+
+@dataclass
+class Side:
+    """A way to make rollouts.
+
+    Attributes:
+        engines: OpenRLHF's rollout actors.
+        group: the trainer's end of the weight sync.
+        rollouts, syncs: seconds of each repeat.
+        switches: of each repeat.
+    """
+
+    engines: list[Any]
+    group: Any
+    rollouts: list[float] = field(default_factory=list)
+    syncs: list[float] = field(default_factory=list)
+    switches: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--workload", choices=names, default="lognormal")
+    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    _enter_environment()
+
+    workload = next(one for one in WORKLOADS if one.name == args.workload)
+    facts = machine()
+    sides = measure(workload, args.repeats, args.seed)
+    body = {
+        "arguments": vars(args),
+        "sides": {name: _plain(side) for name, side in sides.items()},
+    }
+    write_results(f"openrlhf-{workload.name}", facts, body, report(workload, sides))
+
+
+def _enter_environment() -> None:
+    """Start again with the stand-ins, which have to be there when Python starts."""
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(_SUPPORT) in path:
+        return
+    variables = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(ROOT)]),
+        "PAT_TEST_GPUS": str(3 * DEVICES),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    arguments = ["-m", "benchmarks.openrlhf_iteration", *sys.argv[1:]]
+    os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **variables})
+
+
+# -------------------------------------------------------------------- measuring
+
+
+def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
+    """Start the sides, PAT first: it measures its profile while nothing else runs."""
+    import ray
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pat_vllm.cli.demo import demo_model
+
+    path = str(demo_model(ROOT / ".models"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    weights = AutoModelForCausalLM.from_pretrained(path)
+    ray.init(log_to_driver=False)
+    try:
+        sides = {
+            PAT: _start(path, 1, DEVICES, pat=True),
+            DEFAULT: _start(path, DEVICES, 1),
+            ONE: _start(path, 1, DEVICES),
+        }
+        for repeat in range(repeats + 1):
+            batch = _batch(workload, repeat, seed)
+            order = list(sides)
+            for name in order if repeat % 2 else reversed(order):
+                _turn(sides[name], batch, tokenizer, weights, count=repeat > 0)
+    finally:
+        ray.shutdown()
+    return sides
+
+
+def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
+    """Have OpenRLHF make its engines."""
+    from openrlhf.trainer.ray import create_vllm_engines, vllm_engine
+    from pat_openrlhf.engines import PatEngines
+
+    stock = vllm_engine.RolloutRayActor
+    policy = {"kind": "predictor", "length_bound": BOUND}
+    vllm_engine.RolloutRayActor = _Options(PatEngines({"policy": policy}) if pat else stock)
+    made = create_vllm_engines(
+        num_engines=engines,
+        tensor_parallel_size=tp,
+        pretrain=path,
+        seed=0,
+        full_determinism=False,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        max_model_len=_MAX_LEN,
+        agent_func_path=str(Path(__file__).with_name("openrlhf_lengths.py")),
+    )
+    vllm_engine.RolloutRayActor = stock
+    return Side(made, _sync_group(made, tp))
+
+
+class _Options:
+    """Rollout actors with options of vLLM that OpenRLHF does not offer, alike on all sides.
+
+    The model's crossover is in float32 on CPU, where bfloat16 costs more than it saves.
+    """
+
+    def __init__(self, actors: Any) -> None:
+        self._actors = actors
+
+    def options(self, **placement: Any) -> Any:
+        made = self._actors.options(**placement)
+        extra = {"dtype": "float32", "kv_cache_memory_bytes": _KV_BYTES}
+        return SimpleNamespace(remote=lambda **arguments: made.remote(**arguments | extra))
+
+
+def _sync_group(engines: Sequence[Any], tp: int) -> Any:
+    """As OpenRLHF's actor makes it."""
+    import ray
+    from openrlhf.utils.distributed_util import stateless_init_process_group
+
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    world = len(engines) * tp + 1
+    joined = [
+        engine.init_process_group.remote(
+            host, port, i * tp + 1, world, "openrlhf", backend="gloo", use_ray=False
+        )
+        for i, engine in enumerate(engines)
+    ]
+    group = stateless_init_process_group(host, port, 0, world, "cpu")
+    ray.get(joined)
+    return group
+
+
+def _batch(workload: Workload, repeat: int, seed: int) -> list[tuple[Any, ...]]:
+    """The rollout's prompts as OpenRLHF's data loader gives them; labels say the lengths."""
+    import random
+
+    lengths = workload.trace(repeat, seed=seed).lengths
+    rng = random.Random(f"{seed} {repeat}")
+    prompts, labels = [], []
+    for at in range(0, len(lengths), SAMPLES):
+        prompts.append(f"{repeat}.{at}" + " the river".join("" for _ in range(rng.randint(4, 12))))
+        labels.append(json.dumps(lengths[at : at + SAMPLES]))
+    return [("", prompts, labels, [None] * len(prompts))]
+
+
+def _turn(
+    side: Side, batch: list[tuple[Any, ...]], tokenizer: Any, weights: Any, count: bool
+) -> None:
+    """A sync and a rollout."""
+    import ray
+    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+
+    _, prompts, labels, _ = batch[0]
+    total = sum(sum(json.loads(label)) for label in labels)
+    generator = SamplesGenerator(_strategy(len(prompts)), batch, None, tokenizer, side.engines)
+    time.sleep(PARK_SECONDS)
+
+    began = time.perf_counter()
+    for name, weight in weights.named_parameters():
+        received = [
+            engine.update_weight.remote(name, dtype=weight.dtype, shape=weight.shape)
+            for engine in side.engines
+        ]
+        side.group.broadcast(weight.data, src=0)
+        ray.get(received)
+    synced = time.perf_counter()
+    samples, *_ = generator.generate_samples(max_len=_MAX_LEN, temperature=1.0)
+    done = time.perf_counter()
+
+    made = sum(int(sample.response_length.item()) for sample in samples)
+    assert made == total, f"{made} tokens in place of {total}"
+    if count:
+        side.syncs.append(synced - began)
+        side.rollouts.append(done - synced)
+        side.switches.append(_switches(side, done - synced))
+
+
+def _switches(side: Side, seconds: float) -> int:
+    import ray
+
+    if not hasattr(side.engines[0], "pat_report"):
+        return 0
+    since = time.monotonic() - seconds
+    report = ray.get(side.engines[0].pat_report.remote())
+    return sum(one.at > since and one.reason != "idle" for one in report.switches)
+
+
+def _strategy(prompts: int) -> Any:
+    """As much of OpenRLHF's arguments as its `SamplesGenerator` reads."""
+    args = SimpleNamespace(
+        rollout=SimpleNamespace(
+            batch_size=prompts, n_samples_per_prompt=SAMPLES, vllm_generate_batch_size=None
+        ),
+        vllm=SimpleNamespace(enable_sleep=False),
+        algo=SimpleNamespace(
+            dynamic_filtering_enable=False,
+            advantage=SimpleNamespace(is_correction_level="off"),
+        ),
+    )
+    return SimpleNamespace(args=args)
+
+
+# -------------------------------------------------------------------- reporting
+
+
+def report(workload: Workload, sides: dict[str, Side]) -> str:
+    """Markdown."""
+    better = min((DEFAULT, ONE), key=lambda name: Summary.of(sides[name].rollouts).median)
+    rows = []
+    for name in (DEFAULT, ONE, PAT):
+        side = sides[name]
+        iteration = [a + b for a, b in zip(side.rollouts, side.syncs, strict=True)]
+        rows.append(
+            [
+                name + (" *" if name == better else ""),
+                Summary.of(side.rollouts).show(digits=2),
+                ratios(side.rollouts, sides[better].rollouts).show(digits=2),
+                Summary.of(side.syncs).show(digits=2),
+                Summary.of(iteration).show(digits=2),
+                f"{sum(side.switches) / len(side.switches):.1f}",
+            ]
+        )
+    header = [
+        "engines", "rollout, s", "rollout / better static", "weight sync, s",
+        "sync and rollout, s", "switches",
+    ]  # fmt: skip
+    trace = workload.trace(1)
+    return (
+        f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
+        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model of "
+        f"`pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; the "
+        "ratio is that of equal batches.\n\n"
+        + table(header, rows)
+        + f"\n`*`: the better static side. Cores busy after the last batch: {busy_cores():.2f}.\n"
+    )
+
+
+def _plain(side: Side) -> dict[str, Any]:
+    return {"rollouts": side.rollouts, "syncs": side.syncs, "switches": side.switches}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""PAT's rollout engines: Ray actors in the place of OpenRLHF's `RolloutRayActor`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pat_openrlhf.placement import gpus_of_bundles
+from pat_openrlhf.rollouts import describe
+from pat_vllm.api import report_async
+from pat_vllm.reporting import Report
+
+logger = init_logger("vllm.pat_openrlhf")
+
+_CALLS_OF_RAY = 1000
+"""Calls that Ray lets an async actor run at once, unless told otherwise."""
+
+
+class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
+    """OpenRLHF's rollout actor over a PAT engine: one engine in the place of N.
+
+    Everything OpenRLHF calls is its own code: generation, weight sync by broadcast or CUDA IPC,
+    sleep, pause.
+    """
+
+    async def __init__(self, *args: Any, pat: dict[str, Any], **kwargs: Any) -> None:
+        """As OpenRLHF's; `pat` holds the options of the engine's `additional_config["pat"]`."""
+        self._running = 0
+        self._rollouts = 0
+        self._started = 0.0
+        self._responses = 0
+        self._gpus: list[str] | None = None
+        if pat.get("launcher") == "mp":
+            # Workers that Ray does not place must be shown the GPUs that it gave to this engine.
+            self._gpus = await gpus_of_bundles(kwargs["bundle_indices"], kwargs["num_gpus"])
+        await super().__init__(
+            *args,
+            **{
+                **kwargs,
+                "distributed_executor_backend": "pat",
+                "additional_config": {"pat": pat},
+            },
+        )
+
+    def _configure_device_env(
+        self, backend: Any, bundle_indices: list[int], num_gpus: float
+    ) -> None:
+        super()._configure_device_env("ray", bundle_indices, num_gpus)
+        if self._gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
+
+    async def ready(self) -> None:
+        """Returns when the engine runs; fails if it could not start."""
+
+    async def pat_report(self) -> Report:
+        """What the engine has done so far: switches, what they cost, live requests."""
+        return await report_async(self.llm)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().generate(*args, **kwargs)
+        except EngineDeadError as error:
+            raise RuntimeError(
+                "the PAT engine died during a rollout: one of its workers or its core ended. What "
+                "ended it is in the log above this error, or in the log of the node's kernel (out "
+                "of memory)"
+            ) from error
+
+    async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
+        """As OpenRLHF's. The last responses of a rollout also log what the engine did in it."""
+        if not self._running:
+            self._started, self._responses = time.monotonic(), 0
+        self._running += 1
+        try:
+            responses = await super().generate_responses(*args, **kwargs)
+            self._responses += len(responses)
+        finally:
+            self._running -= 1
+        if not self._running:
+            # Asked for before OpenRLHF may put the engine to sleep.
+            self._rollouts += 1
+            number, started, count = self._rollouts, self._started, self._responses
+            seconds = time.monotonic() - started
+            logger.info(
+                "PAT rollout %d: %s",
+                number,
+                describe(await self.pat_report(), started, seconds, count),
+            )
+        return responses
+
+
+class PatEngines:
+    """Makes rollout actors when OpenRLHF's `create_vllm_engines` asks its `RolloutRayActor` to."""
+
+    def __init__(self, pat: dict[str, Any]) -> None:
+        """`pat` holds the options of each engine."""
+        self._pat = pat
+        self._made = 0
+
+    def options(self, **ray_options: Any) -> _Placed:
+        return _Placed(self, ray_options)
+
+    def make(self, ray_options: dict[str, Any], arguments: dict[str, Any]) -> Any:
+        # OpenRLHF sends an engine a call for each prompt, and to one that stands for N engines N
+        # times as many. Calls above Ray's limit would wait, weight updates among them.
+        calls = _CALLS_OF_RAY * arguments["tensor_parallel_size"]
+        actor_class = ray.remote(PatRolloutActor)
+        actor = actor_class.options(**ray_options, max_concurrency=calls).remote(
+            pat=self._pat, **arguments
+        )
+        self._made += 1
+        if self._made == 1:
+            # What is wrong with the options or the model is to show now. OpenRLHF itself would go
+            # on, and wait minutes for this engine in the set-up of the weight sync.
+            ray.get(actor.ready.remote())
+        return actor
+
+
+class _Placed:
+    def __init__(self, engines: PatEngines, ray_options: dict[str, Any]) -> None:
+        self._engines = engines
+        self._ray_options = ray_options
+
+    def remote(self, **arguments: Any) -> Any:
+        return self._engines.make(self._ray_options, arguments)

@@ -1,0 +1,206 @@
+"""What a user may ask for on the command line, checked before anything starts.
+
+Imports neither vLLM nor Ray nor OpenRLHF.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from pat_vllm.config import PATConfig
+
+TESTED_OPENRLHF = "0.11.2"
+"""The OpenRLHF release that this package is tested with."""
+
+ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_OPENRLHF"
+"""Environment variable that lets PAT run in another OpenRLHF release when set to 1."""
+
+ENGINES = ("vllm", "pat")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add PAT's options to OpenRLHF's parser."""
+    group = parser.add_argument_group("pat-vllm")
+    group.add_argument(
+        "--vllm.engine",
+        "--vllm_engine",
+        dest="vllm.engine",
+        choices=ENGINES,
+        default="vllm",
+        help="pat: engines whose tensor parallelism changes during a rollout",
+    )
+    group.add_argument(
+        "--vllm.pat",
+        default=None,
+        metavar="JSON",
+        help='options of --vllm_engine pat, as in additional_config["pat"], for instance '
+        "'{\"layouts\": [1, 4]}'",
+    )
+
+
+def take_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The checked PAT options, or None where `--vllm_engine vllm` leaves OpenRLHF as it is.
+
+    Raises:
+        ValueError: names the option, its value, what is allowed, and the way out.
+    """
+    flat = vars(args)
+    if flat["vllm.engine"] == "vllm":
+        if flat["vllm.pat"] is not None:
+            raise ValueError(
+                f"--vllm.pat {flat['vllm.pat']!r} is for --vllm_engine pat, not vllm; "
+                "change one of the two"
+            )
+        # OpenRLHF logs its arguments, and may one day have options of these names.
+        del flat["vllm.engine"], flat["vllm.pat"]
+        return None
+    check_arguments(flat)
+    return parse_pat(flat["vllm.pat"], flat["vllm.tensor_parallel_size"])
+
+
+def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
+    """The options in `--vllm.pat`, valid for an engine of `ranks` ranks.
+
+    Raises:
+        ValueError: not JSON, not an object, an unknown option, or one that does not fit `ranks`.
+    """
+    where = f"--vllm.pat {text!r}"
+    try:
+        options = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not JSON ({error}); give an object in quotes of the shell, as in "
+            "--vllm.pat '{\"layouts\": [1, 4]}'"
+        ) from None
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"{where} must be a JSON object; allowed options: {', '.join(PATConfig.model_fields)}"
+        )
+    try:
+        PATConfig.parse(options).resolve_layouts(ranks)
+    except ValueError as error:
+        message = str(error).removeprefix('additional_config["pat"]: ')
+        raise ValueError(f"{where}: {message}") from None
+    return options
+
+
+def check_arguments(args: Mapping[str, Any]) -> None:
+    """Refuse what PAT cannot do in OpenRLHF.
+
+    Args:
+        args: OpenRLHF's arguments by their dotted names.
+
+    Raises:
+        ValueError: names the option, its value, what is allowed, and the way out.
+    """
+    engines, ranks = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
+    if not engines or engines < 1:
+        raise ValueError(
+            f"--vllm_engine pat needs a vLLM engine, but --vllm.num_engines is {engines}; use "
+            "--vllm.num_engines 1 with --vllm.tensor_parallel_size set to the number of GPUs"
+        )
+    if ranks < 2:
+        raise ValueError(
+            f"--vllm_engine pat makes replicas of the GPUs of one engine, but "
+            f"--vllm.tensor_parallel_size is {ranks}; use --vllm.num_engines 1 "
+            f"--vllm.tensor_parallel_size {max(engines, 2)} in place of --vllm.num_engines "
+            f"{engines}, or --vllm_engine vllm"
+        )
+    actors = args["actor.num_nodes"] * args["actor.num_gpus_per_node"]
+    if colocated(args) and actors != engines * ranks:
+        raise ValueError(
+            f"--train.colocate_all puts the engines on the actor's GPUs: --vllm.num_engines "
+            f"{engines} times --vllm.tensor_parallel_size {ranks} must be --actor.num_nodes "
+            f"{args['actor.num_nodes']} times --actor.num_gpus_per_node "
+            f"{args['actor.num_gpus_per_node']}; set --vllm.tensor_parallel_size to the GPUs of a "
+            "node, and --vllm.num_engines to the number of nodes"
+        )
+    if colocated(args) and ranks > args["actor.num_gpus_per_node"]:
+        raise ValueError(
+            f"a PAT engine does not span nodes, but --vllm.tensor_parallel_size is {ranks} and "
+            f"--actor.num_gpus_per_node is {args['actor.num_gpus_per_node']}; use one engine for "
+            "each node"
+        )
+    for option, value, why in (
+        (
+            "--train.full_determinism_enable",
+            args["train.full_determinism_enable"],
+            "PAT decides by measured times when to switch, so that two runs differ in rounding "
+            "and in random numbers",
+        ),
+        (
+            "--data.max_images_per_prompt",
+            args["data.max_images_per_prompt"],
+            "PAT runs text models only",
+        ),
+    ):
+        if value:
+            raise ValueError(
+                f"{option} {value} does not go with --vllm_engine pat: {why}. Leave it out, or "
+                "use --vllm_engine vllm"
+            )
+
+
+def colocated(args: Mapping[str, Any]) -> bool:
+    """Whether the engines share the actor's GPUs (OpenRLHF's hybrid engine)."""
+    return bool(args["train.colocate_all"]) and not args["train.async_enable"]
+
+
+def check_gpus(args: Mapping[str, Any], gpus_of_nodes: Sequence[float]) -> None:
+    """Refuse a command for which the cluster has too few GPUs. OpenRLHF would wait for ever.
+
+    Args:
+        args: OpenRLHF's arguments by their dotted names.
+        gpus_of_nodes: GPUs of each node of the Ray cluster.
+
+    Raises:
+        ValueError: names the options and what there is.
+    """
+    engines, ranks = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
+    widest = max(gpus_of_nodes, default=0)
+    if ranks > widest:
+        raise ValueError(
+            f"--vllm.tensor_parallel_size {ranks} needs a node with {ranks} GPUs, and the nodes "
+            f"of the Ray cluster have {[int(gpus) for gpus in gpus_of_nodes]}; a PAT engine does "
+            "not span nodes: use one engine for each node, as wide as the node"
+        )
+    actors = args["actor.num_nodes"] * args["actor.num_gpus_per_node"]
+    needed = engines * ranks + (0 if colocated(args) else actors)
+    if needed > sum(gpus_of_nodes):
+        beside = "" if colocated(args) else f", and --actor.num_gpus_per_node {actors} in all"
+        raise ValueError(
+            f"--vllm.num_engines {engines} times --vllm.tensor_parallel_size {ranks}{beside} need "
+            f"{needed} GPUs, and the Ray cluster has {int(sum(gpus_of_nodes))}; use fewer, or "
+            "start Ray on more nodes first"
+        )
+
+
+def check_versions() -> None:
+    """Refuse a missing OpenRLHF or one that PAT was not tested with; the same for vLLM.
+
+    Raises:
+        ValueError: names the package, its version, and what to install.
+    """
+    way_out = f"install what PAT was tested with: pip install openrlhf=={TESTED_OPENRLHF} --no-deps"
+    try:
+        version = metadata.version("openrlhf")
+    except metadata.PackageNotFoundError:
+        raise ValueError(f"OpenRLHF is not installed; {way_out} (see docs/openrlhf.md)") from None
+    if version != TESTED_OPENRLHF and os.environ.get(ALLOW_UNTESTED) != "1":
+        raise ValueError(
+            f"--vllm_engine pat is tested with OpenRLHF {TESTED_OPENRLHF}, but {version} is "
+            f"installed; {way_out}, or set {ALLOW_UNTESTED}=1 to try this one"
+        )
+    try:
+        from pat_vllm.plugin import check_vllm_version
+
+        check_vllm_version()
+    except ModuleNotFoundError:
+        raise ValueError(
+            'vLLM is not installed; pip install "pat-vllm[cuda]" (see docs/openrlhf.md)'
+        ) from None

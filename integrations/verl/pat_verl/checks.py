@@ -1,0 +1,237 @@
+"""What PAT cannot serve of verl's options. Imports neither verl nor vLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pat_vllm.config import PATConfig, StaticPolicyConfig
+
+NAME = "pat"
+"""Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
+
+TESTED_VERL = ("0.9", "0.10")
+"""verl versions that this works with: from the first, up to but without the second."""
+
+ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VERL"
+"""Environment variable that lets it run with another verl when set to 1."""
+
+_KWARGS = "engine_kwargs.vllm"
+
+
+def asks_for_pat(rollout: Any) -> bool:
+    """Whether a rollout config names PAT, as `rollout.name` or as vLLM's executor backend."""
+    return _get(rollout, "name") == NAME or _backend(rollout) == NAME
+
+
+def check_verl_version(version: str) -> None:
+    """Refuse a verl that this was not tested with.
+
+    Raises:
+        ValueError: the version is outside `TESTED_VERL`, and `PAT_ALLOW_UNTESTED_VERL` is not 1.
+    """
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        return
+    first, past = (tuple(int(n) for n in v.split(".")) for v in TESTED_VERL)
+    try:
+        found = tuple(int(n) for n in version.split(".")[:2])
+    except ValueError:
+        found = (0, 0)
+    if not first <= found < past:
+        raise ValueError(
+            f"rollout.name={NAME} is tested with verl >= {TESTED_VERL[0]}, < {TESTED_VERL[1]}, but "
+            f"verl {version} is installed. Install a tested one (pip install --no-deps "
+            f"verl==0.9.1), or set {ALLOW_UNTESTED}=1 to try this one."
+        )
+
+
+def check_rollout(
+    rollout: Any,
+    model: Any = None,
+    gpus_per_node: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    """Check a rollout config that asks for PAT.
+
+    Args:
+        rollout: verl's `RolloutConfig`, or the same as a mapping.
+        model: verl's `HFModelConfig`, or the same as a mapping.
+        gpus_per_node: GPUs that the rollout, or the trainer that it shares them with, has on a
+            node; None where it is not known yet.
+        world_size: the same over all nodes.
+
+    Raises:
+        ValueError: an option that PAT cannot serve; names it, its value and the way out.
+    """
+    problems = [
+        f"{option}={_shown(value)} ({way_out})" for option, value, way_out in _found(rollout, model)
+    ]
+    problems += _gpu_problems(rollout, gpus_per_node, world_size)
+    if problems:
+        asked = f"rollout.name={NAME}"
+        if _get(rollout, "name") != NAME:
+            asked = f"rollout.{_KWARGS}.distributed_executor_backend={NAME}"
+        raise ValueError(f"{asked} does not work with " + "; ".join(problems))
+    pat_options(rollout).resolve_layouts(_number(rollout, "tensor_model_parallel_size"))
+
+
+def pat_options(rollout: Any) -> PATConfig:
+    """The validated PAT options of a rollout config.
+
+    Raises:
+        ValueError: an option is unknown or has a wrong value.
+    """
+    additional = _get(rollout, f"{_KWARGS}.additional_config")
+    if additional is not None and not hasattr(additional, "get"):
+        raise ValueError(
+            f"rollout.{_KWARGS}.additional_config must be a mapping, got {additional!r}; "
+            f"write +actor_rollout_ref.rollout.{_KWARGS}.additional_config.pat.OPTION=VALUE"
+        )
+    return PATConfig.parse(plain(_get(additional, "pat")))
+
+
+def plain(value: Any) -> Any:
+    """Mappings and lists of OmegaConf as dicts and lists."""
+    if hasattr(value, "items"):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple) or type(value).__name__ == "ListConfig":
+        return [plain(one) for one in value]
+    return value
+
+
+def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
+    """Options that PAT cannot serve, as (option, value, way out)."""
+    found: list[tuple[str, Any, str]] = []
+
+    def refuse(option: str, way_out: str, when: bool = True, value: Any = None) -> None:
+        if when:
+            shown = _get(rollout, option) if value is None else value
+            found.append((f"rollout.{option}", shown, way_out))
+
+    replicas = "PAT makes replicas of the ranks by itself: set 1, and name all GPUs of a node in "
+    replicas += "rollout.tensor_model_parallel_size"
+    for option in (
+        "data_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_parallel_size",
+        f"{_KWARGS}.data_parallel_size",
+        f"{_KWARGS}.pipeline_parallel_size",
+    ):
+        refuse(option, replicas, _number(rollout, option) != 1)
+    refuse(
+        f"{_KWARGS}.nnodes",
+        "an engine stays inside a node: leave it out, and more nodes get more PAT engines",
+        _number(rollout, f"{_KWARGS}.nnodes") != 1,
+    )
+    tp = _number(rollout, "tensor_model_parallel_size")
+    refuse(
+        f"{_KWARGS}.tensor_parallel_size",
+        f"it must equal rollout.tensor_model_parallel_size={tp}: leave it out",
+        _number(rollout, f"{_KWARGS}.tensor_parallel_size", tp) != tp,
+    )
+    refuse(
+        f"{_KWARGS}.distributed_executor_backend",
+        f"leave it out, or choose rollout.name=vllm: rollout.name={NAME} sets it",
+        _backend(rollout) not in (None, NAME),
+    )
+    refuse(
+        f"{_KWARGS}.additional_config.pat.launcher",
+        "verl's server starts the workers itself: leave it out",
+        pat_options(rollout).launcher == "ray",
+    )
+    refuse(
+        "disaggregation.enabled",
+        "prefill and decode share PAT's ranks: set False",
+        bool(_get(rollout, "disaggregation.enabled")),
+    )
+    refuse(
+        "checkpoint_engine.backend",
+        "weights must arrive whole for every layout to be derived from them: choose naive, nccl "
+        "or another backend that sends full tensors",
+        _get(rollout, "checkpoint_engine.backend") == "delta_sharded",
+    )
+    refuse(
+        "quantization",
+        "PAT divides unquantized weights: set null",
+        _get(rollout, "quantization") is not None,
+    )
+    refuse("qat.enable", "set False", bool(_get(rollout, "qat.enable")))
+    refuse(
+        "mtp.enable_rollout",
+        "there is no speculative decoding with PAT: set False",
+        bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout")),
+    )
+    refuse(
+        "enable_rollout_routing_replay",
+        "PAT serves dense models only: set False",
+        bool(_get(rollout, "enable_rollout_routing_replay")),
+    )
+    if _get(rollout, "full_determinism") and not isinstance(
+        pat_options(rollout).policy, StaticPolicyConfig
+    ):
+        refuse(
+            "full_determinism",
+            "when a layout changes depends on time, and its sums are in another order: set "
+            f"{_KWARGS}.additional_config.pat.policy={{kind:static,tp:N}}, or False",
+        )
+
+    rank = _number(model, "lora.rank", 0) or _number(model, "lora_rank", 0)
+    if rank > 0 and not _get(model, "lora.merge"):
+        found.append(
+            (
+                "model.lora_rank",
+                rank,
+                "adapters cannot be served with PAT: set model.lora.merge=true, which sends the "
+                "merged weights",
+            )
+        )
+    return found
+
+
+def _gpu_problems(rollout: Any, gpus_per_node: int | None, world_size: int | None) -> list[str]:
+    option = "rollout.tensor_model_parallel_size"
+    tp = _number(rollout, "tensor_model_parallel_size")
+    if tp < 1:
+        return [f"{option}={tp} (it must be at least 1)"]
+    if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
+        return [
+            f"{option}={tp} on nodes with {gpus_per_node} GPUs (an engine stays inside a node: "
+            f"allowed {_divisors(gpus_per_node)}, best {gpus_per_node}; more nodes get more PAT "
+            "engines)"
+        ]
+    if world_size is not None and world_size % tp:
+        return [
+            f"{option}={tp} on {world_size} GPUs (each must belong to an engine: "
+            f"allowed {_divisors(world_size)})"
+        ]
+    return []
+
+
+def _backend(rollout: Any) -> Any:
+    return _get(rollout, f"{_KWARGS}.distributed_executor_backend")
+
+
+def _number(config: Any, path: str, default: int = 1) -> int:
+    value = _get(config, path)
+    return default if value is None else int(value)
+
+
+def _get(config: Any, path: str) -> Any:
+    """The value at a dotted path through attributes and mappings, or None."""
+    for name in path.split("."):
+        if config is None:
+            return None
+        if isinstance(config, Mapping) or hasattr(config, "items"):
+            config = config.get(name)
+        else:
+            config = getattr(config, name, None)
+    return config
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)

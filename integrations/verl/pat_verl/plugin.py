@@ -1,0 +1,86 @@
+"""verl's entry point into PAT: importing this module registers the backend.
+
+verl imports it in each of its processes (entry point group `verl.plugins`), and reports a failure
+only at DEBUG. So nothing here raises: what went wrong is logged, and raised when PAT is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pat_verl.checks import NAME, asks_for_pat, check_verl_version
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "pat_verl.adapter.PatServerAdapter"
+
+Loader = Callable[[], type]
+
+
+def register() -> None:
+    """Teach verl the rollout backend "pat", and its backend "vllm" to notice PAT's executor."""
+    try:
+        import verl
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+        stock: Loader = RolloutReplicaRegistry._registry["vllm"]
+        if getattr(stock, "_pat_loader", False):
+            return
+        RolloutReplicaRegistry.register(NAME, _replica)
+        RolloutReplicaRegistry.register("vllm", _noticing(stock))
+        _ROLLOUT_REGISTRY[NAME, "async"] = ADAPTER
+        check_verl_version(verl.__version__)
+        # Without PAT it does what verl's own does. It may not even be importable with a verl that
+        # it was not written for, so there the users of "vllm" keep theirs.
+        _ROLLOUT_REGISTRY["vllm", "async"] = ADAPTER
+    except Exception as error:
+        logger.error("rollout.name=%s cannot be used with this verl: %s", NAME, error)
+
+
+def _replica() -> type:
+    """PAT's replica class, or an error that says why there is none."""
+    import verl
+
+    check_verl_version(verl.__version__)
+    try:
+        from pat_vllm.plugin import check_vllm_version
+
+        check_vllm_version()
+        from pat_verl.replica import PatReplica
+    except ImportError as error:
+        raise ImportError(
+            f"rollout.name={NAME} needs vLLM and what verl needs of other packages: "
+            f'pip install "pat-vllm[cuda,verl]" ({error})'
+        ) from error
+    return PatReplica
+
+
+def _noticing(stock: Loader) -> Loader:
+    """A loader for "vllm": PAT's replica class, which is verl's unless PAT is asked for."""
+
+    def load() -> type:
+        try:
+            return _replica()
+        except Exception as error:
+            return _refusing(stock(), error)
+
+    load._pat_loader = True  # type: ignore[attr-defined]
+    return load
+
+
+def _refusing(stock: type, error: Exception) -> type:
+    """verl's replica class, which raises `error` when PAT is asked for."""
+
+    class Replica(stock):  # type: ignore[misc]
+        def __init__(self, replica_rank: int, config: Any, *args: Any, **kwargs: Any) -> None:
+            if asks_for_pat(config):
+                raise error
+            super().__init__(replica_rank, config, *args, **kwargs)
+
+    return Replica
+
+
+register()

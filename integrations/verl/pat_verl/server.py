@@ -1,0 +1,148 @@
+"""The actor that holds a PAT engine and serves verl's requests."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pat_verl.checks import NAME, check_rollout, plain
+from pat_verl.rollout import Rollout
+from pat_vllm import report_async, switch_async
+from pat_vllm.reporting import Report
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)  # as verl does for its own server
+
+
+class PatHttpServer(vLLMHttpServer):
+    """verl's vLLM server over a PAT engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._rollouts = 0
+        self._reported: Report | None = None
+
+    # ---------------------------------------------------------------- start
+
+    def _validate_configs(self) -> None:
+        check_rollout(self.config, self.model_config)
+        super()._validate_configs()
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs.setdefault("distributed_executor_backend", NAME)
+        # verl writes the engine's command line, and a mapping of OmegaConf is not a dict there.
+        additional = plain(engine_kwargs.get("additional_config") or {})
+        # verl's weight push and its GPUs are in this process's environment, which children share.
+        pat = {**(additional.get("pat") or {}), "launcher": "mp"}
+        engine_kwargs["additional_config"] = {**additional, "pat": pat}
+
+    def _get_worker_extension_cls(self) -> str:
+        return "pat_verl.extension.PatWorkerExtension"
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        _accept_wait_for_inflight_requests(self.engine)
+
+    # ---------------------------------------------------------------- requests
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """As verl's, with a plain word about an engine that has died."""
+        try:
+            return await super().generate(*args, **kwargs)
+        except EngineDeadError:
+            await self.pat_check_alive()
+            raise
+
+    async def abort_request(
+        self, request_id: str, reset_prefix_cache: bool = True
+    ) -> dict[str, Any]:
+        """As verl's, which seeks the request by a name that vLLM >= 0.32 does not know it by."""
+        if request_id not in self.engine.output_processor.external_req_ids:
+            return {
+                "aborted": False,
+                "request_id": request_id,
+                "error": f"Request {request_id} not found",
+            }
+        await self.engine.abort(request_id)
+        if reset_prefix_cache:
+            await self.clear_kv_cache()
+        return {"aborted": True, "request_id": request_id}
+
+    # ---------------------------------------------------------------- each iteration
+
+    async def sleep(self) -> None:
+        """As verl's, which calls it when a rollout is complete and before it trains."""
+        # Or verl would go on with the responses that were complete when the engine died.
+        await self.pat_check_alive()
+        await self._log_rollout()
+        await super().sleep()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """As verl's, which calls it when new weights are in."""
+        await self._log_rollout()
+        await super().set_global_steps(global_steps)
+
+    async def _log_rollout(self) -> None:
+        """Log what the engine did since the last time, if it had requests."""
+        report = await self.pat_report()
+        rollout = Rollout.between(self._reported, report)
+        self._reported = report
+        if rollout.peak:
+            self._rollouts += 1
+            logger.info(
+                "PAT rollout %d of replica %d, weights of step %s: %s",
+                self._rollouts,
+                self.replica_rank,
+                self.global_steps,
+                rollout,
+            )
+
+    # ---------------------------------------------------------------- for users
+
+    async def pat_report(self) -> Report:
+        """What the engine has done since its start."""
+        return await report_async(self.engine)
+
+    async def pat_switch(self, tp: int) -> bool:
+        """Switch the engine now; see `pat_vllm.switch`."""
+        return await switch_async(self.engine, tp)
+
+    async def pat_check_alive(self) -> None:
+        """Raise if the engine has died.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        try:
+            await self.engine.check_health()
+        except Exception as error:
+            raise RuntimeError(
+                f"the PAT engine of rollout replica {self.replica_rank} has died. What ended it is "
+                "further up in the log, in the lines of EngineCore and of its workers."
+            ) from error
+
+
+def _accept_wait_for_inflight_requests(engine: Any) -> None:
+    """Let an engine's `pause_generation` take the argument that verl gives it.
+
+    Without it: `abort_all_requests` fails with vLLM >= 0.32, where `mode` has replaced
+    `wait_for_inflight_requests`. Not needed any more when verl knows the new one.
+    """
+    original = engine.pause_generation
+    if "wait_for_inflight_requests" in inspect.signature(original).parameters:
+        return
+
+    async def pause_generation(
+        *, wait_for_inflight_requests: bool | None = None, **kwargs: Any
+    ) -> None:
+        if wait_for_inflight_requests is not None:
+            kwargs["mode"] = "wait" if wait_for_inflight_requests else "abort"
+        await original(**kwargs)
+
+    engine.pause_generation = pause_generation

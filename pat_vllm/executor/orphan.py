@@ -1,0 +1,43 @@
+"""Ends an engine whose front end was killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_CHECK_SECONDS = 1.0
+_ENGINE_CORE = "EngineCore"
+"""Beginning of the name that vLLM gives to an engine core's process."""
+
+
+def end_when_orphaned(shutdown: Callable[[], None]) -> None:
+    """In an engine core's own process, watch its parent: when that is gone, shut down and exit.
+
+    vLLM's engine core waits for requests for ever when its front end was killed and could not say
+    goodbye, and its workers keep their devices. A trainer that starts the next engine would find
+    them taken.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not multiprocessing.current_process().name.startswith(_ENGINE_CORE):
+        return
+    pid = parent.pid
+
+    def watch() -> None:
+        # Not `parent.is_alive()`: siblings that were forked after this process would hold the
+        # pipe that it looks at.
+        while os.getppid() == pid:
+            time.sleep(_CHECK_SECONDS)
+        logger.error("the front end (pid %d) is gone; shutting the engine down", pid)
+        try:
+            shutdown()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="PATOrphanWatch").start()

@@ -1,0 +1,189 @@
+"""What `python -m pat_openrlhf` refuses, and how it says so. Starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import metadata
+from typing import Any
+
+import pytest
+from pat_openrlhf import launch, options
+
+ARGUMENTS: dict[str, Any] = {
+    "vllm.engine": "pat",
+    "vllm.pat": None,
+    "vllm.num_engines": 1,
+    "vllm.tensor_parallel_size": 4,
+    "actor.num_nodes": 1,
+    "actor.num_gpus_per_node": 4,
+    "train.colocate_all": False,
+    "train.async_enable": False,
+    "train.full_determinism_enable": False,
+    "data.max_images_per_prompt": 0,
+}
+"""Those of OpenRLHF that matter here, by their dotted names."""
+
+
+def arguments(**changed: Any) -> argparse.Namespace:
+    """`ARGUMENTS` with changes, whose names have `__` for the dot."""
+    return argparse.Namespace(
+        **ARGUMENTS | {name.replace("__", ".", 1): value for name, value in changed.items()}
+    )
+
+
+def refused(*said: str, **changed: Any) -> None:
+    with pytest.raises(ValueError) as raised:
+        options.take_options(arguments(**changed))
+    for part in said:
+        assert part in str(raised.value)
+
+
+def test_pat_needs_no_options():
+    assert options.take_options(arguments()) == {}
+
+
+def test_options_are_checked_and_passed_on():
+    given = {"layouts": [1, 4], "policy": {"kind": "schedule", "switch_at": {"8": 4}}}
+    assert options.take_options(arguments(vllm__pat=json.dumps(given))) == given
+
+
+def test_vllm_leaves_openrlhf_as_it_is():
+    args = arguments(vllm__engine="vllm", vllm__tensor_parallel_size=1, vllm__num_engines=None)
+    assert options.take_options(args) is None
+    assert vars(args).keys() == ARGUMENTS.keys() - {"vllm.engine", "vllm.pat"}
+
+
+def test_options_for_another_engine():
+    refused("--vllm.pat '{}'", "--vllm_engine pat", vllm__engine="vllm", vllm__pat="{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{layouts: 1}", ("is not JSON", "--vllm.pat '{\"layouts\": [1, 4]}'")),
+        ("[1, 4]", ("must be a JSON object", "layouts, base_tp")),
+        ('{"layout": [1]}', ("unknown option 'layout'", "allowed: layouts")),
+        ('{"layouts": [3]}', ("tp=3, which does not divide", "allowed: [1, 2, 4]")),
+        ('{"policy": {"kind": "static", "tp": 3}}', ("tp=3", "layouts [1, 2, 4]")),
+        ('{"launcher": "slurm"}', ("launcher", "'slurm'", "'ray'")),
+    ],
+)
+def test_wrong_options(text, said):
+    refused(f"--vllm.pat {text!r}", *said, vllm__pat=text)
+
+
+@pytest.mark.parametrize("engines", [None, 0])
+def test_no_engine(engines):
+    refused(f"--vllm.num_engines is {engines}", "--vllm.num_engines 1", vllm__num_engines=engines)
+
+
+def test_one_rank():
+    refused(
+        "--vllm.tensor_parallel_size is 1",
+        "--vllm.num_engines 1 --vllm.tensor_parallel_size 8",
+        "--vllm_engine vllm",
+        vllm__tensor_parallel_size=1,
+        vllm__num_engines=8,
+    )
+
+
+def test_colocated_engines_must_cover_the_actors_gpus():
+    refused(
+        "--train.colocate_all",
+        "--vllm.tensor_parallel_size 4",
+        "--actor.num_gpus_per_node 8",
+        train__colocate_all=True,
+        actor__num_gpus_per_node=8,
+    )
+    options.take_options(arguments(train__colocate_all=True))
+    # In asynchronous training only the training models share GPUs.
+    options.take_options(
+        arguments(train__colocate_all=True, train__async_enable=True, actor__num_gpus_per_node=8)
+    )
+
+
+def test_engines_do_not_span_nodes():
+    refused(
+        "does not span nodes",
+        "--vllm.tensor_parallel_size is 16",
+        train__colocate_all=True,
+        vllm__tensor_parallel_size=16,
+        actor__num_nodes=2,
+        actor__num_gpus_per_node=8,
+    )
+
+
+def test_what_pat_cannot_do():
+    refused("--train.full_determinism_enable True", "measured", train__full_determinism_enable=True)
+    refused("--data.max_images_per_prompt 2", "text models", data__max_images_per_prompt=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changed", "said"),
+    [
+        ([2.0, 2.0], {}, ("--vllm.tensor_parallel_size 4", "[2, 2]")),
+        ([], {}, ("--vllm.tensor_parallel_size 4", "[]")),
+        ([4.0], {}, ("8 GPUs", "cluster has 4", "--actor.num_gpus_per_node")),
+        ([4.0, 3.0], {}, ("8 GPUs", "cluster has 7")),
+        ([4.0], {"vllm__num_engines": 2, "train__colocate_all": True}, ("8 GPUs", "has 4")),
+    ],
+)
+def test_too_few_gpus(gpus, changed, said):
+    with pytest.raises(ValueError) as raised:
+        options.check_gpus(vars(arguments(**changed)), gpus)
+    for part in said:
+        assert part in str(raised.value)
+
+
+def test_enough_gpus():
+    options.check_gpus(vars(arguments()), [4.0, 4.0])
+    options.check_gpus(vars(arguments(train__colocate_all=True)), [4.0])
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def look_up(package: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(metadata, "version", look_up)
+
+
+def test_versions(monkeypatch):
+    installed(monkeypatch, None)
+    with pytest.raises(ValueError, match=r"not installed.*openrlhf==0\.11\.2"):
+        options.check_versions()
+    installed(monkeypatch, "0.9.0")
+    with pytest.raises(ValueError, match=r"0\.11\.2, but 0\.9\.0.*PAT_ALLOW_UNTESTED_OPENRLHF=1"):
+        options.check_versions()
+
+
+def parser() -> argparse.ArgumentParser:
+    """As much of OpenRLHF's parser as matters here."""
+    made = argparse.ArgumentParser()
+    for name, value in ARGUMENTS.items():
+        if name not in ("vllm.engine", "vllm.pat"):
+            made.add_argument(f"--{name}", type=type(value), default=value)
+    return made
+
+
+def test_the_parser_is_extended_once(monkeypatch):
+    original = argparse.ArgumentParser.parse_args
+    used = []
+    monkeypatch.setattr(launch, "use_pat", lambda args: used.append(vars(args)["vllm.engine"]))
+    launch.extend_parser()
+    # Somebody else's parser comes first.
+    assert argparse.ArgumentParser().parse_args([]) == argparse.Namespace()
+    assert parser().parse_args(["--vllm_engine", "pat"])
+    assert used == ["pat"]
+    assert argparse.ArgumentParser.parse_args is original
+
+
+def test_a_refusal_is_one_line(monkeypatch, capsys):
+    launch.extend_parser()
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["--vllm.engine", "pat", "--vllm.tensor_parallel_size", "1"])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("pat_openrlhf: --vllm_engine pat") and printed.count("\n") == 1

@@ -1,0 +1,101 @@
+"""OpenRLHF's own REINFORCE loop over PAT, on CPU: `make test-openrlhf`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.openrlhf.training import COLOCATED, SWITCHING, Training, training
+
+pytest.importorskip("openrlhf", reason="make test-openrlhf")
+pytestmark = pytest.mark.slow
+
+IN_SYNC = 1e-3
+"""Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
+differently, which is 1e-4 of it; weights of the step before are 1e-1."""
+
+
+def in_sync(run: Training) -> list[bool]:
+    return [abs(step["vllm_kl"]) < IN_SYNC for step in run.steps]
+
+
+@pytest.mark.timeout(600)
+def test_separated_over_ray():
+    """The example as it is: four steps, a regroup in each rollout."""
+    with training() as run:
+        run.succeed()
+        assert in_sync(run) == [True] * 4, run.steps
+        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
+        assert "RayWorkerProc" in run.log
+        run.leaves_nothing()
+
+
+@pytest.mark.timeout(600)
+def test_colocated_over_multiprocessing():
+    """Hybrid engine: one placement for both sides, CUDA IPC, and sleep at every change of sides."""
+    with training(*COLOCATED, pat={**SWITCHING, "launcher": "mp"}) as run:
+        run.succeed()
+        assert in_sync(run) == [True] * 4, run.steps
+        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
+        assert "RayWorkerProc" not in run.log
+        run.leaves_nothing()
+
+
+@pytest.mark.timeout(600)
+def test_separated_over_multiprocessing_with_a_broken_sync():
+    """Three steps in sync; then the weights reach the base layout only, which the check sees."""
+    pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"16": 2}}, "launcher": "mp"}
+    with training(pat=pat, PAT_TEST_BREAK_SYNC="layouts@3") as run:
+        run.succeed()
+        assert in_sync(run) == [True, True, True, False], run.steps
+        assert all(run.switches()), run.rollouts
+
+
+@pytest.mark.timeout(600)
+def test_colocated_over_ray_learns_from_step_to_step():
+    """The predictor keeps what it learns, and knows samples of a prompt sent one by one.
+
+    In the last step weights are dropped in the sync, which the check sees.
+    """
+    # Responses end where the context does: that is to count as their natural end.
+    pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 150}}
+    with training(*COLOCATED, pat=pat, PAT_TEST_BREAK_SYNC="weights@3") as run:
+        run.succeed()
+        assert in_sync(run) == [True, True, True, False], run.steps
+        learnt = [
+            re.search(r"learnt from (\d+) responses in (\d+) batches, siblings ([\d.]+)", line)
+            for line in run.rollouts
+        ]
+        assert all(learnt), run.rollouts
+        assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
+            (32 * step, step) for step in range(1, 5)
+        ]
+        # All samples of a prompt have the same length here.
+        assert learnt[-1] is not None and float(learnt[-1][3]) > 0.3, run.rollouts
+
+
+@pytest.mark.timeout(600)
+def test_partial_rollouts():
+    """Weights arrive in the middle of a rollout, which goes on with them and with its KV."""
+    with training(
+        *("--train.async_enable", "--train.partial_rollout_enable", "--data.max_len", "400")
+    ) as run:
+        run.succeed()
+        assert len(run.steps) == 4 and all(run.switches()), run.rollouts
+        # Of the weights at the start; every later one mixes old weights and new.
+        assert in_sync(run)[0], run.steps
+
+
+@pytest.mark.timeout(600)
+def test_a_worker_killed_in_a_rollout():
+    """The trainer fails, says why, and leaves nothing behind."""
+    # Switches at once, and then has many tokens to go.
+    pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"32": 2}}}
+    with training("--data.max_len", "1500", pat=pat) as run:
+        run.wait_for("PAT switched")
+        run.processes("RayWorkerProc")[0].kill()
+        assert run.process.wait(120) != 0
+        assert "the PAT engine died during a rollout" in run.tail(), run.tail()
+        run.leaves_nothing()

@@ -1,0 +1,374 @@
+"""Engines whose workers are Ray actors: they do what engines of local processes do.
+
+One cluster of two nodes serves all tests. Its nodes are both on this machine, but nothing of PAT or
+vLLM knows that: a rank on the other one is reached over TCP. Its GPUs exist in Ray's books only
+(tests/support/ray_on_cpu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import pat_vllm
+from tests import test_faults
+from tests.engines import OPTIONS, engine, engine_processes
+from tests.models import random_model
+from tests.support.ray_on_cpu import ray_on_cpu
+from tests.test_switch import (  # noqa: F401 - the same tests, with this module's `case`
+    make_case,
+    test_a_layout_asked_for_after_a_batch_holds_for_the_next,
+    test_an_idle_engine_returns_to_its_base_layout,
+    test_every_ordered_pair_of_layouts,
+    test_half_prefilled_and_waiting_requests_are_carried,
+    test_random_switch_storm,
+    test_recomputing_gives_the_same,
+    test_single_layouts_agree_and_differ_by_request,
+    test_teacher_forced_log_probabilities_after_a_switch,
+)
+
+ray = pytest.importorskip("ray")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parent.parent
+HERE, ELSEWHERE = 4, 2
+"""GPUs of the tests' own node, and of the other one."""
+GONE_WITHIN = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes; this process is on the first, and its children can be."""
+    import vllm.envs as envs
+    import vllm.platforms.cpu as cpu
+    from ray.cluster_utils import Cluster
+
+    support = ROOT / "tests" / "support" / "ray_on_cpu"
+    path = [str(support), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="pr") as scratch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Lets functions of the tests travel to the workers.
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        for name in ("RAY_ADDRESS", "VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"):
+            patch.delenv(name, raising=False)
+        ray_on_cpu.patch(cpu, patch.setattr)
+        envs.disable_envs_cache()
+        # `Cluster` writes down where it is for every Ray program of this user. Not so here: the
+        # address is hidden from others, and from engines, which have to know it by themselves.
+        hidden = {"RAY_TMPDIR": scratch}
+        node = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+        with environment(hidden):
+            cluster = Cluster(initialize_head=True, head_node_args={**node, "num_gpus": HERE})
+        try:
+            with environment(hidden):
+                cluster.add_node(**node, num_gpus=ELSEWHERE)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            with environment(hidden):
+                cluster.shutdown()
+
+
+@contextlib.contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        yield
+
+
+@contextlib.contextmanager
+def gpus_here_taken(taken: bool = True) -> Iterator[None]:
+    """Leave no GPU on this node, so that an engine's ranks start on the other one."""
+    group = group_of([{"GPU": 1}] * HERE, "STRICT_PACK") if taken else None
+    try:
+        yield
+    finally:
+        if group is not None:
+            ray.util.remove_placement_group(group)
+
+
+def group_of(bundles: list[dict[str, float]], strategy: str = "PACK") -> Any:
+    group = ray.util.placement_group(bundles, strategy=strategy)
+    assert group.wait(60), "the cluster's GPUs are not free"
+    return group
+
+
+def in_bundle(group: Any, bundle: int, gpus: float, function: Any) -> Any:
+    """Run a function as a Ray task."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return ray.remote(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy)(function).remote()
+
+
+def node_ids(elsewhere: bool) -> set[str]:
+    gpus = ELSEWHERE if elsewhere else HERE
+    return {node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU") == gpus}
+
+
+def where(worker: Any = None) -> tuple[str, list[str], float]:
+    """Runs in a worker: its node, its GPUs, and how many that are."""
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids()["GPU"]
+    return context.get_node_id(), gpus, context.get_assigned_resources()["GPU"]
+
+
+def until(condition: Any) -> bool:
+    """Whether a condition comes to hold in good time."""
+    give_up = time.monotonic() + GONE_WITHIN
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def all_gpus_are_free() -> bool:
+    return ray.available_resources().get("GPU") == HERE + ELSEWHERE
+
+
+# ---------------------------------------------------------------- the same tests
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama_gqa", 2, True), ("llama_few_kv", 4, False)],
+    ids=["two-on-another-node", "four"],
+)
+def case(request: Any, cluster: Any) -> Iterator[Any]:
+    model, ranks, elsewhere = request.param
+    with gpus_here_taken(elsewhere):
+        before = engine_processes()
+        with make_case(model, ranks, launcher="ray") as case:
+            nodes, gpus, shares = zip(*case[0].collective_rpc(where), strict=True)
+            assert set(nodes) == node_ids(elsewhere)
+            assert sorted(gpus) == [[str(rank)] for rank in range(ranks)]
+            assert set(shares) == {1}
+            workers = engine_processes(before)
+            assert len(workers) >= ranks
+            yield case
+        _, alive = psutil.wait_procs(workers, timeout=GONE_WITHIN)
+        assert not alive
+    assert until(all_gpus_are_free)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "tp", "elsewhere"),
+    [(test_faults.die_soon, 1, False), (test_faults.die_in_exchange, 2, True)],
+)
+def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
+    sabotage: Any, tp: int, elsewhere: bool, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gpus_here_taken(elsewhere):
+        pat = {"launcher": "ray"}
+        test_faults.assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch)
+    assert until(all_gpus_are_free)
+
+
+# ---------------------------------------------------------------- in a caller's placement group
+
+
+class Host:
+    """An actor with an engine of its own, as trainers have them."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+
+    def start(self, ranks: int, pat: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Start an engine; returns where its workers are and what they hold."""
+        self._engine = engine("qwen3", ranks, pat, in_process=False, **options)
+        self._llm = self._engine.__enter__()
+        return {
+            "pid": os.getpid(),
+            "workers": self._llm.collective_rpc(where),
+        }
+
+    def generate(self, lengths: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(len(lengths))],
+            [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0) for n in lengths],
+            use_tqdm=False,
+        )
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def report(self) -> Any:
+        return pat_vllm.report(self._llm)
+
+    def stop(self) -> None:
+        self._engine.__exit__(None, None, None)
+
+
+def host_in(group: Any, bundle: int, **environment: str) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
+    )
+    return (
+        ray.remote(Host)
+        .options(num_cpus=0, num_gpus=0.2, scheduling_strategy=strategy)
+        .remote({name: str(value) for name, value in environment.items()})
+    )
+
+
+def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) -> None:
+    """As OpenRLHF starts engines: beside a trainer's processes, on chosen bundles of its group.
+
+    The policy decides on switches here, and the launcher is chosen by where the engine is made.
+    """
+    group = group_of([{"GPU": 1, "CPU": 0.1}] * 3, "STRICT_PACK")
+    expected = [ray.get(in_bundle(group, bundle, 0.3, where)) for bundle in (2, 1)]
+    host = host_in(group, 1, VLLM_RAY_BUNDLE_INDICES="2,1", VLLM_RAY_PER_WORKER_GPUS="0.3")
+    try:
+        policy = {"kind": "schedule", "switch_at": {"4": 2}}
+        assert ray.get(host.start.remote(2, {"policy": policy}))["workers"] == expected
+
+        lengths = [20] * 6 + [120] * 2
+        outputs = ray.get(host.generate.remote(lengths))
+        assert [len(output) for output in outputs] == lengths
+        made = [s for s in ray.get(host.report.remote()).switches if s.reason == "policy"]
+        assert [s.target.tp for s in made if s.live] == [2]
+        assert made[0].migrated > 0
+        # Alone, each is in one layout from its start.
+        assert [ray.get(host.generate.remote([n])) for n in (20, 120)] == [
+            [outputs[0]],
+            [ray.get(host.generate.remote([120]))[0]],
+        ]
+
+        ray.get(host.stop.remote())
+        assert ray.util.placement_group_table(group)["state"] == "CREATED"
+        # All of the GPU is free again.
+        ray.get(in_bundle(group, 2, 1, where), timeout=GONE_WITHIN)
+    finally:
+        ray.kill(host)
+        ray.util.remove_placement_group(group)
+    assert until(all_gpus_are_free)
+
+
+@pytest.mark.parametrize("victim", ["front end", "engine core"])
+def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
+    """Its front end, an actor here, or its core, which owns the workers' actors."""
+    group = group_of([{"GPU": 1, "CPU": 0.1}] * 2)
+    before = engine_processes()
+    host = host_in(group, 0, VLLM_RAY_PER_WORKER_GPUS="0.5")
+    try:
+        pid = ray.get(host.start.remote(2, {}))["pid"]
+        processes = engine_processes(before)
+        assert psutil.Process(pid) in processes
+        assert len(processes) >= 4
+        working = host.generate.remote([480] * 4)
+        if victim == "front end":
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(ray.exceptions.ActorDiedError):
+                ray.get(working, timeout=GONE_WITHIN)
+        else:
+            (core,) = [one for one in processes if one.name() == "VLLM::EngineCore"]
+            core.kill()
+            processes.remove(psutil.Process(pid))
+        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
+        assert not alive
+    finally:
+        ray.kill(host)
+        ray.util.remove_placement_group(group)
+    assert until(all_gpus_are_free)
+
+
+# ---------------------------------------------------------------- what is chosen, what is refused
+
+
+def config(backend: Any = "pat", ranks: int = 2, **pat: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(random_model("qwen3")),
+        tensor_parallel_size=ranks,
+        distributed_executor_backend=backend,
+        additional_config={"pat": {"policy": {"kind": "static", "tp": 1}, **pat}},
+        **OPTIONS,
+    ).create_engine_config()
+
+
+def executor_of(config: Any) -> Any:
+    from vllm.v1.executor.abstract import Executor
+
+    return Executor.get_class(config)
+
+
+def chosen_inside() -> tuple[str, Any, Any]:
+    """Runs in a task in a placement group."""
+    from pat_vllm.launcher import ray_address
+
+    made = config()
+    name = executor_of(made).__name__
+    return name, made.parallel_config.placement_group, ray_address(made.parallel_config)
+
+
+def test_the_launcher_is_chosen_by_the_placement_group(cluster: Any) -> None:
+    assert executor_of(config()) is pat_vllm.PATExecutor
+    assert executor_of(config(launcher="ray")) is pat_vllm.PATRayExecutor
+
+    group = group_of([{"GPU": 1, "CPU": 1}] * 2)
+    given = config()
+    given.parallel_config.placement_group = group
+    assert executor_of(given) is pat_vllm.PATRayExecutor
+    given = config(launcher="mp")
+    given.parallel_config.placement_group = group
+    assert executor_of(given) is pat_vllm.PATExecutor
+
+    name, found, address = ray.get(in_bundle(group, 0, 0.5, chosen_inside))
+    assert name == "PATRayExecutor"
+    # The engine core's process, which is not in the group, finds both again by these.
+    assert found == group
+    assert address == cluster.address
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize(
+    "backend", ["class", "pat_vllm.PATRayExecutor", "pat_vllm.executor.ray_executor.PATRayExecutor"]
+)
+def test_the_class_itself(backend: str, cluster: Any) -> None:
+    given = config(pat_vllm.PATRayExecutor if backend == "class" else backend)
+    assert executor_of(given) is pat_vllm.PATRayExecutor
+    assert given.parallel_config.worker_cls == "pat_vllm.executor.cpu_worker.PATCPUWorker"
+    with pytest.raises(ValueError, match=r"launcher='mp', but .*=PATRayExecutor"):
+        config(pat_vllm.PATRayExecutor, launcher="mp")
+
+
+def test_ranks_on_several_nodes_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = group_of([{"GPU": 1}] * 2, "STRICT_SPREAD")
+    before = engine_processes()
+    given = config()
+    given.parallel_config.placement_group = group
+    with pytest.raises(ValueError, match=r"at most 1 bundles on one node.*one engine per node"):
+        executor_of(given)(given)
+    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0,1")
+    with pytest.raises(ValueError, match=r"INDICES=0,1 names bundles on several nodes"):
+        executor_of(given)(given)
+    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0;1")
+    with pytest.raises(ValueError, match=r"INDICES='0;1' must be bundle indices"):
+        executor_of(given)(given)
+    assert ray.util.placement_group_table(group)["state"] == "CREATED"
+    ray.util.remove_placement_group(group)
+    monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
+
+    wide = config(ranks=8, launcher="ray", layouts=[1, 8])
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=8, .*more than 4 GPUs.*one engine"):
+        executor_of(wide)(wide)
+    assert not engine_processes(before)
+    assert until(all_gpus_are_free)

@@ -1,0 +1,142 @@
+"""verl's own rollout server and weight push, driven without a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Response:
+    """What came back for one request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: str
+    global_steps: int | None
+
+
+class Server:
+    """verl's `LLMServerManager` with one replica, and its weight push."""
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.replica = manager.get_replicas()[0]
+        self.actor = manager.server_handles[0]
+        self._loop = asyncio.new_event_loop()
+
+    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end."""
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=120))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the server's actor."""
+        import ray
+
+        return ray.get(getattr(self.actor, method).remote(*args), timeout=120)
+
+    async def generate(
+        self, prompt: Sequence[int], client: Any = None, **sampling: Any
+    ) -> Response:
+        """One request through verl's client."""
+        client = client or self.manager.get_client()
+        output = await client.generate(
+            uuid.uuid4().hex,
+            prompt_ids=list(prompt),
+            sampling_params={"temperature": 0.0, "logprobs": True} | sampling,
+        )
+        return Response(
+            tuple(output.token_ids),
+            tuple(output.log_probs or ()),
+            output.stop_reason,
+            output.extra_fields.get("global_steps"),
+        )
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[Response]:
+        """A batch."""
+
+        async def all_of_them() -> list[Response]:
+            return await asyncio.gather(*[self.generate(p, **sampling) for p in prompts])
+
+        return self.do(all_of_them())
+
+    async def push(self, model: Path, step: int) -> None:
+        """Send the weights of a checkpoint as verl's checkpoint engine does, one copy per rank."""
+        workers = self.replica.workers
+        await asyncio.gather(*[w.__ray_call__.remote(_offer_weights, str(model)) for w in workers])
+        await asyncio.gather(*[w.update_weights.remote(global_steps=step) for w in workers])
+
+
+def _offer_weights(worker: Any, model: str) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(f"{model}/model.safetensors")
+    worker.checkpoint_engine.send_weights(iter(weights.items()))
+
+
+@contextlib.contextmanager
+def server(model: Path, *overrides: str) -> Iterator[Server]:
+    """Start Ray and a server with PAT over `RANKS` ranks.
+
+    Args:
+        overrides: of `actor_rollout_ref.rollout`, in Hydra's syntax.
+    """
+    import ray
+    import verl
+    from hydra import compose, initialize_config_dir
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    options = {
+        "name": "pat",
+        "nnodes": 1,
+        "n_gpus_per_node": RANKS,
+        "tensor_model_parallel_size": RANKS,
+        "load_format": "auto",
+        "dtype": "float32",
+        "enforce_eager": "true",
+        "free_cache_engine": "false",  # there is no sleep mode on CPU
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "prompt_length": 64,
+        "response_length": 256,
+        "checkpoint_engine.update_weights_bucket_megabytes": 4,
+    }
+    rollout = "actor_rollout_ref.rollout"
+    with initialize_config_dir(
+        config_dir=str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None
+    ):
+        config = compose(
+            "ppo_trainer",
+            overrides=[
+                f"actor_rollout_ref.model.path={model}",
+                *[f"{rollout}.{name}={value}" for name, value in options.items()],
+                f"++{rollout}.enable_sleep_mode=false",
+                f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={32 << 20}",
+                *[f"+{rollout}.{override}" for override in overrides],
+            ],
+        )
+    # A short path: Ray's sockets are in it.
+    with tempfile.TemporaryDirectory(
+        prefix="pv-", dir="/tmp", ignore_cleanup_errors=True
+    ) as scratch:
+        ray.init(
+            address="local",
+            num_cpus=8,
+            num_gpus=RANKS,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            _temp_dir=scratch,
+        )
+        try:
+            yield Server(LLMServerManager.create(config=config, worker_group=None))
+        finally:
+            ray.shutdown()

@@ -1,0 +1,67 @@
+"""verl's real GRPO trainer, the example of the docs, with the layout changing in each rollout.
+
+In float32 the probabilities that the rollout and the actor give to the same tokens differ by
+rounding only, unless a weight that the rollout used was not the actor's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+pytest.importorskip("verl")
+
+from tests.verl.trainer import Run, grpo
+
+pytestmark = pytest.mark.slow
+
+PAT = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.pat"
+SCHEDULE = f"{PAT}.policy={{kind:schedule,switch_at:{{4:2}}}}"
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=pat",
+)
+START_SECONDS = 400
+"""A dozen Python processes import verl and vLLM first."""
+
+
+def check_steps(run: Run) -> None:
+    """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
+    steps, rollouts = run.steps()[:3], run.rollouts()[:3]
+    assert len(steps) == len(rollouts) == 3
+    for step, rollout in zip(steps, rollouts, strict=True):
+        assert step.probs_diff_max < 1e-5
+        assert step.longest > 2 * step.mean_length  # a long tail
+        switches, live = re.search(r"(\d+) switch.*? at (\d+) live", rollout).groups()  # type: ignore[union-attr]
+        assert int(switches) >= 1
+        assert int(live) >= 1
+
+
+@pytest.mark.timeout(600)
+def test_three_steps() -> None:
+    with grpo(SCHEDULE) as run:
+        assert run.ended(START_SECONDS + 100) == 0, run.output[-8000:]
+        check_steps(run)
+        assert not run.left_after(30)
+
+
+@pytest.mark.timeout(700)
+def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
+    """The other way to ask for PAT; and what happens when an engine is killed in a rollout."""
+    with grpo(*VLLM, SCHEDULE, "trainer.total_training_steps=100") as run:
+        run.wait(lambda: "step:3 - " in run.printed(), START_SECONDS + 100)
+        victim = run.engine_workers()[-1]
+        # The next rollout begins, and cannot end before the worker is killed.
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(victim, signal.SIGKILL)
+
+        assert run.ended(120) != 0
+        check_steps(run)
+        assert len(run.steps()) == 3
+        assert "the PAT engine of rollout replica 0 has died" in run.output
+        assert not run.left_after(30)

@@ -1,0 +1,155 @@
+"""How PAT gets into verl, with verl's own classes but no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+import verl
+from omegaconf import OmegaConf
+from pat_verl import plugin
+from verl.workers.rollout import replica as verl_replica
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
+
+pytestmark = pytest.mark.timeout(200)  # importing verl and vLLM takes a while
+
+
+def test_verl_finds_the_entry_point() -> None:
+    from pat_verl.adapter import PatServerAdapter
+    from pat_verl.replica import PatReplica
+
+    assert get_rollout_replica_class("pat") is PatReplica
+    assert get_rollout_class("pat", "async") is PatServerAdapter
+
+
+def config(**changes: Any) -> Any:
+    """verl's defaults of a rollout, as its trainer has them."""
+    from pathlib import Path
+
+    from hydra import compose, initialize_config_dir
+
+    overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in changes.items()]
+    directory = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(config_dir=directory, version_base=None):
+        full = compose("ppo_trainer", overrides=["actor_rollout_ref.model.path=/none", *overrides])
+    return full.actor_rollout_ref.rollout
+
+
+def test_vllm_without_pat_is_verls_own() -> None:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    rollout = config(name="vllm", max_num_seqs=2000)
+    one = get_rollout_replica_class("vllm")(0, rollout, None, 8)
+    assert one.server_class.__ray_metadata__.modified_class.__mro__[1] is vLLMHttpServer
+    assert one.max_concurrency == 2016
+    assert one._get_server_name_prefix() == "vllm_"
+
+
+@pytest.mark.parametrize("name", ["pat", "vllm"])
+def test_both_ways_to_ask_for_pat(name: str) -> None:
+    from pat_verl.server import PatHttpServer
+
+    rollout = config(name=name, max_num_seqs=2000, tensor_model_parallel_size=4)
+    if name == "vllm":
+        OmegaConf.update(
+            rollout, "engine_kwargs.vllm.distributed_executor_backend", "pat", force_add=True
+        )
+    one = get_rollout_replica_class(name)(0, rollout, None, 8)
+    assert one.server_class.__ray_metadata__.modified_class.__mro__[1] is PatHttpServer
+    assert one.max_concurrency == 4 * 2000 + 16  # max_num_seqs is of each inner replica
+    assert one._get_server_name_prefix() == f"{name}_"
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
+        get_rollout_replica_class(name)(0, rollout, None, 2)
+
+
+def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl, "__version__", "0.7.0")
+    with pytest.raises(ValueError, match=r"verl 0.7.0 is installed"):
+        get_rollout_replica_class("pat")
+
+    stock = get_rollout_replica_class("vllm")
+    stock(0, config(name="vllm"), None, 8)
+    asking = config(name="vllm")
+    OmegaConf.update(
+        asking, "engine_kwargs.vllm.distributed_executor_backend", "pat", force_add=True
+    )
+    with pytest.raises(ValueError, match=r"verl 0.7.0 is installed"):
+        stock(0, asking, None, 8)
+
+
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pat_verl.replica", raising=False)
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.vllm_async_server", None)
+    with pytest.raises(ImportError, match=r"rollout.name=pat needs vLLM.*pat-vllm\[cuda,verl\]"):
+        get_rollout_replica_class("pat")
+
+
+def test_a_failed_registration_is_loud(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(verl_replica, "RolloutReplicaRegistry")
+    with caplog.at_level(logging.ERROR):
+        plugin.register()
+    assert "rollout.name=pat cannot be used with this verl" in caplog.text
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = dict(RolloutReplicaRegistry._registry)
+    plugin.register()
+    assert RolloutReplicaRegistry._registry == before
+
+
+def test_pat_options_survive_the_command_line() -> None:
+    """verl turns the engine's options into command-line arguments, which vLLM parses again."""
+    from pat_verl.server import PatHttpServer
+    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from pat_vllm.config import PATConfig
+
+    pat = {"policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}}, "layouts": [1, 2]}
+    server = object.__new__(PatHttpServer)
+    server.config = config(name="pat")
+    engine_kwargs = {"additional_config": OmegaConf.create({"pat": pat, "mine": 1})}
+    server._preprocess_engine_kwargs(engine_kwargs)
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    arguments = parser.parse_args(build_cli_args_from_config(engine_kwargs))
+    assert arguments.distributed_executor_backend == "pat"
+    assert arguments.additional_config["mine"] == 1
+    parsed = PATConfig.parse(json.loads(json.dumps(arguments.additional_config))["pat"])
+    assert parsed == PATConfig.parse({**pat, "launcher": "mp"})
+
+
+def test_pause_generation_in_both_spellings() -> None:
+    from pat_verl.server import _accept_wait_for_inflight_requests
+
+    class Newer:
+        async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+            calls.append((mode, clear_cache))
+
+    class Older:
+        async def pause_generation(
+            self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+        ) -> None:
+            calls.append((wait_for_inflight_requests, clear_cache))
+
+    calls: list[Any] = []
+    for engine in (Newer(), Older()):
+        _accept_wait_for_inflight_requests(engine)
+        asyncio.run(
+            engine.pause_generation(wait_for_inflight_requests=False, clear_cache=False)  # type: ignore[call-arg]
+        )
+        asyncio.run(
+            engine.pause_generation(wait_for_inflight_requests=True)  # type: ignore[call-arg]
+        )
+    assert calls == [("abort", False), ("wait", True), (False, False), (True, True)]

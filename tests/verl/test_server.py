@@ -1,0 +1,242 @@
+"""verl's own server and weight push over a PAT engine, checked token by token.
+
+What the engine says, each token's log-probability included, is compared with what transformers
+computes from the weights that were pushed last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+
+from tests.verl.models import KNOWN, few_tokens
+from tests.verl.servers import Response, Server, server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+CLOSE = 5e-5
+"""float32: sums in another order. Measured: 5e-6."""
+PROMPTS = [[5 + i, 6, 7, 8 + i % 3] for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def pat() -> Iterator[Server]:
+    with server(
+        few_tokens(0), "engine_kwargs.vllm.additional_config.pat.policy={kind:static,tp:1}"
+    ) as running:
+        yield running
+
+
+class Reference:
+    """transformers' opinion on what a checkpoint generates, ids beyond the tokenizer's masked."""
+
+    def __init__(self, model: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> Any:
+        """[token, id]."""
+        torch = self._torch
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *response]])
+            logits = self._model(ids).logits[0, len(prompt) - 1 : -1]
+            logits[:, KNOWN:] = -math.inf
+            return logits.log_softmax(-1)
+
+    def unmasked_choices(self, prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+        """What greedy sampling would choose without the mask, after each prefix."""
+        torch = self._torch
+        with torch.inference_mode():
+            ids = torch.tensor([[*prompt, *response]])
+            return self._model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+    def errors(self, prompt: Sequence[int], response: Response) -> list[float]:
+        """How far each token's log-probability is off."""
+        assert len(response.logprobs) == len(response.token_ids)
+        table = self.logprobs(prompt, response.token_ids)
+        return [
+            abs(float(row[token]) - logprob)
+            for row, token, logprob in zip(
+                table, response.token_ids, response.logprobs, strict=True
+            )
+        ]
+
+    def check(self, responses: Sequence[Response], prompts: Sequence[Sequence[int]]) -> None:
+        """The responses are this model's, greedily sampled."""
+        for prompt, response in zip(prompts, responses, strict=True):
+            assert response.token_ids
+            assert max(self.errors(prompt, response)) < CLOSE
+            best = self.logprobs(prompt, response.token_ids).max(-1).values.tolist()
+            chosen = list(response.logprobs)
+            assert all(b - c < 2 * CLOSE for b, c in zip(best, chosen, strict=True))
+
+
+@pytest.fixture(scope="module")
+def old() -> Reference:
+    return Reference(few_tokens(0))
+
+
+@pytest.fixture(scope="module")
+def new() -> Reference:
+    return Reference(few_tokens(1))
+
+
+async def while_regrouping(pat: Server, work: Any) -> Any:
+    """The result of `work`, with a switch back and forth all the while."""
+    task = asyncio.ensure_future(work)
+    tp = 1
+    while not task.done():
+        tp = 3 - tp
+        await pat.actor.pat_switch.remote(tp)
+        await asyncio.sleep(0.05)
+    return await task
+
+
+def in_layout(pat: Server, tp: int) -> list[Response]:
+    """A batch that is generated in one layout from start to end."""
+    assert pat.call("pat_switch", tp)
+    return pat.generate_all(PROMPTS, max_tokens=24)
+
+
+def regrouped(pat: Server, max_tokens: int = 80) -> list[Response]:
+    """A batch during which the layout changes."""
+
+    async def batch() -> list[Response]:
+        requests = [pat.generate(p, max_tokens=max_tokens, ignore_eos=True) for p in PROMPTS]
+        return await while_regrouping(pat, asyncio.gather(*requests))
+
+    before = len(moved(pat))
+    responses: list[Response] = pat.do(batch())
+    assert len(moved(pat)) > before
+    return responses
+
+
+def moved(pat: Server) -> list[Any]:
+    """Switches that took requests along."""
+    return [s for s in pat.call("pat_report").switches if s.live and s.migrated + s.recomputed]
+
+
+def test_ids_beyond_the_tokenizer_are_masked_in_every_layout(pat: Server, old: Reference) -> None:
+    for tp in (1, 2):
+        responses = in_layout(pat, tp)
+        old.check(responses, PROMPTS)
+        free = [
+            choice
+            for prompt, response in zip(PROMPTS, responses, strict=True)
+            for choice in old.unmasked_choices(prompt, response.token_ids)
+        ]
+        assert any(choice >= KNOWN for choice in free)  # or this could not fail
+
+
+def test_weights_pushed_between_regroups(pat: Server, old: Reference, new: Reference) -> None:
+    before = [in_layout(pat, 1), in_layout(pat, 2)]
+    old.check(regrouped(pat), PROMPTS)
+
+    pat.do(pat.push(few_tokens(1), step=1))
+    for tp in (2, 1):
+        changed = in_layout(pat, tp)
+        new.check(changed, PROMPTS)
+        assert [r.token_ids for r in changed] != [r.token_ids for r in before[0]]
+        assert {r.global_steps for r in changed} == {1}
+    new.check(regrouped(pat), PROMPTS)
+
+    pat.call("pat_switch", 2)  # weights arrive while the wider layout is active
+    pat.do(pat.push(few_tokens(0), step=2))
+    after = [in_layout(pat, 1), in_layout(pat, 2)]
+    for then, now in zip(before, after, strict=True):
+        assert [r.token_ids for r in now] == [r.token_ids for r in then]
+        for one, other in zip(now, then, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=CLOSE)
+    old.check(regrouped(pat), PROMPTS)
+
+
+def test_aborted_for_an_update_and_taken_up_again(
+    pat: Server, old: Reference, new: Reference
+) -> None:
+    """A partial rollout: the first tokens are of the old weights, the rest of the new ones."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    client = pat.manager.get_client(FullyAsyncLLMServerClient)
+    length = 150
+
+    async def update_in_flight() -> list[Response]:
+        requests = asyncio.gather(
+            *[pat.generate(p, client, max_tokens=length, ignore_eos=True) for p in PROMPTS]
+        )
+        await asyncio.sleep(0.2)
+        await pat.actor.pat_switch.remote(2)
+        await asyncio.sleep(0.1)
+        aborted = await pat.replica.abort_all_requests()
+        assert aborted["aborted_count"] == len(PROMPTS)
+        await pat.push(few_tokens(1), step=3)
+        await pat.replica.resume_generation()
+        return await while_regrouping(pat, requests)
+
+    responses: list[Response] = pat.do(update_in_flight())
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        assert len(response.token_ids) == length
+        of_old = [error < CLOSE for error in old.errors(prompt, response)]
+        of_new = [error < CLOSE for error in new.errors(prompt, response)]
+        seam = of_old.index(False)
+        assert 0 < seam < length
+        assert all(of_new[seam:])
+
+    pat.do(pat.push(few_tokens(0), step=4))
+    old.check(in_layout(pat, 2), PROMPTS)
+
+
+def test_updated_while_requests_run(pat: Server, new: Reference, old: Reference) -> None:
+    """vLLM's semantics: they go on with the new weights. Never with some of each."""
+
+    async def update_in_flight() -> list[Response]:
+        requests = asyncio.gather(
+            *[pat.generate(p, max_tokens=150, ignore_eos=True) for p in PROMPTS]
+        )
+        await asyncio.sleep(0.2)
+        await pat.actor.pat_switch.remote(2)
+        await pat.push(few_tokens(1), step=5)
+        return await while_regrouping(pat, requests)
+
+    assert all(len(r.token_ids) == 150 for r in pat.do(update_in_flight()))
+    for tp in (1, 2):
+        new.check(in_layout(pat, tp), PROMPTS)
+    pat.do(pat.push(few_tokens(0), step=6))
+    old.check(in_layout(pat, 1), PROMPTS)
+
+
+def test_one_request_is_aborted(pat: Server) -> None:
+    async def abort_one() -> Any:
+        requests = [
+            pat.actor.generate.remote(
+                prompt,
+                {"max_tokens": 150, "ignore_eos": True, "temperature": 0.0, "logprobs": True},
+                f"abort-{index}",
+            )
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        await asyncio.sleep(0.2)
+        result = await pat.replica.abort_request("abort-0")
+        return result, await asyncio.gather(*requests)
+
+    result, responses = pat.do(abort_one())
+    assert result["aborted"], result
+    assert [r.stop_reason for r in responses] == ["aborted"] + ["completed"] * 5
+
+
+def test_control_methods_of_verl(pat: Server, old: Reference) -> None:
+    """What trainers call between steps; sleeping itself needs a GPU."""
+    pat.call("pat_switch", 2)
+    for method in ("sleep", "wake_up", "clear_kv_cache", "release_kv_cache", "resume_kv_cache"):
+        pat.do(getattr(pat.replica, method)())
+    old.check(in_layout(pat, 2), PROMPTS)
+    old.check(in_layout(pat, 1), PROMPTS)
