@@ -28,7 +28,6 @@ from benchmarks.common import (
     PARK_SECONDS,
     ROOT,
     Summary,
-    busy_cores,
     machine,
     ratios,
     table,
@@ -46,6 +45,7 @@ SAMPLES = 8
 _SUPPORT = ROOT / "tests" / "support" / "openrlhf_on_cpu"
 _KV_BYTES = 1 << 29
 _MAX_LEN = 512
+_WORDS = ("how", "many", "apples", "has", "Anna", "if", "the", "river", "is", "blue")
 
 
 @dataclass
@@ -69,14 +69,15 @@ class Side:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [workload.name for workload in WORKLOADS]
+    # Those whose requests all arrive at once, as a trainer's do.
+    names = [name for name, workload in WORKLOADS.items() if not workload.waits]
     parser.add_argument("--workload", choices=names, default="lognormal")
     parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     _enter_environment()
 
-    workload = next(one for one in WORKLOADS if one.name == args.workload)
+    workload = WORKLOADS[args.workload]
     facts = machine()
     sides = measure(workload, args.repeats, args.seed)
     body = {
@@ -152,6 +153,7 @@ def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
         enable_prefix_caching=False,
         enforce_eager=True,
         max_model_len=_MAX_LEN,
+        gpu_memory_utilization=0.5,  # has no effect beside `kv_cache_memory_bytes`
         agent_func_path=str(Path(__file__).with_name("openrlhf_lengths.py")),
     )
     vllm_engine.RolloutRayActor = stock
@@ -202,7 +204,8 @@ def _batch(workload: Workload, repeat: int, seed: int) -> list[tuple[Any, ...]]:
     rng = random.Random(f"{seed} {repeat}")
     prompts, labels = [], []
     for at in range(0, len(lengths), SAMPLES):
-        prompts.append(f"{repeat}.{at}" + " the river".join("" for _ in range(rng.randint(4, 12))))
+        words = rng.choices(_WORDS, k=rng.randint(6, 24))
+        prompts.append(" ".join([f"{repeat}.{at}", *words]))
         labels.append(json.dumps(lengths[at : at + SAMPLES]))
     return [("", prompts, labels, [None] * len(prompts))]
 
@@ -219,7 +222,7 @@ def _turn(
     generator = SamplesGenerator(_strategy(len(prompts)), batch, None, tokenizer, side.engines)
     time.sleep(PARK_SECONDS)
 
-    began = time.perf_counter()
+    began = time.monotonic()
     for name, weight in weights.named_parameters():
         received = [
             engine.update_weight.remote(name, dtype=weight.dtype, shape=weight.shape)
@@ -227,25 +230,25 @@ def _turn(
         ]
         side.group.broadcast(weight.data, src=0)
         ray.get(received)
-    synced = time.perf_counter()
+    synced = time.monotonic()
     samples, *_ = generator.generate_samples(max_len=_MAX_LEN, temperature=1.0)
-    done = time.perf_counter()
+    done = time.monotonic()
 
     made = sum(int(sample.response_length.item()) for sample in samples)
     assert made == total, f"{made} tokens in place of {total}"
     if count:
         side.syncs.append(synced - began)
         side.rollouts.append(done - synced)
-        side.switches.append(_switches(side, done - synced))
+        side.switches.append(_switches(side.engines[0], since=synced))
 
 
-def _switches(side: Side, seconds: float) -> int:
+def _switches(engine: Any, since: float) -> int:
+    """How often it switched in the rollout that began then."""
     import ray
 
-    if not hasattr(side.engines[0], "pat_report"):
+    if not hasattr(engine, "pat_report"):
         return 0
-    since = time.monotonic() - seconds
-    report = ray.get(side.engines[0].pat_report.remote())
+    report = ray.get(engine.pat_report.remote())
     return sum(one.at > since and one.reason != "idle" for one in report.switches)
 
 
@@ -291,11 +294,10 @@ def report(workload: Workload, sides: dict[str, Side]) -> str:
     trace = workload.trace(1)
     return (
         f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
-        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model of "
-        f"`pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; the "
-        "ratio is that of equal batches.\n\n"
-        + table(header, rows)
-        + f"\n`*`: the better static side. Cores busy after the last batch: {busy_cores():.2f}.\n"
+        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
+        f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
+        "the ratio is that of equal batches.\n\n" + table(header, rows) + "\n"
+        "`*`: the better static side.\n"
     )
 
 

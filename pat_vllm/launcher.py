@@ -36,7 +36,7 @@ def prepare_launch(vllm_config: VllmConfig, executor: Any) -> None:
     """Check an engine's executor class against its options, and note what it needs to start.
 
     Raises:
-        ValueError: the `launcher` option says otherwise.
+        ValueError: the `launcher` option says otherwise, or the placement group does not suit.
     """
     launcher = pat_config(vllm_config).launcher
     own = "ray" if executor.uses_ray else "mp"
@@ -48,11 +48,11 @@ def prepare_launch(vllm_config: VllmConfig, executor: Any) -> None:
         )
     if own == "ray":
         _check_ray()
-        _remember_ray(vllm_config.parallel_config)
+        _prepare_ray(vllm_config.parallel_config)
 
 
-def _remember_ray(parallel: ParallelConfig) -> None:
-    """Note in a config what only this process knows of its Ray cluster.
+def _prepare_ray(parallel: ParallelConfig) -> None:
+    """Note in a config what only this process knows of its Ray cluster, and check it.
 
     The engine core may be another process, which Ray knows nothing of: there it has to find the
     same cluster and placement group again. vLLM passes both on from a Ray actor only, the cluster
@@ -65,6 +65,12 @@ def _remember_ray(parallel: ParallelConfig) -> None:
     if parallel.placement_group is None:
         parallel.placement_group = ray.util.get_current_placement_group()
     setattr(parallel, _ADDRESS, ray.get_runtime_context().gcs_address)
+    group = parallel.placement_group
+    if group is not None and ray.util.placement_group_table(group)["state"] == "CREATED":
+        from pat_vllm.executor.ray_executor import place_ranks
+
+        # The executor does so again. Here a mistake is an error at once, in the caller's process.
+        place_ranks(parallel)
 
 
 def ray_address(parallel: ParallelConfig) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -79,6 +80,31 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
         assert time.monotonic() - begun < FAILED_WITHIN
         _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
         assert not alive
+
+
+def front_end(ready):
+    """Runs in a process of its own, until that is killed."""
+    with engine("qwen3", 2, {}, in_process=False):
+        ready.set()
+        threading.Event().wait()
+
+
+def test_a_killed_front_end_takes_its_engine_along():
+    """Stock vLLM's engine core would wait for it, and its workers keep their devices."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=front_end, args=(ready,))
+    before = engine_processes()
+    process.start()
+    try:
+        assert ready.wait(200)
+        spawned = engine_processes(before)
+        assert len(spawned) >= 4
+    finally:
+        process.kill()
+    process.join()
+    _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
+    assert not alive
 
 
 def _try_switch(llm, tp):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,17 +23,7 @@ from tests import test_faults
 from tests.engines import OPTIONS, engine, engine_processes
 from tests.models import random_model
 from tests.support.ray_on_cpu import ray_on_cpu
-from tests.test_switch import (  # noqa: F401 - the same tests, with this module's `case`
-    make_case,
-    test_a_layout_asked_for_after_a_batch_holds_for_the_next,
-    test_an_idle_engine_returns_to_its_base_layout,
-    test_every_ordered_pair_of_layouts,
-    test_half_prefilled_and_waiting_requests_are_carried,
-    test_random_switch_storm,
-    test_recomputing_gives_the_same,
-    test_single_layouts_agree_and_differ_by_request,
-    test_teacher_forced_log_probabilities_after_a_switch,
-)
+from tests.test_switch import make_case
 
 ray = pytest.importorskip("ray")
 
@@ -58,6 +47,8 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="pr") as scratch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Ray would end workers when other programs use up the memory.
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Lets functions of the tests travel to the workers.
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -91,20 +82,21 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def gpus_here_taken(taken: bool = True) -> Iterator[None]:
-    """Leave no GPU on this node, so that an engine's ranks start on the other one."""
-    group = group_of([{"GPU": 1}] * HERE, "STRICT_PACK") if taken else None
-    try:
-        yield
-    finally:
-        if group is not None:
-            ray.util.remove_placement_group(group)
-
-
-def group_of(bundles: list[dict[str, float]], strategy: str = "PACK") -> Any:
+def group_of(bundles: list[dict[str, float]], strategy: str = "PACK") -> Iterator[Any]:
+    """A placement group, for a while."""
     group = ray.util.placement_group(bundles, strategy=strategy)
-    assert group.wait(60), "the cluster's GPUs are not free"
-    return group
+    try:
+        assert group.wait(GONE_WITHIN), "the cluster's GPUs are not free"
+        yield group
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def ranks_go(elsewhere: bool) -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, engines without a placement group start their ranks here or elsewhere."""
+    if elsewhere:
+        return group_of([{"GPU": 1}] * HERE, "STRICT_PACK")  # leaves no GPU here
+    return contextlib.nullcontext()
 
 
 def in_bundle(group: Any, bundle: int, gpus: float, function: Any) -> Any:
@@ -151,7 +143,7 @@ def all_gpus_are_free() -> bool:
 )
 def case(request: Any, cluster: Any) -> Iterator[Any]:
     model, ranks, elsewhere = request.param
-    with gpus_here_taken(elsewhere):
+    with ranks_go(elsewhere):
         before = engine_processes()
         with make_case(model, ranks, launcher="ray") as case:
             nodes, gpus, shares = zip(*case[0].collective_rpc(where), strict=True)
@@ -173,7 +165,7 @@ def case(request: Any, cluster: Any) -> Iterator[Any]:
 def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
     sabotage: Any, tp: int, elsewhere: bool, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with gpus_here_taken(elsewhere):
+    with ranks_go(elsewhere):
         pat = {"launcher": "ray"}
         test_faults.assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch)
     assert until(all_gpus_are_free)
@@ -197,11 +189,11 @@ class Host:
             "workers": self._llm.collective_rpc(where),
         }
 
-    def generate(self, lengths: list[int]) -> list[list[int]]:
+    def generate(self, lengths: list[int], first: int = 0) -> list[list[int]]:
         from vllm import SamplingParams
 
         outputs = self._llm.generate(
-            [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(len(lengths))],
+            [{"prompt_token_ids": [5, 6, 7 + first + i]} for i in range(len(lengths))],
             [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0) for n in lengths],
             use_tqdm=False,
         )
@@ -214,17 +206,20 @@ class Host:
         self._engine.__exit__(None, None, None)
 
 
-def host_in(group: Any, bundle: int, **environment: str) -> Any:
+@contextlib.contextmanager
+def host_in(group: Any, bundle: int, **environment: str) -> Iterator[Any]:
+    """A `Host` on a bundle, of which it leaves most to workers."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=True
     )
-    return (
-        ray.remote(Host)
-        .options(num_cpus=0, num_gpus=0.2, scheduling_strategy=strategy)
-        .remote({name: str(value) for name, value in environment.items()})
-    )
+    options = {"num_cpus": 0, "num_gpus": 0.2, "scheduling_strategy": strategy}
+    host = ray.remote(Host).options(**options).remote(environment)
+    try:
+        yield host
+    finally:
+        ray.kill(host)
 
 
 def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) -> None:
@@ -232,60 +227,50 @@ def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) ->
 
     The policy decides on switches here, and the launcher is chosen by where the engine is made.
     """
-    group = group_of([{"GPU": 1, "CPU": 0.1}] * 3, "STRICT_PACK")
-    expected = [ray.get(in_bundle(group, bundle, 0.3, where)) for bundle in (2, 1)]
-    host = host_in(group, 1, VLLM_RAY_BUNDLE_INDICES="2,1", VLLM_RAY_PER_WORKER_GPUS="0.3")
-    try:
-        policy = {"kind": "schedule", "switch_at": {"4": 2}}
-        assert ray.get(host.start.remote(2, {"policy": policy}))["workers"] == expected
+    environment = {"VLLM_RAY_BUNDLE_INDICES": "2,1", "VLLM_RAY_PER_WORKER_GPUS": "0.3"}
+    with group_of([{"GPU": 1, "CPU": 0.1}] * 3, "STRICT_PACK") as group:
+        expected = [ray.get(in_bundle(group, bundle, 0.3, where)) for bundle in (2, 1)]
+        with host_in(group, 1, **environment) as host:
+            policy = {"kind": "schedule", "switch_at": {"4": 2}}
+            assert ray.get(host.start.remote(2, {"policy": policy}))["workers"] == expected
 
-        lengths = [20] * 6 + [120] * 2
-        outputs = ray.get(host.generate.remote(lengths))
-        assert [len(output) for output in outputs] == lengths
-        made = [s for s in ray.get(host.report.remote()).switches if s.reason == "policy"]
-        assert [s.target.tp for s in made if s.live] == [2]
-        assert made[0].migrated > 0
-        # Alone, each is in one layout from its start.
-        assert [ray.get(host.generate.remote([n])) for n in (20, 120)] == [
-            [outputs[0]],
-            [ray.get(host.generate.remote([120]))[0]],
-        ]
+            lengths = [20] * 6 + [120] * 2
+            outputs = ray.get(host.generate.remote(lengths))
+            assert [len(output) for output in outputs] == lengths
+            made = [s for s in ray.get(host.report.remote()).switches if s.reason == "policy"]
+            assert [s.target.tp for s in made if s.live] == [2]
+            assert made[0].migrated > 0
+            # Alone, it is in the group of two from its start.
+            assert ray.get(host.generate.remote([120], first=6)) == [outputs[6]]
 
-        ray.get(host.stop.remote())
-        assert ray.util.placement_group_table(group)["state"] == "CREATED"
-        # All of the GPU is free again.
-        ray.get(in_bundle(group, 2, 1, where), timeout=GONE_WITHIN)
-    finally:
-        ray.kill(host)
-        ray.util.remove_placement_group(group)
+            ray.get(host.stop.remote())
+            assert ray.util.placement_group_table(group)["state"] == "CREATED"
+            # All of the GPU is free again.
+            ray.get(in_bundle(group, 2, 1, where), timeout=GONE_WITHIN)
     assert until(all_gpus_are_free)
 
 
 @pytest.mark.parametrize("victim", ["front end", "engine core"])
 def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
     """Its front end, an actor here, or its core, which owns the workers' actors."""
-    group = group_of([{"GPU": 1, "CPU": 0.1}] * 2)
     before = engine_processes()
-    host = host_in(group, 0, VLLM_RAY_PER_WORKER_GPUS="0.5")
-    try:
-        pid = ray.get(host.start.remote(2, {}))["pid"]
-        processes = engine_processes(before)
-        assert psutil.Process(pid) in processes
-        assert len(processes) >= 4
-        working = host.generate.remote([480] * 4)
-        if victim == "front end":
-            os.kill(pid, signal.SIGKILL)
-            with pytest.raises(ray.exceptions.ActorDiedError):
-                ray.get(working, timeout=GONE_WITHIN)
-        else:
-            (core,) = [one for one in processes if one.name() == "VLLM::EngineCore"]
-            core.kill()
-            processes.remove(psutil.Process(pid))
-        _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
-        assert not alive
-    finally:
-        ray.kill(host)
-        ray.util.remove_placement_group(group)
+    with group_of([{"GPU": 1, "CPU": 0.1}] * 2) as group:
+        with host_in(group, 0, VLLM_RAY_PER_WORKER_GPUS="0.5") as host:
+            front = psutil.Process(ray.get(host.start.remote(2, {}))["pid"])
+            processes = engine_processes(before)
+            assert front in processes
+            assert len(processes) >= 4
+            working = host.generate.remote([480] * 4)
+            if victim == "front end":
+                front.kill()
+                with pytest.raises(ray.exceptions.ActorDiedError):
+                    ray.get(working, timeout=GONE_WITHIN)
+            else:
+                (core,) = [one for one in processes if one.name() == "VLLM::EngineCore"]
+                core.kill()
+                processes.remove(front)
+            _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
+            assert not alive
     assert until(all_gpus_are_free)
 
 
@@ -323,20 +308,19 @@ def test_the_launcher_is_chosen_by_the_placement_group(cluster: Any) -> None:
     assert executor_of(config()) is pat_vllm.PATExecutor
     assert executor_of(config(launcher="ray")) is pat_vllm.PATRayExecutor
 
-    group = group_of([{"GPU": 1, "CPU": 1}] * 2)
-    given = config()
-    given.parallel_config.placement_group = group
-    assert executor_of(given) is pat_vllm.PATRayExecutor
-    given = config(launcher="mp")
-    given.parallel_config.placement_group = group
-    assert executor_of(given) is pat_vllm.PATExecutor
+    with group_of([{"GPU": 1}] * 2, "STRICT_PACK") as group:
+        given = config()
+        given.parallel_config.placement_group = group
+        assert executor_of(given) is pat_vllm.PATRayExecutor
+        given = config(launcher="mp")
+        given.parallel_config.placement_group = group
+        assert executor_of(given) is pat_vllm.PATExecutor
 
-    name, found, address = ray.get(in_bundle(group, 0, 0.5, chosen_inside))
-    assert name == "PATRayExecutor"
-    # The engine core's process, which is not in the group, finds both again by these.
-    assert found == group
-    assert address == cluster.address
-    ray.util.remove_placement_group(group)
+        name, found, address = ray.get(in_bundle(group, 0, 0.5, chosen_inside))
+        assert name == "PATRayExecutor"
+        # The engine core's process, which is not in the group, finds both again by these.
+        assert found == group
+        assert address == cluster.address
 
 
 @pytest.mark.parametrize(
@@ -351,24 +335,43 @@ def test_the_class_itself(backend: str, cluster: Any) -> None:
 
 
 def test_ranks_on_several_nodes_are_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = group_of([{"GPU": 1}] * 2, "STRICT_SPREAD")
     before = engine_processes()
-    given = config()
-    given.parallel_config.placement_group = group
-    with pytest.raises(ValueError, match=r"at most 1 bundles on one node.*one engine per node"):
-        executor_of(given)(given)
-    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0,1")
-    with pytest.raises(ValueError, match=r"INDICES=0,1 names bundles on several nodes"):
-        executor_of(given)(given)
-    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "0;1")
-    with pytest.raises(ValueError, match=r"INDICES='0;1' must be bundle indices"):
-        executor_of(given)(given)
-    assert ray.util.placement_group_table(group)["state"] == "CREATED"
-    ray.util.remove_placement_group(group)
+    with group_of([{"GPU": 1}] * 2, "STRICT_SPREAD") as group:
+        given = config()
+        given.parallel_config.placement_group = group
+        apart = r"at most 1 bundles on one node.*one engine per node"
+        with pytest.raises(ValueError, match=apart):
+            executor_of(given)
+        # Where the front end could not see the group.
+        with pytest.raises(ValueError, match=apart):
+            pat_vllm.PATRayExecutor(given)
+        for indices, message in {
+            "0,1": "INDICES=0,1 names bundles on several nodes",
+            "0;1": "INDICES='0;1' must be bundle indices",
+        }.items():
+            monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", indices)
+            with pytest.raises(ValueError, match=message):
+                executor_of(given)
+        assert ray.util.placement_group_table(group)["state"] == "CREATED"
     monkeypatch.delenv("VLLM_RAY_BUNDLE_INDICES")
 
     wide = config(ranks=8, launcher="ray", layouts=[1, 8])
     with pytest.raises(ValueError, match=r"tensor_parallel_size=8, .*more than 4 GPUs.*one engine"):
-        executor_of(wide)(wide)
+        pat_vllm.PATRayExecutor(wide)
     assert not engine_processes(before)
     assert until(all_gpus_are_free)
+
+
+# ---------------------------------------------------------------- the same tests, with other cases
+# At the end, for tests run in the order in which they are found, and the last engine stays.
+
+from tests.test_switch import (  # noqa: E402, F401
+    test_a_layout_asked_for_after_a_batch_holds_for_the_next,
+    test_an_idle_engine_returns_to_its_base_layout,
+    test_every_ordered_pair_of_layouts,
+    test_half_prefilled_and_waiting_requests_are_carried,
+    test_random_switch_storm,
+    test_recomputing_gives_the_same,
+    test_single_layouts_agree_and_differ_by_request,
+    test_teacher_forced_log_probabilities_after_a_switch,
+)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import ray
@@ -26,12 +26,15 @@ from ray.util.placement_group import (
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
-from vllm.v1.executor.ray_utils import PG_WAIT_TIMEOUT, initialize_ray_cluster
+from vllm.v1.executor.ray_utils import PG_WAIT_TIMEOUT
 
 from pat_vllm.executor.bundles import WAY_OUT, choose_bundles
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import Network, reader_of
 from pat_vllm.launcher import ray_address
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 logger = init_logger(__name__)
 
@@ -52,7 +55,8 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
         envs.disable_envs_cache()
         try:
             self._join_cluster()
-            bundles = self._place_ranks()
+            bundles = place_ranks(self.parallel_config)
+            self._network = self._network_to(bundles[0])
             # vLLM would take the first bundles, of whichever nodes.
             with _environment(_BUNDLE_INDICES, ",".join(map(str, bundles))):
                 super()._init_executor()
@@ -73,31 +77,17 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
             group = self._own_group = _group_on_one_node(parallel.world_size)
         _wait_until_ready(group)
         parallel.placement_group = group
-        initialize_ray_cluster(parallel, require_gpu_on_driver=False)
 
-    def _place_ranks(self) -> list[int]:
-        """Choose the ranks' bundles, and note how the ranks are reached."""
-        group = self.parallel_config.placement_group
-        node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
-        device = current_platform.ray_device_key
-        nodes = {
-            bundle: node_of_bundle[bundle]
-            for bundle, resources in enumerate(group.bundle_specs)
-            if resources.get(device)
-        }
-        wanted = os.environ.get(_BUNDLE_INDICES)
-        engine_node = ray.get_runtime_context().get_node_id()
-        ranks = self.parallel_config.world_size
-        bundles = choose_bundles(
-            nodes, ranks, _parse_indices(wanted) if wanted else None, engine_node
-        )
-        node = nodes[bundles[0]]
-        if node != engine_node:
-            address = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
-            self._network = Network(
-                ray.util.get_node_ip_address(), {rank: address for rank in range(ranks)}
-            )
-        return bundles
+    def _network_to(self, bundle: int) -> Network:
+        """How the ranks are reached, which are all on the node of a bundle."""
+        node = placement_group_table(self.parallel_config.placement_group)["bundles_to_node_id"][
+            bundle
+        ]
+        if node == ray.get_runtime_context().get_node_id():
+            return Network()
+        address = next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+        ranks = range(self.parallel_config.world_size)
+        return Network(ray.util.get_node_ip_address(), dict.fromkeys(ranks, address))
 
     def _post_init_executor(self) -> None:
         super()._post_init_executor()
@@ -112,6 +102,28 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
             self.parallel_config.placement_group = None
             if ray.is_initialized():
                 remove_placement_group(group)
+
+
+def place_ranks(parallel: ParallelConfig) -> list[int]:
+    """The bundle of each rank, in the placement group of a config.
+
+    Raises:
+        ValueError: see `choose_bundles`.
+    """
+    group = parallel.placement_group
+    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+    nodes = {
+        bundle: node_of_bundle[bundle]
+        for bundle, resources in enumerate(group.bundle_specs)
+        if resources.get(current_platform.ray_device_key)
+    }
+    wanted = os.environ.get(_BUNDLE_INDICES)
+    return choose_bundles(
+        nodes,
+        parallel.world_size,
+        _parse_indices(wanted) if wanted else None,
+        ray.get_runtime_context().get_node_id(),
+    )
 
 
 def _group_on_one_node(ranks: int) -> PlacementGroup:

@@ -141,22 +141,24 @@ def test_enough_gpus():
     options.check_gpus(vars(arguments(train__colocate_all=True)), [4.0])
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    def look_up(package: str) -> str:
-        if version is None:
-            raise metadata.PackageNotFoundError(package)
-        return version
-
-    monkeypatch.setattr(metadata, "version", look_up)
+def test_missing_packages(monkeypatch):
+    monkeypatch.setattr(options, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=r"OpenRLHF is not installed.*openrlhf==0\.11\.2"):
+        options.check_installed()
+    monkeypatch.setattr(options, "find_spec", lambda package: package == "openrlhf" or None)
+    with pytest.raises(ValueError, match=r"vLLM is not installed.*pat-vllm\[cuda,openrlhf\]"):
+        options.check_installed()
 
 
 def test_versions(monkeypatch):
-    installed(monkeypatch, None)
-    with pytest.raises(ValueError, match=r"not installed.*openrlhf==0\.11\.2"):
-        options.check_versions()
-    installed(monkeypatch, "0.9.0")
+    monkeypatch.setattr(options, "check_vllm_version", lambda: None)
+    monkeypatch.setattr(metadata, "version", lambda package: "0.11.2")
+    options.check_versions()
+    monkeypatch.setattr(metadata, "version", lambda package: "0.9.0")
     with pytest.raises(ValueError, match=r"0\.11\.2, but 0\.9\.0.*PAT_ALLOW_UNTESTED_OPENRLHF=1"):
         options.check_versions()
+    monkeypatch.setenv("PAT_ALLOW_UNTESTED_OPENRLHF", "1")
+    options.check_versions()
 
 
 def parser() -> argparse.ArgumentParser:

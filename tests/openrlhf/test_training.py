@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,9 +60,11 @@ def test_colocated_over_ray_learns_from_step_to_step():
 
     In the last step weights are dropped in the sync, which the check sees.
     """
-    # Responses end where the context does: that is to count as their natural end.
-    pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 150}}
-    with training(*COLOCATED, pat=pat, PAT_TEST_BREAK_SYNC="weights@3") as run:
+    agent = Path(__file__).with_name("agent.py")
+    # The agent's limit of a response is to count as its natural end.
+    pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 200}}
+    arguments = (*COLOCATED, "--train.agent_func_path", str(agent), "--data.max_len", "400")
+    with training(*arguments, pat=pat, PAT_TEST_BREAK_SYNC="weights@3") as run:
         run.succeed()
         assert in_sync(run) == [True, True, True, False], run.steps
         learnt = [
@@ -72,7 +75,6 @@ def test_colocated_over_ray_learns_from_step_to_step():
         assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
             (32 * step, step) for step in range(1, 5)
         ]
-        # All samples of a prompt have the same length here.
         assert learnt[-1] is not None and float(learnt[-1][3]) > 0.3, run.rollouts
 
 

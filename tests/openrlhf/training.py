@@ -79,7 +79,9 @@ class Training:
         assert self.process.wait(_PATIENCE) == 0, self.tail()
 
     def tail(self) -> str:
-        return self.log[-8000:]
+        """The first errors, and the last that was printed."""
+        errors = [line for line in self.log.splitlines() if re.search("ERROR|Error:", line)]
+        return "\n".join([*errors[:30], "...", self.log[-4000:]])
 
     def processes(self, named: str = "") -> list[Any]:
         """What it has started and still runs: Ray, its workers, engines."""

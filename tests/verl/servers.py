@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RANKS = 2
+_VLLM = "engine_kwargs.vllm"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Response:
 
 
 class Server:
-    """verl's `LLMServerManager` with one replica, and its weight push."""
+    """verl's `LLMServerManager` and its weight push."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -35,7 +36,7 @@ class Server:
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine to its end."""
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=120))
+        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=240))
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the server's actor."""
@@ -70,45 +71,72 @@ class Server:
 
     async def push(self, model: Path, step: int) -> None:
         """Send the weights of a checkpoint as verl's checkpoint engine does, one copy per rank."""
-        workers = self.replica.workers
+        workers = [w for replica in self.manager.get_replicas() for w in replica.workers]
         await asyncio.gather(*[w.__ray_call__.remote(_offer_weights, str(model)) for w in workers])
         await asyncio.gather(*[w.update_weights.remote(global_steps=step) for w in workers])
 
 
 def _offer_weights(worker: Any, model: str) -> None:
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
-    weights = load_file(f"{model}/model.safetensors")
-    worker.checkpoint_engine.send_weights(iter(weights.items()))
+    def weights() -> Iterator[tuple[str, Any]]:
+        with safe_open(f"{model}/model.safetensors", "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+    worker.checkpoint_engine.send_weights(weights())
 
 
 @contextlib.contextmanager
-def server(model: Path, *overrides: str) -> Iterator[Server]:
-    """Start Ray and a server with PAT over `RANKS` ranks.
+def ray_cluster(gpus: int = RANKS) -> Iterator[None]:
+    """A Ray of its own, on this machine."""
+    import ray
+
+    # A short path: Ray's sockets are in it.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        ray.init(
+            address="local",
+            num_cpus=4 * gpus,
+            num_gpus=gpus,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            _temp_dir=scratch,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def start(
+    model: Path, *overrides: str, first_replica: int = 0, tp: int = RANKS, **options: Any
+) -> Server:
+    """Start a server, or one for each `tp` of `RANKS` ranks, in the Ray cluster that runs.
 
     Args:
-        overrides: of `actor_rollout_ref.rollout`, in Hydra's syntax.
+        overrides: additions to `actor_rollout_ref.rollout`, in Hydra's syntax.
+        first_replica: of verl's numbers of replicas, which must differ among servers.
+        options: of `actor_rollout_ref.rollout`.
     """
-    import ray
     import verl
     from hydra import compose, initialize_config_dir
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    options = {
+    chosen = {
         "name": "pat",
         "nnodes": 1,
         "n_gpus_per_node": RANKS,
-        "tensor_model_parallel_size": RANKS,
+        "tensor_model_parallel_size": tp,
         "load_format": "auto",
         "dtype": "float32",
         "enforce_eager": "true",
-        "free_cache_engine": "false",  # there is no sleep mode on CPU
         "max_model_len": 512,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 512,
         "prompt_length": 64,
         "response_length": 256,
         "checkpoint_engine.update_weights_bucket_megabytes": 4,
+        **options,
     }
     rollout = "actor_rollout_ref.rollout"
     with initialize_config_dir(
@@ -118,25 +146,16 @@ def server(model: Path, *overrides: str) -> Iterator[Server]:
             "ppo_trainer",
             overrides=[
                 f"actor_rollout_ref.model.path={model}",
-                *[f"{rollout}.{name}={value}" for name, value in options.items()],
+                *[f"{rollout}.{name}={value}" for name, value in chosen.items()],
                 f"++{rollout}.enable_sleep_mode=false",
-                f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={32 << 20}",
                 *[f"+{rollout}.{override}" for override in overrides],
             ],
         )
-    # A short path: Ray's sockets are in it.
-    with tempfile.TemporaryDirectory(
-        prefix="pv-", dir="/tmp", ignore_cleanup_errors=True
-    ) as scratch:
-        ray.init(
-            address="local",
-            num_cpus=8,
-            num_gpus=RANKS,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            _temp_dir=scratch,
-        )
-        try:
-            yield Server(LLMServerManager.create(config=config, worker_group=None))
-        finally:
-            ray.shutdown()
+    return Server(LLMServerManager.create(config=config, start_rank=first_replica))
+
+
+@contextlib.contextmanager
+def server(model: Path, *overrides: str) -> Iterator[Server]:
+    """A server with PAT over `RANKS` ranks, in a Ray cluster of its own. See `start`."""
+    with ray_cluster():
+        yield start(model, *overrides, f"{_VLLM}.kv_cache_memory_bytes={32 << 20}")

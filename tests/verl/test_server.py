@@ -28,9 +28,7 @@ PROMPTS = [[5 + i, 6, 7, 8 + i % 3] for i in range(6)]
 
 @pytest.fixture(scope="module")
 def pat() -> Iterator[Server]:
-    with server(
-        few_tokens(0), "engine_kwargs.vllm.additional_config.pat.policy={kind:static,tp:1}"
-    ) as running:
+    with server(few_tokens(0)) as running:
         yield running
 
 
@@ -233,10 +231,40 @@ def test_one_request_is_aborted(pat: Server) -> None:
     assert [r.stop_reason for r in responses] == ["aborted"] + ["completed"] * 5
 
 
-def test_control_methods_of_verl(pat: Server, old: Reference) -> None:
-    """What trainers call between steps; sleeping itself needs a GPU."""
+def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:
+    """What trainers do around a weight push. The stand-in for sleep loses what a GPU would."""
     pat.call("pat_switch", 2)
-    for method in ("sleep", "wake_up", "clear_kv_cache", "release_kv_cache", "resume_kv_cache"):
+    for pushed in (False, True):
+        pat.do(pat.replica.abort_all_requests())
+        pat.do(pat.replica.release_kv_cache())
+        if pushed:
+            pat.do(pat.push(few_tokens(0), step=7))
+        pat.do(pat.replica.resume_kv_cache())
+        pat.do(pat.replica.resume_generation())
+        if not pushed:
+            lost = in_layout(pat, 2)
+            assert all(math.isnan(logprob) for r in lost for logprob in r.logprobs)
+    for tp in (2, 1):
+        old.check(in_layout(pat, tp), PROMPTS)
+    for method in ("sleep", "wake_up", "clear_kv_cache"):
         pat.do(getattr(pat.replica, method)())
-    old.check(in_layout(pat, 2), PROMPTS)
-    old.check(in_layout(pat, 1), PROMPTS)
+    old.check(regrouped(pat), PROMPTS)
+
+
+def test_samples_of_a_prompt_are_siblings(pat: Server) -> None:
+    """Across iterations, and though they come as separate requests.
+
+    Greedy samples of a prompt are alike, and so are their lengths; the prompts' lengths are not.
+    """
+    before = pat.call("pat_report").predictor
+    prompts = [[40 + i, 3 * i + 7] for i in range(12)]
+    samples = [prompt for prompt in prompts for _ in range(4)]
+    lengths = set()
+    for _ in range(2):
+        responses = pat.generate_all(samples, max_tokens=200, stop_token_ids=list(range(100, 120)))
+        lengths |= {len(r.token_ids) for r in responses}
+    assert len(lengths) > 4
+    after = pat.call("pat_report").predictor
+    assert after.batches == before.batches + 2
+    assert after.responses == before.responses + 2 * len(samples)
+    assert after.siblings > 0.5

@@ -57,7 +57,7 @@ class Run:
 
     def rollouts(self) -> list[str]:
         """PAT's line about each rollout."""
-        return re.findall(r"PAT rollout \d+ of replica 0, (.*)", self.output)
+        return re.findall(r"PAT rollout \d+ of replica 0, weights of step \d+: (.*)", self.output)
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> None:
         """Until something holds.

@@ -16,7 +16,7 @@ from pat_openrlhf.rollouts import describe
 from pat_vllm.api import report_async
 from pat_vllm.reporting import Report
 
-logger = init_logger("vllm.pat_openrlhf")
+logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
 
 _CALLS_OF_RAY = 1000
 """Calls that Ray lets an async actor run at once, unless told otherwise."""
@@ -29,7 +29,9 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
     sleep, pause.
     """
 
-    async def __init__(self, *args: Any, pat: dict[str, Any], **kwargs: Any) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, *args: Any, pat: dict[str, Any], **kwargs: Any
+    ) -> None:
         """As OpenRLHF's; `pat` holds the options of the engine's `additional_config["pat"]`."""
         self._running = 0
         self._rollouts = 0

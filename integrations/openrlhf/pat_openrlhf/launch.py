@@ -8,7 +8,13 @@ import os
 import runpy
 from typing import Any
 
-from pat_openrlhf.options import add_options, check_gpus, check_versions, take_options
+from pat_openrlhf.options import (
+    add_options,
+    check_gpus,
+    check_installed,
+    check_versions,
+    take_options,
+)
 
 TRAINER = "openrlhf.cli.train_ppo_ray"
 
@@ -19,7 +25,7 @@ _OF_OPENRLHF = "--vllm.num_engines"
 def main() -> None:
     """OpenRLHF's `train_ppo_ray`, with `--vllm_engine` and `--vllm.pat` as further options."""
     try:
-        check_versions()
+        check_installed()
     except ValueError as error:
         raise SystemExit(f"pat_openrlhf: {error}") from None
     extend_parser()
@@ -55,11 +61,13 @@ def use_pat(args: argparse.Namespace) -> None:
     """Put PAT's engines in OpenRLHF's place for them, if the arguments ask for it.
 
     Raises:
-        ValueError: the arguments do not go together, or not with the cluster.
+        ValueError: the arguments do not go together, or not with the cluster, or PAT was not
+            tested with what is installed.
     """
     options = take_options(args)
     if options is None:
         return
+    check_versions()
     connect()
     check_gpus(vars(args), gpus_of_nodes())
 

@@ -1,6 +1,6 @@
 """What a user may ask for on the command line, checked before anything starts.
 
-Imports neither vLLM nor Ray nor OpenRLHF.
+Imports neither vLLM nor Ray nor OpenRLHF, except to learn vLLM's version.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.plugin import check_vllm_version
 
 TESTED_OPENRLHF = "0.11.2"
 """The OpenRLHF release that this package is tested with."""
@@ -180,27 +182,33 @@ def check_gpus(args: Mapping[str, Any], gpus_of_nodes: Sequence[float]) -> None:
         )
 
 
+_WAY_OUT = f"pip install --no-deps openrlhf=={TESTED_OPENRLHF} (see docs/openrlhf.md)"
+
+
+def check_installed() -> None:
+    """Refuse to start without OpenRLHF or vLLM.
+
+    Raises:
+        ValueError: names the package and what to install.
+    """
+    if find_spec("openrlhf") is None:
+        raise ValueError(f"OpenRLHF is not installed: {_WAY_OUT}")
+    if find_spec("vllm") is None:
+        raise ValueError(
+            'vLLM is not installed: pip install "pat-vllm[cuda,openrlhf]" (see docs/openrlhf.md)'
+        )
+
+
 def check_versions() -> None:
-    """Refuse a missing OpenRLHF or one that PAT was not tested with; the same for vLLM.
+    """Refuse an OpenRLHF or a vLLM that PAT was not tested with.
 
     Raises:
         ValueError: names the package, its version, and what to install.
     """
-    way_out = f"install what PAT was tested with: pip install openrlhf=={TESTED_OPENRLHF} --no-deps"
-    try:
-        version = metadata.version("openrlhf")
-    except metadata.PackageNotFoundError:
-        raise ValueError(f"OpenRLHF is not installed; {way_out} (see docs/openrlhf.md)") from None
+    version = metadata.version("openrlhf")
     if version != TESTED_OPENRLHF and os.environ.get(ALLOW_UNTESTED) != "1":
         raise ValueError(
             f"--vllm_engine pat is tested with OpenRLHF {TESTED_OPENRLHF}, but {version} is "
-            f"installed; {way_out}, or set {ALLOW_UNTESTED}=1 to try this one"
+            f"installed: {_WAY_OUT}, or set {ALLOW_UNTESTED}=1 to try this one"
         )
-    try:
-        from pat_vllm.plugin import check_vllm_version
-
-        check_vllm_version()
-    except ModuleNotFoundError:
-        raise ValueError(
-            'vLLM is not installed; pip install "pat-vllm[cuda]" (see docs/openrlhf.md)'
-        ) from None
+    check_vllm_version()

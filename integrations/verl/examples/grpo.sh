@@ -21,7 +21,6 @@ on_cpu=(
   actor_rollout_ref.actor.use_torch_compile=false
   actor_rollout_ref.actor.fsdp_config.use_torch_compile=false
   actor_rollout_ref.rollout.enforce_eager=true
-  actor_rollout_ref.rollout.free_cache_engine=false
   ++actor_rollout_ref.rollout.enable_sleep_mode=false
   +actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=33554432
   +ray_kwargs.ray_init.num_gpus=2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from typing import Any
 
 from verl.workers.rollout.replica import TokenOutput
@@ -11,9 +12,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
-from pat_verl.rollout import Rollout
 from pat_vllm import report_async, switch_async
 from pat_vllm.reporting import Report
+from pat_vllm.rollouts import describe
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # as verl does for its own server
@@ -25,7 +26,8 @@ class PatHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rollouts = 0
-        self._reported: Report | None = None
+        self._responses = 0
+        self._began = self._ended = 0.0
 
     # ---------------------------------------------------------------- start
 
@@ -53,11 +55,15 @@ class PatHttpServer(vLLMHttpServer):
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """As verl's, with a plain word about an engine that has died."""
+        self._began = self._began or time.monotonic()
         try:
             return await super().generate(*args, **kwargs)
         except EngineDeadError:
             await self.pat_check_alive()
             raise
+        finally:
+            self._ended = time.monotonic()
+            self._responses += 1
 
     async def abort_request(
         self, request_id: str, reset_prefix_cache: bool = True
@@ -89,19 +95,19 @@ class PatHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
 
     async def _log_rollout(self) -> None:
-        """Log what the engine did since the last time, if it had requests."""
-        report = await self.pat_report()
-        rollout = Rollout.between(self._reported, report)
-        self._reported = report
-        if rollout.peak:
-            self._rollouts += 1
-            logger.info(
-                "PAT rollout %d of replica %d, weights of step %s: %s",
-                self._rollouts,
-                self.replica_rank,
-                self.global_steps,
-                rollout,
-            )
+        """Log what the engine did since the last time, if it made responses."""
+        if not self._responses:
+            return
+        count, began, ended = self._responses, self._began, self._ended
+        self._responses, self._began = 0, 0.0
+        self._rollouts += 1
+        logger.info(
+            "PAT rollout %d of replica %d, weights of step %s: %s",
+            self._rollouts,
+            self.replica_rank,
+            self.global_steps,
+            describe(await self.pat_report(), began, ended - began, count),
+        )
 
     # ---------------------------------------------------------------- for users
 

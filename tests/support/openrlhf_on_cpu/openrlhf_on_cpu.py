@@ -29,7 +29,7 @@ def give_gpus(worker: Any) -> None:
         if address is None and not os.environ.get("RAY_ADDRESS"):
             options = {
                 "num_gpus": int(os.environ.get(GPUS, "4")),
-                "num_cpus": 16,
+                "num_cpus": 8,
                 "include_dashboard": False,
                 "object_store_memory": 200 << 20,
                 **options,

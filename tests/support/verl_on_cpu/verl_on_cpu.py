@@ -7,6 +7,7 @@ of the environment besides is in `tests/verl/environment.py`.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 MEMORY = 16 << 30
 """Bytes that a rank believes to have."""
+FORGOTTEN = 100.0
+"""What a KV cache is full of after a sleep."""
 
 
 class _DeviceModule(types.ModuleType):
@@ -143,4 +146,27 @@ def _one_backend_for_cpu() -> None:
     distributed.initialize_global_process_group_ray = initialize
 
 
+def _forget_in_sleep() -> None:
+    """Have a sleeping engine lose what it would lose on a GPU; vLLM's CPU worker keeps all of it.
+
+    Only in a worker's process, which has imported its worker class before it comes here.
+    """
+    module: Any = sys.modules.get("vllm.v1.worker.cpu_worker")
+    if module is None:
+        return
+
+    def sleep(worker: Any, level: int = 1) -> None:
+        runtimes = getattr(worker, "_runtimes", None)
+        runners = [r.runner for r in runtimes.values()] if runtimes else [worker.model_runner]
+        for runner in runners:
+            for kv_cache in runner.kv_caches:
+                kv_cache.fill_(FORGOTTEN)
+            if level == 2:
+                for weight in runner.model.parameters():
+                    weight.data.fill_(torch.nan)
+
+    module.CPUWorker.sleep = sleep
+
+
 _one_backend_for_cpu()
+_forget_in_sleep()

@@ -1,0 +1,209 @@
+"""verl's rollouts and weight pushes with PAT, against those with its own vLLM engines.
+
+    python -m benchmarks.verl_iteration
+
+Runs in the environment of `make test-verl`, on CPU with the tests' stand-ins. Three sides: verl's
+default of one engine with tensor parallelism over all devices, one engine per device, and PAT over
+all devices. All stay alive and take turns: weights are pushed as verl's checkpoint engine does it,
+then verl's client makes a rollout with the same prompts and response lengths for each side. What an
+iteration has beside these two, the training, is the same for all sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import (
+    PARK_SECONDS,
+    ROOT,
+    Summary,
+    machine,
+    ratios,
+    table,
+    write_results,
+)
+from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, Workload
+from tests.verl.environment import variables
+from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
+
+PAT = "PAT"
+DEFAULT = f"default: 1 engine of tp={RANKS}"
+REPLICAS = f"{RANKS} engines of tp=1"
+SAMPLES = 8
+"""Responses of a prompt."""
+
+_KV_BYTES = 1 << 28
+_INSIDE = "PAT_BENCHMARK_INSIDE"
+
+
+@dataclass
+class Side:
+    """A way to make rollouts.
+
+    Attributes:
+        pushes, rollouts: seconds of each repeat.
+        switches: of each repeat.
+    """
+
+    server: Server
+    pushes: list[float] = field(default_factory=list)
+    rollouts: list[float] = field(default_factory=list)
+    switches: list[int] = field(default_factory=list)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    # Those whose requests all arrive at once, as a trainer's do.
+    names = [name for name, workload in WORKLOADS.items() if not workload.waits]
+    parser.add_argument("--workload", choices=names, default="lognormal")
+    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    _enter_environment()
+
+    workload = WORKLOADS[args.workload]
+    facts = machine()
+    sides = measure(workload, args.repeats, args.seed)
+    body = {
+        "arguments": vars(args),
+        "sides": {name: _plain(side) for name, side in sides.items()},
+    }
+    write_results(f"verl-{workload.name}", facts, body, report(workload, sides))
+
+
+def _enter_environment() -> None:
+    """Start again with the stand-ins, which have to be there when Python starts."""
+    if os.environ.get(_INSIDE):
+        return
+    inside = variables() | {_INSIDE: "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    inside["RAY_memory_monitor_refresh_ms"] = "0"  # three sides take most of 24 GiB
+    inside["PYTHONPATH"] = os.pathsep.join([inside["PYTHONPATH"], str(ROOT)])
+    arguments = ["-m", "benchmarks.verl_iteration", *sys.argv[1:]]
+    os.execve(sys.executable, [sys.executable, *arguments], inside)
+
+
+# -------------------------------------------------------------------- measuring
+
+
+def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
+    """Start the sides, PAT first: it measures its profile while nothing else runs."""
+    from pat_vllm.cli.demo import demo_model
+
+    model = demo_model(ROOT / ".models")
+    bound = f"engine_kwargs.vllm.additional_config.pat.policy.length_bound={BOUND}"
+    predictor = "engine_kwargs.vllm.additional_config.pat.policy.kind=predictor"
+    with ray_cluster(gpus=3 * RANKS):
+        sides = {
+            PAT: _start(model, predictor, bound),
+            DEFAULT: _start(model, name="vllm", first_replica=1),
+            REPLICAS: _start(model, name="vllm", tp=1, first_replica=2),
+        }
+        for repeat in range(repeats + 1):
+            order = list(sides)
+            for name in order if repeat % 2 else reversed(order):
+                _turn(sides[name], model, workload, repeat, seed)
+    return sides
+
+
+def _start(model: Path, *overrides: str, **options: Any) -> Side:
+    """Servers of verl over all devices, with the same limits on each side."""
+    kv = f"engine_kwargs.vllm.kv_cache_memory_bytes={_KV_BYTES}"
+    # Of a weight that is larger than a bucket verl sends no part.
+    bucket = {"checkpoint_engine.update_weights_bucket_megabytes": 320}
+    limits: dict[str, Any] = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    return Side(start(model, kv, *overrides, **bucket, **limits, **options))
+
+
+def _turn(side: Side, model: Path, workload: Workload, repeat: int, seed: int) -> None:
+    """A push and a rollout; that of repeat 0 warms up."""
+    lengths = workload.trace(repeat, seed=seed).lengths
+    prompts = _prompts(len(lengths), f"{seed} {repeat}")
+    server = side.server
+
+    async def rollout() -> list[Response]:
+        requests = [
+            server.generate(prompt, temperature=1.0, max_tokens=length, ignore_eos=True)
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]
+        return await asyncio.gather(*requests)
+
+    time.sleep(PARK_SECONDS)
+    began = time.monotonic()
+    server.do(server.push(model, step=repeat))
+    pushed = time.monotonic()
+    responses = server.do(rollout())
+    done = time.monotonic()
+
+    assert [len(response.token_ids) for response in responses] == list(lengths)
+    if repeat:
+        side.pushes.append(pushed - began)
+        side.rollouts.append(done - pushed)
+        side.switches.append(_switches(server, since=pushed))
+
+
+def _prompts(count: int, seed: str) -> list[list[int]]:
+    """`SAMPLES` requests for each prompt."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        prompt = [rng.randrange(300, 4000) for _ in range(rng.randint(*PROMPT_TOKENS))]
+        prompts += [prompt] * SAMPLES
+    return prompts[:count]
+
+
+def _switches(server: Server, since: float) -> int:
+    """How often it switched in the rollout that began then."""
+    if not hasattr(server.actor, "pat_report"):
+        return 0
+    report = server.call("pat_report")
+    return sum(one.at > since and one.reason != "idle" for one in report.switches)
+
+
+# -------------------------------------------------------------------- reporting
+
+
+def report(workload: Workload, sides: dict[str, Side]) -> str:
+    """Markdown."""
+    better = min((DEFAULT, REPLICAS), key=lambda name: Summary.of(sides[name].rollouts).median)
+    rows = [_row(name, sides[name], sides[better].rollouts) for name in (DEFAULT, REPLICAS, PAT)]
+    header = [
+        "engines", "rollout, s", f"rollout / {better}", "weight push, s",
+        "push and rollout, s", "switches",
+    ]  # fmt: skip
+    trace = workload.trace(1)
+    return (
+        f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
+        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
+        f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
+        "the ratio is that of equal batches.\n\n" + table(header, rows)
+    )
+
+
+def _row(name: str, side: Side, better: Sequence[float]) -> list[str]:
+    iterations = [a + b for a, b in zip(side.rollouts, side.pushes, strict=True)]
+    return [
+        name,
+        Summary.of(side.rollouts).show(digits=2),
+        ratios(side.rollouts, better).show(digits=2),
+        Summary.of(side.pushes).show(digits=2),
+        Summary.of(iterations).show(digits=2),
+        f"{sum(side.switches) / len(side.switches):.1f}",
+    ]
+
+
+def _plain(side: Side) -> dict[str, Any]:
+    return {"rollouts": side.rollouts, "pushes": side.pushes, "switches": side.switches}
+
+
+if __name__ == "__main__":
+    main()

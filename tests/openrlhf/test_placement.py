@@ -1,0 +1,82 @@
+"""The GPUs that Ray gave to an engine whose workers are not Ray's. Real Ray, two nodes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="make test-openrlhf")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two nodes with three GPUs each, in Ray's books only."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's sockets lie in it, and their paths must be short.
+    with tempfile.TemporaryDirectory(
+        prefix="pat-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
+        options = {"num_cpus": 8, "num_gpus": 3, "include_dashboard": False}
+        nodes = Cluster(initialize_head=True, head_node_args=options | {"temp_dir": folder})
+        nodes.add_node(num_cpus=8, num_gpus=3)
+        ray.init(address=nodes.address)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            nodes.shutdown()
+
+
+def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], list[str]]:
+    """What an actor in the first bundle finds, and what Ray says in each bundle by itself."""
+    from pat_openrlhf.placement import gpus_of_bundles
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_cpus=0)
+    class Engine:
+        async def gpus(self) -> list[str]:
+            return await gpus_of_bundles(bundles, share)
+
+    @ray.remote(num_cpus=0)
+    def own_gpu() -> str:
+        return str(ray.get_gpu_ids()[0])
+
+    group = placement_group([{"GPU": 1, "CPU": 1}] * 3, strategy=strategy)
+    ray.get(group.ready())
+    try:
+
+        def in_bundle(index: int) -> Any:
+            return PlacementGroupSchedulingStrategy(
+                group,
+                placement_group_bundle_index=index,
+                placement_group_capture_child_tasks=True,
+            )
+
+        engine = Engine.options(scheduling_strategy=in_bundle(bundles[0])).remote()
+        found = ray.get(engine.gpus.remote(), timeout=60)
+        said = [
+            own_gpu.options(num_gpus=share, scheduling_strategy=in_bundle(bundle)).remote()
+            for bundle in bundles
+        ]
+        return found, ray.get(said, timeout=60)
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize("share", [1, 0.2])
+def test_gpus_of_bundles(cluster, share):
+    found, said = gpus("STRICT_PACK", [2, 0], share)
+    assert found == said and len(set(found)) == 2
+
+
+def test_bundles_on_several_nodes(cluster):
+    with pytest.raises(ValueError, match=r'--vllm\.pat \'{"launcher": "mp"}\'.*several'):
+        gpus("SPREAD", [0, 1, 2], 1)

@@ -1,0 +1,49 @@
+"""The line that trainers log after each rollout."""
+
+from __future__ import annotations
+
+from pat_vllm.layout import Layout
+from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport
+from pat_vllm.rollouts import describe
+
+NARROW, WIDE = Layout(1, 2), Layout(2, 1)
+
+
+def switch(at: float, source: Layout, target: Layout, reason: str, live: int) -> SwitchReport:
+    return SwitchReport(
+        at, source, target, reason, live, live, 0, 100, 0.02, *[0.0025] * 8, first_step=0.01
+    )
+
+
+REPORT = Report(
+    layout=NARROW,
+    layouts=(NARROW, WIDE),
+    switches=(
+        switch(13.0, NARROW, WIDE, "policy", 4),
+        switch(15.0, WIDE, NARROW, "idle", 0),
+        switch(23.5, NARROW, WIDE, "forced", 2),
+    ),
+    refused=(RefusedSwitch(22.0, NARROW, WIDE, "no room"),),
+    timeline=(),
+)
+
+
+def test_what_happened_in_a_rollout() -> None:
+    assert describe(REPORT, started=10.0, seconds=15.5, responses=16) == (
+        "16 responses in 15.50 s; 1x2 -> 2x1 at 3.00 s, 4 live, 20 ms; "
+        "1x2 -> 2x1 at 13.50 s, 2 live, 20 ms; 1 refused"
+    )
+
+
+def test_only_what_is_new_counts() -> None:
+    learnt = Report(
+        layout=NARROW,
+        layouts=(NARROW, WIDE),
+        switches=REPORT.switches,
+        refused=REPORT.refused,
+        timeline=(),
+        predictor=PredictorReport(batches=3, responses=48, siblings=0.5),
+    )
+    assert describe(learnt, started=30.0, seconds=1.0, responses=8) == (
+        "8 responses in 1.00 s; no switch; learnt from 48 responses in 3 batches, siblings 0.50"
+    )
