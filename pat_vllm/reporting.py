@@ -117,8 +117,8 @@ class PredictorReport:
         plans, planning, slowest_plan: how often it planned, seconds in all, seconds of the slowest.
         batches, responses: what the length model has learnt from.
         shifted: whether this batch's lengths differ from the earlier ones'.
-        siblings: rank correlation (Kendall's) of the lengths of one prompt's responses, as learnt; 0
-            without clear evidence.
+        siblings: rank correlation (Kendall's) of the lengths of one prompt's responses, as learnt;
+            0 without clear evidence.
     """
 
     decisions: tuple[DecisionReport, ...] = ()

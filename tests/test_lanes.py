@@ -34,7 +34,7 @@ def sleep_on(reader: Any, seconds: float) -> bool:
     """Whether something woke the reader up."""
     poller = zmq.Poller()
     reader.watch(poller)
-    events = dict(poller.poll(timeout=1e3 * seconds))
+    events = dict(poller.poll(timeout=round(1e3 * seconds)))
     reader.woken(events)
     return bool(events)
 

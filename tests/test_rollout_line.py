@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport
 from pat_vllm.rollouts import describe
@@ -10,9 +12,9 @@ NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 
 
 def switch(at: float, source: Layout, target: Layout, reason: str, live: int) -> SwitchReport:
-    return SwitchReport(
-        at, source, target, reason, live, live, 0, 100, 0.02, *[0.0025] * 8, first_step=0.01
-    )
+    names = ("quiesce", "plan", "states", "kv", "weights", "activate", "rpc", "finish")
+    parts: Any = dict.fromkeys(names, 0.0025)
+    return SwitchReport(at, source, target, reason, live, live, 0, 100, 0.02, **parts)
 
 
 REPORT = Report(

@@ -40,7 +40,6 @@ def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], li
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    @ray.remote(num_cpus=0)
     class Engine:
         async def gpus(self) -> list[str]:
             return await gpus_of_bundles(bundles, share)
@@ -60,7 +59,8 @@ def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], li
                 placement_group_capture_child_tasks=True,
             )
 
-        engine = Engine.options(scheduling_strategy=in_bundle(bundles[0])).remote()
+        actor: Any = ray.remote(num_cpus=0)(Engine)
+        engine = actor.options(scheduling_strategy=in_bundle(bundles[0])).remote()
         found = ray.get(engine.gpus.remote(), timeout=60)
         said = [
             own_gpu.options(num_gpus=share, scheduling_strategy=in_bundle(bundle)).remote()

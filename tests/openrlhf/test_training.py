@@ -22,6 +22,7 @@ def in_sync(run: Training) -> list[bool]:
     return [abs(step["vllm_kl"]) < IN_SYNC for step in run.steps]
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_separated_over_ray():
     """The example as it is: four steps, a regroup in each rollout."""
