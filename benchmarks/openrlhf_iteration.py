@@ -138,6 +138,7 @@ def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
 
 def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
     """Have OpenRLHF make its engines."""
+    import ray
     from openrlhf.trainer.ray import create_vllm_engines, vllm_engine
     from pat_openrlhf.engines import PatEngines
 
@@ -157,6 +158,8 @@ def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
         agent_func_path=str(Path(__file__).with_name("openrlhf_lengths.py")),
     )
     vllm_engine.RolloutRayActor = stock
+    # One that could not start would be waited for in the set-up of the sync.
+    ray.get([engine.get_num_unfinished_requests.remote() for engine in made])
     return Side(made, _sync_group(made, tp))
 
 

@@ -12,9 +12,21 @@ NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 
 
 def switch(at: float, source: Layout, target: Layout, reason: str, live: int) -> SwitchReport:
-    names = ("quiesce", "plan", "states", "kv", "weights", "activate", "rpc", "finish")
-    parts: Any = dict.fromkeys(names, 0.0025)
-    return SwitchReport(at, source, target, reason, live, live, 0, 100, 0.02, **parts)
+    parts = dict.fromkeys(
+        ("quiesce", "plan", "states", "kv", "weights", "activate", "rpc", "finish"), 0.0025
+    )
+    return SwitchReport(
+        at=at,
+        source=source,
+        target=target,
+        reason=reason,
+        live=live,
+        migrated=live,
+        recomputed=0,
+        kv_bytes=100 * live,
+        seconds=0.02,
+        **parts,
+    )
 
 
 REPORT = Report(

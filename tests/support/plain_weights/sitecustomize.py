@@ -1,37 +1,12 @@
 """Applies `plain_weights` in every process that has this folder on PYTHONPATH."""
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import sys
-import types
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-MODULE = "vllm.model_executor.layers.utils"
+# Now: a child of a process that had no PYTHONPATH may get another path.
+from plain_weights import MODULE, patch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from on_import import patch_on_import
 
-class _PatchOnImport(importlib.abc.MetaPathFinder):
-    """Patches vLLM's module when it is imported: vLLM itself is too slow to import everywhere."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            from plain_weights import patch
-
-            execute(module)
-            patch(module)
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, _PatchOnImport())
+patch_on_import({MODULE: patch})
