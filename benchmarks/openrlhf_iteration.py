@@ -43,7 +43,7 @@ SAMPLES = 8
 """Responses of a prompt."""
 
 _SUPPORT = ROOT / "tests" / "support" / "openrlhf_on_cpu"
-_KV_BYTES = 1 << 29
+_KV_BYTES = 1 << 28
 _MAX_LEN = 512
 _WORDS = ("how", "many", "apples", "has", "Anna", "if", "the", "river", "is", "blue")
 
@@ -121,11 +121,12 @@ def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
     weights = AutoModelForCausalLM.from_pretrained(path)
     ray.init(log_to_driver=False)
     try:
-        sides = {
+        engines = {
             PAT: _start(path, 1, DEVICES, pat=True),
             DEFAULT: _start(path, DEVICES, 1),
             ONE: _start(path, 1, DEVICES),
         }
+        sides = {name: Side(made, _sync_group(made)) for name, made in engines.items()}
         for repeat in range(repeats + 1):
             batch = _batch(workload, repeat, seed)
             order = list(sides)
@@ -136,9 +137,8 @@ def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
     return sides
 
 
-def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
+def _start(path: str, engines: int, tp: int, pat: bool = False) -> list[Any]:
     """Have OpenRLHF make its engines."""
-    import ray
     from openrlhf.trainer.ray import create_vllm_engines, vllm_engine
     from pat_openrlhf.engines import PatEngines
 
@@ -158,9 +158,7 @@ def _start(path: str, engines: int, tp: int, pat: bool = False) -> Side:
         agent_func_path=str(Path(__file__).with_name("openrlhf_lengths.py")),
     )
     vllm_engine.RolloutRayActor = stock
-    # One that could not start would be waited for in the set-up of the sync.
-    ray.get([engine.get_num_unfinished_requests.remote() for engine in made])
-    return Side(made, _sync_group(made, tp))
+    return made
 
 
 class _Options:
@@ -178,7 +176,7 @@ class _Options:
         return SimpleNamespace(remote=lambda **arguments: made.remote(**arguments | extra))
 
 
-def _sync_group(engines: Sequence[Any], tp: int) -> Any:
+def _sync_group(engines: Sequence[Any]) -> Any:
     """As OpenRLHF's actor makes it."""
     import ray
     from openrlhf.utils.distributed_util import stateless_init_process_group
@@ -187,7 +185,10 @@ def _sync_group(engines: Sequence[Any], tp: int) -> Any:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    world = len(engines) * tp + 1
+    # An engine that could not start would be waited for in what follows.
+    ray.get([engine.get_num_unfinished_requests.remote() for engine in engines])
+    tp = DEVICES // len(engines)
+    world = DEVICES + 1
     joined = [
         engine.init_process_group.remote(
             host, port, i * tp + 1, world, "openrlhf", backend="gloo", use_ray=False

@@ -12,7 +12,7 @@ NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 
 
 def switch(at: float, source: Layout, target: Layout, reason: str, live: int) -> SwitchReport:
-    parts = dict.fromkeys(
+    parts: Any = dict.fromkeys(
         ("quiesce", "plan", "states", "kv", "weights", "activate", "rpc", "finish"), 0.0025
     )
     return SwitchReport(

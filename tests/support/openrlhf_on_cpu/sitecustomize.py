@@ -10,8 +10,9 @@ from pathlib import Path
 
 import openrlhf_on_cpu as patches
 
-_SUPPORT = Path(__file__).parents[1]
-sys.path += map(str, (_SUPPORT / "plain_weights", _SUPPORT / "ray_on_cpu", _SUPPORT))
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "plain_weights"))
+sys.path.append(str(Path(__file__).parents[1] / "ray_on_cpu"))
 from on_import import patch_on_import
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
