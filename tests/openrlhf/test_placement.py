@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray", reason="make test-openrlhf")
+pytest.importorskip("openrlhf", reason="make test-openrlhf")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 
