@@ -7,6 +7,8 @@ default of one engine with tensor parallelism over all devices, one engine per d
 all devices. All stay alive and take turns: weights are pushed as verl's checkpoint engine does it,
 then verl's client makes a rollout with the same prompts and response lengths for each side. What an
 iteration has beside these two, the training, is the same for all sides.
+
+All three take about 20 GiB of memory; `--static` names the one other side to compare PAT with.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ from benchmarks.common import (
     table,
     write_results,
 )
-from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, Workload
+from pat_vllm.cli.workloads import SCALES, WORKLOADS, Workload
+from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
 
 PAT = "PAT"
 DEFAULT = f"default: 1 engine of tp={RANKS}"
 REPLICAS = f"{RANKS} engines of tp=1"
+STATIC = {"default": DEFAULT, "replicas": REPLICAS}
 SAMPLES = 8
 """Responses of a prompt."""
 
@@ -66,19 +70,24 @@ def main() -> None:
     # Those whose requests all arrive at once, as a trainer's do.
     names = [name for name, workload in WORKLOADS.items() if not workload.waits]
     parser.add_argument("--workload", choices=names, default="lognormal")
-    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
+    parser.add_argument("--repeats", type=int, default=3, help="after one that warms up")
+    parser.add_argument("--static", choices=[*STATIC], help="the only other side; default: both")
+    parser.add_argument("--scale", choices=SCALES, default="full", help="of the batches")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     _enter_environment()
 
     workload = WORKLOADS[args.workload]
     facts = machine()
-    sides = measure(workload, args.repeats, args.seed)
+    traces = [
+        workload.trace(repeat, SCALES[args.scale], args.seed) for repeat in range(args.repeats + 1)
+    ]
+    sides = measure(traces, [STATIC[args.static]] if args.static else [*STATIC.values()])
     body = {
         "arguments": vars(args),
         "sides": {name: _plain(side) for name, side in sides.items()},
     }
-    write_results(f"verl-{workload.name}", facts, body, report(workload, sides))
+    write_results(f"verl-{workload.name}", facts, body, report(workload, traces, sides))
 
 
 def _enter_environment() -> None:
@@ -86,7 +95,6 @@ def _enter_environment() -> None:
     if os.environ.get(_INSIDE):
         return
     inside = variables() | {_INSIDE: "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    inside["RAY_memory_monitor_refresh_ms"] = "0"  # three sides take most of 24 GiB
     inside["PYTHONPATH"] = os.pathsep.join([inside["PYTHONPATH"], str(ROOT)])
     arguments = ["-m", "benchmarks.verl_iteration", *sys.argv[1:]]
     os.execve(sys.executable, [sys.executable, *arguments], inside)
@@ -95,23 +103,25 @@ def _enter_environment() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
-    """Start the sides, PAT first: it measures its profile while nothing else runs."""
+def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, Side]:
+    """Start the sides, and have each make a rollout of each trace; the first warms up."""
     from pat_vllm.cli.demo import demo_model
 
     model = demo_model(ROOT / ".models")
-    bound = f"engine_kwargs.vllm.additional_config.pat.policy.length_bound={BOUND}"
-    predictor = "engine_kwargs.vllm.additional_config.pat.policy.kind=predictor"
-    with ray_cluster(gpus=3 * RANKS):
-        sides = {
-            PAT: _start(model, predictor, bound),
-            DEFAULT: _start(model, name="vllm", first_replica=1),
-            REPLICAS: _start(model, name="vllm", tp=1, first_replica=2),
-        }
-        for repeat in range(repeats + 1):
+    # `max_tokens` would tell the predictor each length.
+    policy = f"{{kind:predictor,length_bound:{traces[0].bound}}}"
+    pat = f"engine_kwargs.vllm.additional_config.pat.policy={policy}"
+    with ray_cluster(gpus=(1 + len(static)) * RANKS):
+        # The first: it measures its profile while nothing else runs.
+        sides = {PAT: _start(model, pat)}
+        if DEFAULT in static:
+            sides[DEFAULT] = _start(model, name="vllm", first_replica=1)
+        if REPLICAS in static:
+            sides[REPLICAS] = _start(model, name="vllm", tp=1, first_replica=2)
+        for repeat, trace in enumerate(traces):
             order = list(sides)
             for name in order if repeat % 2 else reversed(order):
-                _turn(sides[name], model, workload, repeat, seed)
+                _turn(sides[name], model, trace, repeat)
     return sides
 
 
@@ -124,16 +134,15 @@ def _start(model: Path, *overrides: str, **options: Any) -> Side:
     return Side(start(model, kv, *overrides, **bucket, **limits, **options))
 
 
-def _turn(side: Side, model: Path, workload: Workload, repeat: int, seed: int) -> None:
-    """A push and a rollout; that of repeat 0 warms up."""
-    lengths = workload.trace(repeat, seed=seed).lengths
-    prompts = _prompts(len(lengths), f"{seed} {repeat}")
+def _turn(side: Side, model: Path, trace: LengthTrace, repeat: int) -> None:
+    """A push and a rollout; that of repeat 0 does not count."""
+    prompts = _prompts(trace)
     server = side.server
 
     async def rollout() -> list[Response]:
         requests = [
             server.generate(prompt, temperature=1.0, max_tokens=length, ignore_eos=True)
-            for prompt, length in zip(prompts, lengths, strict=True)
+            for prompt, length in zip(prompts, trace.lengths, strict=True)
         ]
         return await asyncio.gather(*requests)
 
@@ -144,21 +153,20 @@ def _turn(side: Side, model: Path, workload: Workload, repeat: int, seed: int) -
     responses = server.do(rollout())
     done = time.monotonic()
 
-    assert [len(response.token_ids) for response in responses] == list(lengths)
+    assert [len(response.token_ids) for response in responses] == list(trace.lengths)
     if repeat:
         side.pushes.append(pushed - began)
         side.rollouts.append(done - pushed)
         side.switches.append(_switches(server, since=pushed))
 
 
-def _prompts(count: int, seed: str) -> list[list[int]]:
-    """`SAMPLES` requests for each prompt."""
-    rng = random.Random(seed)
+def _prompts(trace: LengthTrace) -> list[list[int]]:
+    """`SAMPLES` requests for each prompt, which has the tokens that the trace gives its first."""
+    rng = random.Random(str(trace.lengths))
     prompts: list[list[int]] = []
-    while len(prompts) < count:
-        prompt = [rng.randrange(300, 4000) for _ in range(rng.randint(*PROMPT_TOKENS))]
-        prompts += [prompt] * SAMPLES
-    return prompts[:count]
+    for tokens in trace.prompts[::SAMPLES]:
+        prompts += [[rng.randrange(300, 4000) for _ in range(tokens)]] * SAMPLES
+    return prompts[: len(trace)]
 
 
 def _switches(server: Server, since: float) -> int:
@@ -172,18 +180,19 @@ def _switches(server: Server, since: float) -> int:
 # -------------------------------------------------------------------- reporting
 
 
-def report(workload: Workload, sides: dict[str, Side]) -> str:
+def report(workload: Workload, traces: Sequence[LengthTrace], sides: dict[str, Side]) -> str:
     """Markdown."""
-    better = min((DEFAULT, REPLICAS), key=lambda name: Summary.of(sides[name].rollouts).median)
-    rows = [_row(name, sides[name], sides[better].rollouts) for name in (DEFAULT, REPLICAS, PAT)]
+    static = [name for name in STATIC.values() if name in sides]
+    better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
+    rows = [_row(name, sides[name], sides[better].rollouts) for name in (*static, PAT)]
     header = [
         "engines", "rollout, s", f"rollout / {better}", "weight push, s",
         "push and rollout, s", "switches",
     ]  # fmt: skip
-    trace = workload.trace(1)
+    first = traces[1]
     return (
         f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
-        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
+        f"{len(first)} responses of {sum(first.lengths)} tokens in the first repeat. Random model "
         f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
         "the ratio is that of equal batches.\n\n" + table(header, rows)
     )

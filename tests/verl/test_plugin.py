@@ -30,8 +30,8 @@ def test_verl_finds_the_entry_point() -> None:
     assert get_rollout_class("pat", "async") is PatServerAdapter
 
 
-def config(**changes: Any) -> Any:
-    """verl's defaults of a rollout, as its trainer has them."""
+def trainer_config(**changes: Any) -> Any:
+    """verl's defaults, with changes of the rollout."""
     from pathlib import Path
 
     from hydra import compose, initialize_config_dir
@@ -39,8 +39,12 @@ def config(**changes: Any) -> Any:
     overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in changes.items()]
     directory = str(Path(verl.__file__).parent / "trainer" / "config")
     with initialize_config_dir(config_dir=directory, version_base=None):
-        full = compose("ppo_trainer", overrides=["actor_rollout_ref.model.path=/none", *overrides])
-    return full.actor_rollout_ref.rollout
+        return compose("ppo_trainer", overrides=["actor_rollout_ref.model.path=/none", *overrides])
+
+
+def config(**changes: Any) -> Any:
+    """verl's defaults of a rollout, as its trainer has them, with changes."""
+    return trainer_config(**changes).actor_rollout_ref.rollout
 
 
 def test_vllm_without_pat_is_verls_own() -> None:
@@ -68,6 +72,23 @@ def test_both_ways_to_ask_for_pat(name: str) -> None:
     assert one._get_server_name_prefix() == f"{name}_"
     with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
         get_rollout_replica_class(name)(0, rollout, None, 2)
+
+
+def test_a_trainers_config_is_checked_before_anything_starts() -> None:
+    from verl.trainer import main_ppo
+
+    def check(**changes: Any) -> None:
+        full = trainer_config(**changes)
+        full.actor_rollout_ref.actor.use_dynamic_bsz = True
+        full.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = True
+        main_ppo.validate_config(config=full, use_reference_policy=False, use_critic=False)
+
+    check(name="vllm", tensor_model_parallel_size=3)  # not PAT's business
+    check(name="pat", tensor_model_parallel_size=8)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=3 on nodes with 8 GPUs"):
+        check(name="pat", tensor_model_parallel_size=3)
+    with pytest.raises(ValueError, match=r"rollout.disaggregation.enabled=True .*set False"):
+        check(name="pat", **{"disaggregation.enabled": "true"})
 
 
 def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,12 @@ only at DEBUG. So nothing here raises: what went wrong is logged, and raised whe
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from pat_verl.checks import NAME, asks_for_pat, check_verl_version
+from pat_verl.checks import NAME, asks_for_pat, check_rollout, check_verl_version
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ def register() -> None:
         RolloutReplicaRegistry.register(NAME, _replica)
         RolloutReplicaRegistry.register("vllm", _noticing(stock))
         _ROLLOUT_REGISTRY[NAME, "async"] = ADAPTER
+        _check_before_ray()
         check_verl_version(verl.__version__)
         # Without PAT it does what verl's own does. It may not even be importable with a verl that
         # it was not written for, so there the users of "vllm" keep theirs.
@@ -40,15 +42,41 @@ def register() -> None:
         logger.error("rollout.name=%s cannot be used with this verl: %s", NAME, error)
 
 
-def _replica() -> type:
-    """PAT's replica class, or an error that says why there is none."""
+def _check_before_ray() -> None:
+    """Have verl's own check of a trainer's config also refuse what PAT cannot serve.
+
+    Without it: a wrong config shows minutes later, when the trainer's workers have loaded their
+    model; and of a tensor parallelism that does not match the GPUs an assertion of verl tells
+    first, which names no option.
+    """
+    from verl.utils import config as verl_config
+
+    original = verl_config.validate_config
+
+    @functools.wraps(original)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        if asks_for_pat(rollout):
+            _check_versions()
+            check_rollout(rollout, model, gpus_per_node=rollout.n_gpus_per_node)
+        return original(config, *args, **kwargs)
+
+    verl_config.validate_config = validate_config
+
+
+def _check_versions() -> None:
     import verl
 
-    check_verl_version(verl.__version__)
-    try:
-        from pat_vllm.plugin import check_vllm_version
+    from pat_vllm.plugin import check_vllm_version
 
-        check_vllm_version()
+    check_verl_version(verl.__version__)
+    check_vllm_version()
+
+
+def _replica() -> type:
+    """PAT's replica class, or an error that says why there is none."""
+    try:
+        _check_versions()
         from pat_verl.replica import PatReplica
     except ImportError as error:
         raise ImportError(
