@@ -7,10 +7,10 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-verl test-openrlhf lint format bench clean
+.PHONY: help venv demo test test-fast test-verl test-openrlhf lint format bench bench-switch clean
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
 venv: $(STAMP) ## Create .venv with vLLM's CPU build (again when pyproject.toml changes)
 
@@ -55,6 +55,9 @@ lint: venv ## ruff and mypy
 format: venv ## Let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench-switch: venv ## What a switch costs, against what copying its bytes would
+	$(BIN)/python -m benchmarks.switch_cost
 
 bench: venv ## Adaptive against every static layout
 	$(BIN)/pat-vllm bench

@@ -24,6 +24,7 @@ __all__ = ["PARK_SECONDS", "Summary", "table"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PLAIN_WEIGHTS = ROOT / "tests" / "support" / "plain_weights"
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -109,9 +110,19 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
 class Engine(EngineProcess):
     """An `LLM` in a process of its own, with the environment that every side gets."""
 
-    def __init__(self, options: Mapping[str, Any], bind: str) -> None:
-        """`options` go to `LLM`; `bind` is `VLLM_CPU_OMP_THREADS_BIND`."""
-        super().__init__(options, {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind})
+    def __init__(self, options: Mapping[str, Any], bind: str, plain: bool = False) -> None:
+        """Begin to start it.
+
+        Args:
+            options: of `LLM`.
+            bind: `VLLM_CPU_OMP_THREADS_BIND`.
+            plain: have vLLM keep plain weights, as on GPUs.
+        """
+        environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
+        if plain:
+            path = [str(PLAIN_WEIGHTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(path)
+        super().__init__(options, environment)
 
 
 def generate(

@@ -7,7 +7,9 @@
     core each, with half of the requests each, started at the same time: at most 1.05 times.
 
 The engines of a comparison stay alive and take turns, batch by batch; one that waits is parked.
-Same model, flags, prompts and lengths, and the same KV memory per core.
+Same model, flags, prompts and lengths, and the same KV memory per core. With `--weights inplace`
+the layouts share one copy of the weights, (a) then has its rows where a switch brings them, and the
+stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-100m")
     parser.add_argument("--only", choices=sorted(BARS))
     parser.add_argument("--repeats", type=int, default=7, help="of each side, after a warm-up")
+    parser.add_argument("--weights", choices=["materialized", "inplace"], default="materialized")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=48, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -59,11 +62,11 @@ def main() -> None:
     pat = two | {"distributed_executor_backend": "pat"}
     sides: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = {
         "tp2": {
-            "pat": [(pat | _static(2), "0|1")],
+            "pat": [(pat | _static(2, args.weights), "0|1")],
             "stock": [(two | {"distributed_executor_backend": "mp"}, "0|1")],
         },
         "tp1": {
-            "pat": [(pat | _static(1), "0|1")],
+            "pat": [(pat | _static(1, args.weights), "0|1")],
             "stock": [(flags, "0"), (flags, "1")],
         },
     }
@@ -94,11 +97,13 @@ def main() -> None:
     )
     header = ["", "PAT s", "stock s", "stock ms/step", "ratio", "bar", "cores busy when all wait"]
     name = "overhead" + (f"-{args.only}" if args.only else "")
+    name += "-inplace" if args.weights == "inplace" else ""
     write_results(name, facts, body, text + table(header, rows))
 
 
-def _static(tp: int) -> dict[str, Any]:
-    return {"additional_config": {"pat": {"policy": {"kind": "static", "tp": tp}}}}
+def _static(tp: int, weights: str) -> dict[str, Any]:
+    pat = {"policy": {"kind": "static", "tp": tp}, "weights": weights}
+    return {"additional_config": {"pat": pat}}
 
 
 def _compare(
@@ -109,7 +114,8 @@ def _compare(
     with ExitStack() as stack:
         running: dict[str, list[Engine]] = {}
         for side, options in sides.items():
-            running[side] = [stack.enter_context(Engine(*one)) for one in options]
+            plain = side == "stock" and args.weights == "inplace"
+            running[side] = [stack.enter_context(Engine(*one, plain=plain)) for one in options]
             for engine in running[side]:
                 engine.wait_until_ready()
         for engines in running.values():

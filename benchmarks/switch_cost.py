@@ -1,14 +1,15 @@
-"""What a switch costs with live requests: the stall by parts, and the first step after it.
+"""What a switch costs with live requests: the stall by parts, against its physical floor.
 
     python -m benchmarks.switch_cost
 
-Bars (8 live requests of 512 tokens, a 0.3 to 1 B model): the switch takes at most 100 ms, of which
-the fixed cost is at most 30 ms; the first decode step after it takes at most twice a usual one.
-The fixed cost is what is left of the switch, by a line through the measured stalls of two sizes,
-when no KV is moved; what a switch takes without live requests is shown beside it.
-
 `stall` is the time in which nothing runs. The whole switch also has `quiesce`, in which the steps
 that had begun are finished, and which is therefore up to a step, whatever the switch does.
+
+The floor is what copying the moved bytes (KV, and rows of weights) once would take, at the
+bandwidth with which all ranks copy memory at the same time, measured in the same run. Bars: the
+stall is at most 1.5 floors and 20 ms, where at least 256 MB of KV are moved; the first decode step
+after it takes at most twice a usual one. `fixed` is the stall without any KV moved, by a line
+through the measured stalls of two sizes; what a switch takes without live requests is beside it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PARTS = (
     "rpc",
     "finish",
 )
-BARS = {"switch_ms": 100, "fixed_ms": 30, "first_step_ratio": 2.0}
+BARS = {"floors": 1.5, "fixed_ms": 20, "first_step_ratio": 2.0}
 
 
 def main() -> None:
@@ -51,17 +52,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--weights", choices=["inplace", "materialized"], default="inplace")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
 
     facts = machine()
-    body: dict[str, Any] = {"model": args.model, "bars": BARS}
+    body: dict[str, Any] = {"model": args.model, "weights": args.weights, "bars": BARS}
     text = (
-        f"A switch of 2 ranks with {LIVE} live requests of {CONTEXT} tokens, {args.model}; median "
-        f"(low-high) of {args.repeats - 1}, ms. `stall` is the switch without `quiesce`, which "
-        "finishes steps that had begun. `one block`: contexts that fit one KV block; `empty`: no "
-        "requests. `fixed`: the stall without moving KV, by a line through the two sizes.\n\n"
+        f"A switch of 2 ranks with {LIVE} live requests of {CONTEXT} tokens, {args.model}, "
+        f"weights {args.weights}; median (low-high) of {args.repeats - 1}, ms. `stall` is the "
+        "switch without `quiesce`, which finishes steps that had begun. `one block`: contexts that "
+        "fit one KV block; `empty`: no requests. `fixed`: the stall without moving KV, by a line "
+        "through the two sizes.\n\n"
     )
     for dtype in args.dtypes:
         options = dict(
@@ -70,7 +73,11 @@ def main() -> None:
             tensor_parallel_size=2,
             distributed_executor_backend="pat",
             additional_config={
-                "pat": {"kv_transfer": "migrate", "policy": {"kind": "static", "tp": 1}}
+                "pat": {
+                    "kv_transfer": "migrate",
+                    "weights": args.weights,
+                    "policy": {"kind": "static", "tp": 1},
+                }
             },
             enforce_eager=True,
             max_model_len=1024,
@@ -89,7 +96,7 @@ def main() -> None:
             memcpy = memcpy_bandwidth((0, 1))
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
         text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
-    write_results(f"switch-cost-{args.model}", facts, body, text)
+    write_results(f"switch-cost-{args.model}-{args.weights}", facts, body, text)
 
 
 def _switch_back_and_forth(
@@ -166,41 +173,34 @@ def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
     full, small, empty = (_ways(cases[case]) for case in ("512 tokens", "one block", "empty"))
     for way, of_way in full.items():
         moved, moved_small = (switches[0]["kv_bytes"] for switches in (of_way, small[way]))
+        weights = of_way[0]["weight_bytes"]
         stall, stall_small = (
             Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
         )
         per_byte = (stall.median - stall_small.median) / (moved - moved_small)
         fixed = stall.median - per_byte * moved
-        kv = Summary.of([s["kv"] for s in of_way])
+        floor = (moved + weights) / memcpy
         rows.append(
             [
                 way,
-                Summary.of([s["seconds"] for s in of_way]).show(1e3),
+                f"{moved / 1e6:.0f} + {weights / 1e6:.0f}",
+                f"{memcpy / 1e9:.1f}",
+                f"{floor * 1e3:.1f}",
                 stall.show(1e3),
+                f"{stall.median / floor:.1f}",
+                f"{(BARS['floors'] * floor + BARS['fixed_ms'] / 1e3) * 1e3:.0f}",
                 f"{fixed * 1e3:.1f}",
                 Summary.of([_stall(s) for s in empty[way]]).show(1e3),
                 Summary.of([s["first_step"] / s["usual_step"] for s in of_way]).show(1, 2),
                 f"{of_way[0]['usual_step'] * 1e3:.1f}",
-                f"{moved / 1e6:.0f}",
-                f"{moved / kv.median / 1e9:.1f}",
-                f"{memcpy / 1e9:.1f}",
             ]
         )
-    return table(
-        [
-            "switch",
-            "total ms",
-            f"stall ms (bar {BARS['switch_ms']})",
-            f"fixed ms (bar {BARS['fixed_ms']})",
-            "empty ms",
-            f"first step / usual (bar {BARS['first_step_ratio']:.0f})",
-            "usual step ms",
-            "MB moved",
-            "GB/s",
-            "memcpy GB/s",
-        ],
-        rows,
-    )
+    header = [
+        "switch", "KV + weights, MB", "memcpy GB/s", "floor ms", "stall ms", "stall / floor",
+        f"bar ms ({BARS['floors']} floors + {BARS['fixed_ms']})", "fixed ms", "empty ms",
+        f"first step / usual (bar {BARS['first_step_ratio']:.0f})", "usual step ms",
+    ]  # fmt: skip
+    return table(header, rows)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ class PATConfig(_Strict):
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
-        weights: "materialized" keeps a copy of the weights per layout; "auto" chooses.
+        weights: "inplace" keeps one copy of the weights for all layouts and moves rows in it at a
+            switch; it needs `base_tp` 1. "materialized" keeps a copy for each layout. "auto" is
+            "inplace" where that costs no step time: on GPUs, with `base_tp` 1.
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
     """
@@ -80,7 +82,7 @@ class PATConfig(_Strict):
     base_tp: int = Field(default=1, ge=1)
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
-    weights: Literal["auto", "materialized"] = "auto"
+    weights: Literal["auto", "inplace", "materialized"] = "auto"
     launcher: Literal["auto", "mp", "ray"] = "auto"
 
     @classmethod
@@ -136,6 +138,12 @@ class PATConfig(_Strict):
                     f"pat.layouts names tp={tp}, smaller than pat.base_tp={self.base_tp}; "
                     "base_tp must be the smallest layout"
                 )
+        if self.weights == "inplace" and self.base_tp > 1:
+            raise ValueError(
+                f"pat.weights='inplace' needs pat.base_tp=1, got {self.base_tp}: a rank whose base "
+                "layout has part of the weights lacks rows of the others' shards; use "
+                "pat.weights='materialized'"
+            )
         for tp in self._policy_sizes():
             if tp not in sizes:
                 raise ValueError(

@@ -29,6 +29,7 @@ class SwitchReport:
         finish: the new schedulers told.
         first_step: duration of the first step after it, or None before it has finished.
         tokens: computed tokens of the live requests together.
+        weight_bytes: bytes of weights that came to another place, over all ranks.
     """
 
     at: float
@@ -50,6 +51,7 @@ class SwitchReport:
     finish: float
     first_step: float | None = None
     tokens: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True)

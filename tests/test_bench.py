@@ -161,6 +161,7 @@ def a_switch(at, source=ONE, target=TWO, live=2, reason="policy", seconds=0.1):
         seconds=seconds,
         quiesce=0.0,
         tokens=10 * live,
+        weight_bytes=0,
         **zeros,
     )
 

@@ -54,6 +54,7 @@ def test_malformed_options(options, message):
         ({"base_tp": 2, "layouts": [1, 4]}, "tp=1, smaller than pat.base_tp=2"),
         ({"policy": {"kind": "static", "tp": 3}}, "pat.policy names tp=3"),
         ({"layouts": [4], "policy": {"kind": "static", "tp": 2}}, "pat.policy names tp=2"),
+        ({"weights": "inplace", "base_tp": 2}, "pat.weights='inplace' needs pat.base_tp=1, got 2"),
     ],
 )
 def test_options_that_do_not_fit_the_engine(options, message):

@@ -23,7 +23,12 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 FOUR_RANKS = ("qwen3", "llama_few_kv")
 TWO_RANKS = ("llama_gqa", "qwen2", "qwen3_tied")
-CASES = [(m, 2) for m in TWO_RANKS] + [(m, 4) for m in FOUR_RANKS]
+CASES = [
+    (model, ranks, weights)
+    for models, ranks in ((TWO_RANKS, 2), (FOUR_RANKS, 4))
+    for model in models
+    for weights in ("materialized", "inplace")
+]
 
 
 def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]:
@@ -38,10 +43,11 @@ def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]
     return jobs
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}-{c[2]}")
 def case(request):
     """See `make_case`. A module that runs these tests on another kind of engine has its own."""
-    with make_case(*request.param) as case:
+    model, ranks, weights = request.param
+    with make_case(model, ranks, weights=weights) as case:
         yield case
 
 

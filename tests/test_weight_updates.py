@@ -52,9 +52,9 @@ def expected() -> dict[str, dict[str, Outcome]]:
     return outcomes
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
-    with engine(OLD, 4, {"kv_transfer": "migrate"}, **PLAIN) as llm:
+@pytest.fixture(scope="module", params=["materialized", "inplace"])
+def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with engine(OLD, 4, {"kv_transfer": "migrate", "weights": request.param}, **PLAIN) as llm:
         yield llm
 
 
@@ -110,17 +110,31 @@ def test_an_update_reaches_every_layout(llm: Any, expected: Any, how: Any, at: i
             assert_same(run(llm, batch(), before_step=before_step), expected[model])
 
 
-def test_random_updates_and_switches_never_meet_stale_weights(llm: Any, expected: Any) -> None:
+def test_nothing_that_happens_between_two_batches_leaves_stale_weights(
+    llm: Any, expected: Any
+) -> None:
+    """Random sequences of switches, updates, sleeps of both levels, and batches with switches."""
     rng = random.Random(1)
     model = OLD
     update(llm, model)
     for _ in range(12):
-        for _ in range(rng.randint(0, 3)):
-            if rng.random() < 0.5:
-                pat_vllm.switch(llm, tp=rng.choice(SIZES))
-            else:
-                model = rng.choice((OLD, NEW))
-                update(llm, model, rng.choice(UPDATES))
+        for _ in range(rng.randint(0, 4)):
+            match rng.choice(("switch", "switch", "update", "update", "doze", "sleep")):
+                case "switch":
+                    pat_vllm.switch(llm, tp=rng.choice(SIZES))
+                case "update":
+                    model = rng.choice((OLD, NEW))
+                    update(llm, model, rng.choice(UPDATES))
+                case "doze":
+                    llm.sleep(level=1)
+                    llm.wake_up()
+                case "sleep":
+                    model = rng.choice((OLD, NEW))
+                    llm.sleep(level=2)
+                    llm.collective_rpc("lose_weights")
+                    llm.wake_up(["weights"])
+                    load_all(llm, model)
+                    llm.wake_up(["kv_cache"])
 
         def before_step(step: int) -> None:
             if rng.random() < 0.15:

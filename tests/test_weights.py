@@ -38,12 +38,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from pat_vllm.executor.weights import (
-    MaterializedShards,
-    base_load_config,
-    derived_load_config,
-    model_weights,
-)
+from pat_vllm.executor.materialized import MaterializedShards
+from pat_vllm.executor.model_weights import model_weights
+from pat_vllm.executor.weights import base_load_config, derived_load_config
 from tests.models import random_model
 
 HIDDEN = 24

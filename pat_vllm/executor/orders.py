@@ -29,13 +29,14 @@ class SwitchOrder:
 
 @dataclass(frozen=True)
 class SwitchTimes:
-    """Seconds that one rank spent on the parts of a switch, and the KV bytes that it sent."""
+    """Seconds that one rank spent on the parts of a switch, and the bytes that it moved."""
 
     states: float
     kv: float
     weights: float
     activate: float
     kv_bytes: int
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class Partition(Protocol):
         """
         ...
 
+    def padded(self) -> Partition:
+        """The same cut, with padding as rows of the full tensor."""
+        ...
+
 
 @dataclass(frozen=True)
 class EvenPartition:
@@ -64,6 +68,10 @@ class EvenPartition:
             pieces.append((start + tp_rank * rows, rows))
             start += size
         return _shard(pieces)
+
+    def padded(self) -> Partition:
+        """There is none."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,10 @@ class QKVPartition:
             ]
         )
 
+    def padded(self) -> Partition:
+        """There is none."""
+        return self
+
 
 @dataclass(frozen=True)
 class VocabPartition:
@@ -113,11 +125,18 @@ class VocabPartition:
     dim: int = 0
 
     def shard(self, tp: int, tp_rank: int) -> Shard:
-        padded = -(-self.vocab_size // self.padding_size) * self.padding_size
-        rows = _divide("padded vocabulary rows by tp", padded, tp)
+        rows = _divide("padded vocabulary rows by tp", self._padded_size, tp)
         start = min(tp_rank * rows, self.vocab_size)
         stop = min((tp_rank + 1) * rows, self.vocab_size)
         return _shard([(start, stop - start)], size=rows)
+
+    def padded(self) -> Partition:
+        """Even ranges of all rows."""
+        return EvenPartition((self._padded_size,))
+
+    @property
+    def _padded_size(self) -> int:
+        return -(-self.vocab_size // self.padding_size) * self.padding_size
 
 
 def regroup(target: Shard, base: Sequence[Shard]) -> tuple[Piece, ...]:

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.attention.backends.utils import record_kv_cache_layout
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.executor.handover import Handover, handover_for
+from pat_vllm.executor.inplace import InPlaceShards
 from pat_vllm.executor.kv_buffer import SharedKVBuffer
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.executor.materialized import MaterializedShards
 from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
 from pat_vllm.executor.runtime import (
     LayoutRuntime,
@@ -29,12 +30,13 @@ from pat_vllm.executor.runtime import (
     make_tp_group,
     seed_like,
 )
+from pat_vllm.executor.side_stream import SideStream
 from pat_vllm.executor.warmup import warm_up
-from pat_vllm.executor.weights import MaterializedShards, base_load_config, derived_load_config
+from pat_vllm.executor.weights import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
-from pat_vllm.support import home_layout, layouts_of
+from pat_vllm.support import home_layout, layouts_of, pat_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -101,7 +103,7 @@ class PATWorkerMixin:
             for layout in layouts
         }
         self._base = self._runtimes[layouts[0]]
-        self._weights = MaterializedShards(self._base.group.all_gather)
+        self._weights = self._weight_strategy(pat_config(engine_config).weights)
         for runtime in self._runtimes.values():
             loader = base_load_config if runtime is self._base else derived_load_config
             runtime.config.load_config = loader(engine_config.load_config, self._weights)
@@ -110,11 +112,21 @@ class PATWorkerMixin:
                 runtime.runner = self._make_runner(runtime.config)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
+        self._side = SideStream(self.device)
         self._activate(self._base)
 
     def _make_runner(self, config: VllmConfig) -> Any:
         """vLLM's model runner for this platform and config."""
         raise NotImplementedError
+
+    def _weight_strategy(self, name: str) -> WeightStrategy:
+        if name == "auto":
+            # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
+            plain = self.device.type != "cpu" and self._base.layout.tp == 1
+            name = "inplace" if plain else "materialized"
+        if name == "inplace":
+            return InPlaceShards({one.tp: one.tp_rank_of(self.rank) for one in self._runtimes})
+        return MaterializedShards(self._base.group.all_gather)
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""
@@ -128,9 +140,12 @@ class PATWorkerMixin:
         self.weight_transfer_engine = engine
         self._activate(self._base)
 
-    def set_kv_cache_layout(self, kv_cache_layout: str) -> None:
+    def set_kv_cache_layout(self, *args: Any, **kwargs: Any) -> None:
+        """As in vLLM, whose versions give it different arguments, in every layout's config."""
         for runtime in self._runtimes.values():
-            record_kv_cache_layout(runtime.config.cache_config, kv_cache_layout)
+            self._activate(runtime)
+            super().set_kv_cache_layout(*args, **kwargs)  # type: ignore[misc]
+        self._activate(self._base)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         for runtime in self._runtimes.values():
@@ -160,7 +175,7 @@ class PATWorkerMixin:
         language_model = encoder = 0.0
         prefill_rate: dict[int, float] = {}
         for layout, runtime in self._runtimes.items():
-            self._activate(runtime)
+            self._enter(runtime)
             with set_current_vllm_config(runtime.config):
                 times = super().compile_or_warm_up_model()  # type: ignore[misc]
             language_model += times.language_model
@@ -175,7 +190,7 @@ class PATWorkerMixin:
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
         home = self._runtimes[self._home]
-        self._activate(home)
+        self._enter(home)
         seed_like(self._seed, 0, home.layout.replica_of(self.rank))
         return CompilationTimes(language_model=language_model, encoder=encoder)
 
@@ -192,7 +207,7 @@ class PATWorkerMixin:
 
         Weights arrive there, whatever layout is active: its model is what vLLM's and the trainers'
         code then finds. Methods given to `run_in_every_layout` run in each; the base layout's
-        result is returned, or `CallFailed`.
+        result is returned, or `CallFailed`. `pat_refresh_weights` has to follow before a step.
         """
         if isinstance(method, str):
             function = getattr(self, method)
@@ -203,9 +218,9 @@ class PATWorkerMixin:
             if method in _IN_EVERY_LAYOUT:
                 for runtime in self._runtimes.values():
                     if runtime is not self._base:
-                        self._activate(runtime)
+                        self._enter(runtime)
                         function(*args, **kwargs)
-            self._activate(self._base)
+            self._enter(self._base)
             return function(*args, **kwargs)
         except Exception as error:
             logger.exception("a call of the engine's user failed")
@@ -215,15 +230,20 @@ class PATWorkerMixin:
 
     @torch.inference_mode()
     def pat_refresh_weights(self) -> None:
-        """Derive every other layout's weights from the base layout's again. Collective."""
-        if len(self._runtimes) == 1 or self._packed:
-            return
-        self._weights.capture(self._base.runner.get_model())
-        for runtime in self._runtimes.values():
-            if runtime is not self._base:
-                self._weights.fill(runtime.runner.get_model())
-        self._weights.release()
+        """Give every other layout the base layout's weights as they are now. Collective."""
+        if len(self._runtimes) > 1 and not self._packed:
+            others = [one for one in self._runtimes.values() if one is not self._base]
+            self._weights.refresh(
+                self._base.runner.get_model(), [one.runner.get_model() for one in others]
+            )
+            self._weights.arrange(self._active.layout.tp)
+            self._synchronize_device()
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """As in vLLM. While the memory is away, nothing must ask for rows to move."""
+        self._weights.arrange(self._base.layout.tp)
         self._synchronize_device()
+        super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._refuse_if_packed()
@@ -280,6 +300,11 @@ class PATWorkerMixin:
         self.compilation_config = runtime.config.compilation_config
         self.load_config = runtime.config.load_config
 
+    def _enter(self, runtime: LayoutRuntime) -> None:
+        """Make a layout the active one, with its weights in place."""
+        self._activate(runtime)
+        self._weights.arrange(runtime.layout.tp)
+
     @torch.inference_mode()
     def pat_switch(self, order: SwitchOrder) -> SwitchTimes:
         """Carry out a switch. Collective over all ranks; no step is in flight.
@@ -296,6 +321,10 @@ class PATWorkerMixin:
         states = self._gather_states(order)
         gathered = clock()
 
+        with self._side.beside():
+            weight_bytes = self._weights.arrange(target.layout.tp)
+        resharded = clock()
+
         kv_bytes = 0
         if order.moves:
             moves = RankMoves.of(self.rank, order.source.world_size, order.moves)
@@ -303,12 +332,11 @@ class PATWorkerMixin:
             target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
             target.connector.clear_connector_metadata()
             # The device may still be at it; the cost model is to learn what it really took.
-            self._synchronize_device()
+            self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
         moved = clock()
-
-        # Weights: every layout has its own (`MaterializedShards`), so there is nothing to do.
-        resharded = clock()
+        self._side.wait()
+        weights_done = clock()
 
         self._handover.clear(source.runner)
         self._activate(target)
@@ -316,10 +344,12 @@ class PATWorkerMixin:
         self._handover.give(target.runner, states)
         return SwitchTimes(
             states=gathered - started,
-            kv=moved - gathered,
-            weights=resharded - moved,
-            activate=clock() - resharded,
+            # What it adds to the stall: on a device, rows of weights move while KV does.
+            weights=resharded - gathered + weights_done - moved,
+            kv=moved - resharded,
+            activate=clock() - weights_done,
             kv_bytes=kv_bytes,
+            weight_bytes=weight_bytes,
         )
 
     def _synchronize_device(self) -> None:

@@ -258,6 +258,10 @@ class PATScheduler(SchedulerInterface):
             or any(r.in_flight or r.scheduler.has_requests() for r in self._replicas)
         )
 
+    def has_request(self, request_id: str) -> bool:
+        """Asked by vLLM 0.33 while a pause has it turn new requests away."""
+        return self._live.owner(request_id) is not None
+
     def get_request_counts(self) -> tuple[int, int]:
         counts = [replica.scheduler.get_request_counts() for replica in self._replicas]
         return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)

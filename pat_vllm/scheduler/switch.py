@@ -188,6 +188,7 @@ def switch(
         rpc=called - slowest.states - slowest.kv - slowest.weights - slowest.activate,
         finish=finished,
         tokens=sum(c.computed for c in carried),
+        weight_bytes=sum(t.weight_bytes for t in times),
     )
     logger.info(
         "PAT switched %s -> %s (%s) with %d live requests in %.1f ms: %d migrated (%.1f MB), "

@@ -17,6 +17,9 @@ IN_SYNC = 1e-3
 """Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
 differently, which is 1e-4 of it; weights of the step before are 1e-1."""
 
+TWICE = ("--train.num_episodes", "2")
+"""All prompts twice: eight steps."""
+
 
 def in_sync(run: Training) -> list[bool]:
     return [abs(step["vllm_kl"]) < IN_SYNC for step in run.steps]
@@ -46,28 +49,37 @@ def test_colocated_over_multiprocessing():
 
 
 @pytest.mark.timeout(600)
-def test_separated_over_multiprocessing_with_a_broken_sync():
-    """Three steps in sync; then the weights reach the base layout only, which the check sees."""
+def test_separated_over_multiprocessing_and_then_a_broken_sync():
+    """Four steps in sync; then the weights reach the base layout only, which the check sees."""
+    # Large enough for most of a rollout to be made in the layout whose weights are old then.
     pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"16": 2}}, "launcher": "mp"}
-    with training(pat=pat, PAT_TEST_BREAK_SYNC="layouts@3") as run:
+    with training(*TWICE, pat=pat, PAT_TEST_BREAK_SYNC="layouts@4") as run:
         run.succeed()
-        assert in_sync(run) == [True, True, True, False], run.steps
-        assert all(run.switches()), run.rollouts
+        assert in_sync(run)[:5] == [True] * 4 + [False], run.steps
+        assert len(run.rollouts) == 8 and all(run.switches()), run.rollouts
+        assert "RayWorkerProc" not in run.log
 
 
 @pytest.mark.timeout(600)
-def test_colocated_over_ray_learns_from_step_to_step():
-    """The predictor keeps what it learns, and knows samples of a prompt sent one by one.
+def test_colocated_over_ray_and_then_a_broken_sync():
+    """Four steps in sync; then weights are dropped in the sync, which the check sees."""
+    with training(*COLOCATED, *TWICE, PAT_TEST_BREAK_SYNC="weights@4") as run:
+        run.succeed()
+        assert in_sync(run)[:5] == [True] * 4 + [False], run.steps
+        assert len(run.rollouts) == 8 and all(run.switches()), run.rollouts
+        assert "RayWorkerProc" in run.log
 
-    In the last step weights are dropped in the sync, which the check sees.
-    """
+
+@pytest.mark.timeout(600)
+def test_the_predictor_learns_from_step_to_step():
+    """It keeps what it learns, and knows samples of a prompt that are sent one by one."""
     agent = Path(__file__).with_name("agent.py")
     # The agent's limit of a response is to count as its natural end.
     pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 200}}
-    arguments = (*COLOCATED, "--train.agent_func_path", str(agent), "--data.max_len", "400")
-    with training(*arguments, pat=pat, PAT_TEST_BREAK_SYNC="weights@3") as run:
+    arguments = ("--train.agent_func_path", str(agent), "--data.max_len", "400")
+    with training(*arguments, pat=pat) as run:
         run.succeed()
-        assert in_sync(run) == [True, True, True, False], run.steps
+        assert in_sync(run) == [True] * 4, run.steps
         learnt = [
             re.search(r"learnt from (\d+) responses in (\d+) batches, siblings ([\d.]+)", line)
             for line in run.rollouts

@@ -1,0 +1,1 @@
+"""Copies within device memory: Triton kernels on GPUs, torch elsewhere. Imports no vLLM."""

@@ -1,0 +1,179 @@
+"""Rows of tensors trade places, with little or no memory beside them.
+
+On CUDA one Triton launch does all swaps of a round, however many tensors they are in: a table in
+device memory lists equal chunks of them, and both sides of a chunk pass through registers.
+Elsewhere, and for ranges that are no multiples of 16 bytes, torch copies through a small staging
+buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+STAGING_BYTES = 16 << 20
+"""Bound on the memory that a run takes beside the tensors, unless told otherwise."""
+
+_CPU_STAGING_BYTES = 512 << 10
+"""More is slower: with this much, a chunk of both sides and the staging stay in a core's cache."""
+
+_CHUNK_BYTES = 64 << 10
+"""Of each side, for one program of the kernel: long ranges and short ones keep all of them busy."""
+
+_ACCESS_BYTES = 16
+
+
+class RowSwap(NamedTuple):
+    """Rows `a` to `a + length` of `tensor` trade places with rows `b` to `b + length`.
+
+    `tensor` is contiguous, of any dtype, and has one dimension or more; rows are along the first.
+    """
+
+    tensor: torch.Tensor
+    a: int
+    b: int
+    length: int
+
+
+class ByteSwaps:
+    """What `prepare` returns: swaps that can be run any number of times.
+
+    It holds the tensors' addresses, so they must stay where they are; it keeps them alive.
+
+    Attributes:
+        num_bytes: bytes that a run reads; it writes as many.
+    """
+
+    def __init__(self, num_bytes: int, steps: Sequence[Callable[[], None]]) -> None:
+        self.num_bytes = num_bytes
+        self._steps = tuple(steps)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Make the swaps, round after round, on the current stream. Does not wait for a device."""
+        for step in self._steps:
+            step()
+
+
+@torch.inference_mode()
+def prepare(
+    rounds: Iterable[Iterable[RowSwap]], *, staging_bytes: int = STAGING_BYTES
+) -> ByteSwaps:
+    """Make `rounds` of swaps ready to be run.
+
+    Args:
+        rounds: done one after the other. Within a round no two ranges may overlap.
+        staging_bytes: bound on the memory that a run takes beside the tensors. The kernel takes
+            none.
+
+    Raises:
+        ValueError: a range is not inside its tensor, ranges overlap, a tensor is not contiguous,
+            or tensors are on several devices.
+    """
+    if staging_bytes < _ACCESS_BYTES:
+        raise ValueError(f"staging_bytes must be at least {_ACCESS_BYTES}, got {staging_bytes}")
+    steps: list[Callable[[], None]] = []
+    devices: set[torch.device] = set()
+    num_bytes = 0
+    for swaps in rounds:
+        pairs = [(a, b) for a, b in (_sides(*swap) for swap in swaps) if a.nbytes]
+        _check_disjoint(pairs)
+        devices |= {a.device for a, _ in pairs}
+        if len(devices) > 1:
+            raise ValueError(f"one device is needed, got {sorted(map(str, devices))}")
+        num_bytes += sum(2 * a.nbytes for a, _ in pairs)
+        wide = [(a, b) for a, b in pairs if _on_gpu(a) and _aligned(a, b)]
+        rest = [(a, b) for a, b in pairs if not (_on_gpu(a) and _aligned(a, b))]
+        if wide:
+            steps.append(_KernelRound(wide))
+        if rest:
+            steps.append(_CopyRound(rest, staging_bytes))
+    return ByteSwaps(num_bytes, steps)
+
+
+class _KernelRound:
+    """One launch for all pairs; of `uint8` tensors whose addresses and sizes are aligned."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        from pat_vllm.kernels.device import TILE, WARPS, swap_kernel
+
+        self._pairs = pairs
+        chunks = []
+        for a, b in pairs:
+            starts = torch.arange(0, a.nbytes, _CHUNK_BYTES)
+            sizes = (a.nbytes - starts).clamp(max=_CHUNK_BYTES)
+            chunks.append(torch.stack([a.data_ptr() + starts, b.data_ptr() + starts, sizes // 8]))
+        self._table = torch.cat(chunks, dim=1).T.contiguous().to(pairs[0][0].device)
+
+        def launch(table: torch.Tensor) -> None:
+            swap_kernel[(len(table),)](table, BLOCK=TILE, num_warps=WARPS)
+
+        self._launch = launch
+        # Of nothing, so that it is compiled now.
+        launch(torch.zeros_like(self._table[:1]))
+
+    def __call__(self) -> None:
+        self._launch(self._table)
+
+
+class _CopyRound:
+    """Three torch copies for each piece of a pair that fits in the staging buffer."""
+
+    def __init__(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], staging_bytes: int
+    ) -> None:
+        if pairs[0][0].device.type == "cpu":
+            staging_bytes = min(staging_bytes, _CPU_STAGING_BYTES)
+        size = staging_bytes // _ACCESS_BYTES * _ACCESS_BYTES
+        self._pieces = [
+            _widest(x, y)
+            for a, b in pairs
+            for x, y in zip(a.split(size), b.split(size), strict=True)
+        ]
+        self._staging_bytes = max(x.nbytes for x, _ in self._pieces)
+
+    def __call__(self) -> None:
+        device = self._pieces[0][0].device
+        staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=device)
+        for x, y in self._pieces:
+            kept = staging[: x.nbytes].view(x.dtype)
+            kept.copy_(x)
+            x.copy_(y)
+            y.copy_(kept)
+
+
+def _sides(tensor: torch.Tensor, a: int, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ranges, as bytes."""
+    if not tensor.is_contiguous() or tensor.dim() == 0:
+        raise ValueError(f"rows can be swapped in contiguous tensors, got {tuple(tensor.shape)}")
+    rows = len(tensor)
+    if min(a, b, length) < 0 or max(a, b) + length > rows:
+        raise ValueError(f"rows {a} and {b} + {length} are not inside the {rows} of a tensor")
+    every = tensor.detach().reshape(-1).view(torch.uint8)
+    row = every.numel() // rows
+    return every.narrow(0, a * row, length * row), every.narrow(0, b * row, length * row)
+
+
+def _check_disjoint(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pair in pairs for x in pair)
+    for (_, end), (start, _) in pairwise(ranges):
+        if start < end:
+            raise ValueError("the ranges of a round overlap: put their swaps in several rounds")
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not any(n % _ACCESS_BYTES for n in (a.data_ptr(), b.data_ptr(), a.nbytes))
+
+
+def _widest(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same bytes in 8-byte elements where possible: they are copied faster than narrow ones."""
+    if any(n % 8 for n in (x.storage_offset(), y.storage_offset(), x.nbytes)):
+        return x, y
+    return x.view(torch.int64), y.view(torch.int64)
