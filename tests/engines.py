@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from tests.models import random_model
+from tests.support.fork_server import start_workers_from_server
 
 OPTIONS: dict[str, Any] = {
     # Strict equality between layouts is possible in float32 only.
@@ -43,6 +44,7 @@ def engine(
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    start_workers_from_server()
     if pat is not None:
         # What a test does not ask for must not happen: the default would decide by itself.
         pat = {"policy": {"kind": "static", "tp": pat.get("base_tp", 1)}, **pat}
@@ -76,7 +78,8 @@ def _belongs_to_no_engine(process: psutil.Process) -> bool:
     except psutil.Error:
         return True
     # Ray's own processes are there before; it starts workers in advance.
-    return "resource_tracker" in command or "ray::IDLE" in command
+    servers = ("resource_tracker", "ray::IDLE", "multiprocessing.forkserver")
+    return any(server in command for server in servers)
 
 
 @dataclass

@@ -73,11 +73,18 @@ def at_steps(llm, switches):
     return before_step
 
 
-def assert_same(outcomes, expected):
-    assert outcomes.keys() == expected.keys()
+def assert_same(outcomes, *static):
+    """Tokens are those of every static run; each log-probability is that of one of them.
+
+    Kernels round differently from tp to tp, so that two static runs are up to 7e-5 apart.
+    """
+    assert all(outcomes.keys() == expected.keys() for expected in static)
     for name, outcome in outcomes.items():
-        assert outcome.token_ids == expected[name].token_ids, name
-        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=TOLERANCE), name
+        for expected in static:
+            assert outcome.token_ids == expected[name].token_ids, name
+        found = zip(outcome.logprobs, *(one[name].logprobs for one in static), strict=True)
+        apart = [min(abs(one - other) for other in others) for one, *others in found]
+        assert max(apart) <= TOLERANCE, (name, apart)
 
 
 def new_switches(llm, before):
@@ -99,7 +106,7 @@ def test_every_ordered_pair_of_layouts(case):
         at = rng.randint(2, 20)
         before = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, at: target}))
-        assert_same(outcomes, static[source])
+        assert_same(outcomes, static[source], static[target])
         (made,) = [s for s in new_switches(llm, before) if s.live]
         assert (made.source.tp, made.target.tp) == (source, target)
         assert made.migrated == made.live == len(batch())
@@ -117,7 +124,7 @@ def test_recomputing_gives_the_same(case, monkeypatch):
             )
             before = len(pat_vllm.report(llm).switches)
             outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
-            assert_same(outcomes, static[source])
+            assert_same(outcomes, static[source], static[target])
             (made,) = [s for s in new_switches(llm, before) if s.live]
             assert made.recomputed > 0
             assert made.recomputed + made.migrated == len(batch())
@@ -188,10 +195,9 @@ def test_random_switch_storm(case, monkeypatch):
     before = len(pat_vllm.report(llm).switches)
     outcomes = run(llm, jobs | doomed, before_step=before_step)
     finished = {name: o for name, o in outcomes.items() if not name.startswith("doomed")}
-    expected = static[sizes[0]]
-    assert_same({n: o for n, o in finished.items() if n.startswith("r")}, expected)
+    assert_same({n: o for n, o in finished.items() if n.startswith("r")}, *static.values())
     late = {n.replace("late", "r"): o for n, o in finished.items() if n.startswith("late")}
-    assert_same(late, expected)
+    assert_same(late, *static.values())
     assert switches >= 30
     assert len(new_switches(llm, before)) >= 12, "most switches went nowhere"
 

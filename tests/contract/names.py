@@ -1,0 +1,316 @@
+"""What we rely on of vLLM that our source does not tell by itself: what vLLM's objects have.
+
+Names that we import, what we call on them, and what our subclasses override is found in the source
+(`own.py`). Here is the rest, by vLLM's classes. A test fails when a line here is not used any more,
+and when one of our modules asks an object for a name that is neither ours nor listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Names:
+    """Attributes, methods or fields of one of vLLM's classes, or parameters of its constructor.
+
+    Attributes:
+        owner: dotted.
+        by: our modules that use them, below `pat_vllm`, unless they begin with another package.
+        names: separated by blanks.
+        used: "asked" of an object, where calls are checked, too; "passed" as arguments of a call
+            of the class, in a mapping; "spelled" in strings that vLLM looks up.
+    """
+
+    owner: str
+    by: str
+    names: str
+    used: Literal["asked", "passed", "spelled"] = "asked"
+
+
+CONFIG = "vllm.config"
+SCHED = "vllm.v1.core.sched"
+KV = "vllm.v1.kv_cache_interface"
+RING = "vllm.distributed.device_communicators.shm_broadcast"
+LINEAR = "vllm.model_executor.layers.linear"
+VOCAB = "vllm.model_executor.layers.vocab_parallel_embedding"
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker")
+
+NAMES = (
+    # ---------------------------------------------------------------- configuration
+    Names(
+        f"{CONFIG}.VllmConfig",
+        "support plugin launcher scheduler.scheduler scheduler.replica executor.executor "
+        "executor.runtime executor.profiler executor.profile_key executor.engine_profile "
+        "executor.layout_config executor.warmup executor.worker executor.cpu_worker "
+        "executor.gpu_worker",
+        "additional_config cache_config compilation_config ec_transfer_config instance_id "
+        "kv_events_config kv_transfer_config load_config lora_config model_config parallel_config "
+        "scheduler_config speculative_config use_v2_model_runner",
+    ),
+    Names(
+        f"{CONFIG}.ParallelConfig",
+        "support plugin launcher executor.layout_config executor.profile_key executor.ray_executor",
+        "data_parallel_size decode_context_parallel_size distributed_executor_backend "
+        "enable_expert_parallel nnodes pipeline_parallel_size placement_group "
+        "prefill_context_parallel_size rank ray_runtime_env tensor_parallel_size worker_cls "
+        "world_size",
+    ),
+    Names(
+        f"{CONFIG}.ModelConfig",
+        "support scheduler.scheduler scheduler.replica executor.worker executor.gpu_worker "
+        "executor.profiler executor.profile_key executor.engine_profile executor.warmup",
+        "disable_sliding_window dtype enable_cumem_allocator enforce_eager get_sliding_window "
+        "get_total_num_kv_heads has_inner_state hf_text_config is_attention_free "
+        "is_encoder_decoder is_hybrid is_moe is_multimodal_model max_model_len model "
+        "model_arch_config quantization runner_type seed use_mla",
+    ),
+    Names(
+        "vllm.transformers_utils.model_arch_config_convertor.ModelArchitectureConfig",
+        "support",
+        "total_num_attention_heads",
+    ),
+    Names(
+        f"{CONFIG}.CacheConfig",
+        "support scheduler.replica executor.runtime executor.profile_key",
+        "block_size cache_dtype get_resolved_kv_cache_layout kv_offloading_size num_gpu_blocks",
+    ),
+    Names(
+        f"{CONFIG}.SchedulerConfig",
+        "support scheduler.scheduler scheduler.replica executor.profiler executor.profile_key "
+        "executor.warmup",
+        "async_scheduling get_scheduler_cls max_num_batched_tokens max_num_seqs scheduler_cls",
+    ),
+    Names(
+        f"{CONFIG}.CompilationConfig",
+        "executor.layout_config executor.profile_key",
+        "cudagraph_mode static_forward_context",
+    ),
+    Names(f"{CONFIG}.LoadConfig", "executor.weights", "load_format model_loader_extra_config"),
+    Names(f"{CONFIG}.KVEventsConfig", "support", "enable_kv_cache_events"),
+    # ---------------------------------------------------------------- requests
+    Names(
+        "vllm.v1.request.Request",
+        "scheduler.scheduler scheduler.switch scheduler.live scheduler.replica "
+        "kv_transfer.connector",
+        "block_hashes events get_skip_reading_prefix_cache last_sched_seq max_tokens "
+        "next_decode_eligible_step num_computed_tokens num_output_tokens num_preemptions "
+        "num_prompt_tokens num_tokens prompt_token_ids request_id resumable sampling_params "
+        "skip_reading_prefix_cache spec_token_ids status",
+    ),
+    Names(
+        "vllm.sampling_params.SamplingParams",
+        "scheduler.switch scheduler.live",
+        "ignore_eos prompt_logprob_token_ids prompt_logprobs stop stop_token_ids",
+    ),
+    # ---------------------------------------------------------------- scheduler
+    Names(
+        f"{SCHED}.scheduler.Scheduler",
+        "scheduler.scheduler scheduler.replica scheduler.switch scheduler.live scheduler.stats "
+        "executor.profiler",
+        "_inflight_prefills _set_kv_fetch_stage add_request connector deferred_waiting "
+        "finish_requests finished_recving_kv_req_ids get_grammar_bitmask get_kv_cache_usage "
+        "get_num_unfinished_requests get_request_counts has_finished_requests has_requests "
+        "kv_cache_manager kv_holding_waiting make_stats requests reset_encoder_cache "
+        "reset_prefix_cache running schedule set_pause_state shutdown update_from_output "
+        "use_v2_model_runner waiting",
+    ),
+    Names(
+        f"{SCHED}.scheduler.Scheduler",
+        "scheduler.replica scheduler.scheduler",
+        "block_size hash_block_size include_finished_set kv_cache_config log_stats mm_registry "
+        "structured_output_manager vllm_config",
+        used="passed",
+    ),
+    Names(
+        f"{SCHED}.request_queue.RequestQueue", "scheduler.replica", "prepend_request remove_request"
+    ),
+    Names(
+        "vllm.v1.core.kv_cache_manager.KVCacheManager",
+        "scheduler.replica scheduler.switch",
+        "free get_block_ids",
+    ),
+    Names("vllm.v1.core.kv_cache_manager.KVCacheBlocks", "kv_transfer.connector", "get_block_ids"),
+    Names(
+        f"{SCHED}.output.SchedulerOutput",
+        "scheduler.replica scheduler.switch scheduler.live scheduler.output executor.executor "
+        "executor.made_up executor.profiler executor.handover",
+        "finished_req_ids has_structured_output_requests kv_cache_block_copies "
+        "kv_connector_metadata num_scheduled_tokens preempted_req_ids scheduled_cached_reqs "
+        "scheduled_new_reqs total_num_scheduled_tokens",
+    ),
+    Names(f"{SCHED}.output.CachedRequestData", "scheduler.live", "num_computed_tokens req_ids"),
+    Names(f"{SCHED}.output.GrammarOutput", "scheduler.scheduler", "grammar_bitmask"),
+    # ---------------------------------------------------------------- outputs and statistics
+    Names(
+        "vllm.v1.engine.EngineCoreOutputs",
+        "scheduler.scheduler scheduler.stats",
+        "finished_requests outputs scheduler_stats",
+    ),
+    Names("vllm.v1.engine.EngineCoreOutput", "scheduler.scheduler", "finish_reason request_id"),
+    Names(
+        "vllm.v1.metrics.stats.SchedulerStats",
+        "scheduler.stats",
+        "connector_prefix_cache_stats cudagraph_stats kv_cache_eviction_events kv_cache_usage "
+        "num_running_reqs num_skipped_waiting_reqs num_waiting_reqs perf_stats prefix_cache_stats",
+    ),
+    Names(
+        "vllm.v1.metrics.stats.PrefixCacheStats",
+        "scheduler.stats",
+        "hits hits_by_source preempted_hits preempted_queries preempted_requests queries requests "
+        "reset",
+    ),
+    Names("vllm.v1.outputs.AsyncModelRunnerOutput", "executor.lanes executor.warmup", "get_output"),
+    # ---------------------------------------------------------------- KV cache
+    Names(
+        f"{KV}.KVCacheConfig",
+        "scheduler.replica executor.worker executor.profiler executor.layout_config "
+        "executor.kv_buffer kv_transfer.connector",
+        "kv_cache_groups kv_cache_layout kv_cache_tensors num_blocks",
+    ),
+    Names(
+        f"{KV}.KVCacheGroupSpec",
+        "executor.worker executor.profiler executor.layout_config executor.kv_buffer "
+        "kv_transfer.connector",
+        "kv_cache_spec layer_names",
+    ),
+    Names(
+        f"{KV}.KVCacheTensor",
+        "executor.layout_config executor.kv_buffer",
+        "block_stride layer_stride layers",
+    ),
+    Names(
+        f"{KV}.FullAttentionSpec",
+        "executor.layout_config executor.worker executor.profiler kv_transfer.connector",
+        "attention_chunk_size block_size num_head_slots num_kv_heads page_size_bytes "
+        "page_size_padded sliding_window",
+    ),
+    Names(
+        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1",
+        "executor.worker",
+        "bind_connector_metadata clear_connector_metadata",
+    ),
+    # ---------------------------------------------------------------- executor and workers
+    Names("vllm.v1.executor.abstract.Executor", "launcher", "uses_ray"),
+    Names(
+        "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
+        "executor.executor executor.engine_profile executor.profiler",
+        "is_failed rpc_broadcast_mq vllm_config",
+    ),
+    *(
+        Names(
+            worker,
+            "executor.executor",
+            "check_health discard execute_dummy_batch get_supported_tasks profile "
+            "reset_encoder_cache reset_mm_cache shutdown sleep synchronize_device wake_up",
+            used="spelled",
+        )
+        for worker in WORKERS
+    ),
+    *(
+        Names(
+            worker,
+            "executor.warmup executor.lanes",
+            "execute_model sample_tokens vllm_config",
+        )
+        for worker in WORKERS
+    ),
+    Names(
+        "vllm.v1.worker.worker_base.CompilationTimes", "executor.worker", "encoder language_model"
+    ),
+    Names(WORKERS[0], "executor.gpu_worker", "_make_model_runner"),
+    Names("vllm.device_allocator.MemAllocator", "executor.gpu_worker", "use_memory_pool"),
+    Names(
+        "vllm.distributed.parallel_state.GroupCoordinator",
+        "executor.runtime executor.worker",
+        "all_gather cpu_group device_group",
+    ),
+    Names(
+        f"{RING}.MessageQueue",
+        "executor.lanes",
+        "_is_local_reader _spin_condition buffer current_idx dequeue enqueue export_handle "
+        "remote_socket shutdown shutting_down wait_until_ready",
+    ),
+    Names(f"{RING}.MessageQueue", "executor.executor", "enqueue"),
+    Names(f"{RING}.ShmRingBuffer", "executor.lanes", "get_metadata"),
+    Names(f"{RING}.SpinCondition", "executor.lanes", "local_notify_socket read_cancel_socket"),
+    # ---------------------------------------------------------------- model runners
+    *(
+        Names(runner, "executor.worker executor.gpu_worker", "get_kv_cache_spec get_model model")
+        for runner in (RUNNER_V1, RUNNER_V2)
+    ),
+    Names(
+        RUNNER_V1,
+        "executor.handover",
+        "device execute_model input_batch num_prompt_logprobs requests",
+    ),
+    Names(
+        "vllm.v1.worker.gpu_input_batch.InputBatch",
+        "executor.handover",
+        "prev_req_id_to_index prev_sampled_token_ids",
+    ),
+    Names(
+        "vllm.v1.worker.gpu_input_batch.CachedRequestState",
+        "executor.handover",
+        "block_ids generator num_computed_tokens output_token_ids prompt_token_ids",
+    ),
+    Names(RUNNER_V2, "executor.handover", "execute_model req_states"),
+    Names("vllm.v1.worker.gpu.states.RequestState", "executor.handover", "req_id_to_index"),
+    # ---------------------------------------------------------------- layers
+    Names(f"{LINEAR}.LinearBase", "executor.model_weights", "quant_method tp_rank tp_size"),
+    Names(f"{LINEAR}.ColumnParallelLinear", "executor.model_weights", "output_size weight_loader"),
+    Names(f"{LINEAR}.MergedColumnParallelLinear", "executor.model_weights", "output_sizes"),
+    Names(
+        f"{LINEAR}.QKVParallelLinear",
+        "executor.model_weights",
+        "head_size total_num_heads total_num_kv_heads v_head_size",
+    ),
+    Names(f"{LINEAR}.RowParallelLinear", "executor.model_weights", "input_size weight_loader"),
+    Names(
+        f"{VOCAB}.VocabParallelEmbedding",
+        "executor.model_weights executor.inplace",
+        "num_added_embeddings org_vocab_size padding_size quant_method tp_rank tp_size "
+        "weight_loader",
+    ),
+    # ---------------------------------------------------------------- front ends
+    Names(
+        "vllm.entrypoints.llm.LLM",
+        "api cli.engine_run cli.engine_process cli.bench_serve cli.profile_run",
+        "collective_rpc generate llm_engine",
+    ),
+    Names(
+        "vllm.v1.engine.llm_engine.LLMEngine",
+        "api cli.engine_process cli.bench_serve cli.profile_run",
+        "add_request engine_core has_unfinished_requests step",
+    ),
+    Names(
+        "vllm.v1.engine.core_client.SyncMPClient", "api cli.engine_process", "_send_input shutdown"
+    ),
+    Names("vllm.outputs.RequestOutput", "cli.engine_run cli.bench_serve", "outputs request_id"),
+    Names("vllm.outputs.CompletionOutput", "cli.engine_run cli.bench_serve", "token_ids"),
+    Names(
+        "vllm.v1.engine.async_llm.AsyncLLM",
+        "api pat_verl.server",
+        "abort check_health collective_rpc output_processor pause_generation",
+    ),
+    Names("vllm.v1.engine.output_processor.OutputProcessor", "pat_verl.server", "external_req_ids"),
+    Names(
+        "vllm.engine.arg_utils.EngineArgs",
+        "cli.bench_run cli.profile_run cli.demo",
+        "additional_config distributed_executor_backend dtype enforce_eager max_model_len "
+        "max_num_seqs model tensor_parallel_size",
+        used="passed",
+    ),
+)
+
+NOT_VLLMS = frozenset(
+    {
+        # multiprocessing, zmq, ray, pydantic, torch
+        *("pid", "poll", "recv", "bundle_specs", "model_copy", "model_dump"),
+        *("_non_persistent_buffers_set", "_parameters"),
+    }
+)
+"""Attributes of other libraries' objects in our modules that use vLLM."""
