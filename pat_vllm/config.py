@@ -152,6 +152,14 @@ class PATConfig(_Strict):
                 )
         return tuple(Layout.of(tp, world_size) for tp in sorted(sizes))
 
+    def largest_batch(self, layout: Layout) -> int | None:
+        """Most live requests for which the policy goes to a layout; None: it sets no limit."""
+        if not isinstance(self.policy, SchedulePolicyConfig) or layout.tp == self.base_tp:
+            return None
+        return max(
+            (live for live, tp in self.policy.switch_at.items() if tp == layout.tp), default=None
+        )
+
     def _policy_sizes(self) -> tuple[int, ...]:
         match self.policy:
             case StaticPolicyConfig(tp=tp):

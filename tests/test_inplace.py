@@ -143,6 +143,7 @@ def test_whole_model(name: str) -> None:
     strategy.capture(base)
     for model in models.values():
         strategy.fill(model)
+    strategy.release()
     models[1] = base
     for tp in (2, 4, 2, 1, 4, 1):
         strategy.arrange(tp)

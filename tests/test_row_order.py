@@ -64,29 +64,36 @@ def apply(swaps: list[Swap], rows: list[int]) -> None:
         rows[a : a + n], rows[b : b + n] = rows[b : b + n], rows[a : a + n]
 
 
+def orders_of(size: int, blocks: dict[int, Block]) -> dict[int, RowOrder]:
+    original = RowOrder.original(size, blocks[1].unit)
+    return {tp: original.bring(block) for tp, block in blocks.items()}
+
+
 @given(partitions(), st.integers(0, 7), st.lists(st.sampled_from(TPS), max_size=8))
 def test_a_walk_over_layouts(partition: Partition, rank: int, walk: list[int]) -> None:
     size, blocks, shards = blocks_of(partition, rank)
+    orders = orders_of(size, blocks)
+    assert orders[1] == RowOrder.original(size, blocks[1].unit)
     rows = list(range(size))
-    order = RowOrder.original(size, blocks[1].unit)
+    at = 1
     for tp in [*walk, 1]:
-        swaps, order = order.bring(blocks[tp])
+        swaps = orders[at].swaps_to(orders[tp])
         apply([swap for of_round in rounds(swaps) for swap in of_round], rows)
-        block = blocks[tp]
+        block, at = blocks[tp], tp
         assert rows[block.start : block.start + block.size] == shards[tp]
-        assert [unit * order.unit for unit in order.units] == rows[:: order.unit]
-        again, _ = order.bring(block)
-        assert not again, "it is there"
+        unit = orders[tp].unit
+        assert [one * unit for one in orders[tp].units] == rows[::unit]
     assert rows == list(range(size))
 
 
-@given(partitions(), st.integers(0, 7), st.sampled_from(TPS))
-def test_no_more_than_the_shard_and_what_it_displaces(
-    partition: Partition, rank: int, tp: int
+@given(partitions(), st.integers(0, 7), st.sampled_from(TPS), st.sampled_from(TPS))
+def test_no_more_moves_than_the_shards_and_what_they_displace(
+    partition: Partition, rank: int, source: int, target: int
 ) -> None:
     size, blocks, _ = blocks_of(partition, rank)
-    swaps, _ = RowOrder.original(size, blocks[tp].unit).bring(blocks[tp])
-    assert rows_moved(swaps) <= 2 * blocks[tp].size
+    orders = orders_of(size, blocks)
+    shards = sum(blocks[tp].size for tp in (source, target) if tp > 1)
+    assert rows_moved(orders[source].swaps_to(orders[target])) <= 2 * shards
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
@@ -103,13 +110,15 @@ def test_rounds_keep_the_order_of_what_touches_the_same_rows(pairs: list[tuple[i
 def test_a_plain_matrix_stays_as_it_is(partition: Partition) -> None:
     size, blocks, _ = blocks_of(partition, rank=5)
     for block in blocks.values():
-        assert not RowOrder.original(size, block.unit).bring(block)[0]
+        original = RowOrder.original(size, block.unit)
+        assert original.bring(block) == original
 
 
 def test_the_gate_stays_and_the_up_rows_come_to_it() -> None:
     """Llama-3.1-8B's gate_up on rank 1 of 2: a quarter of the rows trades with a quarter."""
     half = 14336 // 2
     _, blocks, _ = blocks_of(EvenPartition((14336, 14336)), rank=1)
-    swaps, _ = RowOrder.original(2 * 14336, blocks[2].unit).bring(blocks[2])
+    orders = orders_of(2 * 14336, blocks)
+    swaps = orders[1].swaps_to(orders[2])
     assert rows_moved(swaps) == 2 * half
     assert len(rounds(swaps)) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import permutations
 
 import torch
 from torch import nn
@@ -19,9 +20,6 @@ from pat_vllm.executor.model_weights import Weight, model_weights, twins
 from pat_vllm.executor.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.executor.shards import Partition, regroup
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-
-Orders = tuple[RowOrder, ...]
-"""What lies where, for each way in which matrices of the model are cut."""
 
 
 class InPlaceShards:
@@ -46,9 +44,8 @@ class InPlaceShards:
         self._base: dict[str, Weight] = {}
         self._views: list[tuple[Weight, torch.Tensor]] = []
         self._blocks: dict[Partition, dict[int, Block]] = {}
-        self._orders: Orders = ()
+        self._moves: dict[tuple[int, int], ByteSwaps] = {}
         self._arranged = self._base_tp
-        self._moves: dict[tuple[Orders, int], tuple[ByteSwaps, Orders]] = {}
 
     # ---------------------------------------------------------------- start
 
@@ -65,10 +62,6 @@ class InPlaceShards:
             cut = weight.partition
             if cut is not None and cut.dim == 0 and cut not in self._blocks:
                 self._blocks[cut] = self._blocks_of(cut, len(weight.tensor))
-        self._orders = tuple(
-            RowOrder.original(blocks[self._base_tp].size, blocks[self._base_tp].unit)
-            for blocks in self._blocks.values()
-        )
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -105,6 +98,11 @@ class InPlaceShards:
                     f"vLLM has packed {weight.name} for its kernels, so that the layouts cannot "
                     "share it: set pat.weights='materialized'"
                 )
+        # Now, for it takes longer than to make the moves.
+        self._moves = {
+            (source, target): self._move(source, target)
+            for source, target in permutations(self._tp_ranks, 2)
+        }
 
     def _blocks_of(self, partition: Partition, rows: int) -> dict[int, Block]:
         """Where each layout finds its shard of matrices that are cut this way, by tp."""
@@ -130,13 +128,10 @@ class InPlaceShards:
         """See `WeightStrategy`. On a device it is queued in the current stream."""
         if tp == self._arranged:
             return 0
-        key = self._orders, tp
-        if key not in self._moves:
-            self._moves[key] = self._plan(tp)
-        swaps, self._orders = self._moves[key]
-        swaps.run()
+        move = self._moves[self._arranged, tp]
+        move.run()
         self._arranged = tp
-        return swaps.num_bytes
+        return move.num_bytes
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
         """See `WeightStrategy`. Where an update has replaced a parameter, takes its values over."""
@@ -147,13 +142,14 @@ class InPlaceShards:
                 weight.tensor.copy_(new)
                 weight.bind(weight.tensor)
 
-    def _plan(self, tp: int) -> tuple[ByteSwaps, Orders]:
-        """The swaps that bring the blocks of layout `tp` together, and the orders after them."""
-        brought = [
-            order.bring(blocks[tp])
-            for order, blocks in zip(self._orders, self._blocks.values(), strict=True)
-        ]
-        swaps_of = dict(zip(self._blocks, (rounds(swaps) for swaps, _ in brought), strict=True))
+    def _move(self, source: int, target: int) -> ByteSwaps:
+        """The swaps that lead from the order of one layout to that of another."""
+        swaps_of = {}
+        for partition, blocks in self._blocks.items():
+            base = blocks[self._base_tp]
+            original = RowOrder.original(base.size, base.unit)
+            before, after = (original.bring(blocks[tp]) for tp in (source, target))
+            swaps_of[partition] = rounds(before.swaps_to(after))
         made: list[list[RowSwap]] = []
         seen: set[int] = set()
         for weight in self._base.values():
@@ -164,7 +160,7 @@ class InPlaceShards:
                 if i == len(made):
                     made.append([])
                 made[i] += [RowSwap(weight.tensor, one.a, one.b, one.length) for one in swaps]
-        return prepare(made), tuple(order for _, order in brought)
+        return prepare(made)
 
 
 def _keep_plain(model: nn.Module) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 
 from pat_vllm.layout import Layout
+from pat_vllm.support import pat_config
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
 
 def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> VllmConfig:
@@ -25,11 +26,25 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.parallel_config.tensor_parallel_size = layout.tp
     config.parallel_config.world_size = layout.tp
     config.parallel_config.rank = layout.tp_rank_of(rank)
+    # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
+    config.parallel_config.data_parallel_index = layout.replica_of(rank)
+    # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
+    config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:
+    """Capture no graphs for batches that the layout will not see."""
+    sizes = config.cudagraph_capture_sizes
+    if sizes and largest_batch is not None:
+        enough = next((size for size in sorted(sizes) if size >= largest_batch), max(sizes))
+        config.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
+        config.max_cudagraph_capture_size = enough
 
 
 def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:

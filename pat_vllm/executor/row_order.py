@@ -10,7 +10,7 @@ all rows in their original order, so the way back is no other than any way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pat_vllm.executor.shards import Piece
@@ -56,19 +56,18 @@ class RowOrder:
         """The order in which the weight was loaded."""
         return cls(tuple(range(rows // unit)), unit)
 
-    def bring(self, block: Block) -> tuple[list[Swap], RowOrder]:
-        """The swaps, one after the other, that put a block together, and the order afterwards."""
+    def bring(self, block: Block) -> RowOrder:
+        """The order, a few swaps from this one, in which a block is together."""
         assert block.unit == self.unit
-        units = list(self.units)
-        place_of = {unit: place for place, unit in enumerate(units)}
-        pairs: list[tuple[int, int]] = []
-        for place, unit in enumerate(block.units, start=block.start // self.unit):
-            came_from, displaced = place_of[unit], units[place]
-            if came_from != place:
-                units[place], units[came_from] = unit, displaced
-                place_of[unit], place_of[displaced] = place, came_from
-                pairs.append((place, came_from))
-        return _joined(pairs, self.unit), RowOrder(tuple(units), self.unit)
+        first = block.start // self.unit
+        after = list(self.units)
+        _swap_until(after, dict(enumerate(block.units, start=first)))
+        return RowOrder(tuple(after), self.unit)
+
+    def swaps_to(self, other: RowOrder) -> list[Swap]:
+        """The swaps, one after the other, that lead from this order to another of the same rows."""
+        assert other.unit == self.unit
+        return _joined(_swap_until(list(self.units), dict(enumerate(other.units))), self.unit)
 
 
 def common_unit(rows: int, shards: Iterable[Sequence[Piece]]) -> int:
@@ -99,7 +98,7 @@ def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
     # One of the parts stays where it is.
     starts = {min(max(piece.src - piece.dst, 0), last) for piece in pieces}
     blocks = (Block(start, units, unit) for start in sorted(starts))
-    return min(blocks, key=lambda block: rows_moved(original.bring(block)[0]))
+    return min(blocks, key=lambda block: rows_moved(original.swaps_to(original.bring(block))))
 
 
 def rows_moved(swaps: Iterable[Swap]) -> int:
@@ -123,6 +122,19 @@ def _overlap(one: Swap, other: Swap) -> bool:
         for x in (one.a, one.b)
         for y in (other.a, other.b)
     )
+
+
+def _swap_until(units: list[int], wanted: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Swap places in `units` until `wanted[place]` lies there; returns the pairs of places."""
+    place_of = {unit: place for place, unit in enumerate(units)}
+    pairs = []
+    for place, unit in wanted.items():
+        came_from, displaced = place_of[unit], units[place]
+        if came_from != place:
+            units[place], units[came_from] = unit, displaced
+            place_of[unit], place_of[displaced] = place, came_from
+            pairs.append((place, came_from))
+    return pairs
 
 
 def _joined(pairs: Sequence[tuple[int, int]], unit: int) -> list[Swap]:

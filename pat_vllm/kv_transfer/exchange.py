@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from pat_vllm.kernels.kv import StagedBlocks, staged_blocks
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 
@@ -31,7 +31,10 @@ class Transport(Protocol):
         ...
 
     def swap(self) -> list[torch.Tensor]:
-        """What each rank has packed for this one; flat, valid until `done`."""
+        """What each rank has packed for this one; flat, valid until `done`.
+
+        On CUDA, consecutive parts of one buffer.
+        """
         ...
 
     def done(self) -> None:
@@ -82,82 +85,22 @@ def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return shared or CollectiveTransport(group, device)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One block move on this rank: which part of a view, and where in its peer's part.
-
-    `blocks` is an int64 tensor, or a slice where block ids are consecutive; `shape` is [blocks,
-    heads, tokens, content].
-    """
-
-    blocks: torch.Tensor | slice
-    heads: range
-    start: int
-    shape: tuple[int, int, int, int]
-
-    @property
-    def end(self) -> int:
-        blocks, heads, tokens, content = self.shape
-        return self.start + blocks * heads * tokens * content
-
-    def pack(self, view: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy from the blocks of `view` to the staged bytes."""
-        heads, staged = self._heads(view), self._staged(part)
-        if isinstance(self.blocks, slice):
-            staged.copy_(heads[self.blocks])
-        else:
-            torch.index_select(heads, 0, self.blocks, out=staged)
-
-    def unpack(self, part: torch.Tensor, view: torch.Tensor) -> None:
-        """Copy from the staged bytes to the blocks of `view`."""
-        heads, staged = self._heads(view), self._staged(part)
-        if isinstance(self.blocks, slice):
-            heads[self.blocks].copy_(staged)
-        else:
-            heads.index_copy_(0, self.blocks, staged)
-
-    def _heads(self, view: torch.Tensor) -> torch.Tensor:
-        return view.narrow(1, self.heads.start, len(self.heads))
-
-    def _staged(self, part: torch.Tensor) -> torch.Tensor:
-        return part[self.start : self.end].view(self.shape)
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """The pieces that go to, or come from, each rank."""
-
-    by_peer: tuple[tuple[_Piece, ...], ...]
-
-    @classmethod
-    def of(
-        cls,
-        moves_by_peer: tuple[tuple[BlockMove, ...], ...],
-        view: torch.Tensor,
-        from_source: bool,
-    ) -> _Pieces:
-        tokens, content = view.shape[2:]
-        by_peer = []
-        for moves in moves_by_peer:
-            pieces: list[_Piece] = []
-            for move in moves:
-                blocks = move.source_blocks if from_source else move.target_blocks
-                heads = move.route.source_heads if from_source else move.route.target_heads
-                pieces.append(
-                    _Piece(
-                        _index(blocks, view.device),
-                        heads,
-                        pieces[-1].end if pieces else 0,
-                        (len(blocks), len(heads), tokens, content),
-                    )
-                )
-            by_peer.append(tuple(pieces))
-        return cls(tuple(by_peer))
-
-    @property
-    def counts(self) -> list[int]:
-        """Elements by rank."""
-        return [pieces[-1].end if pieces else 0 for pieces in self.by_peer]
+def _staged(
+    moves_by_peer: Iterable[Iterable[BlockMove]], view: torch.Tensor, from_source: bool
+) -> StagedBlocks:
+    """The blocks of `view` that the moves to, or from, each rank read or write."""
+    return staged_blocks(
+        [
+            [
+                (move.source_blocks, move.route.source_heads)
+                if from_source
+                else (move.target_blocks, move.route.target_heads)
+                for move in moves
+            ]
+            for moves in moves_by_peer
+        ],
+        view,
+    )
 
 
 class Exchange:
@@ -174,7 +117,7 @@ class Exchange:
         self._group = group
         self._device = device
         self._transport = transport or best_transport(group, device)
-        self._staged: tuple[_Pieces, _Pieces] | None = None
+        self._staged: tuple[StagedBlocks, StagedBlocks] | None = None
         self.bytes_sent = 0
 
     @contextmanager
@@ -193,8 +136,8 @@ class Exchange:
         the same memory.
         """
         source, target = _words(source), _words(target)
-        packs = _Pieces.of(moves.sends, source, from_source=True)
-        unpacks = _Pieces.of(moves.receives, target, from_source=False)
+        packs = _staged(moves.sends, source, from_source=True)
+        unpacks = _staged(moves.receives, target, from_source=False)
         self._transport.prepare(packs.counts, unpacks.counts, source.dtype)
         self._staged = packs, unpacks
         self.bytes_sent = 0
@@ -209,15 +152,10 @@ class Exchange:
         assert self._staged is not None, "run() outside staging()"
         source, target = _words(source), _words(target)
         packs, unpacks = self._staged
-        send = self._transport.send
-        for pieces, part in zip(packs.by_peer, send.split(packs.counts), strict=True):
-            for piece in pieces:
-                piece.pack(source, part)
-        for pieces, part in zip(unpacks.by_peer, self._transport.swap(), strict=True):
-            for piece in pieces:
-                piece.unpack(part, target)
+        packs.pack(source, self._transport.send)
+        unpacks.unpack(self._transport.swap(), target)
         self._transport.done()
-        self.bytes_sent += send.nbytes
+        self.bytes_sent += self._transport.send.nbytes
 
     def measure(self, num_bytes: int, repeats: int = 3) -> float:
         """Bytes per second, over all ranks, when each of them sends `num_bytes` to each."""
@@ -242,11 +180,3 @@ class Exchange:
 def _words(view: torch.Tensor) -> torch.Tensor:
     """The same bytes in 8-byte elements, which are copied faster than narrow ones."""
     return view.view(torch.int64)
-
-
-def _index(blocks: Sequence[int], device: torch.device) -> torch.Tensor | slice:
-    """`blocks` as an index. A fresh pool gives consecutive ones, which copy without a lookup."""
-    first, count = blocks[0], len(blocks)
-    if blocks[-1] - first == count - 1 and list(blocks) == list(range(first, first + count)):
-        return slice(first, first + count)
-    return torch.tensor(blocks, dtype=torch.int64, device=device)

@@ -144,6 +144,19 @@ def gpu_names() -> tuple[str, ...]:
     return tuple(GPUS)
 
 
+def layer_communication(gpu: Gpu, link: Link, tp: int, size: float) -> float:
+    """Seconds that a layer's all-reduces take, of activations of `size` bytes.
+
+    Ring all-reduces: latency, and 2 (tp - 1) / tp times the bytes over the link.
+    """
+    if tp == 1:
+        return 0.0
+    fixed, per_doubling = ALL_REDUCE_LATENCY[link]
+    rate = gpu.links[link] * ALL_REDUCE_EFFICIENCY[link]
+    one = fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
+    return ALL_REDUCES_PER_LAYER * one
+
+
 @dataclass(frozen=True)
 class _Model:
     """The sizes of a dense decoder, counted in elements."""
@@ -229,14 +242,6 @@ class _Machine:
         left = memory_fraction * self.gpu.memory - ACTIVATION_BYTES - weights
         return max(0, int(left / self.kv_bytes_on_rank(tp)) // BLOCK * BLOCK)
 
-    def all_reduce(self, tp: int, size: float) -> float:
-        """Ring all-reduce: latency, and 2 (tp - 1) / tp times the bytes over the link."""
-        if tp == 1:
-            return 0.0
-        fixed, per_doubling = ALL_REDUCE_LATENCY[self.link]
-        rate = self.gpu.links[self.link] * ALL_REDUCE_EFFICIENCY[self.link]
-        return fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
-
     def step(self, tp: int, batch: int, context: int, prefill: int) -> float:
         """A step of `batch` decodes over `context` tokens in all and of one prompt of `prefill`
         tokens, which attends to itself (causal)."""
@@ -250,8 +255,9 @@ class _Machine:
         operations += 4 * model.layers * model.heads * model.head_dim / tp * attended
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
-        reduces = model.layers * ALL_REDUCES_PER_LAYER
-        communicating = reduces * self.all_reduce(tp, tokens * model.hidden * self.dtype_bytes)
+        communicating = model.layers * layer_communication(
+            self.gpu, self.link, tp, tokens * model.hidden * self.dtype_bytes
+        )
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         return max(reading, computing) + communicating + launching + STEP_OVERHEAD
 

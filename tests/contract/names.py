@@ -54,7 +54,8 @@ NAMES = (
     Names(
         f"{CONFIG}.ParallelConfig",
         "support plugin launcher executor.layout_config executor.profile_key executor.ray_executor",
-        "data_parallel_size decode_context_parallel_size distributed_executor_backend "
+        "data_parallel_index data_parallel_size decode_context_parallel_size "
+        "distributed_executor_backend "
         "enable_expert_parallel nnodes pipeline_parallel_size placement_group "
         "prefill_context_parallel_size rank ray_runtime_env tensor_parallel_size worker_cls "
         "world_size",
@@ -87,7 +88,7 @@ NAMES = (
     Names(
         f"{CONFIG}.CompilationConfig",
         "executor.layout_config executor.profile_key",
-        "cudagraph_mode static_forward_context",
+        "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size static_forward_context",
     ),
     Names(f"{CONFIG}.LoadConfig", "executor.weights", "load_format model_loader_extra_config"),
     Names(f"{CONFIG}.KVEventsConfig", "support", "enable_kv_cache_events"),

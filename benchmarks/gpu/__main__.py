@@ -1,0 +1,81 @@
+"""`python -m benchmarks.gpu [--quick] [--device cuda|cpu] [--out DIR] [--parts ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import ceiling, decode, kv_blocks, report, reshard
+from benchmarks.gpu.shapes import Scale, scale_of
+from benchmarks.gpu.timing import Stopwatch
+
+Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
+
+PARTS: dict[str, Part] = {
+    "reshard": reshard.measure,
+    "kv": kv_blocks.measure,
+    "decode": decode.measure,
+}
+"""What can be measured, beside the ceilings, which all of them refer to."""
+
+
+def main(arguments: Sequence[str]) -> Path:
+    """Measure, and write JSON and Markdown after each part; returns the path of the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the most important, in a minute")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU is at hand; --device cpu runs tiny shapes, to see that it works")
+
+    device = torch.device(given.device)
+    scale = scale_of(device, given.quick)
+    stopwatch = Stopwatch(device, scale.repeats)
+    command = " ".join(["python -m benchmarks.gpu", *arguments])
+    results: dict[str, Any] = {"machine": report.machine(device, command)}
+    name = "cpu" if given.device == "cpu" else f"gpu{'-quick' if given.quick else ''}"
+    stem = given.out / f"{results['machine']['date'][:10]}-{name}"
+    given.out.mkdir(parents=True, exist_ok=True)
+
+    begun = time.perf_counter()
+    results["ceiling"] = ceiling.measure(stopwatch, scale)
+    for part in given.parts:
+        _give_back()
+        results[part] = PARTS[part](stopwatch, scale, results["ceiling"]["copy_bytes_per_second"])
+        results["machine"]["seconds"] = round(time.perf_counter() - begun, 1)
+        print(f"{part}: done after {results['machine']['seconds']} s", flush=True)
+        stem.with_suffix(".json").write_text(report.to_json(results) + "\n")
+        stem.with_suffix(".md").write_text(report.markdown(results))
+    print(report.markdown(results))
+    _write_profiles(stem.with_suffix(".json"), "decode" in results and device.type == "cuda")
+    return stem.with_suffix(".json")
+
+
+def _write_profiles(path: Path, wanted: bool) -> None:
+    if not wanted:
+        return
+    if find_spec("pydantic") is None:
+        print(f"for profiles, with pydantic at hand: python -m benchmarks.gpu.profiles {path}")
+        return
+    from benchmarks.gpu.profiles import write_profiles
+
+    for written in write_profiles(path):
+        print(f"written: {written}")
+
+
+def _give_back() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,207 @@
+"""Where a measurement was made, its JSON, and a page for people."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def machine(device: torch.device, command: str) -> dict[str, Any]:
+    """Facts about the device and the software."""
+    facts: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": _commit(),
+        "device": "CPU",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+    }
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "memory_gib": round(found.total_memory / 2**30, 1),
+            "l2_mib": round(found.L2_cache_size / 2**20, 1),
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def to_json(content: Any, indent: int = 0) -> str:
+    """JSON in which whatever holds nothing but plain values takes one line."""
+    inner = content.values() if isinstance(content, Mapping) else content
+    if not isinstance(content, Mapping | list | tuple) or not any(
+        isinstance(value, Mapping | list | tuple) for value in inner
+    ):
+        return json.dumps(content)
+    space = " " * (indent + 1)
+    if isinstance(content, Mapping):
+        lines = [f"{json.dumps(k)}: {to_json(v, indent + 1)}" for k, v in content.items()]
+        opening, closing = "{}"
+    else:
+        lines = [to_json(value, indent + 1) for value in content]
+        opening, closing = "[]"
+    body = ",\n".join(space + line for line in lines)
+    return f"{opening}\n{body}\n{' ' * indent}{closing}"
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The results as a page: the parts that were measured, in order."""
+    facts = results["machine"]
+    about = ", ".join(f"{k} {v}" for k, v in facts.items() if k not in ("command", "date"))
+    text = [f"# GPU measurements\n\n{facts['date']}: {about}.\n`{facts['command']}`\n"]
+    if facts["device"] == "CPU":
+        text.append("**Tiny shapes on CPU: this shows that the measurement runs, and no more.**\n")
+    for name, section in _SECTIONS.items():
+        if name in results:
+            text.append("\n".join(section(results[name])))
+    return "\n".join(text)
+
+
+def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"## Ceilings\n\nCopy {part['copy_bytes_per_second'] / 1e9:,.0f} GB/s, swap in place "
+        f"{part['swap_bytes_per_second'] / 1e9:,.0f} GB/s: bytes read plus bytes written, best of "
+        "the large ones. Shares below are of the copy.\n"
+    )
+    kinds = ("torch", "triton", "swap")
+    yield _table(
+        ("MiB", *(f"{kind} GB/s" for kind in kinds)),
+        [
+            (
+                f"{row['bytes'] / 2**20:g}",
+                *(_rate(row.get(f"{kind}_bytes_per_second")) for kind in kinds),
+            )
+            for row in part["rows"]
+        ],
+    )
+
+
+def _reshard(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "## In-place reshard\n\nRows of all layers' fused matrices trade places; the slowest of "
+        "the ranks and ways measured. Restored byte for byte at the end of every walk.\n"
+    )
+    yield _table(
+        ("model", "layouts", "ms", "GB moved", "share of copy"),
+        [
+            (
+                row["model"],
+                f"tp {row['source']} to {row['target']}",
+                _spread(row),
+                f"{row['bytes_read_and_written'] / 1e9:.2f}",
+                f"{row['share_of_copy']:.0%}",
+            )
+            for row in _slowest(part["rows"], ("model", "source", "target"))
+        ],
+    )
+
+
+def _kv(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"## Packing and unpacking KV\n\nAll layers of {part['model']}, one launch per layer; the "
+        "slower of the two directions."
+    )
+    if part["more_than_fits"]:
+        yield f"Left out, as more than fits: {', '.join(part['more_than_fits'])} tokens."
+    yield ""
+    yield _table(
+        ("requests x tokens", "what", "block", "GB moved", "ms", "share of copy"),
+        [
+            (
+                f"{row['requests']} x {row['tokens']}",
+                row["what"],
+                row["cache_layout"],
+                f"{row['bytes_read_and_written'] / 1e9:.2f}",
+                _spread(row),
+                f"{row['share_of_copy']:.0%}",
+            )
+            for row in _slowest(part["rows"], ("requests", "tokens", "what", "cache_layout"))
+        ],
+    )
+
+
+def _decode(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "## Decode steps of one rank's shard\n\nMilliseconds, and the share of the copy ceiling at "
+        f"which weights and KV are read. No communication is in them. Attention: "
+        f"{part['attention']}. Relative error of the kernels: {part['error_of_kernels']:.1e}.\n"
+    )
+    rows = part["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    cells: dict[tuple[Any, ...], dict[int, str]] = {}
+    for row in rows:
+        key = row["model"], row["tp"], row["batch"]
+        text = f"{row['ms']:.2f} ({row['share_of_copy']:.0%})"
+        cells.setdefault(key, {})[row["context"]] = text
+    yield _table(
+        ("model", "tp", "batch", *(f"{context:,} tokens" for context in contexts)),
+        [(*key, *(found.get(context, "") for context in contexts)) for key, found in cells.items()],
+    )
+    yield "Row-parallel matrices as columns of the whole ones, as after a reshard in place:\n"
+    yield _table(
+        ("model", "tp", "batch", "own ms", "columns ms", "ratio"),
+        [
+            (
+                row["model"],
+                row["tp"],
+                row["batch"],
+                f"{row['contiguous_ms']:.2f}",
+                f"{row['strided_ms']:.2f}",
+                f"{row['strided_over_contiguous']:.3f}",
+            )
+            for row in part["strided_row_parallel"]
+        ],
+    )
+
+
+_SECTIONS = {"ceiling": _ceiling, "reshard": _reshard, "kv": _kv, "decode": _decode}
+
+
+def _slowest(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Mapping[str, Any]]:
+    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in by)
+        if key not in found or row["ms"] > found[key]["ms"]:
+            found[key] = row
+    return list(found.values())
+
+
+def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+def _spread(row: Mapping[str, Any]) -> str:
+    return f"{row['ms']:.3f} ({row['low_ms']:.3f}-{row['high_ms']:.3f})"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate / 1e9:,.0f}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() or "unknown"

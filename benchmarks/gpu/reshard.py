@@ -1,0 +1,150 @@
+"""In-place reshard of a model's weights: rows of all layers' fused matrices change places.
+
+Only qkv and gate-up matrices take part: the shards of all others are views of the whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, permutations
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.shapes import ModelShape, Scale, random_like
+from benchmarks.gpu.timing import Stopwatch
+from pat_vllm.executor.row_order import Block, RowOrder, block_of, common_unit, rounds
+from pat_vllm.executor.shards import EvenPartition, Partition, QKVPartition, regroup
+from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
+
+
+def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
+    """Reshard between every two layouts, in both directions, on some of the devices.
+
+    What has to move depends on where a rank comes from, too. So each walk begins in the base
+    layout, with rows in their original order, goes to one or two other layouts, and ends in the
+    base layout. There the weights are compared with the original ones, byte for byte.
+
+    Args:
+        copy_rate: the copy ceiling, bytes read plus bytes written per second.
+    """
+    rows = []
+    for shape in scale.models:
+        weights = _Weights(shape, stopwatch.device)
+        for rank in scale.ranks:
+            for walk in _walks(scale.tps):
+                rows += _measure_walk(stopwatch, weights, rank, walk, scale.tps, copy_rate)
+        del weights
+    return {"restored": "every walk, byte for byte", "rows": rows}
+
+
+class _Weights:
+    """The fused matrices of all layers, as one device holds them in the base layout."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        self.shape = shape
+        self.partitions: dict[str, Partition] = {
+            "qkv": QKVPartition(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim),
+            "gate_up": EvenPartition((shape.intermediate, shape.intermediate)),
+        }
+        self.tensors: dict[str, list[torch.Tensor]] = {}
+        for name, partition in self.partitions.items():
+            size = partition.shard(1, 0).size, shape.hidden
+            self.tensors[name] = [
+                random_like(torch.empty(size, dtype=torch.bfloat16, device=device))
+                for _ in range(shape.layers)
+            ]
+        self.original = {
+            name: [tensor.clone() for tensor in tensors] for name, tensors in self.tensors.items()
+        }
+
+    def blocks(self, rank: int, tps: Sequence[int]) -> dict[str, dict[int, Block]]:
+        """Where each layout's shard is brought together, by matrix and tp."""
+        found = {}
+        for name, partition in self.partitions.items():
+            base = [partition.shard(1, 0)]
+            pieces = {tp: regroup(partition.shard(tp, rank % tp), base) for tp in tps}
+            unit = common_unit(base[0].size, pieces.values())
+            found[name] = {tp: block_of(of_tp, base[0].size, unit) for tp, of_tp in pieces.items()}
+        return found
+
+    def check(self, blocks: Mapping[str, Block]) -> None:
+        """That the block of each matrix is the shard, as cut out of the original."""
+        for name, block in blocks.items():
+            units = torch.tensor(block.units, device=self.tensors[name][0].device)
+            for tensor, original in zip(self.tensors[name], self.original[name], strict=True):
+                found = tensor[block.start : block.start + block.size]
+                expected = original.unflatten(0, (-1, block.unit))[units].flatten(0, 1)
+                assert _same(found, expected), f"the shard of {name} is wrong"
+
+    def check_restored(self) -> None:
+        """That everything is where it was."""
+        for name, tensors in self.tensors.items():
+            assert all(map(_same, tensors, self.original[name])), f"{name} is not as it was"
+
+
+def _walks(tps: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Ways from the base layout and back by which every layout is reached from every other."""
+    base = tps[0]
+    yield from ((base, tp, base) for tp in tps[1:])
+    yield from ((base, a, b, base) for a, b in permutations(tps[1:], 2))
+
+
+def _measure_walk(
+    stopwatch: Stopwatch,
+    weights: _Weights,
+    rank: int,
+    walk: Sequence[int],
+    tps: Sequence[int],
+    copy_rate: float,
+) -> list[dict[str, Any]]:
+    blocks = weights.blocks(rank, tps)
+    begun = time.perf_counter()
+    moves = [_plan(weights, blocks, source, target) for source, target in pairwise(walk)]
+    planning = (time.perf_counter() - begun) / len(moves)
+
+    for tp, move in zip(walk[1:], moves, strict=True):
+        move.run()
+        weights.check({name: of_tp[tp] for name, of_tp in blocks.items()})
+    weights.check_restored()
+    timings = stopwatch.measure_cycle([move.run for move in moves])
+    weights.check_restored()
+
+    return [
+        {
+            "model": weights.shape.name,
+            "source": source,
+            "target": target,
+            "rank": rank,
+            "walk": "-".join(map(str, walk)),
+            "bytes_read_and_written": 2 * move.num_bytes,
+            **timing.to_json(),
+            "share_of_copy": 2 * move.num_bytes / timing.median / copy_rate,
+            "planning_ms": round(planning * 1e3, 2),
+        }
+        for (source, target), move, timing in zip(pairwise(walk), moves, timings, strict=True)
+    ]
+
+
+def _plan(
+    weights: _Weights, blocks: Mapping[str, Mapping[int, Block]], source: int, target: int
+) -> ByteSwaps:
+    """One round of swaps after the other, each over all layers."""
+    made: list[list[RowSwap]] = []
+    for name, of_tp in blocks.items():
+        original = RowOrder.original(of_tp[1].size, of_tp[1].unit)
+        before, after = (original.bring(of_tp[tp]) for tp in (source, target))
+        for index, together in enumerate(rounds(before.swaps_to(after))):
+            if index == len(made):
+                made.append([])
+            made[index] += [
+                RowSwap(tensor, one.a, one.b, one.length)
+                for tensor in weights.tensors[name]
+                for one in together
+            ]
+    return prepare(made)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int64), other.view(torch.int64))

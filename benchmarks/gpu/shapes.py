@@ -1,0 +1,132 @@
+"""What is measured: shapes of models, and how much of everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder with grouped KV heads, counted in elements."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    qk_norm: bool
+
+    def config(self) -> Mapping[str, Any]:
+        """The shape as in a config.json."""
+        return {
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": False,
+        }
+
+
+LLAMA_8B = ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, False)
+QWEN_14B = ModelShape("qwen3-14b", 40, 5120, 40, 8, 128, 17408, 151936, True)
+TINY = ModelShape("tiny", 2, 64, 8, 4, 16, 128, 512, True)
+
+RANKS = 8
+"""Devices of the engines whose shards are measured."""
+
+BLOCK = 16
+"""Tokens of a KV block."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        copies: bytes of a copy.
+        ranks: which of the `RANKS` devices' reshards.
+        requests, tokens: what KV is moved for, and how much of each.
+        wide: tensor parallelism at the far end of that move.
+        kv_bytes: bound on the KV of one measurement, over all layers.
+        batches, contexts: of decode steps.
+        decode_kv_bytes: bound on their KV; None is what the device has room for.
+        repeats: runs of which the median is taken.
+    """
+
+    models: tuple[ModelShape, ...]
+    copies: tuple[int, ...]
+    ranks: tuple[int, ...]
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+    wide: tuple[int, ...]
+    kv_bytes: int
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    decode_kv_bytes: int | None
+    repeats: int
+    tps: tuple[int, ...] = (1, 2, 4, 8)
+
+
+_FULL = Scale(
+    models=(LLAMA_8B, QWEN_14B),
+    copies=tuple(n << 20 for n in (1, 4, 16, 64, 256, 1024, 4096)),
+    ranks=tuple(range(RANKS)),
+    requests=(1, 4, 16, 64),
+    tokens=(2048, 8192, 32768),
+    wide=(2, 8),
+    kv_bytes=48 << 30,
+    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    contexts=(1024, 2048, 4096, 8192, 16384, 32768),
+    decode_kv_bytes=None,
+    repeats=9,
+)
+_QUICK = Scale(
+    models=(LLAMA_8B,),
+    copies=tuple(n << 20 for n in (16, 256, 1024)),
+    ranks=(0, 3, 7),
+    requests=(1, 16),
+    tokens=(2048, 8192),
+    wide=(2,),
+    kv_bytes=16 << 30,
+    batches=(1, 16, 128),
+    contexts=(1024, 8192),
+    decode_kv_bytes=None,
+    repeats=5,
+)
+_TINY = Scale(
+    models=(TINY,),
+    copies=(1 << 16, 1 << 20),
+    ranks=(0, 5, 7),
+    requests=(1, 3),
+    tokens=(32, 64),
+    wide=(2, 4),
+    kv_bytes=1 << 20,
+    batches=(1, 3),
+    contexts=(32, 80),
+    decode_kv_bytes=1 << 20,
+    repeats=2,
+)
+
+
+def scale_of(device: torch.device, quick: bool) -> Scale:
+    """Of a GPU all of it, or in a minute the most important; of CPU tiny shapes."""
+    if device.type == "cpu":
+        return _TINY
+    return _QUICK if quick else _FULL
+
+
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with random bits (of each 8 bytes all but one), and return it."""
+    tensor.view(torch.int64).random_()
+    return tensor

@@ -1,0 +1,274 @@
+"""Copies within device memory against plain indexing, byte for byte.
+
+torch's way is tested here. The Triton kernels run in Triton's interpreter, in a process of its own
+(`python -m tests.test_kernels`). That they access memory 16 bytes at a time is read off the code
+that Triton makes for a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.kernels import kv, swap
+from pat_vllm.kernels.swap import RowSwap, prepare
+from tests.triton_kernels import hopper_code, in_interpreter, needs_triton
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64)
+
+# -------------------------------------------------------------------- swaps
+
+
+def random_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    wide = [*shape[:-1], shape[-1] * dtype.itemsize]
+    return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def random_swaps(
+    rng: random.Random, unit: int = 1
+) -> tuple[list[torch.Tensor], list[list[RowSwap]]]:
+    """Tensors, and rounds of swaps of them; ranges are of whole units of rows."""
+    tensors = []
+    for _ in range(rng.randint(1, 4)):
+        dtype, rows = rng.choice(DTYPES), unit * rng.randint(2, 40)
+        shape = (rows,) if rng.random() < 0.3 else (rows, rng.choice([1, 3, 8, 16, 24]))
+        tensors.append(random_bytes(shape, dtype, rng.randrange(2**30)))
+    rounds = []
+    for _ in range(rng.randint(0, 3)):
+        swaps = []
+        for tensor in tensors:
+            # Cut all rows into ranges, then pair some that are equally long.
+            count = len(tensor) // unit
+            cuts = sorted(rng.sample(range(count + 1), rng.randint(2, min(count + 1, 8))))
+            ranges = [(a * unit, (b - a) * unit) for a, b in pairwise(cuts)]
+            rng.shuffle(ranges)
+            while len(ranges) > 1:
+                (a, one), (b, other) = ranges.pop(), ranges.pop()
+                swaps.append(RowSwap(tensor, a, b, min(one, other)))
+        rng.shuffle(swaps)
+        rounds.append(swaps)
+    return tensors, rounds
+
+
+def swapped(tensors: list[torch.Tensor], rounds: list[list[RowSwap]]) -> list[torch.Tensor]:
+    """Copies of the tensors after the swaps, by plain indexing."""
+    copies = [tensor.clone() for tensor in tensors]
+    for swaps in rounds:
+        for tensor, a, b, length in swaps:
+            (copy,) = (c for c, t in zip(copies, tensors, strict=True) if t is tensor)
+            kept = copy[a : a + length].clone()
+            copy[a : a + length] = copy[b : b + length]
+            copy[b : b + length] = kept
+    return copies
+
+
+def num_bytes(rounds: list[list[RowSwap]]) -> int:
+    return sum(2 * t[a : a + length].nbytes for swaps in rounds for t, a, _, length in swaps)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from([16, 100, 4096, swap.STAGING_BYTES]))
+def test_swaps_are_those_of_plain_indexing_whatever_the_staging(rng, staging_bytes):
+    tensors, rounds = random_swaps(rng)
+    before = [tensor.clone() for tensor in tensors]
+    after = swapped(tensors, rounds)
+    forth = prepare(rounds, staging_bytes=staging_bytes)
+    assert forth.num_bytes == num_bytes(rounds)
+    forth.run()
+    assert all(map(same, tensors, after))
+    # The way back is the rounds in reverse.
+    prepare(rounds[::-1], staging_bytes=staging_bytes).run()
+    assert all(map(same, tensors, before))
+
+
+def test_prepared_swaps_run_again_on_what_lies_there_then():
+    tensor = torch.arange(12.0).view(6, 2)
+    once = prepare([[RowSwap(tensor, 0, 3, 2)]])
+    once.run()
+    tensor += 100
+    once.run()
+    assert torch.equal(tensor, torch.arange(12.0).view(6, 2) + 100)
+
+
+def test_parameters_and_inference_tensors_can_be_swapped():
+    with torch.inference_mode():
+        made_for_inference = torch.arange(4.0)
+    for tensor in (torch.nn.Parameter(torch.arange(4.0)), made_for_inference):
+        prepare([[RowSwap(tensor, 0, 2, 2)]]).run()
+        assert tensor.tolist() == [2.0, 3.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("a, b, length", [(0, 4, 2), (5, 0, 1), (-1, 2, 1), (0, 2, -1)])
+def test_ranges_outside_a_tensor_are_refused(a, b, length):
+    with pytest.raises(ValueError, match="not inside the 5 of a tensor"):
+        prepare([[RowSwap(torch.zeros(5, 2), a, b, length)]])
+
+
+def test_overlapping_ranges_are_refused_within_a_round_only():
+    tensor = torch.zeros(10, 3)
+    one, other = RowSwap(tensor, 0, 4, 4), RowSwap(tensor[2:], 5, 6, 1)
+    for swaps in ([RowSwap(tensor, 0, 3, 4)], [one, other]):
+        with pytest.raises(ValueError, match="overlap"):
+            prepare([swaps])
+    prepare([[one], [other]]).run()
+
+
+def test_strided_tensors_and_no_staging_are_refused():
+    with pytest.raises(ValueError, match="contiguous"):
+        prepare([[RowSwap(torch.zeros(4, 4).T, 0, 2, 1)]])
+    with pytest.raises(ValueError, match="staging_bytes"):
+        prepare([], staging_bytes=8)
+
+
+# -------------------------------------------------------------------- KV blocks
+
+
+def random_view(rng: random.Random, blocks: int, seed: int) -> torch.Tensor:
+    """A layer's view of a KV buffer, as 8-byte words: heads first or tokens first, maybe padded."""
+    heads, tokens = rng.choice([1, 2, 4, 8]), rng.choice([1, 4, 16])
+    content = rng.choice([1, 2, 5, 8, 20, 64])
+    if rng.random() < 0.5:
+        memory = random_bytes((blocks, heads, tokens, content), torch.int64, seed)
+        return memory
+    padding = rng.choice([0, 1, 2])
+    memory = random_bytes((blocks, tokens, heads, content + padding), torch.int64, seed)
+    return memory[..., :content].transpose(1, 2)
+
+
+def random_pieces(rng: random.Random, view: torch.Tensor) -> list[list[kv.Piece]]:
+    """Pieces by peer that name no block and head twice."""
+    blocks, heads = list(range(view.shape[0])), view.shape[1]
+    if rng.random() < 0.5:
+        rng.shuffle(blocks)
+    by_peer: list[list[kv.Piece]] = []
+    for _ in range(rng.randint(1, 4)):
+        peer: list[kv.Piece] = []
+        for _ in range(rng.randint(0, 2)):
+            mine, blocks = blocks[:3], blocks[3:]
+            first = rng.randrange(heads)
+            if mine:
+                peer.append((tuple(mine), range(first, rng.randint(first + 1, heads))))
+        by_peer.append(peer)
+    return by_peer
+
+
+def packed(view: torch.Tensor, by_peer: list[list[kv.Piece]]) -> list[torch.Tensor]:
+    """What each peer gets, by plain indexing."""
+    parts = []
+    for pieces in by_peer:
+        runs = [
+            view[block, head].reshape(-1)
+            for ids, heads in pieces
+            for block in ids
+            for head in heads
+        ]
+        parts.append(torch.cat(runs) if runs else view.new_empty(0))
+    return parts
+
+
+def check_staging(make: Any, rng: random.Random) -> None:
+    """`make` is a class that does what `StagedBlocks` says."""
+    view = random_view(rng, rng.randint(1, 20), rng.randrange(2**30))
+    by_peer = random_pieces(rng, view)
+    staged = make(by_peer, view)
+    expected = packed(view, by_peer)
+    assert staged.counts == [len(part) for part in expected]
+    buffer = torch.full((sum(staged.counts),), -1, dtype=torch.int64)
+    staged.pack(view, buffer)
+    assert torch.equal(buffer, torch.cat(expected))
+
+    new = random_bytes((len(buffer),), torch.int64, rng.randrange(2**30))
+    memory = view.clone(memory_format=torch.preserve_format)
+    target = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).copy_(view)
+    staged.unpack(new.split(staged.counts), target)
+    position = 0
+    for pieces in by_peer:
+        for ids, heads in pieces:
+            for block in ids:
+                for head in heads:
+                    end = position + memory[block, head].numel()
+                    memory[block, head] = new[position:end].view(memory[block, head].shape)
+                    position = end
+    assert torch.equal(target, memory)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_blocks_are_packed_and_unpacked_as_by_plain_indexing(rng):
+    check_staging(kv.IndexedBlocks, rng)
+
+
+# -------------------------------------------------------------------- Triton's interpreter
+
+
+@needs_triton
+def test_triton_kernels_do_the_same_in_the_interpreter():
+    assert in_interpreter("tests.test_kernels").split() == ["swaps", "blocks"]
+
+
+def _in_interpreter() -> None:
+    """Every pair and view goes through the kernels, though it is on CPU."""
+    swap._on_gpu = lambda tensor: True
+    for seed in range(40):
+        tensors, rounds = random_swaps(random.Random(seed), unit=16)
+        before, after = [tensor.clone() for tensor in tensors], swapped(tensors, rounds)
+        prepare(rounds).run()
+        assert all(map(same, tensors, after)), f"seed {seed}"
+        prepare(rounds[::-1]).run()
+        assert all(map(same, tensors, before)), f"seed {seed}"
+    # Longer than a chunk, and no multiple of one.
+    long = random_bytes((50_000, 16), torch.bfloat16, 0)
+    rounds = [[RowSwap(long, 3, 25_000, 20_001), RowSwap(long, 24_000, 49_000, 1)]]
+    (after,) = swapped([long], rounds)
+    prepare(rounds).run()
+    assert same(long, after)
+    print("swaps")
+    for seed in range(40):
+        check_staging(kv.TableBlocks, random.Random(seed))
+    print("blocks")
+
+
+# -------------------------------------------------------------------- what is compiled
+
+
+def _accesses(kernel: Any, constants: dict[str, Any]) -> list[str]:
+    """Widths of the kernel's loads and stores of global memory."""
+    types = {name: "*i64" for name in ("table", "view", "staged", "runs")}
+    code = hopper_code(kernel, {**types, "num_rows": "i64"}, constants)
+    return re.findall(r"(?:ld|st)\.global\.(\S+)", code)
+
+
+@needs_triton
+def test_kernels_access_16_bytes_at_a_time_on_hopper():
+    from pat_vllm.kernels.device import TILE, copy_runs_kernel, swap_kernel
+
+    wide = {"v2.b64", "v4.b32"}
+    found = _accesses(swap_kernel, {"BLOCK": TILE})
+    # The table's entry, then two sides that are read and written, four times 16 bytes each.
+    assert (found[:3], len(found)) == (["b64"] * 3, 3 + 16) and set(found[3:]) <= wide
+
+    dense = {"SEGMENTS": 1, "STRIDE": 1024, "WIDTH": 1024, "PADDED": 1024, "ROWS": 1}
+    strided = {"SEGMENTS": 16, "STRIDE": 512, "WIDTH": 64, "PADDED": 64, "ROWS": 16}
+    odd = {"SEGMENTS": 16, "STRIDE": 80, "WIDTH": 40, "PADDED": 64, "ROWS": 16}
+    for shape in (dense, strided, odd):
+        for pack in (True, False):
+            found = _accesses(copy_runs_kernel, {**shape, "ALIGN": 2, "PACK": pack})
+            assert sum(one in wide for one in found) == 8, (shape, found)
+            assert all(one in wide for one in found[-4:]), (shape, found)
+
+
+if __name__ == "__main__":
+    _in_interpreter()
