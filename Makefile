@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# The trainers' pins clash with ours and with each other's: an environment for each.
+# The trainers' pins clash with each other's: an environment for each, over the packages of ours.
 VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
@@ -43,8 +43,8 @@ test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and train
 test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trainer
 	$(OPENRLHF_VENV)/bin/python -m pytest $(SLICE) tests/openrlhf
 
-.venv-%/.installed: integrations/%/install.sh pyproject.toml
-	$< .venv-$* $(PYTHON)
+.venv-%/.installed: integrations/%/install.sh $(STAMP)
+	$< .venv-$* $(PYTHON) $(VENV)
 	@touch $@
 
 lint: venv ## ruff and mypy

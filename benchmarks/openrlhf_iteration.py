@@ -11,7 +11,6 @@ iteration has beside these two, the training, is the same for all sides.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -23,25 +22,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common import (
-    ENVIRONMENT,
-    PARK_SECONDS,
-    ROOT,
-    Summary,
-    machine,
-    ratios,
-    table,
-    write_results,
-)
+from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
+from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
 from pat_vllm.cli.workloads import BOUND, WORKLOADS, Workload
 
 DEVICES = 2
-PAT = "PAT"
 DEFAULT = f"default: {DEVICES} engines of tp=1"
 ONE = f"1 engine of tp={DEVICES}"
-SAMPLES = 8
-"""Responses of a prompt."""
+STATIC = {"default": DEFAULT, "one": ONE}
 
+_SHAPES = {DEFAULT: (DEVICES, 1), ONE: (1, DEVICES)}
+"""Engines, and the tp of each."""
 _SUPPORT = ROOT / "tests" / "support" / "openrlhf_on_cpu"
 _KV_BYTES = 1 << 28
 _MAX_LEN = 512
@@ -55,36 +46,28 @@ class Side:
     Attributes:
         engines: OpenRLHF's rollout actors.
         group: the trainer's end of the weight sync.
-        rollouts, syncs: seconds of each repeat.
-        switches: of each repeat.
     """
 
     engines: list[Any]
     group: Any
-    rollouts: list[float] = field(default_factory=list)
-    syncs: list[float] = field(default_factory=list)
-    switches: list[int] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    # Those whose requests all arrive at once, as a trainer's do.
-    names = [name for name, workload in WORKLOADS.items() if not workload.waits]
-    parser.add_argument("--workload", choices=names, default="lognormal")
-    parser.add_argument("--repeats", type=int, default=4, help="after one that warms up")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser(__doc__, [*STATIC]).parse_args()
     _enter_environment()
 
     workload = WORKLOADS[args.workload]
     facts = machine()
-    sides = measure(workload, args.repeats, args.seed)
+    static = [STATIC[args.static]] if args.static else [*STATIC.values()]
+    sides = measure(workload, static, args.repeats, args.seed)
     body = {
         "arguments": vars(args),
-        "sides": {name: _plain(side) for name, side in sides.items()},
+        "sides": {name: times.to_json() for name, times in sides.items()},
     }
-    write_results(f"openrlhf-{workload.name}", facts, body, report(workload, sides))
+    name = "-".join(filter(None, ["openrlhf", workload.name, args.static]))
+    write_results(name, facts, body, report(workload, workload.trace(1, seed=args.seed), sides))
 
 
 def _enter_environment() -> None:
@@ -109,7 +92,7 @@ def _enter_environment() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
+def measure(workload: Workload, static: Sequence[str], repeats: int, seed: int) -> dict[str, Times]:
     """Start the sides, PAT first: it measures its profile while nothing else runs."""
     import ray
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -121,11 +104,10 @@ def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
     weights = AutoModelForCausalLM.from_pretrained(path)
     ray.init(log_to_driver=False)
     try:
-        engines = {
-            PAT: _start(path, 1, DEVICES, pat=True),
-            DEFAULT: _start(path, DEVICES, 1),
-            ONE: _start(path, 1, DEVICES),
-        }
+        engines = {PAT: _start(path, 1, DEVICES, pat=True)}
+        for name, (count, tp) in _SHAPES.items():
+            if name in static:
+                engines[name] = _start(path, count, tp)
         sides = {name: Side(made, _sync_group(made)) for name, made in engines.items()}
         for repeat in range(repeats + 1):
             batch = _batch(workload, repeat, seed)
@@ -134,7 +116,7 @@ def measure(workload: Workload, repeats: int, seed: int) -> dict[str, Side]:
                 _turn(sides[name], batch, tokenizer, weights, count=repeat > 0)
     finally:
         ray.shutdown()
-    return sides
+    return {name: sides[name].times for name in (*static, PAT)}
 
 
 def _start(path: str, engines: int, tp: int, pat: bool = False) -> list[Any]:
@@ -241,9 +223,9 @@ def _turn(
     made = sum(int(sample.response_length.item()) for sample in samples)
     assert made == total, f"{made} tokens in place of {total}"
     if count:
-        side.syncs.append(synced - began)
-        side.rollouts.append(done - synced)
-        side.switches.append(_switches(side.engines[0], since=synced))
+        side.times.syncs.append(synced - began)
+        side.times.rollouts.append(done - synced)
+        side.times.switches.append(_switches(side.engines[0], since=synced))
 
 
 def _switches(engine: Any, since: float) -> int:
@@ -269,44 +251,6 @@ def _strategy(prompts: int) -> Any:
         ),
     )
     return SimpleNamespace(args=args)
-
-
-# -------------------------------------------------------------------- reporting
-
-
-def report(workload: Workload, sides: dict[str, Side]) -> str:
-    """Markdown."""
-    better = min((DEFAULT, ONE), key=lambda name: Summary.of(sides[name].rollouts).median)
-    rows = []
-    for name in (DEFAULT, ONE, PAT):
-        side = sides[name]
-        iteration = [a + b for a, b in zip(side.rollouts, side.syncs, strict=True)]
-        rows.append(
-            [
-                name + (" *" if name == better else ""),
-                Summary.of(side.rollouts).show(digits=2),
-                ratios(side.rollouts, sides[better].rollouts).show(digits=2),
-                Summary.of(side.syncs).show(digits=2),
-                Summary.of(iteration).show(digits=2),
-                f"{sum(side.switches) / len(side.switches):.1f}",
-            ]
-        )
-    header = [
-        "engines", "rollout, s", "rollout / better static", "weight sync, s",
-        "sync and rollout, s", "switches",
-    ]  # fmt: skip
-    trace = workload.trace(1)
-    return (
-        f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
-        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
-        f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
-        "the ratio is that of equal batches.\n\n" + table(header, rows) + "\n"
-        "`*`: the better static side.\n"
-    )
-
-
-def _plain(side: Side) -> dict[str, Any]:
-    return {"rollouts": side.rollouts, "syncs": side.syncs, "switches": side.switches}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a switch costs with live requests: the stall by parts, against its physical floor.
 
     python -m benchmarks.switch_cost
+    python -m benchmarks.switch_cost --ranks 8 --model qwen3-8-heads --dtypes float32
 
 `stall` is the time in which nothing runs. The whole switch also has `quiesce`, in which the steps
 that had begun are finished, and which is therefore up to a step, whatever the switch does.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -53,24 +55,27 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--weights", choices=["inplace", "materialized"], default="inplace")
+    parser.add_argument("--ranks", type=int, default=2, help="all ways between their layouts")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
+    tps = [tp for tp in (1, 2, 4, 8) if args.ranks % tp == 0 and tp <= args.ranks]
+    walk = circuit(tps[0], tps[1:])
 
     facts = machine()
     body: dict[str, Any] = {"model": args.model, "weights": args.weights, "bars": BARS}
     text = (
-        f"A switch of 2 ranks with {LIVE} live requests of {CONTEXT} tokens, {args.model}, "
-        f"weights {args.weights}; median (low-high) of {args.repeats - 1}, ms. `stall` is the "
-        "switch without `quiesce`, which finishes steps that had begun. `one block`: contexts that "
-        "fit one KV block; `empty`: no requests. `fixed`: the stall without moving KV, by a line "
-        "through the two sizes.\n\n"
+        f"A switch of {args.ranks} ranks with {LIVE} live requests of {CONTEXT} tokens, "
+        f"{args.model}, weights {args.weights}; median (low-high) of {args.repeats - 1}, ms. "
+        "`stall` is the switch without `quiesce`, which finishes what had begun. `one block`: "
+        "contexts that fit one KV block; `empty`: no requests. `fixed`: the stall without moving "
+        "KV, by a line through the two sizes.\n\n"
     )
     for dtype in args.dtypes:
         options = dict(
             model=model(args.model),
             dtype=dtype,
-            tensor_parallel_size=2,
+            tensor_parallel_size=args.ranks,
             distributed_executor_backend="pat",
             additional_config={
                 "pat": {
@@ -84,36 +89,44 @@ def main() -> None:
             max_num_seqs=32,
             kv_cache_memory_bytes=int(args.kv_gib * 2**30) * (2 if dtype == "float32" else 1),
         )
-        with Engine(options, bind="0|1") as engine:
+        with Engine(options, bind="0|1" if args.ranks == 2 else "nobind") as engine:
             engine.wait_until_ready()
-            engine.call(_switch_back_and_forth, CONTEXT, 2, 0)  # warm-up
+            engine.call(_switch, CONTEXT, walk, 2, 0)  # warm-up
             cases = {
-                "512 tokens": engine.call(_switch_back_and_forth, CONTEXT, args.repeats, 1),
-                "one block": engine.call(_switch_back_and_forth, 16, args.repeats, 2),
-                "empty": engine.call(_switch_back_and_forth, None, args.repeats, 3),
+                "512 tokens": engine.call(_switch, CONTEXT, walk, args.repeats, 1),
+                "one block": engine.call(_switch, 16, walk, args.repeats, 2),
+                "empty": engine.call(_switch, None, walk, args.repeats, 3),
             }
             time.sleep(PARK_SECONDS)
             memcpy = memcpy_bandwidth((0, 1))
         body[dtype] = {"cases": cases, "memcpy_bytes_per_second": memcpy}
         text += f"## {dtype}\n\n" + _table(cases) + "\n" + _verdicts(cases, memcpy) + "\n"
-    write_results(f"switch-cost-{args.model}-{args.weights}", facts, body, text)
+    name = f"switch-cost-{args.model}-{args.weights}"
+    write_results(name + (f"-{args.ranks}" if args.ranks > 2 else ""), facts, body, text)
 
 
-def _switch_back_and_forth(
-    llm: Any, context: int | None, repeats: int, seed: int
+def circuit(start: int, others: Sequence[int]) -> list[int]:
+    """Where to go, from `start` on and back to it, to take each way between two layouts once."""
+    walk = []
+    for i, other in enumerate(others):
+        walk += [other, *(circuit(other, others[1:]) if i == 0 else []), start]
+    return walk
+
+
+def _switch(
+    llm: Any, context: int | None, walk: Sequence[int], repeats: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Switch 1x2 -> 2x1 -> 1x2 `repeats` times, with fresh requests each time; the reports."""
+    """Take a walk over layouts (tp) `repeats` times, with one batch of requests; the reports."""
     from vllm import SamplingParams
 
     import pat_vllm
 
     begun = len(pat_vllm.report(llm).switches)
     if context is None:
-        for _ in range(repeats):
-            pat_vllm.switch(llm, 2)
-            pat_vllm.switch(llm, 1)
+        for tp in [*walk] * repeats:
+            pat_vllm.switch(llm, tp)
     else:
-        steps = 2 * repeats * STEPS_BETWEEN
+        steps = len(walk) * repeats * STEPS_BETWEEN
         params = SamplingParams(
             temperature=1.0, max_tokens=steps + 40, ignore_eos=True, detokenize=False
         )
@@ -122,9 +135,9 @@ def _switch_back_and_forth(
         for i, prompt in enumerate(prompts):
             llm.llm_engine.add_request(f"{seed}-{i}", prompt, params)
         produced: dict[str, int] = {}
-        for switch in range(2 * repeats):
-            _step_until(llm, produced, STEPS_BETWEEN * (switch + 1))
-            pat_vllm.switch(llm, 1 if switch % 2 else 2)
+        for i, tp in enumerate([*walk] * repeats):
+            _step_until(llm, produced, STEPS_BETWEEN * (i + 1))
+            pat_vllm.switch(llm, tp)
         _step_until(llm, produced, None)
     report = pat_vllm.report(llm)
     usual = {layout: steps.median for layout, steps in report.steps.items()}

@@ -13,7 +13,6 @@ All three take about 20 GiB of memory; `--static` names the one other side to co
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,57 +23,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import (
-    PARK_SECONDS,
-    ROOT,
-    Summary,
-    machine,
-    ratios,
-    table,
-    write_results,
-)
-from pat_vllm.cli.workloads import SCALES, WORKLOADS, Workload
+from benchmarks.common import PARK_SECONDS, ROOT, machine, write_results
+from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
+from pat_vllm.cli.workloads import SCALES, WORKLOADS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
 
-PAT = "PAT"
 DEFAULT = f"default: 1 engine of tp={RANKS}"
 REPLICAS = f"{RANKS} engines of tp=1"
 STATIC = {"default": DEFAULT, "replicas": REPLICAS}
-SAMPLES = 8
-"""Responses of a prompt."""
-
 _KV_BYTES = 1 << 28
 _INSIDE = "PAT_BENCHMARK_INSIDE"
 
 
 @dataclass
 class Side:
-    """A way to make rollouts.
-
-    Attributes:
-        pushes, rollouts: seconds of each repeat.
-        switches: of each repeat.
-    """
+    """A way to make rollouts."""
 
     server: Server
-    pushes: list[float] = field(default_factory=list)
-    rollouts: list[float] = field(default_factory=list)
-    switches: list[int] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    # Those whose requests all arrive at once, as a trainer's do.
-    names = [name for name, workload in WORKLOADS.items() if not workload.waits]
-    parser.add_argument("--workload", choices=names, default="lognormal")
-    parser.add_argument("--repeats", type=int, default=3, help="after one that warms up")
-    parser.add_argument("--static", choices=[*STATIC], help="the only other side; default: both")
-    parser.add_argument("--scale", choices=SCALES, default="full", help="of the batches")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    options = parser(__doc__, [*STATIC])
+    options.add_argument("--scale", choices=SCALES, default="full", help="of the batches")
+    args = options.parse_args()
     _enter_environment()
 
     workload = WORKLOADS[args.workload]
@@ -85,9 +60,10 @@ def main() -> None:
     sides = measure(traces, [STATIC[args.static]] if args.static else [*STATIC.values()])
     body = {
         "arguments": vars(args),
-        "sides": {name: _plain(side) for name, side in sides.items()},
+        "sides": {name: times.to_json() for name, times in sides.items()},
     }
-    write_results(f"verl-{workload.name}", facts, body, report(workload, traces, sides))
+    name = "-".join(filter(None, ["verl", workload.name, args.static]))
+    write_results(name, facts, body, report(workload, traces[1], sides))
 
 
 def _enter_environment() -> None:
@@ -103,7 +79,7 @@ def _enter_environment() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, Side]:
+def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, Times]:
     """Start the sides, and have each make a rollout of each trace; the first warms up."""
     from pat_vllm.cli.demo import demo_model
 
@@ -122,7 +98,7 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, S
             order = list(sides)
             for name in order if repeat % 2 else reversed(order):
                 _turn(sides[name], model, trace, repeat)
-    return sides
+    return {name: sides[name].times for name in (*static, PAT)}
 
 
 def _start(model: Path, *overrides: str, **options: Any) -> Side:
@@ -155,9 +131,9 @@ def _turn(side: Side, model: Path, trace: LengthTrace, repeat: int) -> None:
 
     assert [len(response.token_ids) for response in responses] == list(trace.lengths)
     if repeat:
-        side.pushes.append(pushed - began)
-        side.rollouts.append(done - pushed)
-        side.switches.append(_switches(server, since=pushed))
+        side.times.syncs.append(pushed - began)
+        side.times.rollouts.append(done - pushed)
+        side.times.switches.append(_switches(server, since=pushed))
 
 
 def _prompts(trace: LengthTrace) -> list[list[int]]:
@@ -175,43 +151,6 @@ def _switches(server: Server, since: float) -> int:
         return 0
     report = server.call("pat_report")
     return sum(one.at > since and one.reason != "idle" for one in report.switches)
-
-
-# -------------------------------------------------------------------- reporting
-
-
-def report(workload: Workload, traces: Sequence[LengthTrace], sides: dict[str, Side]) -> str:
-    """Markdown."""
-    static = [name for name in STATIC.values() if name in sides]
-    better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
-    rows = [_row(name, sides[name], sides[better].rollouts) for name in (*static, PAT)]
-    header = [
-        "engines", "rollout, s", f"rollout / {better}", "weight push, s",
-        "push and rollout, s", "switches",
-    ]  # fmt: skip
-    first = traces[1]
-    return (
-        f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
-        f"{len(first)} responses of {sum(first.lengths)} tokens in the first repeat. Random model "
-        f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
-        "the ratio is that of equal batches.\n\n" + table(header, rows)
-    )
-
-
-def _row(name: str, side: Side, better: Sequence[float]) -> list[str]:
-    iterations = [a + b for a, b in zip(side.rollouts, side.pushes, strict=True)]
-    return [
-        name,
-        Summary.of(side.rollouts).show(digits=2),
-        ratios(side.rollouts, better).show(digits=2),
-        Summary.of(side.pushes).show(digits=2),
-        Summary.of(iterations).show(digits=2),
-        f"{sum(side.switches) / len(side.switches):.1f}",
-    ]
-
-
-def _plain(side: Side) -> dict[str, Any]:
-    return {"rollouts": side.rollouts, "pushes": side.pushes, "switches": side.switches}
 
 
 if __name__ == "__main__":

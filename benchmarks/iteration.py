@@ -1,0 +1,70 @@
+"""What the benchmarks of the trainers' iterations share: command line, record, table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.common import Summary, ratios, table
+from pat_vllm.cli.workloads import WORKLOADS, Workload
+from pat_vllm.simulator.traces import LengthTrace
+
+PAT = "PAT"
+SAMPLES = 8
+"""Responses of a prompt."""
+
+
+def parser(description: str | None, static: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line; `static` names the sides without PAT."""
+    made = argparse.ArgumentParser(description=description)
+    # Those whose requests all arrive at once, as a trainer's do.
+    names = [name for name, workload in WORKLOADS.items() if not workload.waits]
+    made.add_argument("--workload", choices=names, default="lognormal")
+    made.add_argument("--repeats", type=int, default=4, help="after one that warms up")
+    made.add_argument("--static", choices=static, help="the only other side; default: both")
+    made.add_argument("--seed", type=int, default=0)
+    return made
+
+
+@dataclass
+class Times:
+    """Seconds of each repeat of one side, and how often it switched in it."""
+
+    syncs: list[float] = field(default_factory=list)
+    rollouts: list[float] = field(default_factory=list)
+    switches: list[int] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists."""
+        return {"syncs": self.syncs, "rollouts": self.rollouts, "switches": self.switches}
+
+
+def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -> str:
+    """Markdown; PAT is the last side, `trace` that of the first repeat."""
+    static = [name for name in sides if name != PAT]
+    better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
+    rows = [_row(name, sides[name], sides[better].rollouts) for name in (*static, PAT)]
+    header = [
+        "engines", "rollout, s", f"rollout / {better}", "weight sync, s", "sync and rollout, s",
+        "switches",
+    ]  # fmt: skip
+    return (
+        f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
+        f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
+        f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
+        "the ratio is that of equal batches.\n\n" + table(header, rows)
+    )
+
+
+def _row(name: str, times: Times, better: Sequence[float]) -> list[str]:
+    both = [a + b for a, b in zip(times.rollouts, times.syncs, strict=True)]
+    return [
+        name,
+        Summary.of(times.rollouts).show(digits=2),
+        ratios(times.rollouts, better).show(digits=2),
+        Summary.of(times.syncs).show(digits=2),
+        Summary.of(both).show(digits=2),
+        f"{sum(times.switches) / len(times.switches):.1f}",
+    ]

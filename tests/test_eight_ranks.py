@@ -1,0 +1,34 @@
+"""Eight ranks: every ordered pair of their layouts, with few KV heads, so that ranks share them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from tests.engines import engine, run, teacher_forced
+from tests.test_switch import TOLERANCE, at_steps, batch
+
+pytestmark = pytest.mark.slow
+
+SIZES = (1, 2, 4, 8)
+
+
+@pytest.mark.timeout(600)
+def test_every_ordered_pair_of_layouts() -> None:
+    """What is sampled after each switch is what the static target layout gives to that token."""
+    options: dict[str, Any] = {"kv_transfer": "migrate", "weights": "inplace"}
+    jobs = batch(requests=4, longest=18)
+    with engine("qwen3", 8, options, max_num_batched_tokens=1000) as llm:
+        for source, target in itertools.permutations(SIZES, 2):
+            outcomes = run(llm, jobs, before_step=at_steps(llm, {0: source, 4: target}))
+            made = pat_vllm.report(llm).switches[-1]
+            assert (made.source.tp, made.target.tp) == (source, target)
+            assert made.migrated == made.live == len(jobs)
+            pat_vllm.switch(llm, tp=target)
+            prompts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}
+            scores = teacher_forced(llm, prompts)
+            for name, outcome in outcomes.items():
+                assert outcome.logprobs == pytest.approx(scores[name], abs=TOLERANCE)
