@@ -19,10 +19,9 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common import ENVIRONMENT, Summary, machine, model, table, write_results
+from benchmarks.common import ENVIRONMENT, Summary, machine, table, write_results
+from benchmarks.without_workers import RANKS, answer, engine_config, request
 
-RANKS = 8
-BLOCK_SIZE = 16
 BAR_MICROSECONDS = 50
 BAR_AMONG = 1.15
 SHAPES = ((8, 1, 4), (8, 1, 128), (1, 8, 1), (1, 8, 16), (1, 8, 128))
@@ -79,32 +78,16 @@ def main() -> None:
     write_results("step-overhead", machine(), body, text)
 
 
-class _Executor:
-    """Stands for the workers where `PATScheduler` asks about them."""
-
-    def offer(self, name: str, command: Any) -> None:
-        """Commands are not called here."""
-
-    def transfer_rates(self) -> Any:
-        """Any rates."""
-        from pat_vllm.executor.orders import TransferRates
-
-        return TransferRates(1e9, {tp: 1e4 for tp in (1, 2, 4, 8)})
-
-
 def _compare(
     tp: int, replicas: int, requests: int, runs: int, steps: int
 ) -> tuple[list[float], list[float]]:
     """Seconds per step of `PATScheduler` and of as many stock schedulers, run by run."""
-    from pat_vllm.executor import executor as executor_module
     from pat_vllm.executor.executor import StepResult
     from pat_vllm.scheduler.replica import ReplicaFactory
     from pat_vllm.scheduler.scheduler import PATScheduler
     from pat_vllm.support import layouts_of
 
-    config, stock = _engine_config(tp)
-    executor: Any = _Executor()
-    executor_module._executors[config.instance_id] = executor
+    config, stock = engine_config(tp)
     scheduler = PATScheduler(vllm_config=config, **stock)
     if tp == 1:
         scheduler._policy = _predictor()
@@ -122,13 +105,13 @@ def _compare(
     ]
 
     for index in range(replicas * requests):
-        scheduler.add_request(_request(f"pat-{index}", index))
-        plain[index % replicas].add_request(_request(f"stock-{index}", index))
+        scheduler.addrequest(request(f"pat-{index}", index))
+        plain[index % replicas].addrequest(request(f"stock-{index}", index))
 
     def pat_step() -> None:
         assert scheduler.has_requests()
         output = scheduler.schedule()
-        results = [StepResult(i, _answer(step), 0.01) for i, step in output.steps.items()]
+        results = [StepResult(i, answer(step), 0.01) for i, step in output.steps.items()]
         scheduler.update_from_output(output, results)
 
     def stock_step() -> None:
@@ -136,9 +119,9 @@ def _compare(
         for one in plain:
             assert one.has_requests()
             outputs.append(one.schedule())
-        answers = [_answer(output) for output in outputs]
-        for one, output, answer in zip(plain, outputs, answers, strict=True):
-            one.update_from_output(output, answer)
+        answers = [answer(output) for output in outputs]
+        for one, output, found in zip(plain, outputs, answers, strict=True):
+            one.update_from_output(output, found)
 
     ours: list[float] = []
     theirs: list[float] = []
@@ -164,75 +147,6 @@ def _predictor() -> Any:
     profile = modelled_profile("llama-3.1-8b", "H100", RANKS)
     dear = tuple(one.model_copy(update={"seconds": 1e6}) for one in profile.switches)
     return AdaptivePolicy.of(profile.model_copy(update={"switches": dear}), bound=8000)
-
-
-def _engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
-    """A PAT engine's config that stays in `tp`, and the scheduler's other arguments."""
-    import torch
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        KVCacheTensor,
-    )
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    policy = {"kind": "static", "tp": tp}
-    config = EngineArgs(
-        model=model("qwen3-8-heads"),
-        tensor_parallel_size=RANKS,
-        distributed_executor_backend="pat",
-        additional_config={"pat": {"policy": policy}},
-        max_model_len=8192,
-        max_num_seqs=256,
-        enforce_eager=True,
-    ).create_engine_config()
-    num_blocks, layers = 20_000, ["layer"]
-    config.cache_config.block_size = BLOCK_SIZE
-    config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=32, dtype=torch.bfloat16
-    )
-    page = spec.page_size_bytes
-    kv_cache_config = KVCacheConfig(
-        num_blocks=num_blocks,
-        kv_cache_tensors=[KVCacheTensor(num_blocks * page, layers, num_blocks * page, page)],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
-    )
-    return config, dict(
-        kv_cache_config=kv_cache_config,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
-        log_stats=True,
-    )
-
-
-def _request(request_id: str, seed: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = SamplingParams(max_tokens=8000, ignore_eos=True)
-    return Request(
-        request_id, [seed // 400 + 3, seed % 400 + 3] * 16, params, None, block_hasher=hasher
-    )
-
-
-def _answer(step: Any) -> Any:
-    """A runner's output: one token for each request that was scheduled."""
-    from vllm.v1.outputs import ModelRunnerOutput
-
-    ids = list(step.num_scheduled_tokens)
-    return ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-        sampled_token_ids=[[7]] * len(ids),
-    )
 
 
 def _parts() -> dict[str, float]:

@@ -36,14 +36,14 @@ def load_or_measure(
     kv_cache_config: KVCacheConfig,
     path: str | None,
     *,
-    new_replicas: Callable[[Layout], Sequence[Any]] | None = None,
+    seconds_to_make: Callable[[Layout], float] | None = None,
 ) -> Profile:
     """The profile of an engine that has just started and has no request.
 
     Args:
         kv_cache_config: the base layout's.
         path: a profile that the user named; None takes the cached one, or measures and caches.
-        new_replicas: see `profile_engine`.
+        seconds_to_make: see `profile_engine`.
 
     Returns:
         The profile, with this engine's KV memory (which may differ a little from start to start).
@@ -62,7 +62,7 @@ def load_or_measure(
         logger.info("PAT uses the cached profile %s", profile_cache.cache_path(key))
     else:
         plan = ProfilePlan.quick(engine_limits(vllm_config, kv_cache_config))
-        samples = profile_engine(executor, plan, kv_cache_config, new_replicas=new_replicas)
+        samples = profile_engine(executor, plan, kv_cache_config, seconds_to_make=seconds_to_make)
         profile = make_profile(
             header(vllm_config, kv_cache_config),
             samples.steps,
@@ -127,7 +127,7 @@ def profile_command(
     quick: bool,
     *,
     epoch: int,
-    new_replicas: Callable[[Layout], Sequence[Any]] | None = None,
+    seconds_to_make: Callable[[Layout], float] | None = None,
 ) -> dict[str, Any]:
     """Serve a front end that takes a profile part by part. Plain values in and out.
 
@@ -149,7 +149,7 @@ def profile_command(
         }
     part = plan.part(from_wire(point) for point in points)
     samples = profile_engine(
-        executor, part, kv_cache_config, epoch=epoch, new_replicas=new_replicas
+        executor, part, kv_cache_config, epoch=epoch, seconds_to_make=seconds_to_make
     )
     return {
         "steps": [sample.model_dump() for sample in samples.steps],

@@ -36,6 +36,13 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             return get_mem_allocator_instance().use_memory_pool(tag=tag)
         return super()._maybe_get_memory_pool_context(tag)
 
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        # vLLM sizes the KV cache by what the active layout's weights take: count all layouts'.
+        self.model_runner.model_memory_usage = sum(
+            runtime.runner.model_memory_usage for runtime in self._runtimes.values()
+        )
+
     def sleep(self, level: int = 1) -> None:
         # vLLM keeps the buffers of the active layout's model through a level-2 sleep, which
         # discards the weights pool; each layout's model has its own there.

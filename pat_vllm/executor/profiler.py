@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -106,7 +106,7 @@ def profile_engine(
     kv_cache_config: KVCacheConfig,
     *,
     epoch: int = 0,
-    new_replicas: Callable[[Layout], Sequence[Any]] | None = None,
+    seconds_to_make: Callable[[Layout], float] | None = None,
     progress: Progress | None = None,
 ) -> Samples:
     """Measure the points of a plan, as far as its budget reaches.
@@ -117,10 +117,10 @@ def profile_engine(
 
     Args:
         kv_cache_config: the base layout's.
-        new_replicas: makes the schedulers of a layout, which is part of every switch; left out of
+        seconds_to_make: what making a layout's schedulers takes, as in every switch; left out of
             the switches' times where it is None.
     """
-    return _Profiler(executor, plan, kv_cache_config, epoch, new_replicas).run(progress)
+    return _Profiler(executor, plan, kv_cache_config, epoch, seconds_to_make).run(progress)
 
 
 class _Profiler:
@@ -130,7 +130,7 @@ class _Profiler:
         plan: ProfilePlan,
         kv_cache_config: KVCacheConfig,
         epoch: int,
-        new_replicas: Callable[[Layout], Sequence[Any]] | None,
+        seconds_to_make: Callable[[Layout], float] | None,
     ) -> None:
         config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
         assert config.model_config is not None
@@ -142,7 +142,7 @@ class _Profiler:
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
         self._use_v2 = config.use_v2_model_runner
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
-        self._new_replicas = new_replicas
+        self._seconds_to_make = seconds_to_make
         self._made: dict[Layout, float] = {}
         self._numbers = itertools.count()
         self._steps: list[StepSample] = []
@@ -331,14 +331,10 @@ class _Profiler:
 
     def _making(self, layout: Layout) -> float:
         """Seconds to make the schedulers of a layout; measured once."""
-        if self._new_replicas is None:
+        if self._seconds_to_make is None:
             return 0.0
         if layout not in self._made:
-            begun = time.perf_counter()
-            replicas = self._new_replicas(layout)
-            self._made[layout] = time.perf_counter() - begun
-            for replica in replicas:
-                replica.scheduler.shutdown()
+            self._made[layout] = self._seconds_to_make(layout)
         return self._made[layout]
 
     def _allot(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
@@ -12,6 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.layout import Layout
+from pat_vllm.scheduler.pools import BlockPools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,7 +118,7 @@ class ReplicaFactory:
     """Makes the replicas of a layout, each with block pools of the layout's size.
 
     Schedulers live exactly as long as their layout is active, so that a prefix-cache entry cannot
-    outlive the memory it describes.
+    outlive the memory it describes. Their emptied block pools go to the next ones.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class ReplicaFactory:
         self._base_kv_cache = kv_cache_config
         self._stock = stock
         self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
+        self._pools = BlockPools()
         assert vllm_config.model_config is not None
         self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
 
@@ -136,15 +140,31 @@ class ReplicaFactory:
             self._configs[layout] = self._configure(layout)
         config, kv_cache_config = self._configs[layout]
         scheduler_cls = config.scheduler_config.get_scheduler_cls()
-        return [
-            Replica(
-                index,
-                scheduler_cls(  # type: ignore[arg-type]
-                    vllm_config=config, kv_cache_config=kv_cache_config, **self._stock
-                ),
-            )
-            for index in range(layout.replicas)
-        ]
+        with self._pools.offered():
+            return [
+                Replica(
+                    index,
+                    scheduler_cls(  # type: ignore[arg-type]
+                        vllm_config=config, kv_cache_config=kv_cache_config, **self._stock
+                    ),
+                )
+                for index in range(layout.replicas)
+            ]
+
+    def discard(self, replicas: Iterable[Replica]) -> None:
+        """Take back replicas that will not run again."""
+        for replica in replicas:
+            replica.scheduler.shutdown()
+            self._pools.keep(replica.scheduler)
+
+    def seconds_to_make(self, layout: Layout) -> float:
+        """What `make` takes, from the second time on."""
+        self.discard(self.make(layout))
+        begun = time.perf_counter()
+        replicas = self.make(layout)
+        seconds = time.perf_counter() - begun
+        self.discard(replicas)
+        return seconds
 
     def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
         """The KV cache config of one rank of `layout`."""

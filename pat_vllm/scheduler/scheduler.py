@@ -110,12 +110,15 @@ class PATScheduler(SchedulerInterface):
                 self._executor,
                 kv_cache_config,
                 path,
-                new_replicas=self._factory.make,
+                seconds_to_make=self._factory.seconds_to_make,
             ),
             bound=max_model_len,
         )
+        for layout in self._layouts:
+            self._factory.discard(self._factory.make(layout))  # so that no switch is the first
         self._layout = home_layout(vllm_config)
         self._replicas = self._factory.make(self._layout)
+        self._retired: list[Replica] = []
         self._live = LiveTable(max_model_len, getattr(config.policy, "length_bound", None))
         self._router = Router()
         self._history = History()
@@ -151,6 +154,7 @@ class PATScheduler(SchedulerInterface):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         assert isinstance(scheduler_output, PATSchedulerOutput)
+        self._discard_retired()  # the workers have been given their steps by now
         of_replica = {}
         for index, step in scheduler_output.steps.items():
             grammar = self._replicas[index].scheduler.get_grammar_bitmask(step)
@@ -325,7 +329,7 @@ class PATScheduler(SchedulerInterface):
         raise AssertionError("speculative decoding is refused at start")
 
     def shutdown(self) -> None:
-        for replica in self._replicas:
+        for replica in (*self._retired, *self._replicas):
             replica.scheduler.shutdown()
 
     # ---------------------------------------------------------------- switching
@@ -358,6 +362,7 @@ class PATScheduler(SchedulerInterface):
         if target == self._layout:
             self._forced |= reason == "forced"
             return True
+        self._discard_retired()
         try:
             if self._executor.is_sleeping:
                 raise SwitchRefused("the engine sleeps; wake it up first")
@@ -386,12 +391,17 @@ class PATScheduler(SchedulerInterface):
         self._cost = self._cost.with_exchange(report.kv_bytes, report.kv)
         self._epoch += 1
         self._layout = target
-        self._replicas = replicas
+        self._retired, self._replicas = self._replicas, replicas
         self._live.move(replicas)
         self._router.forget()
         if self._pause != PauseState.UNPAUSED:
             self.set_pause_state(self._pause)
         return True
+
+    def _discard_retired(self) -> None:
+        """Take back the replicas of the layout that was left, which takes a moment."""
+        self._factory.discard(self._retired)
+        self._retired = []
 
     def _choose(self, computed: int, tp: int) -> Any:
         if self._transfer == "auto":
@@ -458,5 +468,5 @@ class PATScheduler(SchedulerInterface):
             points,
             quick,
             epoch=self._epoch,
-            new_replicas=self._factory.make,
+            seconds_to_make=self._factory.seconds_to_make,
         )

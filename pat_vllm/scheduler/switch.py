@@ -117,7 +117,7 @@ def switch(
         drain: finishes the steps in flight and keeps their outputs.
 
     Returns:
-        The replicas of `target`, and what was done.
+        The replicas of `target`, and what was done. The old ones are for the caller to discard.
 
     Raises:
         SwitchRefused: it could not be planned; `replicas` go on.
@@ -164,8 +164,6 @@ def switch(
 
     # 6. Hand over.
     migrated = _hand_over(carried, placement, fresh, loads)
-    for replica in replicas:
-        replica.scheduler.shutdown()
     finished = clock.lap()
 
     slowest = _slowest(times)

@@ -58,6 +58,13 @@ TEXTS = (
         "vLLM wants the weights' pool empty, and the base layout's weights are in it",
     ),
     Text(
+        "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.__init__",
+        "scheduler.pools",
+        r"self\.block_pool = BlockPool\(\s*num_gpu_blocks=[^()]*,\s*enable_caching=[^()]*,\s*"
+        r"hash_block_size=[^()]*,\s*enable_kv_cache_events=[^()]*,\s*metrics_collector=[^()]*\)",
+        "a scheduler's block pool is made here, from these",
+    ),
+    Text(
         f"{WORKERS[0]}.sleep",
         "executor.gpu_worker",
         r"(?s)if level == 2:.*model = self\.model_runner\.model\b.*model\.named_buffers\(\)",

@@ -111,7 +111,7 @@ NAMES = (
     Names(
         f"{SCHED}.scheduler.Scheduler",
         "scheduler.scheduler scheduler.replica scheduler.switch scheduler.live scheduler.stats "
-        "executor.profiler",
+        "scheduler.pools executor.profiler",
         "_inflight_prefills _set_kv_fetch_stage add_request connector deferred_waiting "
         "finish_requests finished_recving_kv_req_ids get_grammar_bitmask get_kv_cache_usage "
         "get_num_unfinished_requests get_request_counts has_finished_requests has_requests "
@@ -127,12 +127,24 @@ NAMES = (
         used="passed",
     ),
     Names(
+        "vllm.v1.core.block_pool.BlockPool",
+        "scheduler.pools",
+        "enable_caching enable_kv_cache_events free_block_queue hash_block_size metrics_collector "
+        "num_gpu_blocks reset_prefix_cache",
+    ),
+    Names(
+        "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue",
+        "scheduler.pools",
+        "append_n num_free_blocks popleft_n",
+    ),
+    Names("vllm.v1.core.kv_cache_utils.KVCacheBlock", "scheduler.pools", "block_id"),
+    Names(
         f"{SCHED}.request_queue.RequestQueue", "scheduler.replica", "prepend_request remove_request"
     ),
     Names(
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
-        "scheduler.replica scheduler.switch",
-        "free get_block_ids",
+        "scheduler.replica scheduler.switch scheduler.pools",
+        "block_pool free get_block_ids",
     ),
     Names("vllm.v1.core.kv_cache_manager.KVCacheBlocks", "kv_transfer.connector", "get_block_ids"),
     Names(
@@ -243,6 +255,10 @@ NAMES = (
         Names(runner, "executor.worker executor.gpu_worker", "get_kv_cache_spec get_model model")
         for runner in (RUNNER_V1, RUNNER_V2)
     ),
+    *(
+        Names(runner, "executor.gpu_worker", "model_memory_usage")
+        for runner in (RUNNER_V1, RUNNER_V2)
+    ),
     Names(
         RUNNER_V1,
         "executor.handover",
@@ -310,7 +326,7 @@ NAMES = (
 NOT_VLLMS = frozenset(
     {
         # multiprocessing, zmq, ray, pydantic, torch
-        *("pid", "poll", "recv", "bundle_specs", "model_copy", "model_dump"),
+        *("level", "pid", "poll", "recv", "bundle_specs", "model_copy", "model_dump"),
         *("_non_persistent_buffers_set", "_parameters"),
     }
 )

@@ -1,0 +1,111 @@
+"""PAT's scheduler without workers: what the engine core takes, for eight ranks and large pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common import model
+
+RANKS = 8
+BLOCK_SIZE = 16
+
+
+class Executor:
+    """Stands for the workers where `PATScheduler` asks about them."""
+
+    def offer(self, name: str, command: Any) -> None:
+        """Commands are not called here."""
+
+    def transfer_rates(self) -> Any:
+        """Any rates."""
+        from pat_vllm.executor.orders import TransferRates
+
+        return TransferRates(1e9, {tp: 1e4 for tp in (1, 2, 4, 8)})
+
+    is_sleeping = False
+
+    def finished(self, wait_for_all: bool = False) -> list[Any]:
+        """No step is in flight."""
+        return []
+
+    def switch(self, order: Any) -> list[Any]:
+        """Nothing to move."""
+        from pat_vllm.executor.orders import SwitchTimes
+
+        return [SwitchTimes(0.0, 0.0, 0.0, 0.0, 0)] * RANKS
+
+
+EXECUTOR = Executor()
+"""Engines know theirs by a weak reference."""
+
+
+def engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
+    """A PAT engine's config that stays in `tp`, and the scheduler's other arguments."""
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from pat_vllm.executor import executor as executor_module
+
+    policy = {"kind": "static", "tp": tp}
+    config = EngineArgs(
+        model=model("qwen3-8-heads"),
+        tensor_parallel_size=RANKS,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"policy": policy}},
+        max_model_len=8192,
+        max_num_seqs=256,
+        enforce_eager=True,
+    ).create_engine_config()
+    num_blocks, layers = 20_000, ["layer"]
+    config.cache_config.block_size = BLOCK_SIZE
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=32, dtype=torch.bfloat16
+    )
+    page = spec.page_size_bytes
+    kv_cache_config = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[KVCacheTensor(num_blocks * page, layers, num_blocks * page, page)],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+    )
+    executor_module._executors[config.instance_id] = EXECUTOR  # type: ignore[assignment]
+    return config, dict(
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+        log_stats=True,
+    )
+
+
+def request(request_id: str, seed: int, prompt: int = 32) -> Any:
+    """A request of `prompt` tokens, unlike those of other seeds."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    params = SamplingParams(max_tokens=8000, ignore_eos=True)
+    tokens = [seed // 400 + 3, seed % 400 + 3] * (prompt // 2)
+    return Request(request_id, tokens, params, None, block_hasher=hasher)
+
+
+def answer(step: Any) -> Any:
+    """A runner's output: one token for each request that was scheduled."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    ids = list(step.num_scheduled_tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+        sampled_token_ids=[[7]] * len(ids),
+    )

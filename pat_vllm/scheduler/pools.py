@@ -1,0 +1,94 @@
+"""Block pools that outlive the schedulers they belong to."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.block_pool import BlockPool
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+_SORTED_BLOCKS = 16_384
+"""Free blocks of a pool up to this size are put in order: consecutive ones are copied faster."""
+
+
+class BlockPools:
+    """Keeps the pools of discarded schedulers for the next ones.
+
+    vLLM makes an object for each block. For the blocks of eight large GPUs that takes longer than
+    all else that a switch does.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], list[BlockPool]] = defaultdict(list)
+
+    @contextmanager
+    def offered(self) -> Iterator[None]:
+        """Inside, new schedulers get kept pools where there are any of their kind."""
+        stock = kv_cache_coordinator.BlockPool
+        kv_cache_coordinator.BlockPool = self._take  # type: ignore[assignment,misc]
+        try:
+            yield
+        finally:
+            kv_cache_coordinator.BlockPool = stock  # type: ignore[misc]
+
+    def _take(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int,
+        enable_kv_cache_events: bool = False,
+        metrics_collector: Any = None,
+        **others: Any,
+    ) -> BlockPool:
+        kind = num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events
+        if others or not self._kept[kind]:
+            return BlockPool(
+                num_gpu_blocks,
+                enable_caching,
+                hash_block_size,
+                enable_kv_cache_events,
+                metrics_collector,
+                **others,
+            )
+        pool = self._kept[kind].pop()
+        pool.metrics_collector = metrics_collector
+        return pool
+
+    def keep(self, scheduler: Scheduler) -> None:
+        """Empty the pool of a scheduler that will not run again, and keep it."""
+        manager = scheduler.kv_cache_manager
+        for request in list(scheduler.requests.values()):
+            manager.free(request)
+        pool = manager.block_pool
+        with _quiet("vllm.v1.core.block_pool"):
+            if not pool.reset_prefix_cache():
+                return  # somebody else holds blocks of it
+        free = pool.free_block_queue
+        if pool.num_gpu_blocks <= _SORTED_BLOCKS:
+            blocks = free.popleft_n(free.num_free_blocks)
+            free.append_n(sorted(blocks, key=lambda block: block.block_id))
+        self._kept[
+            pool.num_gpu_blocks,
+            pool.enable_caching,
+            pool.hash_block_size,
+            pool.enable_kv_cache_events,
+        ].append(pool)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """vLLM reports each reset, for users who ask for one."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
