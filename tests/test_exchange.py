@@ -1,7 +1,6 @@
 """The KV exchange against a reference that copies from a snapshot of every rank's memory."""
 
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 from pat_vllm.layout import Layout
+from tests.support.fork_server import preload
 
 CPU = torch.device("cpu")
 TOKENS, CONTENT, BLOCKS, LAYERS = 4, 16, 12, 3
@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def _run_ranks(function, world_size, tmp_path, *args, join=True):
     # Ranks are forks of one process that has imported torch, which takes each of them seconds.
-    multiprocessing.set_forkserver_preload(["torch", "pat_vllm.kv_transfer.exchange"])
+    preload()
     return mp.start_processes(
         _rank_main,
         (function, world_size, f"file://{tmp_path}/rendezvous", *args),
@@ -176,7 +176,7 @@ def _wait_for_ever(rank, world_size, pids):
     if rank == 0:
         dist.barrier()  # the test kills this rank here
     shared_memory._TIMEOUT_SECONDS = 2.0
-    transport.swap()
+    transport.begin()
 
 
 def test_a_killed_rank_is_noticed_and_leaves_nothing_behind(tmp_path):

@@ -1,11 +1,12 @@
-"""The collective that moves KV bytes between ranks: pack, swap, unpack."""
+"""The collective that moves KV bytes between ranks: pack, exchange, unpack, layer by layer."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 class Transport(Protocol):
     """Takes packed bytes from every rank to every rank. All ranks make all calls alike.
 
-    For each layer: pack into `send`, `swap`, unpack what it returns, `done`.
+    For each layer: pack into `send`, `begin`, and later, in the same order, `finish`, unpack what
+    it returns, `done`. Up to `depth` layers may have begun and not be done.
     """
 
+    depth: int
     send: torch.Tensor
-    """Flat buffer in which the parts for rank 0, 1, ... follow each other."""
+    """Flat buffer in which the next layer's parts for rank 0, 1, ... follow each other."""
 
     def prepare(
         self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
@@ -30,7 +33,11 @@ class Transport(Protocol):
         """Make room for parts of these sizes (elements, by rank)."""
         ...
 
-    def swap(self) -> list[torch.Tensor]:
+    def begin(self) -> None:
+        """`send` is packed: its parts may go to their ranks."""
+        ...
+
+    def finish(self) -> list[torch.Tensor]:
         """What each rank has packed for this one; flat, valid until `done`.
 
         On CUDA, consecutive parts of one buffer.
@@ -38,7 +45,7 @@ class Transport(Protocol):
         ...
 
     def done(self) -> None:
-        """The parts have been read; `send` may be filled again."""
+        """The parts have been read; their memory may be used again."""
         ...
 
     def release(self) -> None:
@@ -47,13 +54,21 @@ class Transport(Protocol):
 
 
 class CollectiveTransport:
-    """A `Transport` over `torch.distributed`, for any device and any number of hosts."""
+    """A `Transport` over `torch.distributed`, for any device and any number of hosts.
+
+    Two sets of buffers: while one layer is under way, the next is packed. On CUDA, NCCL works on a
+    stream of its own, so that the two overlap there.
+    """
+
+    depth = 2
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
         self._send_counts: list[int] = []
         self._receive_counts: list[int] = []
+        self._free: deque[tuple[torch.Tensor, ...]] = deque()
+        self._under_way: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
         self.release()
 
     def prepare(
@@ -61,22 +76,43 @@ class CollectiveTransport:
     ) -> None:
         """See `Transport`."""
         self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
-        self.send = torch.empty(sum(send_counts), dtype=dtype, device=self._device)
-        self._receive = torch.empty(sum(receive_counts), dtype=dtype, device=self._device)
-
-    def swap(self) -> list[torch.Tensor]:
-        """See `Transport`."""
-        dist.all_to_all_single(
-            self._receive, self.send, self._receive_counts, self._send_counts, group=self._group
+        self._free = deque(
+            tuple(
+                torch.empty(sum(counts), dtype=dtype, device=self._device)
+                for counts in (send_counts, receive_counts)
+            )
+            for _ in range(self.depth)
         )
-        return list(self._receive.split(self._receive_counts))
+        self.send = self._free[0][0]
+
+    def begin(self) -> None:
+        """See `Transport`."""
+        buffers = self._free.popleft()
+        send, receive = buffers
+        work = dist.all_to_all_single(
+            receive, send, self._receive_counts, self._send_counts, self._group, async_op=True
+        )
+        self._under_way.append((work, buffers))
+        if self._free:
+            self.send = self._free[0][0]
+
+    def finish(self) -> list[torch.Tensor]:
+        """See `Transport`."""
+        work, (_, receive) = self._under_way[0]
+        work.wait()
+        return list(receive.split(self._receive_counts))
 
     def done(self) -> None:
         """See `Transport`."""
+        _, buffers = self._under_way.popleft()
+        self._free.append(buffers)
+        self.send = self._free[0][0]
 
     def release(self) -> None:
         """See `Transport`."""
-        self.send = self._receive = torch.empty(0, device=self._device)
+        self.send = torch.empty(0, device=self._device)
+        self._free.clear()
+        self._under_way.clear()
 
 
 def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -118,22 +154,23 @@ class Exchange:
         self._device = device
         self._transport = transport or best_transport(group, device)
         self._staged: tuple[StagedBlocks, StagedBlocks] | None = None
+        self._begun: deque[torch.Tensor] = deque()
         self.bytes_sent = 0
 
     @contextmanager
     def staging(
         self, moves: RankMoves, source: torch.Tensor, target: torch.Tensor
     ) -> Iterator[None]:
-        """Stage the same `moves` for any number of layers, one at a time.
+        """Stage the same `moves` for any number of layers. At the end all of them have arrived.
 
         Args:
             moves: this rank's part of the plan.
             source, target: views of one layer in the two layouts, [blocks, heads, tokens,
                 content], which tell the sizes; all layers must be alike.
 
-        Staging takes the bytes of one layer's moves, or twice that where a transport does not
-        share memory. It is needed even for bytes that stay on their rank, for both views lie over
-        the same memory.
+        Staging takes the bytes of one layer's moves; where a transport does not share memory, of
+        two layers' in both directions. It is needed even for bytes that stay on their rank, for
+        both views lie over the same memory.
         """
         source, target = _words(source), _words(target)
         packs = _staged(moves.sends, source, from_source=True)
@@ -143,19 +180,32 @@ class Exchange:
         self.bytes_sent = 0
         try:
             yield
+            while self._begun:
+                self._finish_one()
         finally:
             self._staged = None
+            self._begun.clear()
             self._transport.release()
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Move one layer's blocks from every rank's `source` view to every rank's `target`."""
+        """Move one layer's blocks from every rank's `source` view to every rank's `target`.
+
+        It may return before they have arrived. Layers must not lie over each other.
+        """
         assert self._staged is not None, "run() outside staging()"
-        source, target = _words(source), _words(target)
-        packs, unpacks = self._staged
-        packs.pack(source, self._transport.send)
-        unpacks.unpack(self._transport.swap(), target)
-        self._transport.done()
+        packs, _ = self._staged
+        packs.pack(_words(source), self._transport.send)
         self.bytes_sent += self._transport.send.nbytes
+        self._transport.begin()
+        self._begun.append(_words(target))
+        if len(self._begun) == self._transport.depth:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        assert self._staged is not None
+        _, unpacks = self._staged
+        unpacks.unpack(self._transport.finish(), self._begun.popleft())
+        self._transport.done()
 
     def measure(self, num_bytes: int, repeats: int = 3) -> float:
         """Bytes per second, over all ranks, when each of them sends `num_bytes` to each."""
@@ -167,7 +217,8 @@ class Exchange:
             dist.barrier(self._group)
             start = time.perf_counter()
             self._transport.send.copy_(memory)
-            for part, into in zip(self._transport.swap(), memory.split(num_bytes), strict=True):
+            self._transport.begin()
+            for part, into in zip(self._transport.finish(), memory.split(num_bytes), strict=True):
                 into.copy_(part)
             self._transport.done()
             if self._device.type != "cpu":

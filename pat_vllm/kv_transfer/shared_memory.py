@@ -31,6 +31,8 @@ _fence_lock = threading.Lock()
 class SharedMemoryTransport:
     """A `Transport` over shared memory. Made by `connect`."""
 
+    depth = 1
+
     def __init__(self, group: dist.ProcessGroup, segments: Sequence[_Segment]) -> None:
         self._rank = dist.get_rank(group)
         self._segments = segments
@@ -78,9 +80,12 @@ class SharedMemoryTransport:
         self._receive_bytes = [count * size for count in receive_counts]
         self._parts = None
 
-    def swap(self) -> list[torch.Tensor]:
+    def begin(self) -> None:
         """See `Transport`."""
         self._barrier()
+
+    def finish(self) -> list[torch.Tensor]:
+        """See `Transport`."""
         if self._parts is None:
             self._parts = []
             for segment, size in zip(self._segments, self._receive_bytes, strict=True):

@@ -22,13 +22,18 @@ _PRELOADED = [
 ]
 
 
+def preload() -> None:
+    """Say what the server of this process imports when it starts; there is one for all."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+
+
 @functools.cache
 def start_workers_from_server() -> None:
     """To be called before an engine is made; the server starts with the first worker."""
     import vllm.v1.executor.multiproc_executor as module
 
+    preload()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
     stock = module.get_mp_context
 
     def get_mp_context() -> Any:
