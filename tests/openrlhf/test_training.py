@@ -39,8 +39,12 @@ def test_separated_over_ray():
 
 @pytest.mark.timeout(600)
 def test_colocated_over_multiprocessing():
-    """Hybrid engine: one placement for both sides, CUDA IPC, and sleep at every change of sides."""
-    with training(*COLOCATED, pat={**SWITCHING, "launcher": "mp"}) as run:
+    """Hybrid engine: one placement for both sides, CUDA IPC, and sleep at every change of sides.
+
+    The layouts share one copy of the weights, as on GPUs.
+    """
+    pat = {**SWITCHING, "launcher": "mp", "weights": "inplace"}
+    with training(*COLOCATED, pat=pat) as run:
         run.succeed()
         assert in_sync(run) == [True] * 4, run.steps
         assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts

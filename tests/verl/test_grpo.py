@@ -52,8 +52,12 @@ def test_three_steps() -> None:
 
 @pytest.mark.timeout(700)
 def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
-    """The other way to ask for PAT; and what happens when an engine is killed in a rollout."""
-    with grpo(*VLLM, SCHEDULE, "trainer.total_training_steps=100") as run:
+    """The other way to ask for PAT; and what happens when an engine is killed in a rollout.
+
+    The layouts share one copy of the weights, as on GPUs.
+    """
+    inplace = f"{PAT}.weights=inplace"
+    with grpo(*VLLM, SCHEDULE, inplace, "trainer.total_training_steps=100") as run:
         run.wait(lambda: "step:3 - " in run.printed(), START_SECONDS + 100)
         victim = run.engine_workers()[-1]
         # The next rollout begins, and cannot end before the worker is killed.
