@@ -206,9 +206,11 @@ def check_staging(make: Any, rng: random.Random) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.randoms(use_true_random=False))
-def test_blocks_are_packed_and_unpacked_as_by_plain_indexing(rng):
-    check_staging(kv.IndexedBlocks, rng)
+@given(st.randoms(use_true_random=False), st.sampled_from([0, kv._LONG_RUN_BYTES]))
+def test_blocks_are_packed_and_unpacked_as_by_plain_indexing(rng, long):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv, "_LONG_RUN_BYTES", long)
+        check_staging(kv.IndexedBlocks, rng)
 
 
 # -------------------------------------------------------------------- Triton's interpreter

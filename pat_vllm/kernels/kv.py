@@ -123,15 +123,22 @@ class TableBlocks:
         )
 
 
+_LONG_RUN_BYTES = 32 << 10
+"""Consecutive blocks of this size, on average, are written faster one run after the other."""
+
+
 @dataclass(frozen=True)
 class _IndexedPiece:
     """One piece: which part of a view, and where in its peer's part of the buffer.
 
-    `blocks` is an int64 tensor, or a slice where block ids are consecutive; `shape` is [blocks,
-    heads, tokens, content].
+    Attributes:
+        blocks: an int64 tensor, or a slice where block ids are consecutive.
+        runs: the same as (first block, blocks) of consecutive ones, where they are long.
+        shape: [blocks, heads, tokens, content].
     """
 
     blocks: torch.Tensor | slice
+    runs: list[tuple[int, int]] | None
     heads: range
     start: int
     shape: tuple[int, int, int, int]
@@ -150,10 +157,13 @@ class _IndexedPiece:
 
     def unpack(self, part: torch.Tensor, view: torch.Tensor) -> None:
         heads, staged = self._heads(view), self._staged(part)
-        if isinstance(self.blocks, slice):
-            heads[self.blocks].copy_(staged)
-        else:
+        if self.runs is None:
             heads.index_copy_(0, self.blocks, staged)
+            return
+        done = 0
+        for first, count in self.runs:
+            heads[first : first + count].copy_(staged[done : done + count])
+            done += count
 
     def _heads(self, view: torch.Tensor) -> torch.Tensor:
         return view.narrow(1, self.heads.start, len(self.heads))
@@ -173,7 +183,19 @@ class IndexedBlocks:
             for blocks, heads in peer:
                 start = pieces[-1].end if pieces else 0
                 shape = len(blocks), len(heads), tokens, content
-                pieces.append(_IndexedPiece(_index(blocks, view.device), heads, start, shape))
+                runs = _runs(blocks)
+                long = len(blocks) * len(heads) * tokens * content * view.element_size() >= (
+                    _LONG_RUN_BYTES * len(runs)
+                )
+                pieces.append(
+                    _IndexedPiece(
+                        _index(blocks, runs, view.device),
+                        runs if long or len(runs) == 1 else None,
+                        heads,
+                        start,
+                        shape,
+                    )
+                )
             self._by_peer.append(pieces)
         self.counts = [pieces[-1].end if pieces else 0 for pieces in self._by_peer]
 
@@ -190,9 +212,22 @@ class IndexedBlocks:
                 piece.unpack(part, view)
 
 
-def _index(blocks: Sequence[int], device: torch.device) -> torch.Tensor | slice:
+def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """(first block, blocks) of consecutive ids."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and sum(runs[-1]) == block:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+def _index(
+    blocks: Sequence[int], runs: Sequence[tuple[int, int]], device: torch.device
+) -> torch.Tensor | slice:
     """`blocks` as an index. A fresh pool gives consecutive ones, which copy without a lookup."""
-    first, count = blocks[0], len(blocks)
-    if blocks[-1] - first == count - 1 and list(blocks) == list(range(first, first + count)):
+    if len(runs) == 1:
+        first, count = runs[0]
         return slice(first, first + count)
     return torch.tensor(blocks, dtype=torch.int64, device=device)
