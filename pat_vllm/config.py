@@ -73,7 +73,7 @@ class PATConfig(_Strict):
             "recompute" prefills again, "auto" takes the cheaper for each request.
         weights: "inplace" keeps one copy of the weights for all layouts and moves rows in it at a
             switch; it needs `base_tp` 1. "materialized" keeps a copy for each layout. "auto" is
-            "inplace" where that costs no step time: on GPUs, with `base_tp` 1.
+            "inplace" with CUDA's default kernels and `base_tp` 1.
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
     """

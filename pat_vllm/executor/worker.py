@@ -121,9 +121,11 @@ class PATWorkerMixin:
 
     def _weight_strategy(self, name: str) -> WeightStrategy:
         if name == "auto":
+            # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
             # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
-            plain = self.device.type != "cpu" and self._base.layout.tp == 1
-            name = "inplace" if plain else "materialized"
+            fit = current_platform.is_cuda() and self._base.layout.tp == 1
+            default_kernels = self.vllm_config.kernel_config.linear_backend == "auto"
+            name = "inplace" if fit and default_kernels else "materialized"
         if name == "inplace":
             return InPlaceShards({one.tp: one.tp_rank_of(self.rank) for one in self._runtimes})
         return MaterializedShards(self._base.group.all_gather)

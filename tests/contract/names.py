@@ -48,7 +48,7 @@ NAMES = (
         "executor.layout_config executor.warmup executor.worker executor.cpu_worker "
         "executor.gpu_worker",
         "additional_config cache_config compilation_config ec_transfer_config instance_id "
-        "kv_events_config kv_transfer_config load_config lora_config model_config parallel_config "
+        "kernel_config kv_events_config kv_transfer_config load_config lora_config model_config parallel_config "
         "scheduler_config speculative_config use_v2_model_runner",
     ),
     Names(
@@ -90,6 +90,7 @@ NAMES = (
         "executor.layout_config executor.profile_key",
         "cudagraph_capture_sizes cudagraph_mode max_cudagraph_capture_size static_forward_context",
     ),
+    Names("vllm.config.kernel.KernelConfig", "executor.worker", "linear_backend"),
     Names(f"{CONFIG}.LoadConfig", "executor.weights", "load_format model_loader_extra_config"),
     Names(f"{CONFIG}.KVEventsConfig", "support", "enable_kv_cache_events"),
     # ---------------------------------------------------------------- requests
