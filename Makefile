@@ -43,8 +43,8 @@ test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and train
 test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trainer
 	$(OPENRLHF_VENV)/bin/python -m pytest $(SLICE) tests/openrlhf
 
-.venv-%/.installed: integrations/%/install.sh $(STAMP)
-	$< .venv-$* $(PYTHON) $(VENV)
+.venv-%/.installed: integrations/install.sh $(STAMP)
+	$< $* .venv-$* $(PYTHON) $(VENV)
 	@touch $@
 
 lint: venv ## ruff and mypy
