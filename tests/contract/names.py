@@ -48,8 +48,8 @@ NAMES = (
         "executor.layout_config executor.warmup executor.worker executor.cpu_worker "
         "executor.gpu_worker",
         "additional_config cache_config compilation_config ec_transfer_config instance_id "
-        "kernel_config kv_events_config kv_transfer_config load_config lora_config model_config parallel_config "
-        "scheduler_config speculative_config use_v2_model_runner",
+        "kernel_config kv_events_config kv_transfer_config load_config lora_config model_config "
+        "parallel_config scheduler_config speculative_config use_v2_model_runner",
     ),
     Names(
         f"{CONFIG}.ParallelConfig",
