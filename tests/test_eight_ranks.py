@@ -9,7 +9,7 @@ import pytest
 
 import pat_vllm
 from tests.engines import engine, run, teacher_forced
-from tests.test_switch import TOLERANCE, at_steps, batch
+from tests.test_switch import at_steps, batch, tolerance
 
 pytestmark = pytest.mark.slow
 
@@ -31,4 +31,4 @@ def test_every_ordered_pair_of_layouts() -> None:
             prompts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}
             scores = teacher_forced(llm, prompts)
             for name, outcome in outcomes.items():
-                assert outcome.logprobs == pytest.approx(scores[name], abs=TOLERANCE)
+                assert outcome.logprobs == pytest.approx(scores[name], abs=tolerance(llm))
