@@ -1,4 +1,4 @@
-"""Ends an engine whose front end was killed."""
+"""Ends an engine whose front end was killed, and workers whose engine core was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ logger = init_logger(__name__)
 
 _CHECK_SECONDS = 1.0
 _ENGINE_CORE = "EngineCore"
-"""Beginning of the name that vLLM gives to an engine core's process."""
+_WORKER = "VllmWorker"
+"""Beginnings of the names that vLLM gives to an engine core's process and to a worker's."""
+
+_GRACE_SECONDS = 5.0
+"""For an orderly end."""
 
 
 def end_when_orphaned(shutdown: Callable[[], None]) -> None:
@@ -28,16 +32,40 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
     if parent is None or not multiprocessing.current_process().name.startswith(_ENGINE_CORE):
         return
     pid = parent.pid
+    assert pid is not None
 
-    def watch() -> None:
-        # Not `parent.is_alive()`: siblings that were forked after this process would hold the
-        # pipe that it looks at.
-        while os.getppid() == pid:
-            time.sleep(_CHECK_SECONDS)
+    def end() -> None:
         logger.error("the front end (pid %d) is gone; shutting the engine down", pid)
         try:
             shutdown()
         finally:
             os._exit(1)
+
+    _when_gone(pid, end)
+
+
+def exit_when_orphaned() -> None:
+    """In a worker's own process, watch its parent: some time after that is gone, exit.
+
+    A worker in the middle of a collective does not hear that it shall end, and would wait for the
+    other ranks for ever when the engine core was killed.
+    """
+    if not multiprocessing.current_process().name.startswith(_WORKER):
+        return
+
+    def end() -> None:
+        time.sleep(_GRACE_SECONDS)
+        os._exit(1)
+
+    _when_gone(os.getppid(), end)
+
+
+def _when_gone(pid: int, end: Callable[[], None]) -> None:
+    def watch() -> None:
+        # Not `parent.is_alive()`: siblings that were forked after this process would hold the
+        # pipe that it looks at.
+        while os.getppid() == pid:
+            time.sleep(_CHECK_SECONDS)
+        end()
 
     threading.Thread(target=watch, daemon=True, name="PATOrphanWatch").start()

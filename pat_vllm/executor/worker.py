@@ -22,6 +22,7 @@ from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.executor.materialized import MaterializedShards
 from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.orphan import exit_when_orphaned
 from pat_vllm.executor.runtime import (
     LayoutRuntime,
     cpu_world_group,
@@ -87,6 +88,7 @@ class PATWorkerMixin:
 
     def init_device(self) -> None:
         """Join the world, then make each layout's group, config and model runner."""
+        exit_when_orphaned()
         super().init_device()  # type: ignore[misc]
         engine_config = self.vllm_config
         layouts = layouts_of(engine_config)

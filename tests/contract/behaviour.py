@@ -128,6 +128,12 @@ TEXTS = (
         "no tokens: nothing to wait for",
     ),
     Text(
+        "vllm.v1.executor.multiproc_executor.WorkerProc.make_worker_process",
+        "executor.orphan",
+        r"name=f'VllmWorker-\{rank\}'",
+        "how a worker knows that it has a process of its own",
+    ),
+    Text(
         "vllm.v1.engine.utils.CoreEngineProcManager.__init__",
         "executor.orphan",
         r"'EngineCore'",
