@@ -105,8 +105,8 @@ def _compare(
     ]
 
     for index in range(replicas * requests):
-        scheduler.addrequest(request(f"pat-{index}", index))
-        plain[index % replicas].addrequest(request(f"stock-{index}", index))
+        scheduler.add_request(request(f"pat-{index}", index))
+        plain[index % replicas].add_request(request(f"stock-{index}", index))
 
     def pat_step() -> None:
         assert scheduler.has_requests()
