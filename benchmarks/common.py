@@ -76,6 +76,8 @@ MODELS: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
         max_position_embeddings=4096,
     ),
+    # Small enough for eight ranks on two cores.
+    "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # For schedulers, which only read its config.
     "qwen3-8-heads": dict(arch="qwen3", kv_heads=8, max_position_embeddings=16_384),
 }

@@ -1,7 +1,7 @@
 """What a switch costs with live requests: the stall by parts, against its physical floor.
 
     python -m benchmarks.switch_cost
-    python -m benchmarks.switch_cost --ranks 8 --model qwen3-8-heads --dtypes float32
+    python -m benchmarks.switch_cost --ranks 8 --model qwen3-tiny --dtypes float32
 
 `stall` is the time in which nothing runs. The whole switch also has `quiesce`, in which the steps
 that had begun are finished, and which is therefore up to a step, whatever the switch does.
