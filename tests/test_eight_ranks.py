@@ -27,6 +27,7 @@ def test_every_ordered_pair_of_layouts() -> None:
             made = [one for one in pat_vllm.report(llm).switches if one.live][-1]
             assert (made.source.tp, made.target.tp) == (source, target)
             assert made.migrated == made.live == len(jobs)
+            print(f"{source} -> {target}: stall {1e3 * (made.seconds - made.quiesce):.0f} ms")
             pat_vllm.switch(llm, tp=target)
             prompts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}
             scores = teacher_forced(llm, prompts)
