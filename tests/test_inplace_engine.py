@@ -34,5 +34,6 @@ def test_the_layouts_take_the_memory_of_one(model: str) -> None:
         for tp in (1, 4, 2):
             pat_vllm.switch(llm, tp=tp)
             for every, base in llm.collective_rpc(weight_bytes):
+                print(f"tp={tp}: weights of all layouts / base layout's: {every / base:.4f}")
                 assert base > 100_000
                 assert every <= 1.02 * base
