@@ -42,7 +42,7 @@ def test_the_layouts_take_the_memory_of_one(model: str) -> None:
 
 def test_one_group_is_a_stock_engine() -> None:
     """With plain weights on both sides. A batch cut in two is rounded otherwise."""
-    plain = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
+    plain: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
     limits: dict[str, Any] = {"max_num_batched_tokens": 1000}
     with engine("qwen2", 2, None, **plain, **limits) as llm:
         stock = run(llm, batch())
