@@ -265,6 +265,7 @@ def test_samples_of_a_prompt_are_siblings(pat: Server) -> None:
         lengths |= {len(r.token_ids) for r in responses}
     assert len(lengths) > 4
     after = pat.call("pat_report").predictor
-    assert after.batches == before.batches + 2
+    # More than two where a first response ended before the others' requests had arrived.
+    assert after.batches >= before.batches + 2
     assert after.responses == before.responses + 2 * len(samples)
     assert after.siblings > 0.5
