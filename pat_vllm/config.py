@@ -65,15 +65,15 @@ class PATConfig(_Strict):
     """Options of the adaptive-tensor-parallelism executor.
 
     Attributes:
-        layouts: tensor-parallel sizes to keep ready. None: `base_tp`, its doublings that divide
-            the number of ranks, and the number of ranks itself.
+        layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None: `base_tp`, its
+            doublings that divide the number of ranks, and the number of ranks itself.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
         weights: "inplace" keeps one copy of the weights for all layouts and moves rows in it at a
-            switch; it needs `base_tp` 1. "materialized" keeps a copy for each layout. "auto" is
-            "inplace" with CUDA's default kernels and `base_tp` 1.
+            switch; "materialized" keeps a copy for each layout; "auto" is "inplace" with CUDA's
+            default kernels, else "materialized".
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
     """
@@ -109,7 +109,8 @@ class PATConfig(_Strict):
         """The layouts to keep ready, ascending in tp; the first is the base layout.
 
         Raises:
-            ValueError: a tp does not divide `world_size`, or the policy names another layout.
+            ValueError: a tp does not divide `world_size` or is no multiple of the base layout's,
+                or the policy names another layout.
         """
         if world_size % self.base_tp:
             raise ValueError(
@@ -138,12 +139,11 @@ class PATConfig(_Strict):
                     f"pat.layouts names tp={tp}, smaller than pat.base_tp={self.base_tp}; "
                     "base_tp must be the smallest layout"
                 )
-        if self.weights == "inplace" and self.base_tp > 1:
-            raise ValueError(
-                f"pat.weights='inplace' needs pat.base_tp=1, got {self.base_tp}: a rank whose base "
-                "layout has part of the weights lacks rows of the others' shards; use "
-                "pat.weights='materialized'"
-            )
+            if tp % self.base_tp:
+                raise ValueError(
+                    f"pat.layouts names tp={tp}, which is no multiple of pat.base_tp="
+                    f"{self.base_tp}: ranks would lack part of their weights in that layout"
+                )
         for tp in self._policy_sizes():
             if tp not in sizes:
                 raise ValueError(

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How N ranks are grouped: `replicas` tensor-parallel groups of `tp` consecutive ranks.
+    """How N ranks are grouped: `replicas` tensor-parallel groups of `tp` ranks.
 
-    Replica `i` owns the global ranks `i * tp` to `(i + 1) * tp - 1`.
+    Replica `i` owns every `replicas`-th global rank from rank `i` on. Layouts nest so: where `tp`
+    divides the tp of a wider layout, a group lies within one of the wider groups, and the shard of
+    a rank in the wider layout within its shard in this one. What a rank holds of its own requests'
+    KV and of the weights is all that it needs in a wider layout.
     """
 
     tp: int
@@ -40,19 +43,19 @@ class Layout:
 
     def replica_of(self, rank: int) -> int:
         """Replica that the global rank belongs to."""
-        return rank // self.tp
+        return rank % self.replicas
 
     def tp_rank_of(self, rank: int) -> int:
         """Position of the global rank within its tensor-parallel group."""
-        return rank % self.tp
+        return rank // self.replicas
 
     def ranks_of(self, replica: int) -> range:
         """Global ranks of a replica, in tensor-parallel order."""
-        return range(replica * self.tp, (replica + 1) * self.tp)
+        return range(replica, self.world_size, self.replicas)
 
     def leader_of(self, replica: int) -> int:
         """Global rank whose output stands for the whole replica."""
-        return replica * self.tp
+        return self.ranks_of(replica)[0]
 
     def kv_heads_per_rank(self, num_kv_heads: int) -> int:
         """KV heads that one rank stores; at least one, then heads are replicated.
@@ -76,3 +79,29 @@ class Layout:
         else:
             start = tp_rank // (self.tp // num_kv_heads)
         return range(start, start + per_rank)
+
+
+def device_of(rank: int, world_size: int) -> int:
+    """Index of the device that a global rank runs on, among the `world_size` of its node.
+
+    The ranks of a group are far apart (see `Layout`); their devices are neighbours, which may have
+    a link of their own. The digits of a rank are those of its device reversed, in the number system
+    of the prime factors of `world_size`.
+    """
+    device, place, block = 0, 1, world_size
+    for factor in _prime_factors(world_size):
+        block //= factor
+        device += rank // block % factor * place
+        place *= factor
+    return device
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors = []
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors

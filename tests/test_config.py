@@ -54,12 +54,16 @@ def test_malformed_options(options, message):
         ({"base_tp": 2, "layouts": [1, 4]}, "tp=1, smaller than pat.base_tp=2"),
         ({"policy": {"kind": "static", "tp": 3}}, "pat.policy names tp=3"),
         ({"layouts": [4], "policy": {"kind": "static", "tp": 2}}, "pat.policy names tp=2"),
-        ({"weights": "inplace", "base_tp": 2}, "pat.weights='inplace' needs pat.base_tp=1, got 2"),
     ],
 )
 def test_options_that_do_not_fit_the_engine(options, message):
     with pytest.raises(ValueError, match=message):
         PATConfig.parse(options).resolve_layouts(4)
+
+
+def test_layouts_are_multiples_of_the_base_layout():
+    with pytest.raises(ValueError, match=r"tp=3, .* no multiple of pat\.base_tp=2"):
+        PATConfig.parse({"base_tp": 2, "layouts": [3]}).resolve_layouts(6)
 
 
 def state(layout, live, quiet=1.0):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 
 from pat_vllm.executor.inplace import InPlaceShards
 from pat_vllm.executor.model_weights import model_weights
+from pat_vllm.layout import Layout
 from tests.models import random_model
 from tests.test_weights import (
     CASES,
@@ -36,8 +39,12 @@ def current_vllm_config() -> Iterator[None]:
 
 
 def shared(base: nn.Module, models: dict[int, nn.Module], ranks: dict[int, int]) -> InPlaceShards:
-    """The strategy, with the models of other layouts filled."""
-    strategy = InPlaceShards({1: 0, **ranks})
+    """The strategy, with the models of other layouts filled.
+
+    Args:
+        ranks: in each layout, by tp; of the base layout too unless that has tp=1.
+    """
+    strategy = InPlaceShards(ranks if len(ranks) > len(models) else {1: 0, **ranks})
     strategy.check(base)
     strategy.capture(base)
     for model in models.values():
@@ -56,16 +63,19 @@ def addresses(model: nn.Module) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_shard_is_what_vllm_loads(case: Case) -> None:
-    """On a random walk over the layouts, for each rank of the widest."""
+    """On a random walk over the layouts, for each rank of an engine and each base layout."""
     rng = random.Random(case.name)
-    for rank in range(case.tps[-1]):
-        base = case.load(1, 0)
-        expected = {tp: case.load(tp, rank % tp) for tp in case.tps}
-        models = {tp: case.empty(tp, rank % tp) for tp in case.tps if tp > 1}
-        strategy = shared(base, models, {tp: rank % tp for tp in models})
-        models[1] = base
+    world_size = math.lcm(*case.tps)
+    for base_tp, rank in product(case.tps, range(world_size)):
+        tps = [tp for tp in case.tps if tp % base_tp == 0]
+        ranks = {tp: Layout.of(tp, world_size).tp_rank_of(rank) for tp in tps}
+        base = case.load(base_tp, ranks[base_tp])
+        expected = {tp: case.load(tp, at) for tp, at in ranks.items()}
+        models = {tp: case.empty(tp, at) for tp, at in ranks.items() if tp > base_tp}
+        strategy = shared(base, models, ranks)
+        models[base_tp] = base
         places = {tp: addresses(model) for tp, model in models.items()}
-        for tp in [*case.tps, *rng.choices(case.tps, k=10), 1]:
+        for tp in [*tps, *rng.choices(tps, k=10), base_tp]:
             strategy.arrange(tp)
             assert_same_weights(models[tp], expected[tp])
         for tp, model in models.items():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Layout, device_of
 
 
 @st.composite
@@ -102,6 +102,32 @@ def test_rank_moves_partition_the_plan(case):
     for a in range(world_size):
         for b in range(world_size):
             assert parts[a].sends[b] == parts[b].receives[a]
+
+
+@given(layout_pairs())
+def test_own_requests_stay_where_they_are_in_a_wider_layout(case):
+    source, target, num_kv_heads = case
+    if target.tp % source.tp:
+        return
+    for rank in range(source.world_size):
+        a, b = source.replica_of(rank), target.replica_of(rank)
+        assert {target.replica_of(other) for other in source.ranks_of(a)} == {b}
+        routes = head_routes(source, a, target, b, num_kv_heads)
+        assert [r.source_rank for r in routes if r.target_rank == rank] == [rank]
+
+
+@given(layout_pairs())
+def test_devices_of_a_group_are_neighbours(case):
+    source, target, _ = case
+    world_size = source.world_size
+    assert sorted(device_of(rank, world_size) for rank in range(world_size)) == [*range(world_size)]
+    assert device_of(0, world_size) == 0
+    for layout in (source, target):
+        if layout.tp & (layout.tp - 1):
+            continue  # a factor of 3 in it: not of every layout
+        for replica in range(layout.replicas):
+            devices = sorted(device_of(rank, world_size) for rank in layout.ranks_of(replica))
+            assert devices == [*range(devices[0], devices[0] + layout.tp)]
 
 
 @given(layout_pairs())

@@ -20,8 +20,9 @@ from pat_vllm.executor.shards import (
     Partition,
     QKVPartition,
     VocabPartition,
-    regroup,
+    pieces_of,
 )
+from pat_vllm.layout import Layout
 
 TPS = (1, 2, 4, 8)
 
@@ -45,7 +46,8 @@ def blocks_of(
 ) -> tuple[int, dict[int, Block], dict[int, list[int]]]:
     """Rows of the storage, each layout's block, and the storage's rows that are its shard."""
     whole = partition.padded().shard(1, 0)
-    pieces = {tp: regroup(partition.padded().shard(tp, rank % tp), [whole]) for tp in TPS}
+    tp_ranks = {tp: Layout.of(tp, TPS[-1]).tp_rank_of(rank) for tp in TPS}
+    pieces = {tp: pieces_of(partition.padded().shard(tp, at), whole) for tp, at in tp_ranks.items()}
     unit = common_unit(whole.size, pieces.values())
     shards = {
         tp: [row for piece in of_tp for row in range(piece.src, piece.src + piece.length)]

@@ -1,4 +1,4 @@
-"""The shards of all ranks cover the full tensor, and any layout's shards build any other's."""
+"""The shards of all ranks cover the full tensor, and a rank's shards lie one within another."""
 
 from collections import Counter
 
@@ -13,8 +13,9 @@ from pat_vllm.executor.shards import (
     QKVPartition,
     Shard,
     VocabPartition,
-    regroup,
+    pieces_of,
 )
+from pat_vllm.layout import Layout
 
 TP = (1, 2, 3, 4, 6, 8)
 PADDING = -1
@@ -113,32 +114,38 @@ def test_vocab_partition_covers_every_row_once_and_pads_at_the_end(tp, vocab_siz
     assert len(rows) - vocab_size < partition.padding_size
 
 
-@given(cuts())
-def test_any_layout_builds_any_other(cut):
+@given(cuts(), st.integers(1, 3))
+def test_a_rank_has_its_shard_of_a_wider_layout(cut, more):
     partition, base_tp, tp = cut
-    base = [partition.shard(base_tp, rank) for rank in range(base_tp)]
-    gathered = [row for shard in base for row in rows_of(shard)]
-    for rank in range(tp):
-        target = partition.shard(tp, rank)
+    tp, world_size = max(base_tp, tp), max(base_tp, tp) * more
+    if tp % base_tp:
+        return
+    for rank in range(world_size):
+        target, base = (
+            partition.shard(one, Layout.of(one, world_size).tp_rank_of(rank))
+            for one in (tp, base_tp)
+        )
+        rows = rows_of(base)
         built = [PADDING] * target.size
-        for piece in regroup(target, base):
+        for piece in pieces_of(target, base):
             assert piece.length > 0
             assert set(built[piece.dst : piece.dst + piece.length]) == {PADDING}
-            built[piece.dst : piece.dst + piece.length] = gathered[piece.src :][: piece.length]
+            built[piece.dst : piece.dst + piece.length] = rows[piece.src :][: piece.length]
         assert built == rows_of(target)
 
 
-def test_from_an_uncut_base_regrouping_is_the_shard_itself():
+def test_of_a_whole_tensor_the_pieces_are_the_shard_itself():
     for partition in (EvenPartition((8, 4)), QKVPartition(8, 2, 4, 4), VocabPartition(100, 64)):
         for rank in range(4):
             shard = partition.shard(4, rank)
-            assert regroup(shard, [partition.shard(1, 0)]) == shard.pieces
+            assert pieces_of(shard, partition.shard(1, 0)) == shard.pieces
 
 
-def test_replicated_kv_heads_are_taken_from_one_rank():
+def test_replicated_kv_heads_are_in_both_shards():
     partition = QKVPartition(total_heads=4, total_kv_heads=1, head_size=1, v_head_size=1)
-    base = [partition.shard(2, rank) for rank in range(2)]  # each: q, q, k, v
-    assert regroup(partition.shard(4, 3), base) == (Piece(5, 0, 1), Piece(2, 1, 1), Piece(3, 2, 1))
+    base = partition.shard(2, 1)  # q, q, k, v
+    expected = (Piece(1, 0, 1), Piece(2, 1, 1), Piece(3, 2, 1))
+    assert pieces_of(partition.shard(4, 3), base) == expected
 
 
 @pytest.mark.parametrize(

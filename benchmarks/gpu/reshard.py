@@ -15,8 +15,9 @@ import torch
 from benchmarks.gpu.shapes import ModelShape, Scale, random_like
 from benchmarks.gpu.timing import Stopwatch
 from pat_vllm.executor.row_order import Block, RowOrder, block_of, common_unit, rounds
-from pat_vllm.executor.shards import EvenPartition, Partition, QKVPartition, regroup
+from pat_vllm.executor.shards import EvenPartition, Partition, QKVPartition, pieces_of
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
+from pat_vllm.layout import Layout
 
 
 def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
@@ -63,10 +64,11 @@ class _Weights:
         """Where each layout's shard is brought together, by matrix and tp."""
         found = {}
         for name, partition in self.partitions.items():
-            base = [partition.shard(1, 0)]
-            pieces = {tp: regroup(partition.shard(tp, rank % tp), base) for tp in tps}
-            unit = common_unit(base[0].size, pieces.values())
-            found[name] = {tp: block_of(of_tp, base[0].size, unit) for tp, of_tp in pieces.items()}
+            whole = partition.shard(1, 0)
+            tp_ranks = {tp: Layout.of(tp, max(tps)).tp_rank_of(rank) for tp in tps}
+            pieces = {tp: pieces_of(partition.shard(tp, at), whole) for tp, at in tp_ranks.items()}
+            unit = common_unit(whole.size, pieces.values())
+            found[name] = {tp: block_of(of_tp, whole.size, unit) for tp, of_tp in pieces.items()}
         return found
 
     def check(self, blocks: Mapping[str, Block]) -> None:

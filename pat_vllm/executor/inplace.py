@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from pat_vllm.executor.model_weights import Weight, model_weights, twins
 from pat_vllm.executor.row_order import Block, RowOrder, block_of, common_unit, rounds
-from pat_vllm.executor.shards import Partition, regroup
+from pat_vllm.executor.shards import Partition, pieces_of
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 
 
@@ -34,13 +34,12 @@ class InPlaceShards:
 
     Args:
         tp_ranks: this rank's position in the TP group of each layout, by tp; the base layout first,
-            which must have tp=1, for then this rank holds every row.
+            whose shard must contain those of the others (see `Layout`).
     """
 
     def __init__(self, tp_ranks: Mapping[int, int]) -> None:
         self._tp_ranks = dict(tp_ranks)
         self._base_tp = next(iter(tp_ranks))
-        assert self._base_tp == 1
         self._base: dict[str, Weight] = {}
         self._views: list[tuple[Weight, torch.Tensor]] = []
         self._blocks: dict[Partition, dict[int, Block]] = {}
@@ -107,8 +106,8 @@ class InPlaceShards:
     def _blocks_of(self, partition: Partition, rows: int) -> dict[int, Block]:
         """Where each layout finds its shard of matrices that are cut this way, by tp."""
         padded = partition.padded()
-        base = [padded.shard(self._base_tp, self._tp_ranks[self._base_tp])]
-        pieces = {tp: regroup(padded.shard(tp, rank), base) for tp, rank in self._tp_ranks.items()}
+        base = padded.shard(self._base_tp, self._tp_ranks[self._base_tp])
+        pieces = {tp: pieces_of(padded.shard(tp, at), base) for tp, at in self._tp_ranks.items()}
         unit = common_unit(rows, pieces.values())
         return {tp: block_of(of_tp, rows, unit) for tp, of_tp in pieces.items()}
 
@@ -119,7 +118,7 @@ class InPlaceShards:
             block = self._blocks[weight.partition][weight.tp]
             return base.tensor.narrow(0, block.start, block.size)
         shard = weight.partition.shard(weight.tp, weight.tp_rank)
-        (columns,) = regroup(shard, [weight.partition.shard(base.tp, base.tp_rank)])
+        (columns,) = pieces_of(shard, weight.partition.shard(base.tp, base.tp_rank))
         return base.tensor.narrow(weight.partition.dim, columns.src, columns.length)
 
     # ---------------------------------------------------------------- afterwards

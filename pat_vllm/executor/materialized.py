@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from pat_vllm.executor.model_weights import Weight, check_shape, model_weights, resized, twins
-from pat_vllm.executor.shards import regroup
-
-# Gathers a tensor of every rank of the base layout's TP group along a dimension, in rank order.
-AllGather = Callable[[torch.Tensor, int], torch.Tensor]
+from pat_vllm.executor.model_weights import Weight, model_weights, twins
+from pat_vllm.executor.shards import pieces_of
 
 
 class MaterializedShards:
     """Every layout has its own copy of its weights, in its own storage.
 
     `capture` copies nothing, but keeps the base model's plain weights alive until `release`.
-
-    Args:
-        all_gather: gathers over the base layout's TP group, such as its `GroupCoordinator`'s
-            `all_gather`. Needed if the base layout's tp is more than 1; then `fill` gathers one
-            parameter at a time.
     """
 
-    def __init__(self, all_gather: AllGather | None = None) -> None:
-        self._all_gather = all_gather
+    def __init__(self) -> None:
         self._base: dict[str, Weight] | None = None
 
     def check(self, model: nn.Module) -> None:
@@ -76,14 +67,8 @@ class MaterializedShards:
             return
         dim = weight.partition.dim
         shard = weight.partition.shard(weight.tp, weight.tp_rank)
-        shards = [weight.partition.shard(base.tp, rank) for rank in range(base.tp)]
-        if base.tp > 1:
-            assert self._all_gather is not None, "a base layout with tp > 1 needs an all_gather"
-            source = self._all_gather(source, dim)
-            rows = base.tp * shards[0].size
-            check_shape(weight.name, source, resized(base.tensor, dim, rows))
         if sum(piece.length for piece in shard.pieces) < shard.size:
             target.zero_()
-        for piece in regroup(shard, shards):
+        for piece in pieces_of(shard, weight.partition.shard(base.tp, base.tp_rank)):
             rows_of_piece = source.narrow(dim, piece.src, piece.length)
             target.narrow(dim, piece.dst, piece.length).copy_(rows_of_piece)

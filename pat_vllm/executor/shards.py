@@ -7,7 +7,7 @@ that of vLLM's layers (`model_executor/layers/linear.py` and `vocab_parallel_emb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -139,25 +139,18 @@ class VocabPartition:
         return -(-self.vocab_size // self.padding_size) * self.padding_size
 
 
-def regroup(target: Shard, base: Sequence[Shard]) -> tuple[Piece, ...]:
-    """Copies that build `target` from the shards of all base ranks, laid end to end.
+def pieces_of(target: Shard, base: Shard) -> tuple[Piece, ...]:
+    """Copies that build `target` from `base`, a shard of the same tensor that contains it.
 
-    `base` is in rank order and its shards are equally long, as an all-gather lays them. Rows that
-    several base ranks hold (replicated KV heads) are taken from the first. Together with zeros
-    where `target` has no piece, the copies fill it completely.
+    Together with zeros where `target` has no piece, the copies fill it completely.
     """
-    held = [
-        Piece(src=piece.src, dst=rank * shard.size + piece.dst, length=piece.length)
-        for rank, shard in enumerate(base)
-        for piece in shard.pieces
-    ]
     copies = []
     for piece in target.pieces:
         done = 0
         while done < piece.length:
             row = piece.src + done
-            source = next((p for p in held if p.src <= row < p.src + p.length), None)
-            assert source is not None, f"no base shard holds row {row}"
+            source = next((p for p in base.pieces if p.src <= row < p.src + p.length), None)
+            assert source is not None, f"the base shard lacks row {row}"
             skip = row - source.src
             length = min(piece.length - done, source.length - skip)
             copies.append(Piece(source.dst + skip, piece.dst + done, length))

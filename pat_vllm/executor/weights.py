@@ -28,8 +28,7 @@ DERIVED_FORMAT = "pat-derived"
 class WeightStrategy(Protocol):
     """Where the weights of the layouts other than the base layout come from.
 
-    Within a base TP group every rank must make the same calls in the same order: `fill` may
-    communicate.
+    A rank's shard in the base layout contains its shards in all others (see `Layout`).
     """
 
     def check(self, model: nn.Module) -> None:

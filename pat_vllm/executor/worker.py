@@ -37,6 +37,7 @@ from pat_vllm.executor.weights import WeightStrategy, base_load_config, derived_
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.layout import device_of
 from pat_vllm.support import home_layout, layouts_of, pat_config
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class PATWorkerMixin:
     def init_device(self) -> None:
         """Join the world, then make each layout's group, config and model runner."""
         exit_when_orphaned()
+        # Of the node's devices: all ranks are on one node.
+        self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
         super().init_device()  # type: ignore[misc]
         engine_config = self.vllm_config
         layouts = layouts_of(engine_config)
@@ -125,12 +128,12 @@ class PATWorkerMixin:
         if name == "auto":
             # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
             # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
-            fit = current_platform.is_cuda() and self._base.layout.tp == 1
             default_kernels = self.vllm_config.kernel_config.linear_backend == "auto"
-            name = "inplace" if fit and default_kernels else "materialized"
+            fit = current_platform.is_cuda() and default_kernels
+            name = "inplace" if fit else "materialized"
         if name == "inplace":
             return InPlaceShards({one.tp: one.tp_rank_of(self.rank) for one in self._runtimes})
-        return MaterializedShards(self._base.group.all_gather)
+        return MaterializedShards()
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""

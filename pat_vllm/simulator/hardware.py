@@ -265,14 +265,13 @@ class _Machine:
         """KV bytes per token that change ranks, over all ranks: what a target rank needs and does
         not hold, averaged over the replicas that a request may come from and go to."""
         heads = self.model.kv_heads
-        span = max(source.tp, target.tp)
         total = pairs = 0
-        for old in range(span // source.tp):
+        for old in range(source.replicas):
             held = {
                 rank: set(source.kv_heads_of(source.tp_rank_of(rank), heads))
                 for rank in source.ranks_of(old)
             }
-            for new in range(span // target.tp):
+            for new in {target.replica_of(rank) for rank in held}:
                 pairs += 1
                 for rank in target.ranks_of(new):
                     needed = set(target.kv_heads_of(target.tp_rank_of(rank), heads))
