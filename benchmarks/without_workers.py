@@ -39,8 +39,12 @@ EXECUTOR = Executor()
 """Engines know theirs by a weak reference."""
 
 
-def engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
-    """A PAT engine's config that stays in `tp`, and the scheduler's other arguments."""
+def engine_config(tp: int, num_blocks: int = 20_000) -> tuple[Any, dict[str, Any]]:
+    """A PAT engine's config that stays in `tp`, and the scheduler's other arguments.
+
+    Args:
+        num_blocks: of a rank in the base layout.
+    """
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import (
@@ -63,7 +67,7 @@ def engine_config(tp: int) -> tuple[Any, dict[str, Any]]:
         max_num_seqs=256,
         enforce_eager=True,
     ).create_engine_config()
-    num_blocks, layers = 20_000, ["layer"]
+    layers = ["layer"]
     config.cache_config.block_size = BLOCK_SIZE
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(

@@ -27,6 +27,7 @@ from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
+from pat_vllm.scheduler.admission import swift_admission
 from pat_vllm.scheduler.replica import Replica
 from pat_vllm.scheduler.routing import Placed, spread
 
@@ -266,7 +267,8 @@ def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica:
         # Prompt logprobs forbid cache hits, but these tokens were computed for this very request.
         one.request.skip_reading_prefix_cache = False
         _enqueue(replica, one.request)
-    step = replica.scheduler.schedule()
+    with swift_admission(replica.scheduler):
+        step = replica.scheduler.schedule()
     assert step.total_num_scheduled_tokens == 0, "a plan must not schedule tokens"
     replica.connector.withdraw()
     metadata = step.kv_connector_metadata

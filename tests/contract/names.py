@@ -112,8 +112,9 @@ NAMES = (
     Names(
         f"{SCHED}.scheduler.Scheduler",
         "scheduler.scheduler scheduler.replica scheduler.switch scheduler.live scheduler.stats "
-        "scheduler.pools executor.profiler",
-        "_inflight_prefills _set_kv_fetch_stage add_request connector deferred_waiting "
+        "scheduler.pools scheduler.admission executor.profiler",
+        "_inflight_prefill_reserved_blocks _inflight_prefills _request_remaining_blocks "
+        "_set_kv_fetch_stage add_request connector deferred_waiting "
         "finish_requests finished_recving_kv_req_ids get_grammar_bitmask get_kv_cache_usage "
         "get_num_unfinished_requests get_request_counts has_finished_requests has_requests "
         "kv_cache_manager kv_holding_waiting make_stats requests reset_encoder_cache "
@@ -129,7 +130,7 @@ NAMES = (
     ),
     Names(
         "vllm.v1.core.block_pool.BlockPool",
-        "scheduler.pools",
+        "scheduler.pools scheduler.admission",
         "enable_caching enable_kv_cache_events free_block_queue hash_block_size metrics_collector "
         "num_gpu_blocks reset_prefix_cache",
     ),
@@ -144,7 +145,7 @@ NAMES = (
     ),
     Names(
         "vllm.v1.core.kv_cache_manager.KVCacheManager",
-        "scheduler.replica scheduler.switch scheduler.pools",
+        "scheduler.replica scheduler.switch scheduler.pools scheduler.admission",
         "block_pool free get_block_ids",
     ),
     Names("vllm.v1.core.kv_cache_manager.KVCacheBlocks", "kv_transfer.connector", "get_block_ids"),
@@ -239,8 +240,8 @@ NAMES = (
     Names("vllm.device_allocator.MemAllocator", "executor.gpu_worker", "use_memory_pool"),
     Names(
         "vllm.distributed.parallel_state.GroupCoordinator",
-        "executor.runtime executor.worker",
-        "all_gather cpu_group device_group",
+        "executor.runtime",
+        "cpu_group device_group",
     ),
     Names(
         f"{RING}.MessageQueue",

@@ -1,0 +1,55 @@
+"""Admission at a switch gives what vLLM's own gives, in less time."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from benchmarks.without_workers import EXECUTOR, answer, engine_config, request
+from pat_vllm.executor.executor import StepResult
+from pat_vllm.executor.orders import SwitchOrder
+from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.scheduler import PATScheduler
+
+LAYOUTS = (1, 8, 2, 4, 1)
+
+
+def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[SwitchOrder]:
+    """The orders of some switches between which requests run, with pools that are too small."""
+    config, stock = engine_config(8, num_blocks=100)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler._transfer = "migrate"
+    orders: list[SwitchOrder] = []
+    make_switch = EXECUTOR.switch
+
+    def switch(order: SwitchOrder) -> list[Any]:
+        orders.append(order)
+        return make_switch(order)
+
+    monkeypatch.setattr(EXECUTOR, "switch", switch)
+    rng = random.Random(seed)
+    for index in range(40):
+        scheduler.add_request(request(f"r{index}", index, 2 * rng.randint(8, 300)))
+    for tp in LAYOUTS:
+        for _ in range(3):
+            output = scheduler.schedule()
+            results = [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
+            scheduler.update_from_output(output, results)
+        scheduler._switch_command(tp)
+        scheduler._discard_retired()
+    monkeypatch.undo()
+    switches = scheduler._history.report(scheduler._layout, scheduler._layouts).switches
+    assert any(0 < one.migrated < one.migrated + one.recomputed for one in switches), "no pool full"
+    return orders
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_vllm_admits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    found = carried(monkeypatch, seed)
+    monkeypatch.setattr(switch_module, "swift_admission", lambda scheduler: nullcontext())
+    expected = carried(monkeypatch, seed)
+    assert len(found) == len(LAYOUTS)
+    assert found == expected
