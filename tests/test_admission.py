@@ -19,7 +19,7 @@ LAYOUTS = (1, 8, 2, 4, 1)
 
 def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[SwitchOrder]:
     """The orders of some switches between which requests run, with pools that are too small."""
-    config, stock = engine_config(8, num_blocks=100)
+    config, stock = engine_config(8, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
     scheduler._transfer = "migrate"
     orders: list[SwitchOrder] = []
