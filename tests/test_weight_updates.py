@@ -43,11 +43,13 @@ def packed_again_afterwards() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, Outcome]]:
-    """What stock vLLM generates with each of the weights."""
+    """What stock vLLM generates with each of the weights, and with both."""
     outcomes = {}
-    for model in (OLD, NEW):
+    for model in (NEW, OLD):
         with engine(model, 1, None, **PLAIN) as llm:
             outcomes[model] = run(llm, batch())
+            if model == OLD:
+                outcomes["under way"] = updated_under_way(llm, {})
     assert outcomes[OLD] != outcomes[NEW]
     return outcomes
 
@@ -93,8 +95,9 @@ def assert_same(outcomes: dict[str, Outcome], expected: dict[str, Outcome]) -> N
         assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=TOLERANCE), name
 
 
-@pytest.mark.parametrize("how", UPDATES)
-@pytest.mark.parametrize("at", SIZES)
+@pytest.mark.parametrize(
+    ("how", "at"), [*((load_all, at) for at in SIZES), *((how, 4) for how in UPDATES[1:])]
+)
 def test_an_update_reaches_every_layout(llm: Any, expected: Any, how: Any, at: int) -> None:
     """It arrives while the layout `at` is active."""
     for model in (NEW, OLD):
@@ -155,33 +158,31 @@ def generated(llm: Any) -> int | None:
     return None
 
 
-def test_an_update_under_way_is_as_in_stock_vllm(llm: Any) -> None:
-    """Requests in flight go on with the new weights and the KV that they have."""
+def updated_under_way(llm: Any, switches: dict[int, int]) -> dict[str, Outcome]:
+    """A request that gets new weights at its fifth token; `switches`: tokens generated -> tp."""
     name, job = max(batch().items())
+    seen = set()
 
-    def outcome(llm: Any, switches: dict[int, int]) -> dict[str, Outcome]:
-        """Of one request that is updated under way; `switches` maps tokens generated to tp."""
-        seen = set()
+    def before_step(step: int) -> None:
+        tokens = 0 if step == 0 else generated(llm)
+        if tokens is None or tokens in seen:
+            return
+        seen.add(tokens)
+        if tokens in switches:
+            assert pat_vllm.switch(llm, tp=switches[tokens])
+        if tokens == 5:
+            load_all(llm, NEW)
 
-        def before_step(step: int) -> None:
-            tokens = 0 if step == 0 else generated(llm)
-            if tokens is None or tokens in seen:
-                return
-            seen.add(tokens)
-            if tokens in switches:
-                assert pat_vllm.switch(llm, tp=switches[tokens])
-            if tokens == 5:
-                load_all(llm, NEW)
+    found = run(llm, {name: job}, before_step=before_step)
+    assert seen >= {0, 5, *switches}
+    return found
 
-        found = run(llm, {name: job}, before_step=before_step)
-        assert seen >= {0, 5, *switches}
-        return found
 
-    with engine(OLD, 1, None, **PLAIN) as stock:
-        wanted = outcome(stock, {})
+def test_an_update_under_way_is_as_in_stock_vllm(llm: Any, expected: Any) -> None:
+    """Requests in flight go on with the new weights and the KV that they have."""
     for switches in ({0: 1}, {0: 4}, {0: 2, 4: 4}, {0: 4, 6: 1}, {0: 1, 5: 2, 8: 4}):
         update(llm, OLD)
-        assert_same(outcome(llm, switches), wanted)
+        assert_same(updated_under_way(llm, switches), expected["under way"])
     update(llm, OLD)
 
 
