@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pat_vllm.kv_transfer import shared_memory
+from pat_vllm.kv_transfer import exchange, shared_memory
 from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
@@ -83,7 +83,7 @@ def _views(buffer, layout, num_kv_heads, dtype, heads_first):
 
 
 def _exchange_random_cases(rank, world_size, transport, cases):
-    exchange = Exchange(dist.group.WORLD, CPU, transport)
+    mover = Exchange(dist.group.WORLD, CPU, transport)
     moved = 0
     for seed in range(cases):
         source, target, num_kv_heads, dtype, heads_first, moves = _random_case(seed, world_size)
@@ -103,16 +103,16 @@ def _exchange_random_cases(rank, world_size, transport, cases):
 
         mine = RankMoves.of(rank, world_size, moves)
         old_views, new_views = _views(buffer, source, *shape), _views(buffer, target, *shape)
-        with exchange.staging(mine, old_views[0], new_views[0]):
+        with mover.staging(mine, old_views[0], new_views[0]):
             for a, b in zip(old_views, new_views, strict=True):
-                exchange.run(a, b)
+                mover.run(a, b)
         assert torch.equal(buffer, expected), f"case {seed}: {source} -> {target}"
-        assert exchange.bytes_sent == sum(
+        assert mover.bytes_sent == sum(
             LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
             for m in moves
             if m.route.source_rank == rank
         )
-        moved += exchange.bytes_sent
+        moved += mover.bytes_sent
     assert moved > 0
 
 
@@ -126,11 +126,30 @@ def _copy(move: BlockMove, old, new):
 def _exchange_over_each_transport(rank, world_size):
     shared = SharedMemoryTransport.connect(dist.group.WORLD)
     assert shared is not None, "ranks of one host share memory"
-    _exchange_random_cases(rank, world_size, CollectiveTransport(dist.group.WORLD, CPU), 40)
+    collective = CollectiveTransport(dist.group.WORLD, CPU)
+    _exchange_random_cases(rank, world_size, collective, 40)
+    # A rank without room for two layers, beside others that have it.
+    exchange._free_bytes = lambda device: -1 if rank == 1 else float("inf")
+    _exchange_random_cases(rank, world_size, collective, 40)
+    assert collective.depth == (1 if rank == 1 else 2)
     _exchange_random_cases(rank, world_size, shared, 40)
     # Once more with memory that is given back each time: less is kept than most cases need.
     shared_memory._KEPT_BYTES = 100
     _exchange_random_cases(rank, world_size, shared, 40)
+
+
+def test_others_see_the_last_barrier_while_a_rank_makes_room() -> None:
+    own = shared_memory._Segment.create()
+    assert own is not None
+    seen = shared_memory._Segment.attach(own.address)
+    assert seen is not None
+    for size in (100, 0, 1 << 20, 5 << 20, 0, 7):
+        own.header[0] = 0x0102030405060708
+        own.resize(size)
+        assert seen.header[0] == 0x0102030405060708
+        seen.follow()
+        assert seen.header[0] == 0x0102030405060708
+        assert len(seen.part(0, size)) == size
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -5,23 +5,32 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs as envs
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from pat_vllm.executor.kv_memory import Measured, kv_cache_bytes
 from pat_vllm.executor.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pat_vllm.executor.runtime import LayoutRuntime
+
 
 class PATGPUWorker(PATWorkerMixin, Worker):
     """vLLM's GPU worker with layouts."""
+
+    def _make_model_runner(self) -> Any:
+        """None: vLLM's for all ranks as one group, which would never run. See `_make_runner`."""
+        return None
 
     def _make_runner(self, config: VllmConfig) -> Any:
         # vLLM's own choice of runner, made for the config that the worker holds.
         self.vllm_config, engine_config = config, self.vllm_config
         try:
-            return self._make_model_runner()
+            return super()._make_model_runner()
         finally:
             self.vllm_config = engine_config
 
@@ -42,6 +51,38 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         self.model_runner.model_memory_usage = sum(
             runtime.runner.model_memory_usage for runtime in self._runtimes.values()
         )
+
+    def determine_available_memory(self) -> int:
+        """As in vLLM, with what every layout takes to run, and with room for switches."""
+        # The base layout's last, for vLLM tells users what it measured last.
+        measured = [self._measure(runtime) for runtime in reversed(self._runtimes.values())]
+        if self.cache_config.kv_cache_memory_bytes:
+            return measured[-1].available
+        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        self.available_kv_cache_memory_bytes = kv_cache_bytes(
+            measured,
+            num_layers=len(self.model_runner.get_kv_cache_spec()),
+            copies_sent=max(1, max(layout.tp for layout in self._runtimes) // kv_heads),
+        )
+        return self.available_kv_cache_memory_bytes
+
+    def _measure(self, runtime: LayoutRuntime) -> Measured:
+        self._enter(runtime)
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return Measured(available, graphs=0, activations=0)
+        counted = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        graphs = self.cudagraph_memory_estimate if counted else 0
+        return Measured(available, graphs, self.peak_activation_memory - graphs)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As in vLLM, for every layout."""
+        times = super().compile_or_warm_up_model()
+        super()._maybe_activate_jit_monitor()
+        return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Not before all layouts are warm."""
 
     def sleep(self, level: int = 1) -> None:
         # vLLM keeps the buffers of the active layout's model through a level-2 sleep, which

@@ -35,6 +35,13 @@ class Handover(Protocol):
         """Make `runner` forget every request."""
         ...
 
+    def share(self, base: Any, runner: Any) -> None:
+        """Have `runner` use large buffers of `base` instead of its own.
+
+        Only one of them has requests at any time.
+        """
+        ...
+
 
 def handover_for(runner: Any) -> Handover:
     """The implementation for a runner."""
@@ -108,8 +115,15 @@ class V1Handover:
         _finish(runner, set(runner.requests))
         # With asynchronous scheduling the batch remembers the tokens that it sampled last, by
         # request id; one that comes back must not be given them.
-        runner.input_batch.prev_sampled_token_ids = None
-        runner.input_batch.prev_req_id_to_index = None
+        batch = runner.input_batch
+        batch.prev_sampled_token_ids = None
+        batch.prev_req_id_to_index = None
+        # Their copies to the host, which penalties and logits processors wait for.
+        batch.sampled_token_ids_cpu = None
+        batch.async_copy_ready_event = None
+
+    def share(self, base: Any, runner: Any) -> None:
+        return
 
 
 def _pack(token_ids: list[int] | None) -> np.ndarray | None:
@@ -134,3 +148,10 @@ class V2Handover:
 
     def clear(self, runner: Any) -> None:
         _finish(runner, set(runner.req_states.req_id_to_index))
+
+    def share(self, base: Any, runner: Any) -> None:
+        # A counter for each token of the vocabulary and each request. A request that has penalties
+        # begins by writing its own.
+        own, shared = runner.sampler.penalties_state, base.sampler.penalties_state
+        own.output_bin_counts = shared.output_bin_counts
+        own.prompt_bin_mask = shared.prompt_bin_mask

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from pat_vllm.kv_transfer.plan import RequestBlocks
+from pat_vllm.layout import Layout
+
 FIRST_BLOCK = 1
 """Block 0 is vLLM's null block."""
 
@@ -116,3 +119,18 @@ def finish(requests: Iterable[MadeUpRequest]) -> SchedulerOutput:
     step = SchedulerOutput.make_empty()
     step.finished_req_ids = {request.request_id for request in requests}
     return step
+
+
+def made_up_kv(source: Layout, target: Layout, num_blocks: int) -> list[RequestBlocks]:
+    """A block of KV from every replica of `source`, and one to every replica of `target`.
+
+    Args:
+        num_blocks: of a replica of either.
+    """
+    found = []
+    for i in range(max(source.replicas, target.replicas)):
+        block = FIRST_BLOCK + i // target.replicas
+        if block < num_blocks:
+            where = i % source.replicas, (FIRST_BLOCK,), i % target.replicas, (block,)
+            found.append(RequestBlocks(f"pat-warm-up-{i}", *where))
+    return found

@@ -7,11 +7,17 @@ at first use; a layout entered in mid-generation must have that behind it.
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.executor.made_up import add_new, decode_step, finish, make_requests
+from pat_vllm.executor.made_up import add_new, decode_step, finish, made_up_kv, make_requests
+from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
+
+if TYPE_CHECKING:
+    from pat_vllm.executor.runtime import LayoutRuntime
 
 BATCH_SIZES = (1, 2, 3)
 """Decode batches to run; `torch.compile` specializes on 1, and on 2 where it becomes dynamic."""
@@ -42,6 +48,23 @@ def warm_up(worker: Any, num_blocks: int, block_size: int, use_v2: bool) -> floa
         if fits and size <= config.scheduler_config.max_num_seqs:
             _run(worker, [short] * size, block_size, use_v2, decode_steps=DECODE_STEPS)
     return rate
+
+
+def warm_up_moves(
+    runtimes: Iterable[LayoutRuntime],
+    num_kv_heads: int,
+    move: Callable[[LayoutRuntime, LayoutRuntime, Sequence[BlockMove]], None],
+) -> None:
+    """Move made-up KV between every two layouts. All ranks call it.
+
+    Args:
+        move: moves blocks from one layout to another.
+    """
+    for source, target in permutations(runtimes, 2):
+        assert source.kv_cache_config is not None and target.kv_cache_config is not None
+        num_blocks = min(source.kv_cache_config.num_blocks, target.kv_cache_config.num_blocks)
+        requests = made_up_kv(source.layout, target.layout, num_blocks)
+        move(source, target, plan_moves(source.layout, target.layout, num_kv_heads, requests))
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,11 @@ from pat_vllm.executor.runtime import (
     seed_like,
 )
 from pat_vllm.executor.side_stream import SideStream
-from pat_vllm.executor.warmup import warm_up
+from pat_vllm.executor.warmup import warm_up, warm_up_moves
 from pat_vllm.executor.weights import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
-from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import device_of
 from pat_vllm.support import home_layout, layouts_of, pat_config
 
@@ -140,8 +141,12 @@ class PATWorkerMixin:
         for runtime in self._runtimes.values():  # base first
             self._activate(runtime)
             super().load_model(**kwargs)  # type: ignore[misc]
+            # vLLM does so later, with the engine's config, which no attention layer is in.
+            current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
                 engine = self.weight_transfer_engine
+            else:
+                self._handover.share(self._base.runner, runtime.runner)
         self._weights.release()
         self._guard_packed_weights()
         self.weight_transfer_engine = engine
@@ -194,6 +199,9 @@ class PATWorkerMixin:
                 runtime.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
                 runtime.config.use_v2_model_runner,
             )
+        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        warm_up_moves(self._runtimes.values(), num_kv_heads, self._move_kv)
+        self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
         home = self._runtimes[self._home]
@@ -255,6 +263,12 @@ class PATWorkerMixin:
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._refuse_if_packed()
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """As in vLLM, which would look for a rank's entry of a list by the base layout's config."""
+        if isinstance(update_info, list):
+            update_info = update_info[self.rank]
+        super().update_weights(update_info)  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         self._refuse_if_packed()
@@ -322,7 +336,6 @@ class PATWorkerMixin:
         clock = time.perf_counter
         source, target = self._runtimes[order.source], self._runtimes[order.target]
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
-        assert source.connector is not None and target.connector is not None
 
         started = clock()
         states = self._gather_states(order)
@@ -334,10 +347,7 @@ class PATWorkerMixin:
 
         kv_bytes = 0
         if order.moves:
-            moves = RankMoves.of(self.rank, order.source.world_size, order.moves)
-            target.connector.bind_connector_metadata(MoveMetadata(moves))
-            target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
-            target.connector.clear_connector_metadata()
+            self._move_kv(source, target, order.moves)
             # The device may still be at it; the cost model is to learn what it really took.
             self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
@@ -358,6 +368,16 @@ class PATWorkerMixin:
             kv_bytes=kv_bytes,
             weight_bytes=weight_bytes,
         )
+
+    def _move_kv(
+        self, source: LayoutRuntime, target: LayoutRuntime, moves: Sequence[BlockMove]
+    ) -> None:
+        """Carry out this rank's part of the moves of all ranks. Collective."""
+        assert source.connector is not None and target.connector is not None
+        mine = RankMoves.of(self.rank, source.layout.world_size, moves)
+        target.connector.bind_connector_metadata(MoveMetadata(mine))
+        target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
+        target.connector.clear_connector_metadata()
 
     def _synchronize_device(self) -> None:
         if self.device.type != "cpu":

@@ -24,6 +24,7 @@ class Transport(Protocol):
     """
 
     depth: int
+    """Fixed from `prepare` to `release`."""
     send: torch.Tensor
     """Flat buffer in which the next layer's parts for rank 0, 1, ... follow each other."""
 
@@ -56,15 +57,17 @@ class Transport(Protocol):
 class CollectiveTransport:
     """A `Transport` over `torch.distributed`, for any device and any number of hosts.
 
-    Two sets of buffers: while one layer is under way, the next is packed. On CUDA, NCCL works on a
-    stream of its own, so that the two overlap there.
+    Two sets of buffers, if there is room: while one layer is under way, the next is packed. On
+    CUDA, NCCL works on a stream of its own, so that the two overlap there.
     """
 
-    depth = 2
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.depth = 2
         self._group = group
         self._device = device
+        # NCCL takes its memory at the first call: now, before vLLM counts what is left.
+        one_each = torch.zeros(dist.get_world_size(group), device=device)
+        dist.all_to_all_single(torch.empty_like(one_each), one_each, group=group)
         self._send_counts: list[int] = []
         self._receive_counts: list[int] = []
         self._free: deque[tuple[torch.Tensor, ...]] = deque()
@@ -76,6 +79,9 @@ class CollectiveTransport:
     ) -> None:
         """See `Transport`."""
         self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
+        num_bytes = (sum(send_counts) + sum(receive_counts)) * dtype.itemsize
+        # Ranks may differ in it, for they exchange layer after layer in any case.
+        self.depth = 2 if 2 * num_bytes <= _free_bytes(self._device) else 1
         self._free = deque(
             tuple(
                 torch.empty(sum(counts), dtype=dtype, device=self._device)
@@ -113,6 +119,15 @@ class CollectiveTransport:
         self.send = torch.empty(0, device=self._device)
         self._free.clear()
         self._under_way.clear()
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory that new tensors may take."""
+    if device.type == "cpu":
+        return float("inf")
+    module = torch.get_device_module(device)
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return torch.accelerator.get_memory_info(device)[0] + unused
 
 
 def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -211,21 +226,27 @@ class Exchange:
         """Bytes per second, over all ranks, when each of them sends `num_bytes` to each."""
         ranks = dist.get_world_size(self._group)
         memory = torch.ones(num_bytes * ranks, dtype=torch.uint8, device=self._device)
+        flag = torch.zeros(1, device=self._device)
         best = float("inf")
         for _ in range(repeats):
             self._transport.prepare([num_bytes] * ranks, [num_bytes] * ranks, memory.dtype)
-            dist.barrier(self._group)
+            # Not a barrier, for which torch takes a device by the rank where it knows no better.
+            dist.all_reduce(flag, group=self._group)
+            self._synchronize()
             start = time.perf_counter()
             self._transport.send.copy_(memory)
             self._transport.begin()
             for part, into in zip(self._transport.finish(), memory.split(num_bytes), strict=True):
                 into.copy_(part)
             self._transport.done()
-            if self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
+            self._synchronize()
             best = min(best, time.perf_counter() - start)
         self._transport.release()
         return ranks * memory.nbytes / best
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
 
 
 def _words(view: torch.Tensor) -> torch.Tensor:

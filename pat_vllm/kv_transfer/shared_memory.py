@@ -175,10 +175,11 @@ class _Segment:
 
     def resize(self, size: int) -> None:
         """Make room for `size` bytes; give memory back for 0. Only on the owner."""
-        if size == 0:
-            os.truncate(self._path, _PAGE)
-        elif size <= self.size:
+        if 0 < size <= self.size:
             return
+        # Not left to torch, which writes a zero into the header when it makes a file larger, where
+        # others may still look for the last barrier.
+        os.truncate(self._path, _PAGE + size)
         self.header[1] = size
         self.follow()
 

@@ -56,18 +56,20 @@ NAMES = (
         "support plugin launcher executor.layout_config executor.profile_key executor.ray_executor",
         "data_parallel_index data_parallel_size decode_context_parallel_size "
         "distributed_executor_backend "
-        "enable_expert_parallel nnodes pipeline_parallel_size placement_group "
+        "enable_expert_parallel nnodes numa_bind pipeline_parallel_size placement_group "
         "prefill_context_parallel_size rank ray_runtime_env tensor_parallel_size worker_cls "
         "world_size",
     ),
     Names(
         f"{CONFIG}.ModelConfig",
         "support scheduler.scheduler scheduler.replica executor.worker executor.gpu_worker "
-        "executor.profiler executor.profile_key executor.engine_profile executor.warmup",
+        "executor.profiler executor.profile_key executor.engine_profile executor.warmup "
+        "executor.weights",
         "disable_sliding_window dtype enable_cumem_allocator enforce_eager get_sliding_window "
         "get_total_num_kv_heads has_inner_state hf_text_config is_attention_free "
         "is_encoder_decoder is_hybrid is_moe is_multimodal_model max_model_len model "
-        "model_arch_config quantization runner_type seed use_mla",
+        "model_arch_config quantization runner_type seed use_mla "
+        "word_embeddings_untied_by_checkpoint",
     ),
     Names(
         "vllm.transformers_utils.model_arch_config_convertor.ModelArchitectureConfig",
@@ -76,8 +78,9 @@ NAMES = (
     ),
     Names(
         f"{CONFIG}.CacheConfig",
-        "support scheduler.replica executor.runtime executor.profile_key",
-        "block_size cache_dtype get_resolved_kv_cache_layout kv_offloading_size num_gpu_blocks",
+        "support scheduler.replica executor.runtime executor.profile_key executor.gpu_worker",
+        "block_size cache_dtype get_resolved_kv_cache_layout kv_cache_memory_bytes "
+        "kv_offloading_size num_gpu_blocks",
     ),
     Names(
         f"{CONFIG}.SchedulerConfig",
@@ -98,7 +101,7 @@ NAMES = (
         "vllm.v1.request.Request",
         "scheduler.scheduler scheduler.switch scheduler.live scheduler.replica "
         "kv_transfer.connector",
-        "block_hashes events get_skip_reading_prefix_cache last_sched_seq max_tokens "
+        "block_hashes events get_skip_reading_prefix_cache max_tokens "
         "next_decode_eligible_step num_computed_tokens num_output_tokens num_preemptions "
         "num_prompt_tokens num_tokens prompt_token_ids request_id resumable sampling_params "
         "skip_reading_prefix_cache spec_token_ids status",
@@ -114,7 +117,7 @@ NAMES = (
         "scheduler.scheduler scheduler.replica scheduler.switch scheduler.live scheduler.stats "
         "scheduler.pools scheduler.admission executor.profiler",
         "_inflight_prefill_reserved_blocks _inflight_prefills _request_remaining_blocks "
-        "_set_kv_fetch_stage add_request connector deferred_waiting "
+        "_set_kv_fetch_stage add_request connector defer_block_free deferred_waiting "
         "finish_requests finished_recving_kv_req_ids get_grammar_bitmask get_kv_cache_usage "
         "get_num_unfinished_requests get_request_counts has_finished_requests has_requests "
         "kv_cache_manager kv_holding_waiting make_stats requests reset_encoder_cache "
@@ -183,7 +186,7 @@ NAMES = (
     Names(
         f"{KV}.KVCacheConfig",
         "scheduler.replica executor.worker executor.profiler executor.layout_config "
-        "executor.kv_buffer kv_transfer.connector",
+        "executor.kv_buffer executor.warmup kv_transfer.connector",
         "kv_cache_groups kv_cache_layout kv_cache_tensors num_blocks",
     ),
     Names(
@@ -213,7 +216,7 @@ NAMES = (
     Names(
         "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
         "executor.executor executor.engine_profile executor.profiler",
-        "is_failed rpc_broadcast_mq vllm_config",
+        "failure_callback is_failed response_mqs rpc_broadcast_mq vllm_config",
     ),
     *(
         Names(
@@ -269,14 +272,20 @@ NAMES = (
     Names(
         "vllm.v1.worker.gpu_input_batch.InputBatch",
         "executor.handover",
-        "prev_req_id_to_index prev_sampled_token_ids",
+        "async_copy_ready_event prev_req_id_to_index prev_sampled_token_ids sampled_token_ids_cpu",
     ),
     Names(
         "vllm.v1.worker.gpu_input_batch.CachedRequestState",
         "executor.handover",
         "block_ids generator num_computed_tokens output_token_ids prompt_token_ids",
     ),
-    Names(RUNNER_V2, "executor.handover", "execute_model req_states"),
+    Names(RUNNER_V2, "executor.handover", "execute_model req_states sampler"),
+    Names("vllm.v1.worker.gpu.sample.sampler.Sampler", "executor.handover", "penalties_state"),
+    Names(
+        "vllm.v1.worker.gpu.sample.penalties.PenaltiesState",
+        "executor.handover",
+        "output_bin_counts prompt_bin_mask",
+    ),
     Names("vllm.v1.worker.gpu.states.RequestState", "executor.handover", "req_id_to_index"),
     # ---------------------------------------------------------------- layers
     Names(f"{LINEAR}.LinearBase", "executor.model_weights", "quant_method tp_rank tp_size"),
@@ -312,7 +321,7 @@ NAMES = (
     Names("vllm.outputs.CompletionOutput", "cli.engine_run cli.bench_serve", "token_ids"),
     Names(
         "vllm.v1.engine.async_llm.AsyncLLM",
-        "api pat_verl.server",
+        "api pat_verl.server pat_openrlhf.engines",
         "abort check_health collective_rpc output_processor pause_generation",
     ),
     Names("vllm.v1.engine.output_processor.OutputProcessor", "pat_verl.server", "external_req_ids"),
