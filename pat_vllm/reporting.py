@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -194,11 +195,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_types_of = functools.cache(get_type_hints)
+"""The types of a class's fields, by name. To work them out takes longer than to make a record."""
+
+
 def _typed(value: Any, kind: Any) -> Any:
     """Inverse of `_plain` for a type."""
-    if is_dataclass(kind):
-        types = get_type_hints(kind)
-        return kind(**{name: _typed(one, types[name]) for name, one in value.items()})  # type: ignore[operator]
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = _types_of(kind)
+        return kind(**{name: _typed(one, types[name]) for name, one in value.items()})
     arguments = get_args(kind)
     match get_origin(kind):
         case abc.Mapping:

@@ -1,8 +1,28 @@
-"""One line about a rollout, for the logs of trainers. Pure."""
+"""One line about a rollout, for the logs of trainers. Imports no vLLM."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+
 from pat_vllm.reporting import Report, SwitchReport
+
+REPORT_SECONDS = 30.0
+"""How long a trainer waits for a report."""
+
+
+async def describe_awaited(
+    report: Awaitable[Report], started: float, seconds: float, responses: int
+) -> str:
+    """`describe`, of a report that has been asked for; if none comes, the line says why.
+
+    A log line is no reason to fail a rollout that is complete. Whether the engine lives is for the
+    caller to check afterwards.
+    """
+    try:
+        return describe(await asyncio.wait_for(report, REPORT_SECONDS), started, seconds, responses)
+    except Exception as error:
+        return f"{_made(seconds, responses)}; no report of the engine: {error!r}"
 
 
 def describe(report: Report, started: float, seconds: float, responses: int) -> str:
@@ -14,7 +34,7 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
         seconds: it took.
         responses: it made.
     """
-    parts = [f"{responses} responses in {seconds:.2f} s"]
+    parts = [_made(seconds, responses)]
     switches = [s for s in report.switches if s.at >= started and s.reason != "idle"]
     parts += [_switch(one, started) for one in switches]
     if not switches:
@@ -27,6 +47,10 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
             f"siblings {predictor.siblings:.2f}"
         )
     return "; ".join(parts)
+
+
+def _made(seconds: float, responses: int) -> str:
+    return f"{responses} responses in {seconds:.2f} s"
 
 
 def _switch(one: SwitchReport, started: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Layout, device_of
 from pat_vllm.predictor.profile import Profile
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
@@ -99,6 +99,17 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
         value = getattr(parallel, option)
         if value != 1:
             found.append((option, value, "1 (PAT itself makes replicas of the N ranks)"))
+    ranks = parallel.world_size
+    if parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks)):
+        # vLLM binds rank r to the node of GPU r.
+        found.append(
+            (
+                "numa_bind",
+                True,
+                f"False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM "
+                "binds by; bind the engine's process instead, e.g. numactl --cpunodebind",
+            )
+        )
     if parallel.enable_expert_parallel:
         found.append(("enable_expert_parallel", True, "False"))
     if vllm_config.lora_config is not None:

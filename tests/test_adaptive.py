@@ -277,3 +277,13 @@ def test_lengths_are_kept_in_a_file(tmp_path, profile, truth):
     path.write_text("{")
     with pytest.raises(ValueError, match=r"lengths\.json"):
         policy_of(profile, lengths_file=path)
+
+
+def test_a_file_of_lengths_that_cannot_be_written_is_told_once(tmp_path, profile, truth, caplog):
+    path = tmp_path / "gone" / "lengths.json"
+    policy = policy_of(profile, lengths_file=path)
+    run(policy, truth, profile, "long tail")
+    assert policy.report().batches == BATCHES
+    (told,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    for part in ("pat.policy.lengths_file", str(path), "No such file"):
+        assert part in told

@@ -134,6 +134,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         dict(enable_expert_parallel=True),
         ["enable_expert_parallel=True", "allowed: False"],
     ),
+    "NUMA nodes by rank": (
+        "llama_12_3",
+        dict(tensor_parallel_size=12, numa_bind=True, numa_bind_nodes=[0] * 6 + [1] * 6),
+        ["numa_bind=True", "allowed: False with 12 ranks", "numactl"],
+    ),
     "LoRA": ("llama", dict(enable_lora=True), ["enable_lora=True", "allowed: False"]),
     "speculative decoding": (
         "llama",
@@ -339,6 +344,7 @@ ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
         dict(tensor_parallel_size=6, additional_config={"pat": {"layouts": [1, 2, 6]}}),
     ),
     "an odd number of ranks": ("llama_12_3", dict(tensor_parallel_size=3)),
+    "NUMA nodes by rank, where rank r has GPU r": ("llama", dict(numa_bind=True)),
     "a sliding window that the model does not use": ("qwen2", {}),
     "a disabled sliding window": (
         "mistral",

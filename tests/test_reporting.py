@@ -1,9 +1,11 @@
-"""The report survives vLLM's message format and pickling."""
+"""The report survives vLLM's message format and pickling; a rollout survives its absence."""
 
+import asyncio
 import json
 import pickle
 from dataclasses import replace
 
+from pat_vllm import rollouts
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DecisionReport, PredictorReport, RefusedSwitch, Report, SwitchReport
 from pat_vllm.scheduler.history import History
@@ -61,3 +63,26 @@ def test_history_keeps_changes_and_first_steps():
     assert report.steps[TWO].steps == 3
     assert report.steps[TWO].median == 0.125
     assert report.steps[TWO].seconds == 0.75
+
+
+def line(report):
+    return asyncio.run(rollouts.describe_awaited(report, 0.0, 2.5, 8))
+
+
+def test_a_rollout_is_described_when_its_report_has_come():
+    async def arrives():
+        return history().report(TWO, [ONE, TWO])
+
+    assert line(arrives()).startswith("8 responses in 2.50 s; 1x2 -> 2x1 at 1.00 s")
+
+
+def test_a_rollout_does_without_a_report(monkeypatch):
+    async def fails():
+        raise RuntimeError("no engine")
+
+    async def never_comes():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(rollouts, "REPORT_SECONDS", 0.01)
+    for report, why in ((fails, "RuntimeError('no engine')"), (never_comes, "TimeoutError()")):
+        assert line(report()) == f"8 responses in 2.50 s; no report of the engine: {why}"

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -39,9 +40,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from pat_vllm.executor.inplace import InPlaceShards, _keep_plain
+from pat_vllm.executor.layout_config import layout_config
 from pat_vllm.executor.materialized import MaterializedShards
 from pat_vllm.executor.model_weights import model_weights
 from pat_vllm.executor.weights import base_load_config, derived_load_config
+from pat_vllm.layout import Layout
 from tests.models import random_model
 
 HIDDEN = 24
@@ -490,6 +494,62 @@ def test_through_vllms_get_model_the_checkpoint_is_read_once(tmp_path, monkeypat
         assert strategy.filled.keys() == expected[rank].keys()
         for weight, tensor in strategy.filled.items():
             assert torch.equal(tensor, expected[rank][weight]), weight
+
+
+class Plain(MaterializedShards):
+    """As on a GPU, where nothing is packed."""
+
+    def capture(self, model: nn.Module) -> None:
+        _keep_plain(model)
+        super().capture(model)
+
+    def fill(self, model: nn.Module) -> None:
+        _keep_plain(model)
+        super().fill(model)
+
+
+def with_head(path: Path, change: float) -> VllmConfig:
+    """A copy of a model with tied embeddings, and a head that differs from them in the last row."""
+    shutil.copytree(random_model("qwen3_tied"), path)
+    tensors = load_file(path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1] += change
+    save_file(tensors | {"lm_head.weight": head}, path / "model.safetensors", {"format": "pt"})
+    vllm_config = vllm_config_for(path, tp=1)
+    assert vllm_config.model_config.word_embeddings_untied_by_checkpoint
+    return vllm_config
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0], ids=["alike", "unlike"])
+@pytest.mark.parametrize("make", [Plain, lambda: InPlaceShards({1: 0, 2: 0})], ids=["copy", "view"])
+def test_a_head_that_the_checkpoint_of_a_tied_model_has(make, change, tmp_path, monkeypatch):
+    """If it is like the embeddings, it is tied to them in every layout, or in none otherwise.
+
+    Rank 0 of two has the rows in which it is like them in either case.
+    """
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    vllm_config = with_head(tmp_path / "model", change)
+    user, strategy = vllm_config.load_config, make()
+    vllm_config.load_config = base_load_config(user, strategy)
+    models = {}
+    with as_rank(1, 0):
+        models[1] = get_model(vllm_config=vllm_config)
+    derived_config = layout_config(vllm_config, Layout(2, 1))
+    derived_config.load_config = derived_load_config(user, strategy)
+    with as_rank(2, 0):
+        models[2] = get_model(vllm_config=derived_config)
+    strategy.release()
+    for model in models.values():
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (not change)
+
+    new = torch.randn_like(models[1].model.embed_tokens.weight)
+    models[1].load_weights([("model.embed_tokens.weight", new)])
+    strategy.refresh(models[1], [models[2]])
+    for tp, model in models.items():
+        strategy.arrange(tp)
+        rows = new[: len(new) // tp]
+        assert torch.equal(model.model.embed_tokens.weight, rows)
+        assert torch.equal(model.lm_head.weight, rows) == (not change)
 
 
 def test_dummy_weights_are_derived_too():

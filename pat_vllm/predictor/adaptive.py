@@ -114,6 +114,7 @@ class AdaptivePolicy(Policy):
         self._tuning = tuning
         self._timer = timer
         self._lengths_file = lengths_file
+        self._not_saved: str | None = None
 
         self._planned: tuple[Layout, int, int] | None = None
         self._last_plan = -math.inf
@@ -217,8 +218,7 @@ class AdaptivePolicy(Policy):
         self._decisions.idle()
         self._lengths.end_of_batch()
         self._arrivals.forget()
-        if self._lengths_file is not None:
-            self._lengths.save(self._lengths_file)
+        self._save_lengths()
         self._choose_home()
         self._planned = None
         if self._begun is not None:
@@ -229,6 +229,23 @@ class AdaptivePolicy(Policy):
         self._probing = 0
         self._peak = 0
         self._review = self._next_plan = -math.inf
+
+    def _save_lengths(self) -> None:
+        """Keep what has been learnt. The engine goes on where the file cannot be written."""
+        if self._lengths_file is None:
+            return
+        try:
+            self._lengths.save(self._lengths_file)
+        except OSError as error:
+            # Once for each kind: the next batch will most likely meet the same.
+            if self._not_saved != error.strerror:
+                self._not_saved = error.strerror
+                logger.warning(
+                    "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
+                    "lengths will be lost when this engine ends",
+                    self._lengths_file,
+                    error.strerror,
+                )
 
     def report(self) -> PredictorReport:
         return PredictorReport(

@@ -48,6 +48,16 @@ def test_options_are_checked_and_passed_on():
     assert options.take_options(arguments(vllm__pat=json.dumps(given))) == given
 
 
+def test_files_are_those_of_the_users_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    policy = {"kind": "predictor", "lengths_file": "lengths.json", "profile": "/profile.json"}
+    taken = options.take_options(arguments(vllm__pat=json.dumps({"base_tp": 2, "policy": policy})))
+    assert taken == {
+        "base_tp": 2,
+        "policy": {**policy, "lengths_file": str(tmp_path / "lengths.json")},
+    }
+
+
 def test_vllm_leaves_openrlhf_as_it_is():
     args = arguments(vllm__engine="vllm", vllm__tensor_parallel_size=1, vllm__num_engines=None)
     assert options.take_options(args) is None

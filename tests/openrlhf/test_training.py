@@ -110,7 +110,7 @@ def test_the_predictor_learns_from_step_to_step():
 
 @pytest.mark.timeout(600)
 def test_partial_rollouts():
-    """Weights arrive in the middle of a rollout, which goes on with them and with its KV."""
+    """Weights arrive in the middle of a rollout, which computes its KV again and goes on."""
     with training(
         *("--train.async_enable", "--train.partial_rollout_enable", "--data.max_len", "400")
     ) as run:

@@ -96,7 +96,7 @@ def test_a_usual_config_passes() -> None:
             "rollout.enable_rollout_routing_replay=True",
             "set False",
         ),
-        ({"full_determinism": True}, "rollout.full_determinism=True", "kind:static"),
+        ({"full_determinism": True}, "rollout.full_determinism=True", "='{kind:static,tp:N}'"),
     ],
 )
 def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:

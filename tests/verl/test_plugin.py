@@ -174,3 +174,28 @@ def test_pause_generation_in_both_spellings() -> None:
             engine.pause_generation(wait_for_inflight_requests=True)  # type: ignore[call-arg]
         )
     assert calls == [("abort", False), ("wait", True), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
+    from pat_verl.server import PatHttpServer
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    class Engine:
+        async def collective_rpc(self, method: str) -> Any:
+            raise EngineDeadError()
+
+        async def check_health(self) -> None:
+            if not alive:
+                raise EngineDeadError()
+
+    server: Any = object.__new__(PatHttpServer)
+    server.engine, server.replica_rank, server.global_steps = Engine(), 0, 1
+    server._rollouts, server._responses, server._began, server._ended = 0, 4, 1.0, 2.0
+    if alive:
+        asyncio.run(server.set_global_steps(2))
+        assert server.global_steps == 2
+    else:
+        for call in (server.set_global_steps(2), server.sleep()):
+            with pytest.raises(RuntimeError, match="engine of rollout replica 0 has died"):
+                asyncio.run(call)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -14,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from pat_openrlhf.placement import gpus_of_bundles
 from pat_vllm.api import report_async
 from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe
+from pat_vllm.rollouts import describe_awaited
 
 logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
 
@@ -65,14 +67,8 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
         return await report_async(self.llm)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _death_told_plainly():
             return await super().generate(*args, **kwargs)
-        except EngineDeadError as error:
-            raise RuntimeError(
-                "the PAT engine died during a rollout: one of its workers or its core ended. What "
-                "ended it is in the log above this error, or in the log of the node's kernel (out "
-                "of memory)"
-            ) from error
 
     async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
         """As OpenRLHF's. The last responses of a rollout also log what the engine did in it."""
@@ -92,9 +88,23 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
             logger.info(
                 "PAT rollout %d: %s",
                 number,
-                describe(await self.pat_report(), started, seconds, count),
+                await describe_awaited(self.pat_report(), started, seconds, count),
             )
+            with _death_told_plainly():
+                await self.llm.check_health()
         return responses
+
+
+@contextlib.contextmanager
+def _death_told_plainly() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise RuntimeError(
+            "the PAT engine died during a rollout: one of its workers or its core ended. What "
+            "ended it is in the log above this error, or in the log of the node's kernel (out "
+            "of memory)"
+        ) from error
 
 
 class PatEngines:

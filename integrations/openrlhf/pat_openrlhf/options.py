@@ -88,7 +88,18 @@ def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
     except ValueError as error:
         message = str(error).removeprefix('additional_config["pat"]: ')
         raise ValueError(f"{where}: {message}") from None
-    return options
+    return _with_full_paths(options)
+
+
+def _with_full_paths(options: dict[str, Any]) -> dict[str, Any]:
+    """With the policy's files as they are found from here; an engine runs where Ray starts it."""
+    policy = options.get("policy", {})
+    files = {
+        name: os.path.abspath(policy[name])
+        for name in ("lengths_file", "profile")
+        if policy.get(name) is not None
+    }
+    return {**options, "policy": {**policy, **files}} if files else options
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:

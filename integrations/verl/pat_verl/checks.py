@@ -173,7 +173,7 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
         refuse(
             "full_determinism",
             "when a layout changes depends on time, and its sums are in another order: set "
-            f"{_KWARGS}.additional_config.pat.policy={{kind:static,tp:N}}, or False",
+            f"{_KWARGS}.additional_config.pat.policy='{{kind:static,tp:N}}', or False",
         )
 
     rank = _number(model, "lora.rank", 0) or _number(model, "lora_rank", 0)

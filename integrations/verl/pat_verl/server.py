@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, switch_async
 from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe
+from pat_vllm.rollouts import describe_awaited
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # as verl does for its own server
@@ -84,14 +84,15 @@ class PatHttpServer(vLLMHttpServer):
 
     async def sleep(self) -> None:
         """As verl's, which calls it when a rollout is complete and before it trains."""
+        await self._log_rollout()
         # Or verl would go on with the responses that were complete when the engine died.
         await self.pat_check_alive()
-        await self._log_rollout()
         await super().sleep()
 
     async def set_global_steps(self, global_steps: int) -> None:
         """As verl's, which calls it when new weights are in."""
         await self._log_rollout()
+        await self.pat_check_alive()
         await super().set_global_steps(global_steps)
 
     async def _log_rollout(self) -> None:
@@ -106,7 +107,7 @@ class PatHttpServer(vLLMHttpServer):
             self._rollouts,
             self.replica_rank,
             self.global_steps,
-            describe(await self.pat_report(), began, ended - began, count),
+            await describe_awaited(self.pat_report(), began, ended - began, count),
         )
 
     # ---------------------------------------------------------------- for users
