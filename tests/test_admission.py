@@ -17,12 +17,17 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 LAYOUTS = (1, 8, 2, 4, 1)
 
 
-def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[SwitchOrder]:
+Admitted = list[set[str]]
+"""Loads that vLLM counts as in flight, by replica."""
+
+
+def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[list[SwitchOrder], list[Admitted]]:
     """The orders of some switches between which requests run, with pools that are too small."""
     config, stock = engine_config(8, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
     scheduler._transfer = "migrate"
     orders: list[SwitchOrder] = []
+    admitted: list[Admitted] = []
     make_switch = EXECUTOR.switch
 
     def switch(order: SwitchOrder) -> list[Any]:
@@ -39,11 +44,17 @@ def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> list[SwitchOrder]:
             results = [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
             scheduler.update_from_output(output, results)
         scheduler._switch_command(tp)
+        admitted.append(
+            [
+                {one.request_id for one in replica.scheduler._inflight_prefills}
+                for replica in scheduler._replicas
+            ]
+        )
         scheduler._discard_retired()
     monkeypatch.undo()
     switches = scheduler._history.report(scheduler._layout, scheduler._layouts).switches
     assert any(0 < one.migrated < one.migrated + one.recomputed for one in switches), "no pool full"
-    return orders
+    return orders, admitted
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,5 +62,5 @@ def test_what_vllm_admits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = carried(monkeypatch, seed)
     monkeypatch.setattr(switch_module, "swift_admission", lambda scheduler: nullcontext())
     expected = carried(monkeypatch, seed)
-    assert len(found) == len(LAYOUTS)
+    assert len(found[0]) == len(LAYOUTS)
     assert found == expected

@@ -42,6 +42,16 @@ def die_in_exchange(worker):
         worker._exchange.run = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fail_in_switch(worker):
+    """Make the last rank raise in its next switch, before the others can meet it."""
+    if worker.rank == 1:
+
+        def fail(order):
+            raise ValueError("no memory left")
+
+        worker.pat_switch = fail
+
+
 def die_soon(worker):
     """Make the last rank kill itself in its next step."""
     if worker.rank == 1:
@@ -80,6 +90,36 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
         assert time.monotonic() - begun < FAILED_WITHIN
         _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
         assert not alive
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_switch_that_fails_ends_the_engine(in_process, monkeypatch):
+    """Also where it was asked for by a call, whose caller vLLM would tell, and go on.
+
+    The rank that fails is heard though rank 0 waits for it in a collective.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    before = engine_processes()
+    with engine("qwen3", 2, {}, in_process=in_process) as llm:
+        spawned = engine_processes(before)
+        llm.collective_rpc(fail_in_switch)
+        for i in range(4):
+            llm.llm_engine.add_request(
+                f"r{i}", {"prompt_token_ids": [5, 6, 7 + i]}, _params(max_tokens=480)
+            )
+        llm.llm_engine.step()
+        begun = time.monotonic()
+        with pytest.raises(Exception, match="no memory left"):
+            pat_vllm.switch(llm, tp=2)
+        error = RuntimeError if in_process else EngineDeadError
+        with pytest.raises(error, match="Executor failed" if in_process else "EngineCore"):
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+        assert time.monotonic() - begun < FAILED_WITHIN
+    _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
+    assert not alive
 
 
 def front_end(ready):
@@ -171,6 +211,31 @@ def test_a_switch_that_cannot_be_planned_is_refused(small_engine, monkeypatch):
     }
     assert "no plan today" in pat_vllm.report(llm).refused[-1].why
     assert pat_vllm.report(llm).layout.tp == 1
+
+
+def test_weights_are_left_alone_while_the_engine_sleeps(small_engine, monkeypatch):
+    """To end a request is a step, too. The first one after waking up brings them up to date."""
+    llm = small_engine
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    calls = []
+    make_call = executor.collective_rpc
+
+    def call(method, *args, **options):
+        calls.append(method)
+        return make_call(method, *args, **options)
+
+    assert pat_vllm.switch(llm, tp=2)
+    llm.sleep(level=1)
+    monkeypatch.setattr(executor, "collective_rpc", call)
+    llm.llm_engine.add_request("queued", {"prompt_token_ids": [5, 6, 7]}, _params(max_tokens=30))
+    llm.llm_engine.abort_request(["queued"], internal=False)
+    llm.llm_engine.step()
+    assert executor._in_lanes, "the workers have been told"
+    llm.wake_up()
+    assert "pat_refresh_weights" not in calls
+    assert len(run(llm, jobs(requests=2, tokens=4))) == 2
+    assert calls.count("pat_refresh_weights") == 1
+    assert pat_vllm.report(llm).layout.tp == 1, "the engine has gone home"
 
 
 def test_streaming_input_sessions_refuse_a_switch(small_engine):

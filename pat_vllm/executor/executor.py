@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 import vllm.envs as envs
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
-from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network, reader_of, wait_for_any
 from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
@@ -72,11 +74,35 @@ class StepResult:
     seconds: float
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _fatal(
+    method: Callable[Concatenate[PATExecutorMixin, P], R],
+) -> Callable[Concatenate[PATExecutorMixin, P], R]:
+    """Whatever a method raises ends the engine; see `PATExecutorMixin.fail`."""
+
+    @functools.wraps(method)
+    def call(self: PATExecutorMixin, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            self.fail()
+            raise
+
+    return call
+
+
 class PATExecutorMixin:
     """What PAT adds to a vLLM executor that speaks `MultiprocExecutor`'s protocol."""
 
     is_pat = True
-    is_sleeping: bool  # vLLM's
+    # vLLM's.
+    is_sleeping: bool
+    is_failed: bool
+    failure_callback: Callable[[], None] | None
+    response_mqs: list[Any]
     _network = Network()
 
     # ---------------------------------------------------------------- start and stop
@@ -100,8 +126,13 @@ class PATExecutorMixin:
         lanes = Lanes(layouts_of(self.vllm_config), self._network)  # type: ignore[attr-defined]
         lanes.connect(self.collective_rpc("pat_open_lanes", args=(lanes.handles(),)))
         ready = self.collective_rpc("pat_lanes_ready", non_block=True)
-        lanes.wait_until_ready()
+        # For a worker that dies now, this would wait for ever; the wait for its reply ends.
+        waiting = threading.Thread(target=lanes.wait_until_ready, daemon=True, name="PATLanesReady")
+        waiting.start()
         ready.result()
+        while waiting.is_alive():
+            self._raise_if_failed()
+            waiting.join(_RECHECK_SECONDS)
         self._lanes = lanes
 
     def shutdown(self) -> None:
@@ -110,6 +141,21 @@ class PATExecutorMixin:
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
         super().shutdown()  # type: ignore[misc]
+
+    def fail(self) -> None:
+        """Have vLLM end the engine, as when a worker has died. Idempotent.
+
+        An exception does not where it is raised in a call of the front end: vLLM's engine core
+        answers with it, and goes on.
+        """
+        self.is_failed = True
+        callback, self.failure_callback = self.failure_callback, None
+        if callback is not None:
+            callback()
+
+    def _raise_if_failed(self) -> None:
+        if self.is_failed:
+            raise RuntimeError("Executor failed.")
 
     # ---------------------------------------------------------------- control
 
@@ -149,9 +195,45 @@ class PATExecutorMixin:
                 raise RuntimeError(f"Worker failed with error '{result.error}'")
         return results
 
+    def _call_together(self, method: str, *args: Any) -> list[Any]:
+        """Call a worker method in which ranks wait for each other; results by rank.
+
+        vLLM reads replies in the order of ranks: where one fails, it would wait for another that
+        waits for that one. Here the first reply is read first.
+
+        Raises:
+            RuntimeError: a worker failed.
+            TimeoutError: it took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        """
+        self._raise_if_failed()
+        self._leave_lanes()
+        ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
+        ring.enqueue((method, args, {}, None))  # each rank replies
+        give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        waiting = {rank: reader_of(mq) for rank, mq in enumerate(self.response_mqs)}
+        results: dict[int, Any] = {}
+        while waiting:
+            wait_for_any(waiting.values(), _RECHECK_SECONDS)
+            self._raise_if_failed()
+            left = give_up - time.perf_counter()
+            if left <= 0:
+                raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
+            for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
+                status, results[rank] = waiting.pop(rank).dequeue(timeout=left)
+                if status != WorkerProc.ResponseStatus.SUCCESS:
+                    raise RuntimeError(
+                        f"{method} failed on rank {rank} with error '{results[rank]}', please "
+                        "check the stack trace above for the root cause"
+                    )
+        return [results[rank] for rank in sorted(results)]
+
     def _refresh_weights(self) -> None:
-        """Derive the weights of the other layouts again, if the base layout's may have changed."""
-        if self._stale:
+        """Derive the weights of the other layouts again, if the base layout's may have changed.
+
+        Not while the engine sleeps, without its weights: a request that is aborted then is a step,
+        too.
+        """
+        if self._stale and not self.is_sleeping:
             self.collective_rpc("pat_refresh_weights")
             self._stale = False
 
@@ -203,6 +285,7 @@ class PATExecutorMixin:
         self._unsampled.clear()
         return _Finished(self) if non_block else self.finished()
 
+    @_fatal
     def finished(self, wait_for_all: bool = False) -> list[StepResult]:
         """Results of finished steps, in each replica's order.
 
@@ -214,6 +297,7 @@ class PATExecutorMixin:
             TimeoutError: a step took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
         """
         assert self._lanes is not None
+        self._raise_if_failed()
         results: list[StepResult] = []
         busy = self._busy()
         idle = len(busy) < self.layout.replicas
@@ -259,17 +343,19 @@ class PATExecutorMixin:
         self._enter_lanes()
         self._lanes.send(self.layout, replica, kind, payload)
 
-    def _raise_if_failed(self) -> None:
-        if self.is_failed:  # type: ignore[attr-defined]
-            raise RuntimeError("Executor failed.")
-
     # ---------------------------------------------------------------- layouts
 
+    @_fatal
     def switch(self, order: SwitchOrder) -> list[SwitchTimes]:
-        """Have all ranks carry out a switch. No step may be in flight."""
+        """Have all ranks carry out a switch. No step may be in flight.
+
+        Raises:
+            RuntimeError: a worker failed.
+            TimeoutError: see `_call_together`.
+        """
         assert not any(self._pending.values()), "a step is in flight"
         self._refresh_weights()
-        times = self.collective_rpc("pat_switch", args=(order,))
+        times: list[SwitchTimes] = self._call_together("pat_switch", order)
         self.layout = order.target
         self._pending.clear()
         return times

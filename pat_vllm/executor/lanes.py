@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -143,9 +143,28 @@ class RemoteReader:
         return self._mq.dequeue(timeout=0)
 
 
-def reader_of(mq: MessageQueue) -> LocalReader | RemoteReader:
-    """A reader for a queue made by `MessageQueue.create_from_handle`."""
+Reader = LocalReader | RemoteReader
+
+
+def reader_of(mq: MessageQueue | Reader) -> Reader:
+    """A reader for a queue made by `MessageQueue.create_from_handle`, if it is none yet."""
+    if isinstance(mq, Reader):
+        return mq
     return LocalReader(mq) if mq._is_local_reader else RemoteReader(mq)
+
+
+def wait_for_any(readers: Collection[Reader], timeout: float) -> None:
+    """Sleep until one of them may have a message, one is shut down, or time (seconds) is up.
+
+    vLLM's own blocking read is for one ring, and spins on a core that the engine may have to
+    share with a worker; so would looking again and again.
+    """
+    poller = zmq.Poller()
+    for reader in readers:
+        reader.watch(poller)
+    events = dict(poller.poll(timeout=max(1, round(1e3 * timeout))))
+    for reader in readers:
+        reader.woken(events)
 
 
 class Lanes:
@@ -165,7 +184,7 @@ class Lanes:
                     max_chunk_bytes=_CHUNK_BYTES,
                     connect_ip=network.engine,
                 )
-        self._replies: list[LocalReader | RemoteReader] = []
+        self._replies: list[Reader] = []
 
     def handles(self) -> LaneHandles:
         """To be sent to every worker."""
@@ -200,18 +219,8 @@ class Lanes:
         return self._replies[rank].ready()
 
     def wait(self, ranks: Iterable[int], timeout: float) -> None:
-        """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up.
-
-        vLLM's own blocking read is for one ring, and spins on a core that the engine may have to
-        share with a worker; so would looking again and again.
-        """
-        readers = [self._replies[rank] for rank in ranks]
-        poller = zmq.Poller()
-        for reader in readers:
-            reader.watch(poller)
-        events = dict(poller.poll(timeout=max(1, round(1e3 * timeout))))
-        for reader in readers:
-            reader.woken(events)
+        """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up."""
+        wait_for_any([self._replies[rank] for rank in ranks], timeout)
 
     def receive(self, rank: int, timeout: float) -> Any:
         """The next reply of a rank.

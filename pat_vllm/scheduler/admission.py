@@ -16,17 +16,19 @@ def swift_admission(scheduler: Scheduler) -> Iterator[None]:
     """Inside, the first `schedule()` of a new scheduler saves work that finds nothing.
 
     For each load that vLLM admits, it counts what all loads in flight will still need. Here nothing
-    but admissions happens in between, so each is counted once. And it looks at each block for
-    prefixes that are cached in it, of which an empty pool has none.
+    but admissions happens in between, so each is counted once: until the end it is taken out of
+    vLLM's set. And vLLM looks at each block for prefixes that are cached in it, of which an empty
+    pool has none.
     """
     counted: set[Request] = set()
     blocks = 0
 
     def reserved_blocks() -> int:
         nonlocal blocks
-        new = scheduler._inflight_prefills - counted
-        counted.update(new)
+        new = scheduler._inflight_prefills
         blocks += sum(map(scheduler._request_remaining_blocks, new))
+        counted.update(new)
+        new.clear()
         return blocks
 
     pool = scheduler.kv_cache_manager.block_pool
@@ -38,3 +40,4 @@ def swift_admission(scheduler: Scheduler) -> Iterator[None]:
     finally:
         pool.enable_caching = caching
         del scheduler._inflight_prefill_reserved_blocks
+        scheduler._inflight_prefills.update(counted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,8 +52,8 @@ class LiveTable:
         owned = self._owned.get(request_id)
         return None if owned is None else owned.replica
 
-    def add(self, request: Request, replica: Replica, prompt: Hashable) -> Owned:
-        """Enter a request."""
+    def add(self, request: Request, replica: Replica, group: int) -> Owned:
+        """Enter a request; for `group`, see `Owned`."""
         params = request.sampling_params
         bound = self._max_model_len - request.num_prompt_tokens
         exact = False
@@ -64,7 +64,7 @@ class LiveTable:
             exact = params is not None and bool(
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
-        owned = Owned(request, replica, hash(prompt), max(1, bound), exact)
+        owned = Owned(request, replica, group, max(1, bound), exact)
         self._owned[request.request_id] = owned
         return owned
 

@@ -141,7 +141,7 @@ class ReplicaFactory:
         config, kv_cache_config = self._configs[layout]
         scheduler_cls = config.scheduler_config.get_scheduler_cls()
         with self._pools.offered():
-            return [
+            replicas = [
                 Replica(
                     index,
                     scheduler_cls(  # type: ignore[arg-type]
@@ -150,6 +150,12 @@ class ReplicaFactory:
                 )
                 for index in range(layout.replicas)
             ]
+        for replica in replicas:
+            # With a KV connector, vLLM keeps the blocks of a preempted request until its step in
+            # flight has ended, lest a load overtakes it. PAT loads at a switch only, when no step
+            # is in flight; without the wait, requests are preempted as without a connector.
+            replica.scheduler.defer_block_free = False
+        return replicas
 
     def discard(self, replicas: Iterable[Replica]) -> None:
         """Take back replicas that will not run again."""

@@ -31,6 +31,7 @@ class Router:
 
         Args:
             prefixes: keys of the request's prefixes, longest first (whole prompt, then blocks).
+                They are kept, so hashes rather than tokens.
             loads: live requests of each replica.
 
         Returns:

@@ -49,6 +49,10 @@ SWITCH_COMMAND = "pat_switch_layout"
 REPORT_COMMAND = "pat_report"
 """Names under which front ends reach the scheduler through `collective_rpc`."""
 
+_AFTER_REFUSAL = 1.0
+"""Seconds without a switch of the policy's after one that was refused: each try waits for the steps
+in flight."""
+
 
 class PATScheduler(SchedulerInterface):
     """Routes requests to the replicas of the active layout, bundles their steps, and switches."""
@@ -124,6 +128,7 @@ class PATScheduler(SchedulerInterface):
         self._history = History()
         self._epoch = 0
         self._last_arrival = 0.0
+        self._follow_after = 0.0
         self._was_busy = False
         self._forced = False
         self._pause = PauseState.UNPAUSED
@@ -175,10 +180,7 @@ class PATScheduler(SchedulerInterface):
             model_runner_output: `list[StepResult]` from the executor.
         """
         results: list[StepResult] = model_runner_output
-        for replica, step in self._silent:
-            told = replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT)
-            merge_outputs(self._outputs, told)
-        self._silent.clear()
+        self._finish_silent()
         for result in results:
             self._finish(result)
         outputs, self._outputs = self._outputs, {}
@@ -195,7 +197,16 @@ class PATScheduler(SchedulerInterface):
             shape = step_shape(replica.in_flight[0], sum(bool(r.in_flight) for r in self._replicas))
             seconds = replica.cadence(now, result.seconds)
             self._policy.stepped(now, self._layout, shape, seconds)
-        outputs = replica.finish(result.output)
+        self._collect(replica.finish(result.output), now)
+
+    def _finish_silent(self) -> None:
+        """Finish the steps that no worker was told of, in which requests may have failed."""
+        for replica, step in self._silent:
+            outputs = replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT)
+            self._collect(outputs, time.monotonic())
+        self._silent.clear()
+
+    def _collect(self, outputs: dict[int, EngineCoreOutputs], now: float) -> None:
         for client in outputs.values():
             for output in client.outputs:
                 if output.finish_reason is not None:
@@ -220,7 +231,7 @@ class PATScheduler(SchedulerInterface):
         if owner is None:
             # vLLM's in-process engine makes no step after the last output of a batch.
             self._go_home_if_idle()
-            prompt = tuple(request.prompt_token_ids or ())
+            prompt = hash(tuple(request.prompt_token_ids or ()))
             prefixes: list[Hashable] = [prompt, *reversed(request.block_hashes)]
             index = self._router.route(prefixes, [replica.live for replica in self._replicas])
             owner = self._replicas[index]
@@ -351,11 +362,13 @@ class PATScheduler(SchedulerInterface):
         if live == 0 or self._forced or self._pause != PauseState.UNPAUSED:
             return
         now = time.monotonic()
+        if now < self._follow_after:
+            return
         target = self._policy.choose(
             LiveState(now, self._layout, live, now - self._last_arrival, self._live.arrays)
         )
-        if target != self._layout:
-            self._switch(target, "policy")
+        if target != self._layout and not self._switch(target, "policy"):
+            self._follow_after = time.monotonic() + _AFTER_REFUSAL
 
     def _switch(self, target: Layout, reason: str) -> bool:
         """Switch; returns whether the engine is in `target` afterwards."""
@@ -371,6 +384,7 @@ class PATScheduler(SchedulerInterface):
                 target=target,
                 replicas=self._replicas,
                 new_replicas=self._factory.make,
+                discard=self._factory.discard,
                 executor=self._executor,
                 choose=self._choose,
                 num_kv_heads=self._num_kv_heads,
@@ -385,10 +399,11 @@ class PATScheduler(SchedulerInterface):
             )
             self._policy.refused(time.monotonic())
             return False
+        except Exception:
+            # Requests are neither here nor there.
+            self._executor.fail()
+            raise
         self._forced = reason == "forced"
-        self._history.switch(report)
-        self._policy.switched(report)
-        self._cost = self._cost.with_exchange(report.kv_bytes, report.kv)
         self._epoch += 1
         self._layout = target
         self._retired, self._replicas = self._replicas, replicas
@@ -396,6 +411,9 @@ class PATScheduler(SchedulerInterface):
         self._router.forget()
         if self._pause != PauseState.UNPAUSED:
             self.set_pause_state(self._pause)
+        self._cost = self._cost.with_exchange(report.kv_bytes, report.kv)
+        self._history.switch(report)
+        self._policy.switched(report)
         return True
 
     def _discard_retired(self) -> None:
@@ -410,6 +428,7 @@ class PATScheduler(SchedulerInterface):
 
     def _drain(self) -> None:
         """Finish the steps in flight. Their outputs go out with the next update."""
+        self._finish_silent()
         for result in self._executor.finished(wait_for_all=True):
             self._finish(result)
 

@@ -101,6 +101,7 @@ def switch(
     target: Layout,
     replicas: Sequence[Replica],
     new_replicas: Callable[[Layout], list[Replica]],
+    discard: Callable[[Sequence[Replica]], None],
     executor: PATExecutorMixin,
     choose: Choice,
     num_kv_heads: int,
@@ -113,6 +114,7 @@ def switch(
     Args:
         replicas: those of `source`.
         new_replicas: makes the empty replicas of a layout.
+        discard: takes them back, of a switch that is refused.
         choose: migrate or recompute, for each request.
         epoch: number of this switch.
         drain: finishes the steps in flight and keeps their outputs.
@@ -134,6 +136,7 @@ def switch(
     # 2. Plan.
     carried = [c for replica in replicas for c in _carried(replica, target, choose)]
     undo = [_Undo.of(c.request) for c in carried]
+    fresh: list[Replica] = []
     try:
         fresh = new_replicas(target)
         placement = spread(
@@ -156,6 +159,7 @@ def switch(
     except Exception as error:
         for one in undo:
             one.apply()
+        discard(fresh)
         raise SwitchRefused(f"{type(error).__name__}: {error}") from error
     planned = clock.lap()
 
@@ -329,7 +333,6 @@ def _rewind(one: Carried) -> None:
     # Steps are counted by each scheduler for itself. A new one has not got as far, and would hold
     # a half-computed request back until it has (`AsyncScheduler` with Model Runner V2).
     request.next_decode_eligible_step = 0
-    request.last_sched_seq = 0
     if request.status == RequestStatus.RUNNING:
         # How vLLM tells a request that a worker knows from one that it does not.
         request.num_preemptions += 1
