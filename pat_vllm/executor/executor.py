@@ -198,8 +198,8 @@ class PATExecutorMixin:
     def _call_together(self, method: str, *args: Any) -> list[Any]:
         """Call a worker method in which ranks wait for each other; results by rank.
 
-        vLLM reads replies in the order of ranks: where one fails, it would wait for another that
-        waits for that one. Here the first reply is read first.
+        vLLM reads replies in the order of ranks, and would wait for one that waits for another that
+        has failed. Here they are read as they come.
 
         Raises:
             RuntimeError: a worker failed.

@@ -1,0 +1,156 @@
+"""What the executor does when a worker fails or its memory is away, without workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import vllm.envs as envs
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+from pat_vllm.executor import executor as executor_module
+from pat_vllm.executor.executor import PATExecutorMixin
+from pat_vllm.executor.lanes import reader_of
+from pat_vllm.executor.orders import SwitchOrder
+from pat_vllm.layout import Layout
+
+SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+ORDER = SwitchOrder(1, Layout.of(1, 2), Layout.of(2, 2))
+
+
+class Stock:
+    """As much of vLLM's executor as is asked for."""
+
+    is_sleeping = False
+    is_failed = False
+    vllm_config = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.rpc_broadcast_mq = Mock()
+        self.failure_callback: Any = Mock()
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing to do."""
+
+    def collective_rpc(self, method: str, *args: Any, **options: Any) -> Any:
+        self.calls.append(method)
+        return Future() if options else []
+
+
+class Executor(PATExecutorMixin, Stock):
+    """In the first layout, with its lanes open."""
+
+    def __init__(self) -> None:
+        Stock.__init__(self)
+        self.layout = ORDER.source
+        self._lanes = Mock()
+        self._in_lanes = False
+        self._pending = {}
+        self._commands = {}
+        self._stale = False
+
+
+@pytest.fixture(params=["multiproc", "ray", "ray, another node"])
+def rings(request: Any) -> Iterator[tuple[Executor, list[MessageQueue]]]:
+    """An executor, and the ends from which two ranks reply."""
+    executor = Executor()
+    local = request.param != "ray, another node"
+    writers = [MessageQueue(1, int(local), connect_ip="127.0.0.1") for _ in range(2)]
+    executor.response_mqs = [MessageQueue.create_from_handle(w.export_handle(), 0) for w in writers]
+    if request.param != "multiproc":
+        executor.response_mqs = [reader_of(mq) for mq in executor.response_mqs]
+    for writer, reader in zip(writers, executor.response_mqs, strict=True):
+        other = threading.Thread(target=reader.wait_until_ready)
+        other.start()
+        writer.wait_until_ready()
+        other.join()
+    yield executor, writers
+    for ring in (*writers, *executor.response_mqs):
+        ring.shutdown()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_replies_come_back_by_rank(rings: Any, first: int) -> None:
+    executor, writers = rings
+    for rank in (first, 1 - first):
+        writers[rank].enqueue((SUCCESS, f"of {rank}"))
+    assert executor.switch(ORDER) == ["of 0", "of 1"]
+    assert executor.layout == ORDER.target
+    executor.rpc_broadcast_mq.enqueue.assert_called_once_with(("pat_switch", (ORDER,), {}, None))
+    executor.failure_callback.assert_not_called()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_heard_while_the_other_waits_for_it(rings: Any, rank: int) -> None:
+    executor, writers = rings
+    callback = executor.failure_callback
+    writers[rank].enqueue((FAILURE, "no memory left"))
+    for _ in range(2):  # once failed, it stays so
+        with pytest.raises(
+            RuntimeError, match=r"rank \d with error 'no memory left'|Executor failed"
+        ):
+            executor.switch(ORDER)
+    assert executor.layout == ORDER.source
+    assert executor.is_failed
+    callback.assert_called_once_with()
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.finished()
+
+
+def test_a_rank_that_never_replies_fails_the_engine(
+    rings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, writers = rings
+    callback = executor.failure_callback
+    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.1)
+    writers[0].enqueue((SUCCESS, "of 0"))
+    with pytest.raises(TimeoutError, match=r"pat_switch timed out on the ranks \[.*1\]"):
+        executor.switch(ORDER)
+    callback.assert_called_once_with()
+
+
+def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's rings would wait for it without end."""
+    released = threading.Event()
+    lanes = SimpleNamespace(handles=list, connect=list, wait_until_ready=released.wait)
+    monkeypatch.setattr(executor_module, "Lanes", lambda *args: lanes)
+    monkeypatch.setattr(executor_module, "layouts_of", lambda config: [])
+    executor = Executor()
+    executor._lanes = None
+    died: Future[Any] = Future()
+    died.set_exception(RuntimeError("cancelled"))
+    monkeypatch.setattr(
+        Stock,
+        "collective_rpc",
+        lambda self, method, *args, non_block=False: died if non_block else [],
+    )
+    with pytest.raises(RuntimeError, match="cancelled"):
+        executor.compile_or_warm_up_model()
+    # Or just after its reply.
+    died = Future()
+    died.set_result([])
+    executor.is_failed = True
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.compile_or_warm_up_model()
+    released.set()
+
+
+def test_weights_are_not_touched_while_they_are_away() -> None:
+    """A step while the engine sleeps only ends requests. The first one afterwards derives them."""
+    executor = Executor()
+    executor.layout = ORDER.target
+    executor.collective_rpc("sleep")
+    executor.is_sleeping = True
+    executor._enter_lanes()
+    executor.collective_rpc("wake_up")
+    assert "pat_refresh_weights" not in executor.calls
+    executor.is_sleeping = False
+    executor._enter_lanes()
+    assert executor.calls == ["sleep", "wake_up", "pat_refresh_weights"]
