@@ -85,6 +85,8 @@ def _platform_worker() -> str:
 
 def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
     """Options that PAT cannot serve, as (option, value, what is allowed)."""
+    import vllm.envs as envs
+
     parallel = vllm_config.parallel_config
     model = vllm_config.model_config
     found: list[tuple[str, Any, str]] = []
@@ -110,6 +112,9 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
                 "binds by; bind the engine's process instead, e.g. numactl --cpunodebind",
             )
         )
+    if envs.VLLM_ENABLE_STARTUP_PLAN:
+        allowed = "0: its KV cache would leave no memory for the other layouts"
+        found.append(("VLLM_ENABLE_STARTUP_PLAN", 1, allowed))
     if parallel.enable_expert_parallel:
         found.append(("enable_expert_parallel", True, "False"))
     if vllm_config.lora_config is not None:

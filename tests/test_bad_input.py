@@ -402,6 +402,12 @@ def test_refused(case: str, tmp_path: Path) -> None:
     assert not [word for word in words if word not in message], message
 
 
+def test_a_startup_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    with pytest.raises(ValueError, match=r"VLLM_ENABLE_STARTUP_PLAN=1 \(allowed: 0"):
+        engine_config(tmp_path, "llama", {})
+
+
 @pytest.mark.parametrize("case", REFUSED_BY_VLLM)
 def test_refused_by_vllm(case: str, tmp_path: Path) -> None:
     model, options, error, words = REFUSED_BY_VLLM[case]

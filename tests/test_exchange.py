@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from pat_vllm.kv_transfer import exchange, shared_memory
+from pat_vllm.kv_transfer import shared_memory
 from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
@@ -83,7 +83,7 @@ def _views(buffer, layout, num_kv_heads, dtype, heads_first):
 
 
 def _exchange_random_cases(rank, world_size, transport, cases):
-    mover = Exchange(dist.group.WORLD, CPU, transport)
+    exchange = Exchange(dist.group.WORLD, CPU, transport)
     moved = 0
     for seed in range(cases):
         source, target, num_kv_heads, dtype, heads_first, moves = _random_case(seed, world_size)
@@ -103,16 +103,16 @@ def _exchange_random_cases(rank, world_size, transport, cases):
 
         mine = RankMoves.of(rank, world_size, moves)
         old_views, new_views = _views(buffer, source, *shape), _views(buffer, target, *shape)
-        with mover.staging(mine, old_views[0], new_views[0]):
+        with exchange.staging(mine, old_views[0], new_views[0]):
             for a, b in zip(old_views, new_views, strict=True):
-                mover.run(a, b)
+                exchange.run(a, b)
         assert torch.equal(buffer, expected), f"case {seed}: {source} -> {target}"
-        assert mover.bytes_sent == sum(
+        assert exchange.bytes_sent == sum(
             LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
             for m in moves
             if m.route.source_rank == rank
         )
-        moved += mover.bytes_sent
+        moved += exchange.bytes_sent
     assert moved > 0
 
 
@@ -123,15 +123,25 @@ def _copy(move: BlockMove, old, new):
                 layer_new[b, hb] = layer_old[a, ha]
 
 
+class _WithRoom(CollectiveTransport):
+    """Has other room for buffers than it is told."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(dist.group.WORLD, CPU)
+        self._room = room
+
+    def prepare(self, send_counts, receive_counts, dtype, room):
+        super().prepare(send_counts, receive_counts, dtype, self._room)
+        assert self.depth == (1 if self._room < 0 else 2)
+
+
 def _exchange_over_each_transport(rank, world_size):
     shared = SharedMemoryTransport.connect(dist.group.WORLD)
     assert shared is not None, "ranks of one host share memory"
     collective = CollectiveTransport(dist.group.WORLD, CPU)
     _exchange_random_cases(rank, world_size, collective, 40)
     # A rank without room for two layers, beside others that have it.
-    exchange._free_bytes = lambda device: -1 if rank == 1 else float("inf")
-    _exchange_random_cases(rank, world_size, collective, 40)
-    assert collective.depth == (1 if rank == 1 else 2)
+    _exchange_random_cases(rank, world_size, _WithRoom(-1 if rank == 1 else 1 << 30), 40)
     _exchange_random_cases(rank, world_size, shared, 40)
     # Once more with memory that is given back each time: less is kept than most cases need.
     shared_memory._KEPT_BYTES = 100
@@ -190,7 +200,8 @@ def test_a_file_of_the_same_path_on_another_host_is_not_opened():
 def _wait_for_ever(rank, world_size, pids):
     transport = SharedMemoryTransport.connect(dist.group.WORLD)
     assert transport is not None
-    transport.prepare([1 << 20] * world_size, [1 << 20] * world_size, torch.uint8)
+    counts = [1 << 20] * world_size
+    transport.prepare(counts, counts, torch.uint8, room=0)
     (Path(pids) / f"{rank}.pid").write_text(str(os.getpid()))
     if rank == 0:
         dist.barrier()  # the test kills this rank here

@@ -127,12 +127,16 @@ class PATExecutorMixin:
         lanes.connect(self.collective_rpc("pat_open_lanes", args=(lanes.handles(),)))
         ready = self.collective_rpc("pat_lanes_ready", non_block=True)
         # For a worker that dies now, this would wait for ever; the wait for its reply ends.
-        waiting = threading.Thread(target=lanes.wait_until_ready, daemon=True, name="PATLanesReady")
-        waiting.start()
+        opened = threading.Event()
+
+        def open_lanes() -> None:
+            lanes.wait_until_ready()
+            opened.set()
+
+        threading.Thread(target=open_lanes, daemon=True, name="PATLanesReady").start()
         ready.result()
-        while waiting.is_alive():
+        while not opened.wait(_RECHECK_SECONDS):
             self._raise_if_failed()
-            waiting.join(_RECHECK_SECONDS)
         self._lanes = lanes
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.executor.kv_memory import Measured, kv_cache_bytes
 from pat_vllm.executor.worker import PATWorkerMixin
+from pat_vllm.support import pat_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,13 +59,17 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         measured = [self._measure(runtime) for runtime in reversed(self._runtimes.values())]
         if self.cache_config.kv_cache_memory_bytes:
             return measured[-1].available
-        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        self.available_kv_cache_memory_bytes = kv_cache_bytes(
-            measured,
-            num_layers=len(self.model_runner.get_kv_cache_spec()),
-            copies_sent=max(1, max(layout.tp for layout in self._runtimes) // kv_heads),
-        )
+        self.available_kv_cache_memory_bytes = kv_cache_bytes(measured, self._staged())
         return self.available_kv_cache_memory_bytes
+
+    def _staged(self) -> float:
+        """Share of the KV cache that a switch stages in the worst case: a layer to be received, and
+        one to be sent to every rank that has the same KV heads."""
+        if len(self._runtimes) == 1 or pat_config(self.vllm_config).kv_transfer == "recompute":
+            return 0.0
+        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        sent = max(1, max(layout.tp for layout in self._runtimes) // kv_heads)
+        return (1 + sent) / len(self.model_runner.get_kv_cache_spec())
 
     def _measure(self, runtime: LayoutRuntime) -> Measured:
         self._enter(runtime)

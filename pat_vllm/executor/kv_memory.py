@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,24 +21,18 @@ class Measured:
     activations: int
 
 
-def kv_cache_bytes(layouts: Collection[Measured], num_layers: int, copies_sent: int) -> int:
+def kv_cache_bytes(layouts: Sequence[Measured], staged: float) -> int:
     """What is left for the KV cache beside all that an engine of these layouts needs.
 
     One layout runs at a time, so activations count once; CUDA graphs of all stay. A switch has no
-    step beside it and may use the memory of activations. In the worst case it sends a whole layer
-    of the cache, and receives one; what the activations lack of that is kept free.
+    step beside it and may use the memory of activations; what these lack for it is kept free.
 
     Args:
-        layouts: in the order of their measurement, all on this device.
-        num_layers: of the KV cache.
-        copies_sent: how many ranks may need the same KV of a rank.
+        layouts: in the order of their measurement, all on this device, where each left something.
+        staged: share of the KV cache that a switch stages in the worst case.
     """
-    graphs = sum(one.graphs for one in layouts)
-    available = min(one.available + one.graphs for one in layouts) - graphs
-    if len(layouts) == 1:
-        return available
+    last = layouts[-1]
+    left = last.available + last.graphs + last.activations - sum(one.graphs for one in layouts)
     activations = max(one.activations for one in layouts)
-    staged = (1 + copies_sent) / num_layers
-    if available * staged <= activations:
-        return available
-    return int((available + activations) / (1 + staged))
+    available = left - activations
+    return available if available * staged <= activations else int(left / (1 + staged))

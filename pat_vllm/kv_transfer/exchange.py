@@ -29,9 +29,17 @@ class Transport(Protocol):
     """Flat buffer in which the next layer's parts for rank 0, 1, ... follow each other."""
 
     def prepare(
-        self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
+        self,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        dtype: torch.dtype,
+        room: int,
     ) -> None:
-        """Make room for parts of these sizes (elements, by rank)."""
+        """Make room for parts of these sizes (elements, by rank).
+
+        Args:
+            room: bytes that buffers for several layers may take; those for one take what they need.
+        """
         ...
 
     def begin(self) -> None:
@@ -75,13 +83,17 @@ class CollectiveTransport:
         self.release()
 
     def prepare(
-        self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
+        self,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        dtype: torch.dtype,
+        room: int,
     ) -> None:
         """See `Transport`."""
         self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
         num_bytes = (sum(send_counts) + sum(receive_counts)) * dtype.itemsize
         # Ranks may differ in it, for they exchange layer after layer in any case.
-        self.depth = 2 if 2 * num_bytes <= _free_bytes(self._device) else 1
+        self.depth = 2 if 2 * num_bytes <= room else 1
         self._free = deque(
             tuple(
                 torch.empty(sum(counts), dtype=dtype, device=self._device)
@@ -119,15 +131,6 @@ class CollectiveTransport:
         self.send = torch.empty(0, device=self._device)
         self._free.clear()
         self._under_way.clear()
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Memory that new tensors may take."""
-    if device.type == "cpu":
-        return float("inf")
-    module = torch.get_device_module(device)
-    unused = module.memory_reserved(device) - module.memory_allocated(device)
-    return torch.accelerator.get_memory_info(device)[0] + unused
 
 
 def best_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -183,14 +186,16 @@ class Exchange:
             source, target: views of one layer in the two layouts, [blocks, heads, tokens,
                 content], which tell the sizes; all layers must be alike.
 
-        Staging takes the bytes of one layer's moves; where a transport does not share memory, of
-        two layers' in both directions. It is needed even for bytes that stay on their rank, for
-        both views lie over the same memory.
+        Staging takes the bytes of one layer's moves; where a transport does not share memory, in
+        both directions, and of two layers' where these are not most of what a layer has. It is
+        needed even for bytes that stay on their rank, for both views lie over the same memory.
         """
         source, target = _words(source), _words(target)
         packs = _staged(moves.sends, source, from_source=True)
         unpacks = _staged(moves.receives, target, from_source=False)
-        self._transport.prepare(packs.counts, unpacks.counts, source.dtype)
+        # A layer in each direction is what there is room for in any case (`executor/kv_memory.py`).
+        room = 2 * max(source.nbytes, target.nbytes)
+        self._transport.prepare(packs.counts, unpacks.counts, source.dtype, room=room)
         self._staged = packs, unpacks
         self.bytes_sent = 0
         try:
@@ -229,7 +234,8 @@ class Exchange:
         flag = torch.zeros(1, device=self._device)
         best = float("inf")
         for _ in range(repeats):
-            self._transport.prepare([num_bytes] * ranks, [num_bytes] * ranks, memory.dtype)
+            counts = [num_bytes] * ranks
+            self._transport.prepare(counts, counts, memory.dtype, room=0)
             # Not a barrier, for which torch takes a device by the rank where it knows no better.
             dist.all_reduce(flag, group=self._group)
             self._synchronize()

@@ -66,7 +66,11 @@ class SharedMemoryTransport:
         return cls(group, attached) if all(everywhere) else None
 
     def prepare(
-        self, send_counts: Sequence[int], receive_counts: Sequence[int], dtype: torch.dtype
+        self,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+        dtype: torch.dtype,
+        room: int,
     ) -> None:
         """See `Transport`."""
         size = dtype.itemsize

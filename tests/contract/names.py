@@ -336,8 +336,8 @@ NAMES = (
 
 NOT_VLLMS = frozenset(
     {
-        # multiprocessing, zmq, ray, pydantic, torch
-        *("level", "pid", "poll", "recv", "bundle_specs", "model_copy", "model_dump"),
+        # multiprocessing, threading, zmq, ray, pydantic, torch
+        *("level", "pid", "set", "poll", "recv", "bundle_specs", "model_copy", "model_dump"),
         *("_non_persistent_buffers_set", "_parameters"),
     }
 )
