@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "integrations" / "openrlhf" / "examples" / "reinforce.sh"
 
-SWITCHING: Mapping[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"4": 2}}}
-"""To one group of 2 ranks when 4 responses are left, as the example does."""
+SWITCHING: Mapping[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"12": 2}}}
+"""To one group of 2 ranks when 12 responses are left, as the example does."""
 
 COLOCATED = (
     *("--train.colocate_all", "--actor.num_gpus_per_node", "2"),

@@ -23,10 +23,10 @@ prompts=$work/prompts.jsonl
 python "$here/prompts.py" "$prompts"
 
 # GPU: the number of GPUs for the rollouts, and leave --vllm.pat out: the predictor then decides
-# when to switch. This one goes to one group of 2 when 4 responses are left.
+# when to switch. This one goes to one group of 2 when 12 responses are left.
 rollout=(
     --vllm_engine pat --vllm.num_engines 1 --vllm.tensor_parallel_size 2
-    --vllm.pat '{"policy": {"kind": "schedule", "switch_at": {"4": 2}}}'
+    --vllm.pat '{"policy": {"kind": "schedule", "switch_at": {"12": 2}}}'
     --vllm.gpu_memory_utilization 0.3 # GPU: leave out
     --vllm.enforce_eager              # GPU: leave out
     --vllm.sync_backend gloo          # GPU: leave out
