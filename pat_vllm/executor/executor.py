@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import weakref
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _RECHECK_SECONDS = 0.02
 """Longest sleep between looks at the replicas' replies, should an announcement get lost."""
+_SPIN_SECONDS = 1.0
+"""How long to look for the replies to a switch without sleeping, as vLLM's own wait does."""
 _IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
 _DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
@@ -217,9 +220,12 @@ class PATExecutorMixin:
         waiting = {rank: reader_of(mq) for rank, mq in enumerate(self.response_mqs)}
         results: dict[int, Any] = {}
         while waiting:
-            wait_for_any(waiting.values(), _RECHECK_SECONDS)
-            self._raise_if_failed()
             left = give_up - time.perf_counter()
+            if left > envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS - _SPIN_SECONDS:
+                os.sched_yield()
+            else:
+                wait_for_any(waiting.values(), _RECHECK_SECONDS)
+            self._raise_if_failed()
             if left <= 0:
                 raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
             for rank in [rank for rank, reader in waiting.items() if reader.ready()]:

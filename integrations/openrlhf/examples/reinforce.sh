@@ -13,7 +13,7 @@ work=${WORK:-$(mktemp -d)}
 
 # GPU: delete this block. It has stand-ins for CUDA, NCCL and GPUs from the tests' support code.
 export PYTHONPATH=$root/tests/support/openrlhf_on_cpu${PYTHONPATH:+:$PYTHONPATH}
-export DS_ACCELERATOR=cpu MAX_JOBS=1 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
+export DS_ACCELERATOR=cpu MAX_JOBS=2 OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind HF_HUB_OFFLINE=1
 
 # GPU: your model and your prompts, a JSON file or a dataset of the Hugging Face hub.
