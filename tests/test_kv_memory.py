@@ -32,7 +32,7 @@ def devices(draw: st.DrawFn) -> tuple[int, list[Measured]]:
     return free, layouts
 
 
-@given(devices(), st.floats(0, 1))
+@given(devices(), st.floats(0, 3))
 def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
     device: tuple[int, list[Measured]], staged: float
 ) -> None:

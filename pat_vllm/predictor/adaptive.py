@@ -238,13 +238,14 @@ class AdaptivePolicy(Policy):
             self._lengths.save(self._lengths_file)
         except OSError as error:
             # Once for each kind: the next batch will most likely meet the same.
-            if self._not_saved != error.strerror:
-                self._not_saved = error.strerror
+            reason = error.strerror or str(error)
+            if self._not_saved != reason:
+                self._not_saved = reason
                 logger.warning(
                     "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
                     "lengths will be lost when this engine ends",
                     self._lengths_file,
-                    error.strerror,
+                    reason,
                 )
 
     def report(self) -> PredictorReport:
