@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.calibration_plot import CalibrationResult, calibration_figure
 from benchmarks.common import RESULTS, machine, table, write_results
-from pat_vllm.cli.calibration_plot import CalibrationResult, calibration_figure
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
 

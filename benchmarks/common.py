@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.engine_process import PARK_SECONDS, EngineProcess
 from pat_vllm.cli import results
-from pat_vllm.cli.engine_process import PARK_SECONDS, EngineProcess
 from pat_vllm.cli.results import Summary, table
 
 __all__ = ["PARK_SECONDS", "Summary", "table"]

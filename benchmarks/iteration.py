@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.bench.workloads import WORKLOADS, Workload
 from benchmarks.common import Summary, ratios, table
-from pat_vllm.cli.workloads import WORKLOADS, Workload
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"

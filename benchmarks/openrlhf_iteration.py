@@ -22,9 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.bench.workloads import BOUND, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
 from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
-from pat_vllm.cli.workloads import BOUND, WORKLOADS, Workload
 
 DEVICES = 2
 DEFAULT = f"default: {DEVICES} engines of tp=1"

@@ -82,10 +82,10 @@ def _compare(
     tp: int, replicas: int, requests: int, runs: int, steps: int
 ) -> tuple[list[float], list[float]]:
     """Seconds per step of `PATScheduler` and of as many stock schedulers, run by run."""
+    from pat_vllm.config import layouts_of
     from pat_vllm.executor.executor import StepResult
     from pat_vllm.scheduler.replica import ReplicaFactory
     from pat_vllm.scheduler.scheduler import PATScheduler
-    from pat_vllm.support import layouts_of
 
     config, stock = engine_config(tp)
     scheduler = PATScheduler(vllm_config=config, **stock)
@@ -141,8 +141,8 @@ def _compare(
 
 def _predictor() -> Any:
     """The default policy, on a profile by which it stays where it is."""
+    from benchmarks.paper.hardware import modelled_profile
     from pat_vllm.predictor.adaptive import AdaptivePolicy
-    from pat_vllm.simulator.hardware import modelled_profile
 
     profile = modelled_profile("llama-3.1-8b", "H100", RANKS)
     dear = tuple(one.model_copy(update={"seconds": 1e6}) for one in profile.switches)
@@ -154,8 +154,9 @@ def _parts() -> dict[str, float]:
     import numpy as np
 
     from pat_vllm.layout import Layout
-    from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
     from pat_vllm.predictor.policy import SchedulePolicy
+    from pat_vllm.predictor.state import LiveRequests, LiveState
+    from pat_vllm.profiling.profile import StepShape
     from pat_vllm.scheduler.history import History
 
     history = History()

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.workloads import SCALES, WORKLOADS
 from benchmarks.common import PARK_SECONDS, ROOT, machine, write_results
 from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
-from pat_vllm.cli.workloads import SCALES, WORKLOADS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start

@@ -18,7 +18,7 @@ class Executor:
 
     def transfer_rates(self) -> Any:
         """Any rates."""
-        from pat_vllm.executor.orders import TransferRates
+        from pat_vllm.executor.messages import TransferRates
 
         return TransferRates(1e9, {tp: 1e4 for tp in (1, 2, 4, 8)})
 
@@ -30,7 +30,7 @@ class Executor:
 
     def switch(self, order: Any) -> list[Any]:
         """Nothing to move."""
-        from pat_vllm.executor.orders import SwitchTimes
+        from pat_vllm.executor.messages import SwitchTimes
 
         return [SwitchTimes(0.0, 0.0, 0.0, 0.0, 0)] * RANKS
 

@@ -16,7 +16,7 @@ __all__ = [
 
 _HOME = {
     "PATExecutor": "pat_vllm.executor.executor",
-    "PATRayExecutor": "pat_vllm.executor.ray_executor",
+    "PATRayExecutor": "pat_vllm.executor.ray",
     "Report": "pat_vllm.reporting",
 }
 

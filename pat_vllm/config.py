@@ -170,6 +170,28 @@ class PATConfig(_Strict):
                 return ()
 
 
+def pat_config(vllm_config: Any) -> PATConfig:
+    """The validated PAT options of an engine."""
+    additional = vllm_config.additional_config
+    options = additional.get("pat") if isinstance(additional, dict) else None
+    return PATConfig.parse(options)
+
+
+def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
+    """The engine's layouts, base layout first."""
+    config = pat_config(vllm_config)
+    return config.resolve_layouts(vllm_config.parallel_config.tensor_parallel_size)
+
+
+def home_layout(vllm_config: Any) -> Layout:
+    """The layout in which the engine starts."""
+    layouts = layouts_of(vllm_config)
+    policy = pat_config(vllm_config).policy
+    if isinstance(policy, StaticPolicyConfig):
+        return next(layout for layout in layouts if layout.tp == policy.tp)
+    return layouts[0]
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 

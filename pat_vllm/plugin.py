@@ -51,14 +51,14 @@ def _patch_get_class(executor: Any) -> None:
         chosen: type
         if vllm_config.parallel_config.distributed_executor_backend == BACKEND:
             check_vllm_version()
-            from pat_vllm.launcher import executor_class
+            from pat_vllm.executor.launcher import executor_class
 
             chosen = executor_class(vllm_config)
         else:
             chosen = original(vllm_config)
         if getattr(chosen, "is_pat", False):
             check_vllm_version()
-            from pat_vllm.launcher import prepare_launch
+            from pat_vllm.executor.launcher import prepare_launch
             from pat_vllm.support import prepare
 
             prepare(vllm_config)

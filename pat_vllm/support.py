@@ -8,29 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
+from pat_vllm.config import PredictorPolicyConfig, layouts_of, pat_config
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.predictor.profile import Profile
+from pat_vllm.profiling.profile import Profile
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
-    "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.executor.cpu_worker.PATCPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.executor.gpu_worker.PATGPUWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
+    "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.worker.gpu_worker.PATGPUWorker",
 }
 """PAT's worker class for each of vLLM's own."""
-
-
-def pat_config(vllm_config: Any) -> PATConfig:
-    """The validated PAT options of an engine."""
-    additional = vllm_config.additional_config
-    options = additional.get("pat") if isinstance(additional, dict) else None
-    return PATConfig.parse(options)
-
-
-def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
-    """The engine's layouts, base layout first."""
-    config = pat_config(vllm_config)
-    return config.resolve_layouts(vllm_config.parallel_config.tensor_parallel_size)
 
 
 def prepare(vllm_config: Any) -> None:
@@ -180,12 +167,3 @@ def _check_heads(vllm_config: Any, layouts: tuple[Layout, ...]) -> None:
             layout.kv_heads_per_rank(model.get_total_num_kv_heads())
         except ValueError as error:
             raise ValueError(f"layout tp={layout.tp}: {error}; change pat.layouts") from None
-
-
-def home_layout(vllm_config: Any) -> Layout:
-    """The layout in which the engine starts."""
-    layouts = layouts_of(vllm_config)
-    policy = pat_config(vllm_config).policy
-    if isinstance(policy, StaticPolicyConfig):
-        return next(layout for layout in layouts if layout.tp == policy.tp)
-    return layouts[0]

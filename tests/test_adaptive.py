@@ -5,13 +5,13 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.paper.oracle import oracle
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.predictor.profile import Profile, StepSample, SwitchSample
+from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.engine import Limits
-from pat_vllm.simulator.oracle import oracle
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.without_workers import EXECUTOR, answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
-from pat_vllm.executor.orders import SwitchOrder
+from pat_vllm.executor.messages import SwitchOrder
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.scheduler import PATScheduler
 

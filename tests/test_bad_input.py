@@ -421,7 +421,7 @@ def test_accepted(case: str, tmp_path: Path) -> None:
     model, options = ACCEPTED[case]
     config = engine_config(tmp_path, model, options)
     assert config.scheduler_config.scheduler_cls == "pat_vllm.scheduler.scheduler.PATScheduler"
-    assert config.parallel_config.worker_cls == "pat_vllm.executor.cpu_worker.PATCPUWorker"
+    assert config.parallel_config.worker_cls == "pat_vllm.worker.cpu_worker.PATCPUWorker"
 
 
 def test_pipeline_parallelism_set_later(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from pat_vllm.cli import app
-from pat_vllm.cli.bench_plot import plot_bench
-from pat_vllm.cli.bench_report import content_of, markdown
-from pat_vllm.cli.bench_run import Measured, Plan, engine_options, judge_workload, sides
-from pat_vllm.cli.bench_serve import Served, requests_of, run_of
-from pat_vllm.cli.bench_stats import (
+from benchmarks.bench.engine_process import EngineProcess
+from benchmarks.bench.plot import plot_bench
+from benchmarks.bench.report import content_of, markdown
+from benchmarks.bench.run import Measured, Plan, engine_options, judge_workload, sides
+from benchmarks.bench.serve import Served, requests_of, run_of
+from benchmarks.bench.stats import (
     MISSED_SHARE,
     PAT,
     Run,
@@ -27,13 +27,14 @@ from pat_vllm.cli.bench_stats import (
     prediction_error,
     set_simulator,
 )
-from pat_vllm.cli.engine_process import EngineProcess
+from benchmarks.bench.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
+from benchmarks.paper.oracle import oracle
+from pat_vllm.cli import app
 from pat_vllm.cli.results import Summary, to_json
-from pat_vllm.cli.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
 from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.predictor.profile import Profile, StepSample
+from pat_vllm.profiling.profile import Profile, StepSample
 from pat_vllm.reporting import (
     DecisionReport,
     LayoutSteps,
@@ -43,7 +44,6 @@ from pat_vllm.reporting import (
     SwitchReport,
 )
 from pat_vllm.simulator.engine import Limits
-from pat_vllm.simulator.oracle import oracle
 from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ScaledTruth
@@ -608,7 +608,7 @@ def test_bench_runs_real_engines(tmp_path, monkeypatch):
             assert self._process.pid is not None
             groups.append(self._process.pid)
 
-    monkeypatch.setattr("pat_vllm.cli.bench_run.EngineProcess", Recorded)
+    monkeypatch.setattr("benchmarks.bench.run.EngineProcess", Recorded)
     result = CliRunner().invoke(app, [*arguments, "--picture", str(tmp_path / "picture.png")])
     assert result.exit_code == 0, result.output
     assert len(groups) == 2 + 1

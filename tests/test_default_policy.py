@@ -12,9 +12,9 @@ import pytest
 
 import pat_vllm
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import profile_cache
 from pat_vllm.predictor.policy import SETTLE_SECONDS
-from pat_vllm.predictor.profile import Profile
+from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling.profile import Profile
 from tests.engines import Job, engine, run, scheduler_of, teacher_forced
 
 pytestmark = pytest.mark.slow

@@ -2,11 +2,10 @@
 
 import pytest
 
+from benchmarks.paper.hardware import MODEL_SHAPES, gpu_names, modelled_profile
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import StepShape
-from pat_vllm.predictor.profile import Profile
 from pat_vllm.predictor.step_time import StepTimeModel, held_out_error
-from pat_vllm.simulator.hardware import MODEL_SHAPES, gpu_names, modelled_profile
+from pat_vllm.profiling.profile import Profile, StepShape
 
 
 def seconds(profile, tp, batch, each, prefill=0):

@@ -13,9 +13,9 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
-from pat_vllm.executor.inplace import InPlaceShards
-from pat_vllm.executor.model_weights import model_weights
 from pat_vllm.layout import Layout
+from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.model_weights import model_weights
 from tests.models import random_model
 from tests.test_weights import (
     CASES,

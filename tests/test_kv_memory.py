@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu_worker import Worker
 
-from pat_vllm.executor.gpu_worker import PATGPUWorker
-from pat_vllm.executor.kv_memory import Measured, kv_cache_bytes
+from pat_vllm.kv_transfer.kv_memory import Measured, kv_cache_bytes
 from pat_vllm.layout import Layout
+from pat_vllm.worker.gpu_worker import PATGPUWorker
 
 GB = 10**9
 

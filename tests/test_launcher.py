@@ -87,7 +87,7 @@ def config_with(launcher: str, **parallel: Any) -> Any:
 
 def test_processes_where_there_is_no_placement_group() -> None:
     import pat_vllm
-    from pat_vllm.launcher import executor_class
+    from pat_vllm.executor.launcher import executor_class
 
     for launcher in ("auto", "mp"):
         assert executor_class(config_with(launcher)) is pat_vllm.PATExecutor
@@ -96,7 +96,7 @@ def test_processes_where_there_is_no_placement_group() -> None:
 def test_a_platform_without_ray() -> None:
     """vLLM's CPU platform has no name for its devices in Ray."""
     import pat_vllm
-    from pat_vllm.launcher import executor_class
+    from pat_vllm.executor.launcher import executor_class
 
     with pytest.raises(ValueError, match=r"launcher='ray' runs on CUDA.*'cpu'.*launcher='mp'"):
         executor_class(config_with("ray"))
@@ -107,7 +107,7 @@ def test_a_platform_without_ray() -> None:
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.executor import ray_utils
 
-    from pat_vllm.launcher import executor_class
+    from pat_vllm.executor.launcher import executor_class
 
     monkeypatch.setattr(ray_utils, "ray", None)
     with pytest.raises(ValueError, match=r"launcher='ray' needs Ray.*pip install ray"):
@@ -133,7 +133,7 @@ def test_the_class_needs_ray() -> None:
 
 def test_a_class_that_says_otherwise() -> None:
     import pat_vllm
-    from pat_vllm.launcher import prepare_launch
+    from pat_vllm.executor.launcher import prepare_launch
 
     prepare_launch(config_with("mp"), pat_vllm.PATExecutor)
     with pytest.raises(ValueError, match=r"launcher='ray', but .*=PATExecutor.*launcher='mp'"):

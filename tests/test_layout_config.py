@@ -10,9 +10,9 @@ import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import parallel_state
 
-from pat_vllm.executor import runtime
-from pat_vllm.executor.layout_config import layout_config
 from pat_vllm.layout import Layout
+from pat_vllm.worker import runtime
+from pat_vllm.worker.layout_config import layout_config
 
 REPLICAS, PAIRS, GROUP = Layout(1, 4), Layout(2, 2), Layout(4, 1)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.cli.calibration_plot import calibration, calibration_figure, live_at, replay, tell
+from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
 from pat_vllm.predictor import frailty
 from pat_vllm.predictor.hazard import Pool, cumulative_hazard, edges
 from pat_vllm.predictor.lengths import LengthModel
-from pat_vllm.predictor.live import LiveRequests
+from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import LiveRequests
 from pat_vllm.predictor.planner import Limits, Planner, course
+from pat_vllm.predictor.state import LiveRequests
 
 RANKS = 4
 LAYOUTS = (Layout(1, 4), Layout(2, 2), Layout(4, 1))

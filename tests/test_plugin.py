@@ -17,7 +17,7 @@ from pat_vllm.plugin import ALLOW_UNTESTED, check_vllm_version, register
 from tests.models import random_model
 
 SCHEDULER = "pat_vllm.scheduler.scheduler.PATScheduler"
-WORKER = "pat_vllm.executor.cpu_worker.PATCPUWorker"
+WORKER = "pat_vllm.worker.cpu_worker.PATCPUWorker"
 WAYS_TO_ASK = ["pat", "pat_vllm.PATExecutor", "pat_vllm.executor.executor.PATExecutor", "class"]
 
 

@@ -10,8 +10,8 @@ import pytest
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 
-from pat_vllm.scheduler import pools
-from pat_vllm.scheduler.pools import BlockPools
+from pat_vllm.scheduler import block_pools as pools
+from pat_vllm.scheduler.block_pools import BlockPools
 
 KIND = dict(num_gpu_blocks=64, enable_caching=True, hash_block_size=16)
 

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor import profile_cache
-from pat_vllm.predictor.profile import Profile, ProfileError, StepSample
-from pat_vllm.predictor.profile_plan import (
+from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling.plan import (
     EngineLimits,
     ProfilePlan,
     StepPoint,
@@ -27,6 +26,7 @@ from pat_vllm.predictor.profile_plan import (
     from_wire,
     to_wire,
 )
+from pat_vllm.profiling.profile import Profile, ProfileError, StepSample
 from tests.engines import OPTIONS, Job, engine, run, scheduler_of
 from tests.models import random_model
 
@@ -199,7 +199,7 @@ def header(**key: Any) -> dict[str, Any]:
 
 
 def test_unfinished_profile_goes_on(tmp_path: Path) -> None:
-    from pat_vllm.cli.profile_run import Partial
+    from pat_vllm.cli.profile import Partial
 
     path = tmp_path / "p.json.part"
     points = [to_wire(StepPoint(tp, 1, 8, 1)) for tp in (1, 2)] + [to_wire(SwitchPoint(1, 2, 0, 0))]
@@ -317,7 +317,7 @@ def test_profiling_leaves_no_trace(llm: Any) -> None:
 
 @pytest.mark.slow
 def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
-    from pat_vllm.executor.profiler import engine_limits, profile_engine
+    from pat_vllm.profiling.runner import engine_limits, profile_engine
 
     scheduler = scheduler_of(llm)
     config = llm.llm_engine.vllm_config
@@ -359,7 +359,7 @@ def test_load_or_measure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pat_vllm.executor import engine_profile
+    from pat_vllm.profiling import engine_profile
 
     scheduler = scheduler_of(llm)
     config = llm.llm_engine.vllm_config

@@ -297,7 +297,7 @@ def executor_of(config: Any) -> Any:
 
 def chosen_inside() -> tuple[str, Any, Any]:
     """Runs in a task in a placement group."""
-    from pat_vllm.launcher import ray_address
+    from pat_vllm.executor.launcher import ray_address
 
     made = config()
     name = executor_of(made).__name__
@@ -324,12 +324,12 @@ def test_the_launcher_is_chosen_by_the_placement_group(cluster: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", ["class", "pat_vllm.PATRayExecutor", "pat_vllm.executor.ray_executor.PATRayExecutor"]
+    "backend", ["class", "pat_vllm.PATRayExecutor", "pat_vllm.executor.ray.PATRayExecutor"]
 )
 def test_the_class_itself(backend: str, cluster: Any) -> None:
     given = config(pat_vllm.PATRayExecutor if backend == "class" else backend)
     assert executor_of(given) is pat_vllm.PATRayExecutor
-    assert given.parallel_config.worker_cls == "pat_vllm.executor.cpu_worker.PATCPUWorker"
+    assert given.parallel_config.worker_cls == "pat_vllm.worker.cpu_worker.PATCPUWorker"
     with pytest.raises(ValueError, match=r"launcher='mp', but .*=PATRayExecutor"):
         config(pat_vllm.PATRayExecutor, launcher="mp")
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.routing import AFFINITY_SLACK, Placed, Router, spread
+from pat_vllm.routing import AFFINITY_SLACK, Placed, Router, spread
 
 
 def test_equal_prompts_meet_and_others_spread():

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.executor.row_order import (
+from pat_vllm.layout import Layout
+from pat_vllm.weights.row_order import (
     Block,
     RowOrder,
     Swap,
@@ -15,14 +16,13 @@ from pat_vllm.executor.row_order import (
     rounds,
     rows_moved,
 )
-from pat_vllm.executor.shards import (
+from pat_vllm.weights.shards import (
     EvenPartition,
     Partition,
     QKVPartition,
     VocabPartition,
     pieces_of,
 )
-from pat_vllm.layout import Layout
 
 TPS = (1, 2, 4, 8)
 

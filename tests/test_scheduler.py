@@ -15,7 +15,7 @@ from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.scheduler import pools
+from pat_vllm.scheduler import block_pools as pools
 from pat_vllm.scheduler import scheduler as scheduler_module
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.scheduler import PATScheduler

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.executor.shards import (
+from pat_vllm.layout import Layout
+from pat_vllm.weights.shards import (
     EvenPartition,
     Partition,
     Piece,
@@ -15,7 +16,6 @@ from pat_vllm.executor.shards import (
     VocabPartition,
     pieces_of,
 )
-from pat_vllm.layout import Layout
 
 TP = (1, 2, 3, 4, 6, 8)
 PADDING = -1

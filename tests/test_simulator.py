@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.paper.oracle import Plan, PlanPolicy, oracle
+from benchmarks.paper.policy import LimitedPolicy, PaperPolicy
 from pat_vllm.cli import app
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import StepShape
 from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.engine import Limits, SimulatedEngine
-from pat_vllm.simulator.oracle import Plan, PlanPolicy, oracle
-from pat_vllm.simulator.paper import LimitedPolicy, PaperPolicy
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
@@ -491,8 +491,8 @@ def test_command_names_what_is_wrong(arguments, message):
 def test_paper_settings(tmp_path):
     from rich.console import Console
 
-    from pat_vllm.cli.simulate_paper import simulate_paper
-    from pat_vllm.simulator.paper import SETTINGS
+    from benchmarks.paper.policy import SETTINGS
+    from benchmarks.paper.tables import simulate_paper
 
     chosen = [setting for setting in SETTINGS if setting.generation or setting.ranks == 16][:2]
     results = simulate_paper(

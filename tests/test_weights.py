@@ -40,12 +40,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from pat_vllm.executor.inplace import InPlaceShards, _keep_plain
-from pat_vllm.executor.layout_config import layout_config
-from pat_vllm.executor.materialized import MaterializedShards
-from pat_vllm.executor.model_weights import model_weights
-from pat_vllm.executor.weights import base_load_config, derived_load_config
 from pat_vllm.layout import Layout
+from pat_vllm.weights.inplace import InPlaceShards, _keep_plain
+from pat_vllm.weights.loaders import base_load_config, derived_load_config
+from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.weights.model_weights import model_weights
+from pat_vllm.worker.layout_config import layout_config
 from tests.models import random_model
 
 HIDDEN = 24

@@ -4,7 +4,7 @@
 
 writes a profile for each model beside the results. One GPU cannot measure all that is in a profile:
 communication, prefill, switches and what the engine adds to a step are those of
-`pat_vllm.simulator.hardware`. So its kind is "modelled", and its title, key and note say which part
+`benchmarks.paper.hardware`. So its kind is "modelled", and its title, key and note say which part
 was measured. This module needs pydantic, as pat-vllm does; the measurement does not.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, RANKS, ModelShape
-from pat_vllm.predictor.profile import Profile, StepSample
-from pat_vllm.simulator.hardware import (
+from benchmarks.paper.hardware import (
     GPUS,
     STEP_OVERHEAD,
     layer_communication,
     modelled_profile,
 )
+from pat_vllm.profiling.profile import Profile, StepSample
 
 _DTYPE_BYTES = 2
 

@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.gpu.shapes import ModelShape, Scale, random_like
 from benchmarks.gpu.timing import Stopwatch
-from pat_vllm.executor.row_order import Block, RowOrder, block_of, common_unit, rounds
-from pat_vllm.executor.shards import EvenPartition, Partition, QKVPartition, pieces_of
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
+from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
+from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
 
 
 def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:

@@ -136,9 +136,9 @@ def run_bench(
     """Serve the same batches with static and adaptive engines in turns; compare with an oracle."""
     from rich.console import Console
 
-    from pat_vllm.cli.bench_run import bench
-    from pat_vllm.cli.engine_process import EngineFailed
-    from pat_vllm.cli.workloads import choose
+    from benchmarks.bench.engine_process import EngineFailed
+    from benchmarks.bench.run import bench
+    from benchmarks.bench.workloads import choose
 
     try:
         bench(
@@ -168,7 +168,7 @@ def redraw_picture(
     """Draw the picture of `pat-vllm bench` again, from its JSON file."""
     import json
 
-    from pat_vllm.cli.bench_plot import plot_bench
+    from benchmarks.bench.plot import plot_bench
 
     try:
         plot_bench(json.loads(result.read_text()), output)
@@ -210,8 +210,8 @@ def take_engine_profile(
     """
     from rich.console import Console
 
-    from pat_vllm.cli.profile_run import default_budget, engine_arguments, take_profile
-    from pat_vllm.predictor.profile import ProfileError
+    from pat_vllm.cli.profile import default_budget, engine_arguments, take_profile
+    from pat_vllm.profiling.profile import ProfileError
 
     try:
         engine = engine_arguments(
@@ -278,8 +278,8 @@ def run_simulation(
     """Replay response lengths under static layouts, the paper's policy, this one and an oracle."""
     from rich.console import Console
 
-    from pat_vllm.cli.simulate_paper import simulate_paper
-    from pat_vllm.cli.simulate_run import simulate_workload
+    from benchmarks.paper.tables import simulate_paper
+    from pat_vllm.cli.simulate import simulate_workload
 
     console = Console(highlight=False)
     try:

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.paper.compare import Comparison
+from benchmarks.paper.policy import PaperSetting
 from pat_vllm.layout import Layout
-from pat_vllm.simulator.compare import Comparison
-from pat_vllm.simulator.paper import PaperSetting
 from pat_vllm.simulator.run import SimulatedRun
 
 _LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")

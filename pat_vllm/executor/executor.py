@@ -17,17 +17,17 @@ import cloudpickle
 import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
+from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network, reader_of, wait_for_any
-from pat_vllm.executor.orders import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.messages import CallFailed, SwitchOrder, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
-from pat_vllm.support import home_layout, layouts_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.outputs import ModelRunnerOutput
 
-    from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
+    from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 
 _RECHECK_SECONDS = 0.02
 """Longest sleep between looks at the replicas' replies, should an announcement get lost."""

@@ -21,11 +21,11 @@ from pat_vllm.predictor.arrivals import Arrivals
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.lengths import LengthModel
-from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
 from pat_vllm.predictor.planner import Course, Limits, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
-from pat_vllm.predictor.profile import Profile
+from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 logger = logging.getLogger(__name__)

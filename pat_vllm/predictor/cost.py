@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import Floats
-from pat_vllm.predictor.profile import Profile, SwitchSample
+from pat_vllm.predictor.state import Floats
+from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.reporting import SwitchReport
 
 Number = TypeVar("Number", float, Floats)

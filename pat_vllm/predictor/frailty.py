@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pat_vllm.predictor.live import Bools, Floats, Ints
+from pat_vllm.predictor.state import Bools, Floats, Ints
 
 THETAS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Considered variances of the frailty. Kendall's rank correlation of two siblings is

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from pat_vllm.predictor.live import Bools, Floats, Ints
+from pat_vllm.predictor.state import Bools, Floats, Ints
 
 _SINGLE = 16
 """Up to this length each length has its own bin."""

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from pat_vllm.predictor import frailty
 from pat_vllm.predictor.hazard import Collector, Pool, Prior, cumulative_hazard, edges, log_rank
-from pat_vllm.predictor.live import Bools, Floats, Ints, LiveRequests
+from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
 
 SHIFT_THRESHOLD = 3.75
 """|z| of the log-rank test from which a batch counts as unlike the earlier ones. It is looked at

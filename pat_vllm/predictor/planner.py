@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import Floats, Ints, LiveRequests
+from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 
 _EXACT_LIVE = 8
 """Up to this many live requests each number is planned for by itself, above in groups."""

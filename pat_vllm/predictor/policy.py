@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import LiveState, StepShape
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 SETTLE_SECONDS = 0.05

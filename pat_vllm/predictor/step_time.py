@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pat_vllm.predictor.correction import OnlineCorrection
-from pat_vllm.predictor.live import StepShape
-from pat_vllm.predictor.profile import Profile, StepSample
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes, monotone
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 
 Floats = NDArray[np.float64]
 

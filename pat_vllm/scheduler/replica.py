@@ -12,9 +12,9 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from pat_vllm.executor.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.pools import BlockPools
+from pat_vllm.scheduler.block_pools import BlockPools
+from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -16,22 +16,22 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-from pat_vllm.executor.engine_profile import PROFILE_COMMAND, load_or_measure, profile_command
+from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import StepResult, executor_of
-from pat_vllm.executor.layout_config import kv_bytes_per_token
+from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import TransferCost
-from pat_vllm.predictor.live import LiveState
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.profiling.engine_profile import PROFILE_COMMAND, load_or_measure, profile_command
 from pat_vllm.reporting import RefusedSwitch
+from pat_vllm.routing import Router
 from pat_vllm.scheduler.history import History
-from pat_vllm.scheduler.live import LiveTable, step_shape
-from pat_vllm.scheduler.output import PATGrammarOutput, PATSchedulerOutput
-from pat_vllm.scheduler.policy import make_policy
+from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, says_nothing
-from pat_vllm.scheduler.routing import Router
+from pat_vllm.scheduler.requests import LiveTable, step_shape
 from pat_vllm.scheduler.stats import merge_outputs, merge_stats, whole_engine
 from pat_vllm.scheduler.switch import SwitchRefused, switch
-from pat_vllm.support import home_layout, layouts_of, pat_config
+from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,14 +22,14 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pat_vllm.executor.orders import SwitchOrder, SwitchTimes
+from pat_vllm.executor.messages import SwitchOrder, SwitchTimes
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
+from pat_vllm.routing import Placed, spread
 from pat_vllm.scheduler.admission import swift_admission
 from pat_vllm.scheduler.replica import Replica
-from pat_vllm.scheduler.routing import Placed, spread
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.live import LiveRequests, LiveState, StepShape
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.profile import Profile
+from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
-from pat_vllm.scheduler.routing import Placed, Router, spread
+from pat_vllm.routing import Placed, Router, spread
 from pat_vllm.simulator.run import SimulatedRun, SimulatedSteps
 from pat_vllm.simulator.truth import Truth
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pat_vllm.predictor.live import Floats, Ints
+from pat_vllm.predictor.state import Floats, Ints
 
 _PROMPT = (64, 512)
 """Shortest and longest synthetic prompt, in tokens."""

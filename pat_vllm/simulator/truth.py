@@ -11,8 +11,7 @@ from typing import Protocol
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.live import StepShape
-from pat_vllm.predictor.profile import Profile
+from pat_vllm.profiling.profile import Profile, StepShape
 
 
 class Truth(Protocol):

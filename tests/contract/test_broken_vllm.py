@@ -31,21 +31,21 @@ BREAKS = {
         "    group_name: str | None = None,\n    use_device_communicator",
         "    name: str | None = None,\n    use_device_communicator",
         "init_model_parallel_group(...) has no parameter 'group_name'",
-        "pat_vllm/executor/runtime.py:",
+        "pat_vllm/worker/runtime.py:",
     ),
     "a new parameter that we do not pass": (
         "device_allocator/__init__.py",
         "def get_mem_allocator_instance() -> MemAllocator",
         "def get_mem_allocator_instance(device) -> MemAllocator",
         "get_mem_allocator_instance(...) needs its parameter 'device'",
-        "pat_vllm/executor/gpu_worker.py:",
+        "pat_vllm/worker/gpu_worker.py:",
     ),
     "a private global": (
         "distributed/parallel_state.py",
         "_ETP: GroupCoordinator | None",
         "_EMBEDDING_TP: GroupCoordinator | None",
         "vllm.distributed.parallel_state._ETP does not exist",
-        "pat_vllm/executor/runtime.py:",
+        "pat_vllm/worker/runtime.py:",
     ),
     "a member of an enumeration": (
         "v1/request.py",
@@ -59,7 +59,7 @@ BREAKS = {
         "    prefill_token_ids: list[int] | None = None",
         "    prefill_tokens: list[int] | None = None",
         "NewRequestData(...) has no parameter 'prefill_token_ids'",
-        "pat_vllm/executor/made_up.py:",
+        "pat_vllm/worker/synthetic.py:",
     ),
     "an attribute that a constructor assigned": (
         SCHEDULER,
@@ -73,14 +73,14 @@ BREAKS = {
         "def create_kv_cache_views(",
         "def make_kv_cache_views(",
         "vllm.v1.kv_cache_interface.create_kv_cache_views does not exist",
-        "pat_vllm/executor/kv_buffer.py:",
+        "pat_vllm/kv_transfer/kv_buffer.py:",
     ),
     "an overridden method": (
         "v1/worker/gpu_worker.py",
         "def _maybe_get_memory_pool_context(self, tag: str)",
         "def _memory_pool_context(self, tag: str)",
         "Worker._maybe_get_memory_pool_context is gone, but PATGPUWorker overrides it",
-        "pat_vllm/executor/gpu_worker.py:",
+        "pat_vllm/worker/gpu_worker.py:",
     ),
     "a parameter that an override does not take": (
         INTERFACE,
@@ -115,7 +115,7 @@ BREAKS = {
         "torch.zeros(buf_size, dtype=torch.int8",
         "torch.empty(buf_size, dtype=torch.uint8",
         "the one allocation that the shared buffer answers",
-        "pat_vllm/executor/kv_buffer.py",
+        "pat_vllm/kv_transfer/kv_buffer.py",
     ),
 }
 

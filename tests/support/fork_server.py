@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _PRELOADED = [
-    "pat_vllm.executor.cpu_worker",
+    "pat_vllm.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.llama",

@@ -21,7 +21,7 @@ patch_on_import(
         "ray._private.worker": patches.give_gpus,
         "vllm.platforms.cpu": patches.look_like_gpus,
         "vllm.model_executor.layers.utils": patches.keep_weights_plain,
-        "pat_vllm.executor.worker": patches.keep_layouts_stale,
+        "pat_vllm.worker.worker": patches.keep_layouts_stale,
         "openrlhf.utils.distributed_util": patches.sync_over_gloo,
         "openrlhf.trainer.ray.utils": patches.name_gpus,
         "openrlhf.trainer.ray.vllm_worker_wrap": patches.receive_on_cpu,

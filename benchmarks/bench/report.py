@@ -1,0 +1,393 @@
+"""The benchmark's results as plain values for a file, and as Markdown made from those. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.bench.stats import (
+    MISSED_SHARE,
+    PAT,
+    Judgement,
+    Ratio,
+    Run,
+    Simulator,
+    best_of_each,
+    better_static,
+    paired_ratio,
+    prediction_error,
+)
+from pat_vllm.cli.results import Summary, provenance, table
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from benchmarks.bench.run import Measured, Plan
+    from benchmarks.bench.workloads import Workload
+
+Judged = Mapping[str, tuple[Simulator, Sequence[Judgement]]]
+
+
+def content_of(
+    plan: Plan,
+    facts: Mapping[str, Any],
+    config: Mapping[str, Any],
+    measured: Measured,
+    judged: Judged,
+) -> dict[str, Any]:
+    """All results as JSON's values."""
+    return {
+        "machine": dict(facts),
+        "settings": {
+            "ranks": plan.ranks,
+            "layouts": [str(layout) for layout in plan.layouts],
+            "repeats": plan.repeats,
+            "scale": plan.scale,
+            "seed": plan.seed,
+            "bound": plan.bound,
+            "model": {
+                key: config[key]
+                for key in (
+                    "model_type",
+                    "hidden_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "num_key_value_heads",
+                    "vocab_size",
+                )
+                if key in config
+            },
+        },
+        "profile": {
+            "title": measured.profile.title,
+            "note": measured.profile.note,
+            "steps": len(measured.profile.steps),
+            "switches": len(measured.profile.switches),
+        },
+        "start_seconds": {side: list(one) for side, one in measured.start_seconds.items()},
+        "workloads": [
+            _workload(plan, workload, measured, *judged[workload.name])
+            for workload in plan.workloads
+        ],
+    }
+
+
+def _workload(
+    plan: Plan,
+    workload: Workload,
+    measured: Measured,
+    simulator: Simulator,
+    judgements: Sequence[Judgement],
+) -> dict[str, Any]:
+    runs = [run for run in measured.runs if run.workload == workload.name]
+    cold = {run.side: run for run in runs if not run.repeat}
+    warm: dict[str, list[Run]] = {side: [] for side in cold}
+    for run in runs:
+        if run.repeat:
+            warm[run.side].append(run)
+    static = {side: [run.seconds for run in warm[side]] for side in warm if side != PAT}
+    best = better_static(static)
+    ours = [run.seconds for run in warm[PAT]]
+    response = {side: [run.response for run in warm[side]] for side in warm}
+    # The batch whose ratio is in the middle is the one to show.
+    ratio = paired_ratio(ours, static[best], plan.seed)
+    shown = sorted(warm[PAT], key=lambda run: ratio.values[run.repeat - 1])[len(ours) // 2].repeat
+    cold_static = min((run.seconds, side) for side, run in cold.items() if side != PAT)
+    return {
+        "name": workload.name,
+        "text": workload.text,
+        "requests": len(plan.trace(workload, 1)),
+        "tokens": statistics.median(run.tokens for run in warm[PAT]),
+        "better_static": best,
+        "seconds": {side: vars(Summary.of([r.seconds for r in warm[side]])) for side in warm},
+        "tokens_per_second": {
+            side: statistics.median(run.tokens / run.seconds for run in warm[side]) for side in warm
+        },
+        "relative": {
+            side: asdict(paired_ratio([r.seconds for r in warm[side]], static[best], plan.seed))
+            for side in warm
+        },
+        "relative_to_best_of_each": asdict(paired_ratio(ours, best_of_each(static), plan.seed)),
+        "response_relative": asdict(paired_ratio(response[PAT], response[best], plan.seed)),
+        "switches_per_batch": statistics.mean(run.switched for run in warm[PAT]),
+        "stall_share": _stall_share(warm[PAT]),
+        "planning_share": sum(run.planning for run in warm[PAT]) / sum(ours),
+        "cold": {
+            "seconds": cold[PAT].seconds,
+            "static": cold_static[1],
+            "static_seconds": cold_static[0],
+            "switches": cold[PAT].switched,
+        },
+        "prediction": asdict(prediction_error(warm[PAT])),
+        "simulator": {
+            "factors": {str(tp): factor for tp, factor in simulator.factors.items()},
+            "switch_factor": simulator.switch_factor,
+        },
+        "oracle": [_plain(judgement) for judgement in judgements],
+        "shown": shown,
+        "runs": [_plain_run(run, timeline=run.repeat == shown) for run in runs],
+    }
+
+
+def _plain(judgement: Judgement) -> dict[str, Any]:
+    return {
+        **asdict(judgement),
+        "false_positives": judgement.false_positives,
+        "missed": judgement.missed,
+        "simulator_error": judgement.simulator_error,
+    }
+
+
+def _plain_run(run: Run, timeline: bool) -> dict[str, Any]:
+    """A run for the file of results; absolute times become times since its beginning."""
+
+    def moved(one: Any) -> dict[str, Any]:
+        values = {f.name: getattr(one, f.name) for f in fields(one)}
+        for name, value in values.items():
+            if isinstance(value, Layout):
+                values[name] = str(value)
+            elif isinstance(value, float):
+                values[name] = round(value - (run.began if name == "at" else 0.0), 6)
+        return values
+
+    def by_layout(values: Mapping[Layout, tuple[int, float]] | None) -> dict[str, list[float]]:
+        return {str(one): [n, round(mean, 6)] for one, (n, mean) in (values or {}).items()}
+
+    plain: dict[str, Any] = {
+        "side": run.side,
+        "repeat": run.repeat,
+        "seconds": run.seconds,
+        "tokens": run.tokens,
+        "response": run.response,
+        "exact": run.exact,
+        "steps": by_layout(run.steps),
+    }
+    if run.side == PAT:
+        plain |= {
+            "spans": [[str(one), round(a, 4), round(b, 4)] for one, a, b in run.spans],
+            "switches": [moved(switch) for switch in run.switches],
+            "decisions": [moved(decision) for decision in run.decisions],
+            "step_error": by_layout(run.step_error),
+            "plans": run.plans,
+            "planning": run.planning,
+        }
+    if timeline:
+        plain["live"] = [[round(at, 3), live] for at, live in run.live]
+    return plain
+
+
+def _stall_share(runs: Sequence[Run]) -> float:
+    stalls = sum(s.seconds - s.quiesce for run in runs for s in run.switches)
+    return stalls / sum(run.seconds for run in runs)
+
+
+# -------------------------------------------------------------------- Markdown
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The report, from the content of the JSON file."""
+    settings, workloads = content["settings"], content["workloads"]
+    model = settings["model"]
+    parts = [
+        "# bench\n",
+        provenance(content["machine"]),
+        f"Random {model['model_type']} model, {model['num_hidden_layers']} layers of "
+        f"{model['hidden_size']}, vocabulary {model['vocab_size']:,}, float32; "
+        f"{settings['ranks']} ranks, {settings['repeats']} repeats, scale {settings['scale']}. "
+        f"Seconds are medians (low-high).\n",
+        "## Time of a batch\n",
+        _times(settings["layouts"], workloads),
+        "## Cold start\n",
+        _cold(content["start_seconds"], workloads),
+        "## What the predictor predicted\n",
+        _predictions(settings["layouts"], workloads),
+        "## Against an oracle\n",
+        _oracle(settings["layouts"], workloads),
+        "## Workloads\n",
+        "".join(f"- `{one['name']}`: {one['text']}\n" for one in workloads),
+        "## What the words mean\n",
+        DEFINITIONS,
+    ]
+    return "\n".join(parts)
+
+
+def _show(ratio: Mapping[str, Any]) -> str:
+    return Ratio(ratio["mean"], ratio["low"], ratio["high"], ()).show()
+
+
+def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in workloads:
+        seconds = {side: Summary(**value) for side, value in one["seconds"].items()}
+        static = [
+            f"{seconds[layout].show(digits=2)}{' *' if layout == one['better_static'] else ''}"
+            for layout in layouts
+        ]
+        rows.append(
+            (
+                one["name"],
+                f"{one['requests']}, {one['tokens']:.0f}",
+                *static,
+                seconds["PAT"].show(digits=2),
+                f"{one['tokens_per_second']['PAT']:.0f}",
+                f"**{_show(one['relative']['PAT'])}**",
+                _show(one["relative_to_best_of_each"]),
+                _show(one["response_relative"]),
+                f"{one['switches_per_batch']:.1f}",
+            )
+        )
+    header = (
+        "workload",
+        "requests, tokens",
+        *(f"static {layout}, s" for layout in layouts),
+        "PAT, s",
+        "PAT, tokens/s",
+        "PAT / better static (95% CI)",
+        "PAT / best of each repeat",
+        "mean response, PAT / better static",
+        "switches per batch",
+    )
+    return table(header, rows) + "\n`*`: the better static layout.\n"
+
+
+def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            one["name"],
+            f"{one['cold']['static_seconds']:.2f} ({one['cold']['static']})",
+            f"{one['cold']['seconds']:.2f}",
+            f"{one['cold']['seconds'] / one['cold']['static_seconds']:.2f}",
+            one["cold"]["switches"],
+        )
+        for one in workloads
+    ]
+    first, *later = starts["PAT"]
+    others = f", then {statistics.median(later):.0f} s with the profile at hand" if later else ""
+    static = [statistics.median(one) for side, one in starts.items() if side != "PAT"]
+    note = (
+        "The first batch of a new adaptive engine, which has seen no length yet, beside the faster "
+        "static engine's. It is in no other table.\n\n"
+    )
+    return (
+        note
+        + table(("workload", "faster static, s", "PAT, s", "ratio", "switches"), rows)
+        + f"\nStart of the adaptive engine: {first:.0f} s with a profile taken{others}; of a "
+        f"static one {', '.join(f'{s:.0f}' for s in static)} s.\n"
+    )
+
+
+def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in workloads:
+        error, judged = one["prediction"], one["oracle"]
+        saved = [
+            switch["saved"]
+            for batch in judged
+            for switch in batch["switches"]
+            if switch["why"] == "saving"
+        ]
+        rows.append(
+            (
+                one["name"],
+                *(_percent(error["steps"].get(layout)) for layout in layouts),
+                _percent(error["before"]),
+                _percent(error["after"]),
+                _percent(error["cost"]),
+                f"{error['saving']:.2f}",
+                f"{sum(saved):.2f}",
+                f"{one['stall_share']:.2%}",
+                f"{one['planning_share']:.2%}",
+            )
+        )
+    header = (
+        "workload",
+        *(f"step error {layout}" for layout in layouts),
+        "step before a switch",
+        "step after",
+        "cost of switches",
+        "predicted saving, s",
+        "saved, s",
+        "stalled",
+        "planning",
+    )
+    return table(header, rows)
+
+
+def _oracle(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in workloads:
+        judged = one["oracle"]
+        best = [batch["oracle"] for batch in judged]
+        lost = sum(batch["lost"] + batch["foregone"] for batch in judged)
+        measured = [batch["measured"] for batch in judged]
+        rows.append(
+            (
+                one["name"],
+                Summary.of(best).show(digits=2),
+                f"{statistics.mean(batch['oracle_switches'] for batch in judged):.1f}",
+                _show(vars(paired_ratio(measured, best))),
+                _show(vars(paired_ratio([batch["replayed"] for batch in judged], best))),
+                sum(batch["false_positives"] for batch in judged),
+                sum(batch["missed"] for batch in judged),
+                f"{lost:.2f} ({lost / sum(measured):.1%})",
+                f"{sum(batch['probing'] for batch in judged):.2f}",
+                ", ".join(f"{_signed(1 / f - 1)}" for f in one["simulator"]["factors"].values()),
+                _signed(statistics.mean(batch["simulator_error"] for batch in judged)),
+            )
+        )
+    header = (
+        "workload",
+        "oracle, s",
+        "its switches",
+        "PAT measured / oracle",
+        "PAT replayed / oracle",
+        "false positives",
+        "missed",
+        "lost by both, s",
+        "probes, s",
+        f"simulator's error, static {', '.join(layouts)}",
+        "the same, PAT",
+    )
+    return table(header, rows)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.1%}"
+
+
+DEFINITIONS = f"""\
+- **time**: from the first submit to the last output, of equal requests on every side: each
+  generates exactly its number of tokens, which the predictor is not told.
+- **better static**: the static layout with the lower median time over the workload's repeats.
+- **PAT / better static**: geometric mean over repeats of the ratio of the two times for one batch,
+  with the percentile bootstrap's 95% confidence interval over repeats.
+- **best of each repeat**: in place of it, whichever static layout was faster for that very batch.
+- **mean response**: seconds from a request's arrival to its last token, averaged over requests.
+- **step error**: mean absolute error of predicted decode steps, each predicted before it was
+  learnt from, relative to its real time; **before, after**: of the step times that a switch was
+  decided by, against the median of up to 16 real steps; **cost of
+  switches**: of their summed seconds, the wait for steps in flight included.
+- **predicted saving**: seconds that the fired switches were to save, when decided; **saved**: what
+  they saved by the simulator with the true lengths: without the switch and those after it, less
+  with all of them. Probes, which explore a layout, are not counted.
+- **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
+- **oracle**: knows every length; its best plan and its time are *simulated*, on the adaptive
+  engine's profile with step times scaled by one factor per layout so that static batches take as
+  long as measured, and switches by one so that stalls do.
+- **PAT measured / oracle**: regret, in part simulated; **PAT replayed / oracle**: the measured
+  switches replayed by the simulator, so that only the decisions differ.
+- **false positive**: a switch fired to save time whose saving, by the true lengths, is negative.
+- **missed**: a layout of the oracle's plan entered late or never, where more than
+  {MISSED_SHARE:.0%} of the batch was lost by it.
+- **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
+  what was foregone by misses, summed over repeats; in parentheses relative to the time measured.
+- **probes**: what a few steps in a layout that was never tried cost, with the way back, in the
+  simulator's seconds over all repeats; negative where the way there paid.
+- **simulator's error**: simulated over measured time, less 1, before the factors are applied
+  (static), and after (PAT, which no factor was fitted to).
+"""

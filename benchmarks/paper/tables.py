@@ -1,0 +1,178 @@
+"""`pat-vllm simulate --paper`: the settings of arXiv 2605.23945 on modelled profiles."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.paper.compare import ONE_CHEAP, OURS, Comparison, compare, several_label
+from benchmarks.paper.policy import (
+    BATCH,
+    GENERATION_SHARE,
+    SETTINGS,
+    SWITCH_SECONDS,
+    PaperSetting,
+)
+from pat_vllm.cli.results import table, to_json
+from pat_vllm.cli.simulate import SAMPLE, modelled, rounded
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator import traces
+
+BASELINE_TP = 2
+"""The paper's predictor errors are for TP2DP4 and TP8DP1, so that these seem to be its layouts."""
+
+_HEADERS = (
+    "setting",
+    "static, s",
+    "paper's policy",
+    "pat-vllm, one cheap",
+    "pat-vllm, several expensive",
+    "pat-vllm, several cheap",
+    "regret",
+    "pat-vllm vs static tp2",
+    "published",
+    "end to end vs tp2",
+    "published e2e",
+)
+
+
+def simulate_paper(
+    console: Console,
+    *,
+    seeds: int,
+    seed: int,
+    requests: int = BATCH,
+    settings: Sequence[PaperSetting] = SETTINGS,
+    output_dir: Path | None,
+) -> list[tuple[PaperSetting, Comparison]]:
+    """Replay the paper's settings on modelled profiles, and print and write the results.
+
+    Args:
+        seeds: batches with different lengths per setting, after one from which policies learn.
+        requests: of a batch.
+    """
+    results = []
+    with console.status("simulating") as status:
+        for setting in settings:
+            if not console.is_terminal:
+                console.print(f"simulating {setting.title}")
+
+            def progress(text: str, setting: PaperSetting = setting) -> None:
+                status.update(f"simulating {setting.title}: {text}")
+
+            profile = modelled(setting.model, setting.gpu, setting.ranks)
+            batches = [traces.deepscaler(requests, setting.bound, seed + i) for i in range(seeds)]
+            comparison = compare(
+                profile,
+                batches,
+                title=setting.title,
+                lengths=traces.deepscaler(SAMPLE, setting.bound, seed + 1_000_003).lengths,
+                paper_home=_baseline(profile),
+                warm_up=[traces.deepscaler(requests, setting.bound, seed + seeds)],
+                progress=progress,
+            )
+            results.append((setting, comparison))
+    shown = Table(title=_HEADING, title_justify="left")
+    for header in _HEADERS:
+        shown.add_column(header)
+    for setting, comparison in results:
+        shown.add_row(*_cells(setting, comparison))
+    console.print(shown)
+    console.print(NOTES)
+    if output_dir is not None:
+        from pat_vllm.cli.simulate_plot import plot_comparison, plot_paper
+
+        output_dir.mkdir(parents=True, exist_ok=True)
+        content = [
+            {"setting": asdict(setting), **comparison.to_json(timelines=False)}
+            for setting, comparison in results
+        ]
+        written = {"notes": NOTES, "settings": content}
+        (output_dir / "paper.json").write_text(to_json(written))
+        (output_dir / "paper.md").write_text(_markdown(results))
+        plot_paper(results, output_dir / "paper.png")
+        for setting, comparison in results:
+            name = setting.title.lower().replace(",", "").replace(" ", "-")
+            plot_comparison(comparison, output_dir / f"paper-{name}.png")
+        console.print(f"written: {output_dir}/paper.json, paper.md, paper*.png")
+    return results
+
+
+_HEADING = (
+    "The settings of arXiv 2605.23945 on MODELLED profiles, nothing measured. Time of a batch "
+    "relative to the best static layout: median (range) over batches"
+)
+
+NOTES = f"""\
+- Published figures are from public summaries of the paper. It does not say which static layout is
+  its baseline; its predictor errors are for TP2DP4 and TP8DP1, so tp{BASELINE_TP} is taken.
+- The paper's policy begins there and switches at most once, at {SWITCH_SECONDS} s. It is given the
+  true distribution of lengths and the true step times, more than its offline profile can know.
+- pat-vllm learns lengths as it goes, one batch before those reported included, and begins where it
+  chooses. "one cheap" is the same policy without probes, stopped after the first switch of a
+  batch; "several expensive" pays {SWITCH_SECONDS} s for each.
+- Every policy pays for the way back to the layout in which its next batch begins.
+- Regret is against an oracle that knows all lengths.
+- End to end is derived: generation is {GENERATION_SHARE:.3f} of an iteration by the paper's own
+  two figures (generation -34.6%, iteration -27.2%)."""
+
+
+def _baseline(profile: Profile) -> Layout:
+    """The baseline's layout, or the next larger that the profile has."""
+    return next(one for one in profile.all_layouts if one.tp >= BASELINE_TP)
+
+
+def _cells(setting: PaperSetting, result: Comparison) -> tuple[str, ...]:
+    best = result.best_static
+    first = result.others[0].label  # its label depends on where it begins
+    low = next(row for layout, row in result.static.items() if layout.tp >= BASELINE_TP)
+    saving = result.saving(OURS, low)
+    static = ", ".join(
+        f"{layout}: {statistics.median(run.seconds for run in row.runs):.0f}"
+        + ("*" if row is best else "")
+        for layout, row in result.static.items()
+    )
+    return (
+        setting.title,
+        static,
+        *(
+            _change(result.saving(label))
+            for label in (first, ONE_CHEAP, several_label(SWITCH_SECONDS), OURS)
+        ),
+        f"{rounded(result.regret(result.row(OURS))):+.1%}",
+        _change(saving),
+        "" if setting.generation is None else f"{setting.generation:+.1%}",
+        f"{1 / (1 - GENERATION_SHARE * saving[0]):.2f}x",
+        "" if setting.speedup is None else f"{setting.speedup:.2f}x",
+    )
+
+
+def _change(saving: tuple[float, float, float]) -> str:
+    median, least, most = (rounded(-part) for part in saving)
+    return f"{median:+.1%} ({most:+.1%} to {least:+.1%})"
+
+
+def _markdown(results: Sequence[tuple[PaperSetting, Comparison]]) -> str:
+    parts = [
+        f"{_HEADING}\n\n",
+        table(_HEADERS, [_cells(*result) for result in results]),
+        f"\n`*`: the best static layout.\n\n{NOTES}\n",
+    ]
+    for setting, comparison in results:
+        headers = ("policy", *(f"vs {layout}" for layout in comparison.static), "regret")
+        rows = [
+            (
+                row.label,
+                *(_change(comparison.saving(row.label, one)) for one in comparison.static.values()),
+                f"{rounded(comparison.regret(row)):+.1%}",
+            )
+            for row in comparison.rows
+        ]
+        parts.append(f"\n### {setting.title}\n\n{table(headers, rows)}")
+    return "".join(parts)

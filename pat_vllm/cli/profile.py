@@ -1,0 +1,300 @@
+"""`pat-vllm profile`: measures an engine's steps and switches, for engines with the same flags.
+
+The engine measures a few points at a time. Their samples are added to OUTPUT.part at once, so that
+a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pat_vllm.config import PATConfig
+from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS, from_wire
+from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
+
+_SLICE = 4
+"""Points that the engine measures between two saves: a few seconds."""
+
+
+@dataclass
+class Partial:
+    """The file of an unfinished run: a line with the key, then a line for each slice.
+
+    A line that was being written when the run was stopped is dropped.
+    """
+
+    path: Path
+    header: Mapping[str, Any]
+    done: set[str] = field(default_factory=set)
+    steps: list[StepSample] = field(default_factory=list)
+    switches: list[SwitchSample] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path, header: Mapping[str, Any]) -> Partial:
+        """Begin a file, or go on with one.
+
+        Raises:
+            ProfileError: it belongs to another engine, or is no such file.
+        """
+        partial = cls(path, header)
+        if not path.exists() or not path.read_bytes():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial._append({"key": header["key"]})
+            return partial
+        text = path.read_text()
+        lines = text.splitlines(keepends=True)
+        if not lines[-1].endswith("\n"):
+            text = text[: -len(lines.pop())]
+            path.write_text(text)
+        try:
+            first, *others = [json.loads(line) for line in lines]
+            of_engine = first["key"]
+            for one in others:
+                partial._take(one)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProfileError(
+                f"{path} is no unfinished profile ({error}); delete it, or choose another --output"
+            ) from None
+        names = sorted({*of_engine, *header["key"]})
+        different = [
+            f"{name} is {header['key'].get(name)!r} now and {of_engine.get(name)!r} there"
+            for name in names
+            if header["key"].get(name) != of_engine.get(name)
+        ]
+        if different:
+            raise ProfileError(
+                f"{path} holds the unfinished profile of another engine: {'; '.join(different)}. "
+                "Delete it, or choose another --output"
+            )
+        return partial
+
+    def add(self, points: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:
+        """Keep what the engine has measured."""
+        line = {"points": list(points), **answer}
+        self._append(line)
+        self._take(line)
+
+    def missing(self, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Those of the points that have not been measured yet."""
+        return [point for point in points if _name(point) not in self.done]
+
+    def profile(self, note: str) -> Profile:
+        """The finished profile."""
+        return Profile(
+            **self.header,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            steps=tuple(self.steps),
+            switches=tuple(self.switches),
+            note=note,
+        )
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        self.done.update(_name(point) for point in line["points"])
+        self.steps += [StepSample(**values) for values in line["steps"]]
+        self.switches += [SwitchSample(**values) for values in line["switches"]]
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _name(point: Mapping[str, Any]) -> str:
+    return json.dumps(point, sort_keys=True)
+
+
+def engine_arguments(
+    model: str, layouts: str | None, base_tp: int, **options: Any
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`; options that are None are left to vLLM.
+
+    Raises:
+        ValueError: `layouts` is no list of numbers, or does not fit the ranks.
+    """
+    pat: dict[str, Any] = {"base_tp": base_tp}
+    if layouts is not None:
+        try:
+            pat["layouts"] = [int(tp) for tp in layouts.split(",")]
+        except ValueError:
+            raise ValueError(f"--layouts takes sizes like 1,2,4, not {layouts!r}") from None
+    base, *_ = PATConfig.parse(pat).resolve_layouts(options["tensor_parallel_size"])
+    pat["policy"] = {"kind": "static", "tp": base.tp}
+    return {
+        "model": model,
+        "distributed_executor_backend": "pat",
+        "additional_config": {"pat": pat},
+        # Requests are made of token ids.
+        "skip_tokenizer_init": True,
+        **{name: value for name, value in options.items() if value is not None},
+    }
+
+
+def take_profile(
+    console: Console, engine: Mapping[str, Any], output: Path | None, quick: bool, budget: float
+) -> Path:
+    """Start an engine, measure it, write the profile, and print what it says.
+
+    Args:
+        engine: keyword arguments of `vllm.LLM`.
+        output: file to write; None names it after model, hardware and date.
+        quick: measure only what an engine's own start would.
+        budget: seconds of measuring after which the rest is left out.
+
+    Returns:
+        The file.
+
+    Raises:
+        ProfileError: an unfinished profile of another engine is in the way.
+    """
+    with _engine(console, engine) as llm:
+        (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": quick})
+        header, points = described["header"], described["points"]
+        path = output or Path(default_name(header))
+        partial = Partial.open(path.with_name(path.name + ".part"), header)
+        console.print(header["title"], soft_wrap=True)
+        if partial.done:
+            console.print(f"going on with {partial.path}", soft_wrap=True)
+        left_out = _measure(console, llm, partial, points, quick, budget)
+    note = "pat-vllm profile"
+    if left_out:
+        note += f"; {left_out} of {len(points)} points left out for want of time"
+    profile = partial.profile(note)
+    profile.save(path)
+    partial.path.unlink()
+    show(console, profile)
+    console.print(f"\nprofile: {path}", soft_wrap=True)
+    return path
+
+
+@contextmanager
+def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[Any]:
+    # Nothing that decides the ranks' speed is set here: the profile is for engines that are
+    # started from the same environment.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import LLM
+
+    with console.status("starting the engine"):
+        llm = LLM(**engine)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _measure(
+    console: Console,
+    llm: Any,
+    partial: Partial,
+    points: Sequence[Any],
+    quick: bool,
+    budget: float,
+) -> int:
+    """Have the engine measure what is missing. Returns how many points were left out."""
+    waiting = partial.missing(points)
+    started = time.monotonic()
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(points), completed=len(points) - len(waiting))
+        while waiting and time.monotonic() - started < budget:
+            part, waiting = waiting[:_SLICE], waiting[_SLICE:]
+            progress.update(task, description=str(from_wire(part[0])))
+            (answer,) = llm.collective_rpc("pat_profile", args=(list(part), quick))
+            partial.add(part, answer)
+            progress.advance(task, len(part))
+        progress.update(task, description="")
+    return len(waiting)
+
+
+def default_name(header: Mapping[str, Any]) -> str:
+    """A file name from model, hardware and date."""
+    model = header["key"]["model"]
+    parts = (
+        str(model["architecture"]).removesuffix("ForCausalLM"),
+        f"{model.get('num_hidden_layers')}x{model.get('hidden_size')}",
+        f"{header['ranks']}x{header['key']['hardware']}",
+        datetime.now().strftime("%Y-%m-%d"),
+    )
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(parts)).strip("-") + ".json"
+
+
+def table_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """Cells by layout: layout, samples, batches, contexts, milliseconds of a step at batch 1 and
+    at the largest batch, of an empty switch from it."""
+    rows: list[tuple[str, ...]] = []
+    for layout in profile.all_layouts:
+        decodes = [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
+        busy = [s for s in decodes if s.busy == layout.replicas] or decodes
+        batches = [s.batch for s in decodes]
+        contexts = [s.context // s.batch for s in decodes]
+        empty = [s.seconds for s in profile.switches if s.source == layout.tp and not s.live]
+        rows.append(
+            (
+                str(layout),
+                str(sum(1 for s in profile.steps if s.tp == layout.tp)),
+                f"{min(batches)}-{max(batches)}",
+                f"{min(contexts)}-{max(contexts)}",
+                f"{1e3 * _shortest(busy, 1):.1f}",
+                f"{1e3 * _shortest(busy, max(batches)):.1f}",
+                f"{1e3 * statistics.median(empty):.1f}" if empty else "-",
+            )
+        )
+    return rows
+
+
+def _shortest(samples: Sequence[StepSample], batch: int) -> float:
+    """Seconds of a step with this batch (or the nearest) and the shortest contexts."""
+    nearest = min(samples, key=lambda s: (abs(s.batch - batch), s.context))
+    return nearest.seconds
+
+
+def show(console: Console, profile: Profile) -> None:
+    """Print a table of what was measured, and how well a model of it does on points held out."""
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    table.add_column("layout", no_wrap=True)
+    for heading in ("samples", "batch", "context", "ms at 1", "ms at most", "switch ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in table_rows(profile):
+        table.add_row(*row)
+    console.print(table)
+    console.print("layout: tp x replicas, all replicas busy; batch: requests of one replica.")
+    try:
+        held_out = _held_out(profile)
+    except ImportError as error:
+        console.print(f"The error on held-out points is not shown: {error}")
+        return
+    for tp, one in held_out.items():
+        console.print(
+            f"tp={tp}: {one.count} held-out steps are predicted within {one.mean:.1%} on "
+            f"average, nine in ten within {one.p90:.1%}"
+        )
+
+
+def _held_out(profile: Profile) -> Mapping[int, Any]:
+    from pat_vllm.predictor.step_time import held_out_error
+
+    return held_out_error(profile)
+
+
+def default_budget(quick: bool) -> float:
+    """Seconds of measuring unless a user says otherwise."""
+    return QUICK_SECONDS if quick else FULL_SECONDS

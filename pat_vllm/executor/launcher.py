@@ -1,0 +1,116 @@
+"""Which executor starts an engine's workers: processes of this host, or actors of a Ray cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.config import pat_config
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+_ADDRESS = "_pat_ray_address"
+"""Attribute of an engine's `ParallelConfig`, which is not part of its hash."""
+
+
+def executor_class(vllm_config: VllmConfig) -> type:
+    """The executor that `distributed_executor_backend="pat"` stands for.
+
+    Raises:
+        ValueError: Ray is asked for and cannot be used here.
+    """
+    launcher = pat_config(vllm_config).launcher
+    if launcher == "auto":
+        launcher = "ray" if _in_placement_group(vllm_config.parallel_config) else "mp"
+    if launcher == "ray":
+        _check_ray()
+        from pat_vllm.executor.ray import PATRayExecutor
+
+        return PATRayExecutor
+    from pat_vllm.executor.executor import PATExecutor
+
+    return PATExecutor
+
+
+def prepare_launch(vllm_config: VllmConfig, executor: Any) -> None:
+    """Check an engine's executor class against its options, and note what it needs to start.
+
+    Raises:
+        ValueError: the `launcher` option says otherwise, or the placement group does not suit.
+    """
+    launcher = pat_config(vllm_config).launcher
+    own = "ray" if executor.uses_ray else "mp"
+    if launcher not in ("auto", own):
+        raise ValueError(
+            f"pat.launcher={launcher!r}, but distributed_executor_backend={executor.__name__} is "
+            f'the executor of launcher={own!r}; use distributed_executor_backend="pat", or leave '
+            "pat.launcher at 'auto'"
+        )
+    if own == "ray":
+        _check_ray()
+        _prepare_ray(vllm_config.parallel_config)
+
+
+def _prepare_ray(parallel: ParallelConfig) -> None:
+    """Note in a config what only this process knows of its Ray cluster, and check it.
+
+    The engine core may be another process, which Ray knows nothing of: there it has to find the
+    same cluster and placement group again. vLLM passes both on from a Ray actor only, the cluster
+    by an environment variable, and not when VLLM_WORKER_MULTIPROC_METHOD=spawn is set.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return
+    if parallel.placement_group is None:
+        parallel.placement_group = ray.util.get_current_placement_group()
+    setattr(parallel, _ADDRESS, ray.get_runtime_context().gcs_address)
+    group = parallel.placement_group
+    if group is not None and ray.util.placement_group_table(group)["state"] == "CREATED":
+        from pat_vllm.executor.ray import place_ranks
+
+        # The executor does so again. Here a mistake is an error at once, in the caller's process.
+        place_ranks(parallel)
+
+
+def ray_address(parallel: ParallelConfig) -> str | None:
+    """Address of the cluster that the engine was configured in; None: not inside one."""
+    return getattr(parallel, _ADDRESS, None)
+
+
+def _in_placement_group(parallel: ParallelConfig) -> bool:
+    """As vLLM decides between its own executors."""
+    from vllm.ray.lazy_utils import is_ray_initialized
+
+    if not _platform_device():
+        return False
+    if parallel.placement_group is not None:
+        return True
+    if not is_ray_initialized():
+        return False
+    from ray.util import get_current_placement_group
+
+    return get_current_placement_group() is not None
+
+
+def _check_ray() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.ray_utils import ray_is_available
+
+    if not ray_is_available():
+        raise ValueError(
+            "pat.launcher='ray' needs Ray, which is not installed: install it (pip install ray), "
+            "or set pat.launcher='mp'"
+        )
+    if not _platform_device():
+        raise ValueError(
+            f"pat.launcher='ray' runs on CUDA and ROCm, but vLLM's platform here is "
+            f"{current_platform.device_name!r}; set pat.launcher='mp'"
+        )
+
+
+def _platform_device() -> str:
+    """Ray's name for this platform's devices; empty where vLLM cannot use Ray."""
+    from vllm.platforms import current_platform
+
+    return current_platform.ray_device_key

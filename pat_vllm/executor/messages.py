@@ -1,0 +1,82 @@
+"""Messages between the engine core and the workers: the steps of the replicas, and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+from pat_vllm.kv_transfer.plan import BlockMove
+from pat_vllm.layout import Layout
+
+
+@dataclass(frozen=True)
+class SwitchOrder:
+    """A switch, as the workers carry it out.
+
+    Attributes:
+        epoch: number of this switch; together with the replica it seeds unseeded sampling.
+        source, target: the layouts.
+        moves: KV block moves; empty when nothing migrates.
+        placement: target replica of each request whose runner state is carried.
+    """
+
+    epoch: int
+    source: Layout
+    target: Layout
+    moves: tuple[BlockMove, ...] = ()
+    placement: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SwitchTimes:
+    """Seconds that one rank spent on the parts of a switch, and the bytes that it moved."""
+
+    states: float
+    kv: float
+    weights: float
+    activate: float
+    kv_bytes: int
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TransferRates:
+    """Measured at start: KV exchange bandwidth (bytes/s) and prefill rate (tokens/s) by tp."""
+
+    bandwidth: float
+    prefill_rate: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A worker's reply to a call that failed, for a reason that is not PAT's."""
+
+    error: str
+
+
+@dataclass
+class PATSchedulerOutput(SchedulerOutput):
+    """Steps by replica. The inherited fields only tell vLLM's engine loop that there is work."""
+
+    steps: dict[int, SchedulerOutput] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, steps: dict[int, SchedulerOutput], in_flight: bool) -> PATSchedulerOutput:
+        """Bundle the steps.
+
+        vLLM's engine loop takes zero scheduled tokens for "nothing to wait for", so while any
+        step is in flight, an earlier one included, the total is at least one.
+        """
+        output = cls(**vars(SchedulerOutput.make_empty()), steps=steps)
+        tokens = sum(step.total_num_scheduled_tokens for step in steps.values())
+        output.total_num_scheduled_tokens = max(tokens, int(in_flight))
+        return output
+
+
+@dataclass
+class PATGrammarOutput(GrammarOutput):
+    """Grammar bitmasks by replica."""
+
+    of_replica: dict[int, GrammarOutput] = field(default_factory=dict)

@@ -1,0 +1,68 @@
+"""What the models and the planner see of an engine: plain values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pat_vllm.layout import Layout
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LiveRequests:
+    """The unfinished requests of an engine, as arrays over requests.
+
+    Attributes:
+        prompt: prompt tokens, int64 [n].
+        generated: tokens generated so far, int64 [n].
+        bound: most tokens that the response can have (`max_tokens`, or what the model's context
+            leaves), int64 [n].
+        exact: whether it will have exactly `bound` tokens (`ignore_eos` without stop conditions),
+            bool [n].
+        group: equal for requests with equal prompts (samples of one prompt), int64 [n].
+        replica: index of the request's replica in the active layout, int64 [n].
+        computed: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
+    """
+
+    prompt: Ints
+    generated: Ints
+    bound: Ints
+    exact: Bools
+    group: Ints
+    replica: Ints
+    computed: Ints
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def context(self) -> Ints:
+        """Tokens of each request's context, int64 [n]."""
+        return self.prompt + self.generated
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """What a policy may look at before a step.
+
+    Attributes:
+        now: seconds on the engine's monotonic clock.
+        layout: the active layout.
+        live: unfinished requests, running and waiting.
+        quiet: seconds since a request arrived last.
+        requests: gives details; costs a few microseconds per request, so asked for only when a
+            decision is due.
+    """
+
+    now: float
+    layout: Layout
+    live: int
+    quiet: float
+    requests: Callable[[], LiveRequests]

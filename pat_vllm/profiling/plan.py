@@ -1,0 +1,411 @@
+"""What to measure of an engine, and in which order. Pure.
+
+A plan lists points, the most informative first, so that it can end at any of them: when its time
+is used up, what is left out is what matters least. Points come in rounds that visit every layout,
+so that none is left without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import permutations
+from typing import Any
+
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.profile import StepSample
+
+SHORT_CONTEXT = 64
+"""Tokens of a context whose attention hardly costs anything."""
+LONGEST_PROMPT = 512
+"""A longer prefill is made up of several prompts, as in a batch that arrives."""
+QUICK_SECONDS = 20.0
+"""Default time for a quick profile at an engine's start."""
+FULL_SECONDS = 900.0
+"""Default time for a full profile."""
+
+_MOST_STEPS = 16
+"""Decode steps at a point; contexts grow by as much."""
+_LEAST_STEPS = 3
+_ASSUMED_STEP = 0.25
+"""Seconds of a step, as long as nothing is known of the engine."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can be asked to do.
+
+    Attributes:
+        layouts: base first.
+        max_num_seqs: requests that a replica runs at once.
+        max_batch_tokens: tokens that a step of a replica may compute.
+        max_model_len: tokens of the longest context.
+        block_size: tokens in a KV block.
+        blocks: KV blocks that requests of a replica can have, by tp.
+    """
+
+    layouts: tuple[Layout, ...]
+    max_num_seqs: int
+    max_batch_tokens: int
+    max_model_len: int
+    block_size: int
+    blocks: Mapping[int, int]
+
+    @property
+    def room(self) -> int:
+        """Decode steps for which a point's contexts leave room."""
+        return max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
+
+    def longest_context(self, tp: int, batch: int) -> int:
+        """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
+        in_memory = self.blocks[tp] // batch * self.block_size
+        return min(self.max_model_len, in_memory) - self.room - 1
+
+    def most_requests(self, tp: int) -> int:
+        """Requests with short contexts that a replica can run at once."""
+        each = -(-(self.short + self.room + 1) // self.block_size)
+        most = min(self.max_num_seqs, self.max_batch_tokens, self.blocks[tp] // each)
+        return max(1, most)
+
+    @property
+    def short(self) -> int:
+        """The short context, tokens."""
+        # A quarter of a small model's, so that there is a longer one to compare with.
+        return max(1, min(SHORT_CONTEXT, (self.max_model_len - self.room - 1) // 4))
+
+    def prompts(self, tokens: int) -> list[int]:
+        """Lengths of the prompts that make up a prefill of `tokens` tokens."""
+        longest = max(1, min(LONGEST_PROMPT, self.max_model_len - 2))
+        full, rest = divmod(tokens, longest)
+        return [longest] * full + [rest] * bool(rest)
+
+    def allows(self, point: StepPoint) -> bool:
+        """Whether a replica can make such a step."""
+        prompts = self.prompts(point.prefill)
+        contexts = [c + self.room + 1 for c in point.contexts]
+        blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
+        return (
+            0 < point.batch + len(prompts) <= self.max_num_seqs
+            and point.batch + point.prefill <= self.max_batch_tokens
+            and max(contexts, default=0) <= self.max_model_len
+            and blocks <= self.blocks[point.tp]
+        )
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """A step to be measured, in each of `busy` replicas at the same time.
+
+    Attributes:
+        batch: requests that decode, each with `context` tokens to begin with.
+        longest: tokens of one of them, where it is longer than the others; else 0.
+        prefill: prompt tokens computed beside them.
+    """
+
+    tp: int
+    batch: int
+    context: int
+    busy: int
+    longest: int = 0
+    prefill: int = 0
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of each context at the first step."""
+        if not self.batch:
+            return []
+        return [*[self.context] * (self.batch - 1), max(self.context, self.longest)]
+
+    def __str__(self) -> str:
+        parts = [f"{self.batch} x {self.context} tokens"] if self.batch else []
+        if self.longest > self.context:
+            parts.append(f"one of {self.longest}")
+        if self.prefill:
+            parts.append(f"prefill of {self.prefill}")
+        return f"tp={self.tp}, {self.busy} busy: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class SwitchPoint:
+    """A switch to be measured, with `live` requests of `context` tokens."""
+
+    source: int
+    target: int
+    live: int
+    context: int
+
+    def __str__(self) -> str:
+        return f"switch tp={self.source} -> {self.target}: {self.live} x {self.context} tokens"
+
+
+Point = StepPoint | SwitchPoint
+
+
+@dataclass(frozen=True)
+class ProfilePlan:
+    """Points to measure, in this order.
+
+    Attributes:
+        essential: so many of the first points are measured however long they take.
+        budget: seconds after which no other point is begun.
+        patience: seconds after which a point need not settle.
+        repeats: steps after which a point may have settled.
+        spread: it has when the middle half of its times lies within this share of the median.
+    """
+
+    points: tuple[Point, ...]
+    essential: int
+    budget: float
+    patience: float
+    repeats: int
+    spread: float
+
+    @classmethod
+    def quick(cls, limits: EngineLimits, budget: float = QUICK_SECONDS) -> ProfilePlan:
+        """Enough to choose layouts by, at an engine's start."""
+        rounds: list[Round] = [
+            _essential,
+            _extremes,
+            _switches(((0, 1), (8, 2))),
+            _middle,
+            _long,
+            _small,
+        ]
+        rounds += [_lonely, _switches(((1, 2), (32, 2))), _short_prefill, _rest]
+        points, essential = _in_rounds(limits, rounds)
+        return cls(points, essential, budget, patience=0.3, repeats=5, spread=0.05)
+
+    @classmethod
+    def full(cls, limits: EngineLimits, budget: float = FULL_SECONDS) -> ProfilePlan:
+        """A dense grid; what a quick plan measures comes first."""
+        quick = cls.quick(limits)
+        rounds: list[Round] = [_dense, _dense_contexts, _skewed, _prefills, _mixed]
+        rounds.append(
+            _switches(((0, 1), (2, 1), (4, 2), (8, 1), (16, 2), (32, 1), (64, 2), (128, 2)))
+        )
+        more, _ = _in_rounds(limits, rounds)
+        points = tuple(dict.fromkeys((*quick.points, *more)))
+        return cls(points, quick.essential, budget, patience=2.0, repeats=8, spread=0.03)
+
+    def part(self, points: Iterable[Point], budget: float | None = None) -> ProfilePlan:
+        """The same plan with these points only, all of them essential."""
+        chosen = tuple(points)
+        return replace(
+            self,
+            points=chosen,
+            essential=len(chosen),
+            budget=self.budget if budget is None else budget,
+        )
+
+
+# ---------------------------------------------------------------- rounds
+
+Round = Callable[[EngineLimits, Layout], list[Point]]
+"""Points of a round in one layout; those that the engine cannot do are dropped afterwards."""
+
+
+def _in_rounds(limits: EngineLimits, rounds: Sequence[Round]) -> tuple[tuple[Point, ...], int]:
+    """The points of all rounds, each once, and how many the first round has."""
+    points: dict[Point, None] = {}
+    essential = 0
+    for number, make in enumerate(rounds):
+        # There and back, so that two rounds meet in one layout.
+        for layout in limits.layouts if number % 2 == 0 else reversed(limits.layouts):
+            points.update(dict.fromkeys(p for p in make(limits, layout) if _possible(limits, p)))
+        if number == 0:
+            essential = len(points)
+    return tuple(points), essential
+
+
+def _possible(limits: EngineLimits, point: Point) -> bool:
+    if isinstance(point, StepPoint):
+        return limits.allows(point)
+    for tp in (point.source, point.target):
+        replicas = next(layout.replicas for layout in limits.layouts if layout.tp == tp)
+        each = -(-point.live // replicas)
+        # The request with the most blocks decides; a replica may get one more than its share.
+        if point.live and (
+            each > limits.most_requests(tp) or point.context > limits.longest_context(tp, each)
+        ):
+            return False
+    return True
+
+
+def _share(limits: EngineLimits, layout: Layout) -> int:
+    """Requests of each replica when `max_num_seqs` are spread over all."""
+    return max(1, min(limits.max_num_seqs // layout.replicas, limits.most_requests(layout.tp)))
+
+
+def _decode(limits: EngineLimits, layout: Layout, batches: Iterable[int]) -> list[Point]:
+    """Short-context points with all replicas busy."""
+    return [StepPoint(layout.tp, b, limits.short, layout.replicas) for b in batches if b]
+
+
+def _far(limits: EngineLimits, layout: Layout, batch: int, share: float = 1.0) -> list[Point]:
+    """A long-context point, as far as memory reaches; `share` of that."""
+    context = int(share * limits.longest_context(layout.tp, batch))
+    if context < 2 * limits.short:
+        return []
+    return [StepPoint(layout.tp, batch, context, layout.replicas)]
+
+
+def _essential(limits: EngineLimits, layout: Layout) -> list[Point]:
+    return _decode(limits, layout, (1, min(8, _share(limits, layout))))
+
+
+def _extremes(limits: EngineLimits, layout: Layout) -> list[Point]:
+    points = _decode(limits, layout, (_share(limits, layout),))
+    if layout.replicas > 1:
+        points.append(StepPoint(layout.tp, 1, limits.short, 1))
+    return points
+
+
+def _middle(limits: EngineLimits, layout: Layout) -> list[Point]:
+    points = _decode(limits, layout, (32 // layout.replicas, 32))
+    prefill = min(512, limits.max_batch_tokens)
+    return [*points, StepPoint(layout.tp, 0, 0, layout.replicas, prefill=prefill)]
+
+
+def _long(limits: EngineLimits, layout: Layout) -> list[Point]:
+    return [
+        point
+        for batch in (1, min(8, _share(limits, layout)), _share(limits, layout))
+        for point in _far(limits, layout, batch)
+    ]
+
+
+def _small(limits: EngineLimits, layout: Layout) -> list[Point]:
+    return _decode(limits, layout, (2, 4))
+
+
+def _lonely(limits: EngineLimits, layout: Layout) -> list[Point]:
+    """Some of the replicas busy, with few requests."""
+    some = layout.replicas // 2
+    return [
+        StepPoint(layout.tp, batch, limits.short, busy)
+        for batch, busy in ((2, 1), (4, 1), (1, some), (4, some))
+        if 0 < busy < layout.replicas
+    ]
+
+
+def _short_prefill(limits: EngineLimits, layout: Layout) -> list[Point]:
+    tokens = min(limits.max_batch_tokens, 64)
+    return [StepPoint(layout.tp, 0, 0, layout.replicas, prefill=tokens)]
+
+
+def _rest(limits: EngineLimits, layout: Layout) -> list[Point]:
+    most = limits.most_requests(layout.tp)
+    grid = [b for b in _powers(most) if b not in (1, 2, 4, 8, 32)]
+    return _decode(limits, layout, (*grid, most))
+
+
+def _dense(limits: EngineLimits, layout: Layout) -> list[Point]:
+    most = limits.most_requests(layout.tp)
+    between = [b + b // 2 for b in _powers(most) if b > 1]
+    points = _decode(limits, layout, sorted({*_powers(most), *between, most}))
+    busy = _powers(layout.replicas)
+    points += [StepPoint(layout.tp, b, limits.short, n) for n in busy for b in (1, 2, 4, 8, 16, 32)]
+    return points
+
+
+def _dense_contexts(limits: EngineLimits, layout: Layout) -> list[Point]:
+    return [
+        point
+        for batch in _powers(limits.most_requests(layout.tp))
+        for share in (1.0, 0.5, 0.25)
+        for point in _far(limits, layout, batch, share)
+    ]
+
+
+def _skewed(limits: EngineLimits, layout: Layout) -> list[Point]:
+    """One long context among short ones: its attention may be what the others wait for."""
+    far = limits.longest_context(layout.tp, 1)
+    return [
+        StepPoint(layout.tp, b, limits.short, layout.replicas, longest=max(limits.short, far // k))
+        for b in (4, 16)
+        for k in (1, 3)
+    ]
+
+
+def _prefills(limits: EngineLimits, layout: Layout) -> list[Point]:
+    sizes = sorted({16, 64, 256, 1024, 2048, 4096, limits.max_batch_tokens})
+    return [
+        StepPoint(layout.tp, 0, 0, layout.replicas, prefill=min(n, limits.max_batch_tokens))
+        for n in sizes
+        if n <= 8192
+    ]
+
+
+def _mixed(limits: EngineLimits, layout: Layout) -> list[Point]:
+    return [
+        StepPoint(layout.tp, batch, limits.short, layout.replicas, prefill=prefill)
+        for batch in (2, 16)
+        for prefill in (32, 256)
+    ]
+
+
+def _switches(sizes: Sequence[tuple[int, int]]) -> Round:
+    """Switches from a layout to every other, with (live requests, 1 for short, 2 for medium)."""
+
+    def points(limits: EngineLimits, layout: Layout) -> list[Point]:
+        pairs = [pair for pair in permutations(limits.layouts, 2) if pair[0] == layout]
+        made: list[Point] = []
+        for live, kind in sizes:
+            for source, target in pairs:
+                context = limits.short
+                if kind == 2 and live:
+                    context = max(
+                        limits.short,
+                        min(
+                            limits.longest_context(end.tp, -(-live // end.replicas)) // 2
+                            for end in (source, target)
+                        ),
+                    )
+                made.append(SwitchPoint(source.tp, target.tp, live, context if live else 0))
+        return made
+
+    return points
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << k for k in range(most.bit_length())]
+
+
+# ---------------------------------------------------------------- estimates
+
+
+def estimate(point: Point, known: Iterable[StepSample]) -> float:
+    """Seconds that one step of a point, or its switch, may take: rather more than it will.
+
+    Decode steps grow at most like the batch and the summed context, and do not get faster with
+    more work, so each known step of the layout bounds the unknown one from above.
+    """
+    if isinstance(point, SwitchPoint):
+        return _ASSUMED_STEP
+    known = tuple(known)
+    prefills = [s for s in known if s.tp == point.tp and not s.batch]
+    if not point.batch and prefills:
+        return min(s.seconds * max(1.0, point.prefill / s.prefill) for s in prefills)
+    decodes = [s for s in known if s.batch and not s.prefill]
+    same = [s for s in decodes if s.tp == point.tp]
+    if not same:
+        return max((s.seconds for s in decodes), default=_ASSUMED_STEP)
+    # A prompt token costs less than a decoded one: it needs no sampling.
+    work = point.batch + point.prefill / 4
+    context = sum(point.contexts) + point.prefill
+    return min(s.seconds * max(1.0, work / s.batch, 0.25 * context / s.context) for s in same)
+
+
+# ---------------------------------------------------------------- wire format
+
+
+def to_wire(point: Point) -> dict[str, Any]:
+    """As plain values."""
+    return {"kind": "step" if isinstance(point, StepPoint) else "switch", **asdict(point)}
+
+
+def from_wire(values: Mapping[str, Any]) -> Point:
+    """Inverse of `to_wire`."""
+    rest = {name: value for name, value in values.items() if name != "kind"}
+    return StepPoint(**rest) if values["kind"] == "step" else SwitchPoint(**rest)

@@ -1,0 +1,230 @@
+"""A profile: what steps and switches of one engine take, measured or modelled. Pure.
+
+One JSON file. It carries a digest of its content, so that a damaged or edited file is an error and
+never a wrong decision, and a key that says for which model, hardware, flags and versions it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pat_vllm.layout import Layout
+
+FORMAT = 1
+"""Version of the file format."""
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class ProfileError(ValueError):
+    """A profile cannot be used; the message names the file, what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The work of one step of one replica.
+
+    Attributes:
+        batch: requests that decode a token.
+        context: tokens of their contexts, summed.
+        longest: tokens of the longest of these contexts.
+        prefill: prompt tokens that are computed beside them.
+        busy: replicas that step at the same time, this one included; where they share a resource
+            (a CPU's memory, a power limit) a step takes longer the more of them do.
+    """
+
+    batch: int
+    context: int
+    longest: int
+    prefill: int = 0
+    busy: int = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StepSample(_Strict):
+    """Time of one step of one replica; see `StepShape` for the meaning of the fields.
+
+    A sample with `batch` 0 is a prefill of `prefill` tokens and nothing else.
+
+    Attributes:
+        seconds: median over `repeats` steps.
+        low, high: the fastest and the slowest of them.
+    """
+
+    tp: Positive
+    batch: Count
+    context: Count
+    longest: Count
+    prefill: Count = 0
+    busy: Positive = 1
+    seconds: Seconds
+    low: Seconds
+    high: Seconds
+    repeats: Positive
+
+    @property
+    def shape(self) -> StepShape:
+        """The step's features."""
+        return StepShape(self.batch, self.context, self.longest, self.prefill, self.busy)
+
+
+class SwitchSample(_Strict):
+    """Time of one switch.
+
+    Attributes:
+        live: requests that were carried with their KV.
+        tokens: tokens of their contexts, summed.
+        kv_bytes: KV bytes moved, over all ranks.
+        seconds: the stall, without the steps in flight that a switch lets finish.
+        kv: seconds of it that moved KV.
+        weights: seconds of it that resharded weights.
+    """
+
+    source: Positive
+    target: Positive
+    live: Count
+    tokens: Count
+    kv_bytes: Count
+    seconds: Seconds
+    kv: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    weights: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Profile(_Strict):
+    """What steps and switches take on one engine.
+
+    Attributes:
+        kind: "measured", or "modelled" from public figures of the hardware.
+        title: one line for people: model, hardware, ranks.
+        created: date and time, ISO 8601.
+        key: for what it holds: model, hardware, flags, versions; names and plain values.
+        ranks: devices of the engine.
+        layouts: tensor-parallel sizes, ascending; the first is the base.
+        max_num_seqs: requests that a replica runs at once.
+        max_batch_tokens: tokens that a step of a replica may compute.
+        kv_tokens: tokens whose KV a replica's memory holds, by tp.
+        kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
+        steps, switches: the samples.
+        note: where modelled figures come from, or how a measurement was made.
+    """
+
+    format: Literal[1] = 1
+    kind: Literal["measured", "modelled"]
+    title: str
+    created: str
+    key: dict[str, Any]
+    ranks: Positive
+    layouts: tuple[Positive, ...] = Field(min_length=1)
+    max_num_seqs: Positive
+    max_batch_tokens: Positive
+    kv_tokens: dict[int, int]
+    kv_bytes_per_token: Positive
+    steps: tuple[StepSample, ...]
+    switches: tuple[SwitchSample, ...] = ()
+    note: str = ""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Profile:
+        if list(self.layouts) != sorted(set(self.layouts)):
+            raise ValueError("layouts must ascend without repeats")
+        for tp in self.layouts:
+            if self.ranks % tp:
+                raise ValueError(f"layout tp={tp} does not divide the {self.ranks} ranks")
+            if self.kv_tokens.get(tp, 0) < 1:
+                raise ValueError(f"kv_tokens has no entry for layout tp={tp}")
+            if not any(s.tp == tp and s.batch for s in self.steps):
+                raise ValueError(f"steps has no decode step of layout tp={tp}")
+        for sample in self.steps:
+            if sample.tp not in self.layouts:
+                raise ValueError(f"steps names tp={sample.tp}, which is not among layouts")
+            if not sample.low <= sample.seconds <= sample.high:
+                raise ValueError(f"a step's median is not between its low and high: {sample}")
+        for one in self.switches:
+            if one.source not in self.layouts or one.target not in self.layouts:
+                raise ValueError(f"switches names tp={one.source}->{one.target}, not in layouts")
+        return self
+
+    @property
+    def all_layouts(self) -> tuple[Layout, ...]:
+        """The layouts, base first."""
+        return tuple(Layout.of(tp, self.ranks) for tp in self.layouts)
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all; directories are made."""
+        content = self.model_dump(mode="json")
+        text = json.dumps({"digest": _digest(content), **content}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            scratch.write_text(text + "\n")
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file.
+
+        Raises:
+            ProfileError: it is missing, damaged, edited, or of another format.
+        """
+        advice = "make it again with `pat-vllm profile`"
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise ProfileError(f"profile {path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise ProfileError(f"profile {path} is no JSON ({error}); {advice}") from None
+        if not isinstance(content, dict) or "digest" not in content:
+            raise ProfileError(f"{path} is no profile: it has no digest; {advice}")
+        if content.get("format") != FORMAT:
+            raise ProfileError(
+                f"profile {path} has format {content.get('format')!r}, this version reads "
+                f"{FORMAT}; {advice}"
+            )
+        if content.pop("digest") != _digest(content):
+            raise ProfileError(
+                f"profile {path} was changed after it was written: its digest does not match; "
+                f"{advice}"
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "profile"
+            raise ProfileError(f"profile {path}: {where}: {first['msg']}; {advice}") from None
+
+    def check(self, key: Mapping[str, Any], path: Path | str) -> None:
+        """Make sure that the profile holds for an engine.
+
+        Raises:
+            ProfileError: it does not; names what differs.
+        """
+        different = [
+            f"{name} is {key.get(name)!r} here and {self.key.get(name)!r} in the profile"
+            for name in sorted({*key, *self.key})
+            if key.get(name) != self.key.get(name)
+        ]
+        if different:
+            raise ProfileError(
+                f"profile {path} was made for another engine: {'; '.join(different)}. Make one "
+                "for this engine with `pat-vllm profile`, or name none in pat.policy and let the "
+                "engine take a quick one at start"
+            )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,410 @@
+"""Measures steps and switches of a real engine, with made-up requests.
+
+Runs in the engine core, while no request is live, and sends its steps down the executor's own
+lanes: what it measures includes dispatch, collectives, sampling, and whatever the replicas take
+from each other. A step's time is the time from one finished step of a replica to its next.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from pat_vllm.config import layouts_of
+from pat_vllm.executor.messages import PATSchedulerOutput, SwitchOrder
+from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.plan import (
+    EngineLimits,
+    ProfilePlan,
+    StepPoint,
+    SwitchPoint,
+    estimate,
+)
+from pat_vllm.profiling.profile import StepSample, SwitchSample
+from pat_vllm.routing import Placed, spread
+from pat_vllm.worker.layout_config import block_ratio
+from pat_vllm.worker.synthetic import (
+    FIRST_BLOCK,
+    MadeUpRequest,
+    add_new,
+    decode_step,
+    finish,
+    make_requests,
+    next_block,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from pat_vllm.executor.executor import PATExecutorMixin
+
+logger = init_logger(__name__)
+
+Progress = Callable[[int, int, str], None]
+"""Called before each point with (points done, points in all, what comes next)."""
+
+_Allotted = dict[int, list[MadeUpRequest]]
+"""Made-up requests by replica."""
+
+_LEAST_TIMES = 3
+"""Step times, over all replicas, below which a point is never left."""
+_UNSETTLED = 2
+"""Steps of a replica after which times count: the first adds the requests, the second may still
+meet what the first has made necessary."""
+_STEPS_OF_A_POINT = 5
+"""Steps that an expensive point takes: the unsettled ones, and as many as it needs."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was measured.
+
+    Attributes:
+        skipped: points that were left out for want of time.
+        seconds: that it took.
+    """
+
+    steps: tuple[StepSample, ...]
+    switches: tuple[SwitchSample, ...]
+    skipped: int
+    seconds: float
+
+
+def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
+    """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
+    layouts = layouts_of(vllm_config)
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    assert model is not None
+    heads = model.get_total_num_kv_heads()
+    return EngineLimits(
+        layouts=layouts,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_batch_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        blocks={
+            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], heads)
+            - FIRST_BLOCK
+            for layout in layouts
+        },
+    )
+
+
+def profile_engine(
+    executor: PATExecutorMixin,
+    plan: ProfilePlan,
+    kv_cache_config: KVCacheConfig,
+    *,
+    epoch: int = 0,
+    seconds_to_make: Callable[[Layout], float] | None = None,
+    progress: Progress | None = None,
+) -> Samples:
+    """Measure the points of a plan, as far as its budget reaches.
+
+    No request may be live and no step in flight. The KV memory is overwritten, so that no prefix
+    cache may rest on it. Afterwards the workers are in the layout in which they were, know of no
+    request, and sample on as after the switch number `epoch`.
+
+    Args:
+        kv_cache_config: the base layout's.
+        seconds_to_make: what making a layout's schedulers takes, as in every switch; left out of
+            the switches' times where it is None.
+    """
+    return _Profiler(executor, plan, kv_cache_config, epoch, seconds_to_make).run(progress)
+
+
+class _Profiler:
+    def __init__(
+        self,
+        executor: PATExecutorMixin,
+        plan: ProfilePlan,
+        kv_cache_config: KVCacheConfig,
+        epoch: int,
+        seconds_to_make: Callable[[Layout], float] | None,
+    ) -> None:
+        config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
+        assert config.model_config is not None
+        self._executor = executor
+        self._plan = plan
+        self._epoch = epoch
+        self._limits = engine_limits(config, kv_cache_config)
+        self._layouts = {layout.tp: layout for layout in self._limits.layouts}
+        self._num_kv_heads = config.model_config.get_total_num_kv_heads()
+        self._use_v2 = config.use_v2_model_runner
+        self._depth = 2 if config.scheduler_config.async_scheduling else 1
+        self._seconds_to_make = seconds_to_make
+        self._made: dict[Layout, float] = {}
+        self._numbers = itertools.count()
+        self._steps: list[StepSample] = []
+        self._switches: list[SwitchSample] = []
+
+    def run(self, progress: Progress | None) -> Samples:
+        home = self._executor.layout
+        started = time.perf_counter()
+        skipped = 0
+        # An engine in its caller's process may not have told the workers yet who finished last.
+        self._go(home)
+        points = self._plan.points
+        for done, point in enumerate(points):
+            if progress is not None:
+                progress(done, len(points), str(point))
+            left = self._plan.budget - (time.perf_counter() - started)
+            if done >= self._plan.essential and _STEPS_OF_A_POINT * self._expected(point) > left:
+                skipped += 1
+            elif isinstance(point, StepPoint):
+                self._measure_step(point, min(self._plan.patience, max(0.0, left)))
+            else:
+                self._measure_switch(point)
+        self._go(home)
+        if progress is not None:
+            progress(len(points), len(points), "")
+        seconds = time.perf_counter() - started
+        return Samples(tuple(self._steps), tuple(self._switches), skipped, seconds)
+
+    def _expected(self, point: StepPoint | SwitchPoint) -> float:
+        if isinstance(point, SwitchPoint) and self._switches:
+            # Some steps make the requests known; the switch itself is a small part of it.
+            return max(s.seconds for s in self._switches)
+        return estimate(point, self._steps)
+
+    def _prefix(self) -> str:
+        """Of request ids that were not used before."""
+        return f"pat-profile-{next(self._numbers)}"
+
+    # ---------------------------------------------------------------- steps
+
+    def _measure_step(self, point: StepPoint, patience: float) -> None:
+        self._enter(self._layouts[point.tp])
+        streams = {
+            replica: _Stream(point, self._limits, self._prefix(), self._use_v2)
+            for replica in range(point.busy)
+        }
+        times = self._cadence(streams, patience)
+        if not times:
+            return
+        # The middle of the steps that were counted.
+        grown = round(_UNSETTLED + (len(times) / point.busy - 1) / 2)
+        self._steps.append(
+            StepSample(
+                tp=point.tp,
+                batch=point.batch,
+                context=sum(point.contexts) + grown * point.batch,
+                longest=max(point.contexts) + grown if point.batch else 0,
+                prefill=point.prefill,
+                busy=point.busy,
+                seconds=statistics.median(times),
+                low=min(times),
+                high=max(times),
+                repeats=len(times),
+            )
+        )
+
+    def _cadence(self, streams: dict[int, _Stream], patience: float) -> list[float]:
+        """Step times of all streams' settled steps, running side by side until they suffice."""
+        times: dict[int, list[float]] = {replica: [] for replica in streams}
+        finished_at: dict[int, float] = {}
+        in_flight = dict.fromkeys(streams, 0)
+        started = time.perf_counter()
+        most = self._limits.room
+        enough = False
+        while True:
+            ready = {
+                replica: stream.next()
+                for replica, stream in streams.items()
+                if not enough and in_flight[replica] < self._depth
+            }
+            for replica in ready:
+                in_flight[replica] += 1
+            if not any(in_flight.values()):
+                break
+            self._executor.execute_model(PATSchedulerOutput.of(ready, in_flight=True))
+            pending = self._executor.sample_tokens(None, non_block=True)
+            if ready and max(in_flight[replica] for replica in ready) < self._depth:
+                continue  # as vLLM's loop fills its queue before it waits
+            results = pending.result()
+            now = time.perf_counter()
+            for result in results:
+                replica = result.replica
+                in_flight[replica] -= 1
+                before = finished_at.get(replica)
+                finished_at[replica] = now
+                if streams[replica].finished() > _UNSETTLED and before is not None and not enough:
+                    times[replica].append(now - before)
+            # With one replica at the end of its steps the others would not be slowed down by it.
+            ended = any(stream.sent > most for stream in streams.values())
+            enough = enough or ended or self._suffice(times, now - started, patience)
+        self._send({replica: stream.end() for replica, stream in streams.items()})
+        return [one for of_replica in times.values() for one in of_replica]
+
+    def _suffice(self, times: dict[int, list[float]], elapsed: float, patience: float) -> bool:
+        pooled = [one for of_replica in times.values() for one in of_replica]
+        fewest = min(len(of_replica) for of_replica in times.values())
+        if not fewest or len(pooled) < _LEAST_TIMES:
+            return False
+        if elapsed >= patience:
+            return True
+        if fewest < self._plan.repeats:
+            return False
+        low, middle, high = statistics.quantiles(pooled, n=4)
+        return high - low <= self._plan.spread * middle
+
+    def _send(self, steps: dict[int, SchedulerOutput]) -> None:
+        """Run a step in some replicas and wait for it."""
+        self._executor.execute_model(PATSchedulerOutput.of(steps, in_flight=False))
+        self._executor.sample_tokens(None, non_block=True)
+        self._executor.finished(wait_for_all=True)
+
+    # ---------------------------------------------------------------- switches
+
+    def _enter(self, layout: Layout) -> None:
+        """Switch to a layout without requests; that is a measurement, too."""
+        source = self._executor.layout
+        if source != layout:
+            self._timed_switch(source, layout, [], {}, {})
+
+    def _go(self, layout: Layout) -> None:
+        """Make the workers forget all requests and seed them as the engine would."""
+        self._executor.switch(SwitchOrder(self._epoch, self._executor.layout, layout))
+
+    def _measure_switch(self, point: SwitchPoint) -> None:
+        source, target = self._layouts[point.source], self._layouts[point.target]
+        self._enter(source)
+        if not point.live:
+            self._enter(target)
+            return
+        prefix = self._prefix()
+        requests = [
+            Placed(f"{prefix}-{i}", i % source.replicas, point.context) for i in range(point.live)
+        ]
+        before = self._allot(requests, {r.request_id: r.replica for r in requests}, source)
+        after = self._allot(requests, spread(requests, source, target), target)
+        if before is None or after is None:
+            return
+        # A step makes the requests known to the workers, whose state of them travels too.
+        self._send(
+            {
+                replica: add_new(SchedulerOutput.make_empty(), mine, self._use_v2, 2)
+                for replica, mine in before.items()
+            }
+        )
+        self._timed_switch(source, target, requests, before, after)
+        self._send({replica: finish(mine) for replica, mine in after.items()})
+
+    def _timed_switch(
+        self,
+        source: Layout,
+        target: Layout,
+        requests: Sequence[Placed],
+        before: _Allotted,
+        after: _Allotted,
+    ) -> None:
+        """Carry requests over, with planning as in a real switch."""
+        made = self._making(target)
+        begun = time.perf_counter()
+        placement = spread(requests, source, target)
+        blocks = _request_blocks(before, after)
+        moves = tuple(plan_moves(source, target, self._num_kv_heads, blocks))
+        times = self._executor.switch(SwitchOrder(self._epoch, source, target, moves, placement))
+        seconds = time.perf_counter() - begun + made
+        self._switches.append(
+            SwitchSample(
+                source=source.tp,
+                target=target.tp,
+                live=len(requests),
+                tokens=sum(r.context for r in requests),
+                kv_bytes=sum(t.kv_bytes for t in times),
+                seconds=seconds,
+                kv=max(t.kv for t in times),
+                weights=max(t.weights for t in times),
+            )
+        )
+
+    def _making(self, layout: Layout) -> float:
+        """Seconds to make the schedulers of a layout; measured once."""
+        if self._seconds_to_make is None:
+            return 0.0
+        if layout not in self._made:
+            self._made[layout] = self._seconds_to_make(layout)
+        return self._made[layout]
+
+    def _allot(
+        self, requests: Sequence[Placed], placement: Mapping[str, int], layout: Layout
+    ) -> _Allotted | None:
+        """Requests that decode, with blocks in their replicas; None where memory is too small."""
+        allotted: _Allotted = {}
+        for replica in range(layout.replicas):
+            mine = [r for r in requests if placement[r.request_id] == replica]
+            made = make_requests(
+                "", [r.context for r in mine], 1, self._limits.block_size, decoding=True
+            )
+            if next_block(made) - FIRST_BLOCK > self._limits.blocks[layout.tp]:
+                return None
+            allotted[replica] = [
+                replace(one, request_id=r.request_id) for one, r in zip(made, mine, strict=True)
+            ]
+        return {replica: mine for replica, mine in allotted.items() if mine}
+
+
+def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBlocks]:
+    target = {one.request_id: (replica, one) for replica, ones in after.items() for one in ones}
+    for replica, ones in before.items():
+        for one in ones:
+            to, other = target[one.request_id]
+            yield RequestBlocks(one.request_id, replica, one.blocks, to, other.blocks)
+
+
+class _Stream:
+    """The steps of one replica at a point, one after the other."""
+
+    def __init__(self, point: StepPoint, limits: EngineLimits, prefix: str, use_v2: bool) -> None:
+        self._use_v2 = use_v2
+        self._prefix = prefix
+        self._block_size = limits.block_size
+        self._prompts = limits.prompts(point.prefill)
+        self._max_tokens = limits.room + 2
+        self._decoding = make_requests(
+            prefix, point.contexts, limits.room + 1, limits.block_size, decoding=True
+        )
+        self._prefilled: list[MadeUpRequest] = []
+        self._results = 0
+        self.sent = 0
+
+    def next(self) -> SchedulerOutput:
+        """The next step: each request decodes a token, and new prompts are computed."""
+        if self.sent and self._decoding:
+            step = decode_step(self._decoding, self.sent)
+        else:
+            step = add_new(
+                SchedulerOutput.make_empty(), self._decoding, self._use_v2, self._max_tokens
+            )
+        step.finished_req_ids = {one.request_id for one in self._prefilled}
+        self._prefilled = make_requests(
+            f"{self._prefix}-{self.sent}",
+            self._prompts,
+            1,
+            self._block_size,
+            decoding=False,
+            # Prompts of one step after the other may have the same blocks.
+            first_block=next_block(self._decoding),
+        )
+        add_new(step, self._prefilled, self._use_v2, max_tokens=2)
+        self.sent += 1
+        return step
+
+    def finished(self) -> int:
+        """Count a finished step; returns how many there were."""
+        self._results += 1
+        return self._results
+
+    def end(self) -> SchedulerOutput:
+        """The step that makes the runner forget the requests."""
+        return finish([*self._decoding, *self._prefilled])

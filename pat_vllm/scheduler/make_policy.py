@@ -1,0 +1,56 @@
+"""The policy that a user's options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pat_vllm.config import (
+    PATConfig,
+    PredictorPolicyConfig,
+    SchedulePolicyConfig,
+    StaticPolicyConfig,
+)
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import Policy, SchedulePolicy, StayPolicy
+from pat_vllm.profiling.profile import Profile
+
+
+def make_policy(
+    config: PATConfig,
+    layouts: Sequence[Layout],
+    profile: Callable[[str | None], Profile],
+    bound: int,
+) -> Policy:
+    """Make the policy.
+
+    Args:
+        layouts: the engine's, base first.
+        profile: reads the profile from a named file, or gets the engine's own; called only by a
+            policy that predicts.
+        bound: longest possible response, tokens.
+
+    Raises:
+        ValueError: a file that the options name cannot be used.
+    """
+    by_tp = {layout.tp: layout for layout in layouts}
+    match config.policy:
+        case StaticPolicyConfig(tp=tp):
+            return StayPolicy(home=by_tp[tp])
+        case SchedulePolicyConfig(switch_at=switch_at):
+            return SchedulePolicy(
+                home=layouts[0],
+                table=tuple((live, by_tp[tp]) for live, tp in sorted(switch_at.items())),
+            )
+        case PredictorPolicyConfig() as options:
+            if len(layouts) == 1:
+                return StayPolicy(home=layouts[0])
+            # Its models are imported by the engines that use them.
+            from pat_vllm.predictor.adaptive import AdaptivePolicy
+
+            return AdaptivePolicy.of(
+                profile(options.profile),
+                bound=options.length_bound or bound,
+                kv_transfer=config.kv_transfer,
+                lengths_file=Path(options.lengths_file) if options.lengths_file else None,
+            )

@@ -1,0 +1,74 @@
+"""A copy of the weights for each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from pat_vllm.weights.model_weights import Weight, model_weights, twins
+from pat_vllm.weights.shards import pieces_of
+
+
+class MaterializedShards:
+    """Every layout has its own copy of its weights, in its own storage.
+
+    `capture` copies nothing, but keeps the base model's plain weights alive until `release`.
+    """
+
+    def __init__(self) -> None:
+        self._base: dict[str, Weight] | None = None
+
+    def check(self, model: nn.Module) -> None:
+        """See `WeightStrategy`."""
+        for _ in model_weights(model):
+            pass
+
+    def capture(self, model: nn.Module) -> None:
+        """See `WeightStrategy`."""
+        self._base = {weight.name: weight for weight in model_weights(model)}
+
+    def building(self) -> AbstractContextManager[None]:
+        """See `WeightStrategy`."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Copy each weight's shard out of the base weights, into the storage it already has.
+
+        Raises:
+            ValueError: the model's weights are not those of the base model cut another way.
+        """
+        assert self._base is not None, "fill() before capture() or after release()"
+        for weight, base in twins(model, self._base):
+            self._derive(weight, base)
+
+    def release(self) -> None:
+        """See `WeightStrategy`."""
+        self._base = None
+
+    def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
+        """See `WeightStrategy`."""
+        self.capture(base)
+        for model in others:
+            self.fill(model)
+        self.release()
+
+    def arrange(self, tp: int) -> int:
+        """See `WeightStrategy`."""
+        return 0
+
+    def _derive(self, weight: Weight, base: Weight) -> None:
+        target, source = weight.tensor, base.tensor
+        if weight.partition is None:
+            target.copy_(source)
+            return
+        dim = weight.partition.dim
+        shard = weight.partition.shard(weight.tp, weight.tp_rank)
+        if sum(piece.length for piece in shard.pieces) < shard.size:
+            target.zero_()
+        for piece in pieces_of(shard, weight.partition.shard(base.tp, base.tp_rank)):
+            rows_of_piece = source.narrow(dim, piece.src, piece.length)
+            target.narrow(dim, piece.dst, piece.length).copy_(rows_of_piece)

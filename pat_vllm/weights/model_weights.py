@@ -1,0 +1,233 @@
+"""The weights of a vLLM model, and how tensor parallelism cuts each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, VocabPartition
+
+# From the most derived class to the least: the first match decides.
+SHARDED_LAYERS = (
+    QKVParallelLinear,
+    MergedColumnParallelLinear,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+# Whole on every rank, in every layout.
+REPLICATED_LAYERS = (
+    ReplicatedLinear,
+    RMSNorm,
+    GemmaRMSNorm,
+    RMSNormGated,
+    LayerNorm,
+    ConvLayerBase,
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """One parameter or persistent buffer of a model.
+
+    Attributes:
+        tensor: shares its storage with the parameter, and keeps it when vLLM gives the parameter
+            other data. One rank's shard under `partition`, or whole if that is None.
+        module, attribute: where the model has it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    partition: Partition | None
+    tp: int
+    tp_rank: int
+    module: nn.Module
+    attribute: str
+
+    @property
+    def storage(self) -> int:
+        """Identity of the memory; alike for tied weights."""
+        return int(self.tensor.untyped_storage()._cdata)
+
+    @property
+    def current(self) -> torch.Tensor:
+        """What the model has there now."""
+        return getattr(self.module, self.attribute).data  # type: ignore[no-any-return]
+
+    def bind(self, tensor: torch.Tensor) -> None:
+        """Have the model use another tensor."""
+        getattr(self.module, self.attribute).data = tensor
+
+
+def model_weights(model: nn.Module) -> Iterator[Weight]:
+    """Every weight of a vLLM model, in module order, tied ones once for each module.
+
+    Raises:
+        ValueError: a module's weights cannot be derived for another layout.
+    """
+    for path, module in model.named_modules():
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        layer = _layer_class(path, module) if parameters else None
+        for name, parameter in parameters.items():
+            full_name = f"{path}.{name}".lstrip(".")
+            if layer is None or getattr(module, "disable_tp", False):
+                yield Weight(full_name, parameter.data, None, 1, 0, module, name)
+            else:
+                partition = _partition(full_name, module, layer, name, parameter)
+                tp, tp_rank = (module.tp_size, module.tp_rank) if partition else (1, 0)
+                yield Weight(full_name, parameter.data, partition, tp, tp_rank, module, name)
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                full_name = f"{path}.{name}".lstrip(".")
+                yield Weight(full_name, buffer.data, None, 1, 0, module, name)
+
+
+def _layer_class(path: str, module: nn.Module) -> type[nn.Module] | None:
+    """The class of `SHARDED_LAYERS` that `module` is loaded as; None for a replicated one."""
+    unquantized = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    if isinstance(module, LinearBase | VocabParallelEmbedding) and not isinstance(
+        module.quant_method, unquantized
+    ):
+        raise ValueError(
+            f"{path} ({type(module).__name__}) is quantized with "
+            f"{type(module.quant_method).__name__}: PAT derives only unquantized weights. "
+            "Use an unquantized checkpoint, or a static tensor_parallel_size without PAT."
+        )
+    for layer in SHARDED_LAYERS:
+        if isinstance(module, layer):
+            # A subclass with a loader of its own lays its rows out in a way of its own.
+            if _weight_loaders(type(module)) == _weight_loaders(layer):
+                return layer
+            break
+    else:
+        if isinstance(module, REPLICATED_LAYERS):
+            return None
+    known = ", ".join(cls.__name__ for cls in SHARDED_LAYERS + REPLICATED_LAYERS)
+    raise ValueError(
+        f"PAT does not know how tensor parallelism cuts the weights of {path or 'the model'} "
+        f"({type(module).__name__}). It knows {known}. "
+        "Use a static tensor_parallel_size without PAT for this model."
+    )
+
+
+def _weight_loaders(cls: type) -> list[Callable[..., None]]:
+    return [getattr(cls, n) for n in ("weight_loader", "weight_loader_v2") if hasattr(cls, n)]
+
+
+def _partition(
+    full_name: str,
+    module: nn.Module,
+    layer: type[nn.Module],
+    name: str,
+    parameter: nn.Parameter,
+) -> Partition | None:
+    loader = getattr(parameter, "weight_loader", None)
+    if name not in ("weight", "bias") or getattr(loader, "__func__", None) not in _weight_loaders(
+        layer
+    ):
+        raise ValueError(
+            f"{full_name} ({layer.__name__}) does not have its layer's own weight loader: either "
+            "this model loads it in a way of its own, and cannot be used with PAT, or vLLM has "
+            "packed it for its kernels, and its plain values are gone."
+        )
+    if layer is RowParallelLinear:
+        return EvenPartition((module.input_size,), dim=1) if name == "weight" else None
+    if layer is QKVParallelLinear:
+        return QKVPartition(
+            module.total_num_heads,
+            module.total_num_kv_heads,
+            module.head_size,
+            module.v_head_size,
+        )
+    if layer is MergedColumnParallelLinear:
+        return EvenPartition(tuple(module.output_sizes))
+    if layer is ColumnParallelLinear:
+        return EvenPartition((module.output_size,))
+    if module.num_added_embeddings:
+        raise ValueError(
+            f"{full_name} has {module.num_added_embeddings} embeddings added to the model's own: "
+            "PAT does not derive those. Use a static tensor_parallel_size without PAT."
+        )
+    return VocabPartition(module.org_vocab_size, module.padding_size)
+
+
+def twins(model: nn.Module, base: Mapping[str, Weight]) -> Iterator[tuple[Weight, Weight]]:
+    """Each weight of another layout's model, with the base layout's.
+
+    Args:
+        base: by name.
+
+    Raises:
+        ValueError: the model's weights are not those of the base model cut another way.
+    """
+    derived = {weight.name: weight for weight in model_weights(model)}
+    if unmatched := derived.keys() ^ base.keys():
+        raise ValueError(
+            f"{min(unmatched)} exists in only one of the base layout's model and another's: "
+            "this model cannot be used with PAT"
+        )
+    sources: dict[int, int] = {}
+    for name, weight in derived.items():
+        twin = base[name]
+        # The two may be tied in this layout only if they are in the base layout.
+        if sources.setdefault(weight.storage, twin.storage) != twin.storage:
+            raise ValueError(f"{name} shares its storage here, but not in the base layout")
+        _check_twins(weight, twin)
+        yield weight, twin
+
+
+def _check_twins(weight: Weight, base: Weight) -> None:
+    if weight.partition != base.partition or weight.tensor.dtype != base.tensor.dtype:
+        raise ValueError(
+            f"{weight.name} differs between layouts by more than how it is cut: "
+            f"{base.partition}, {base.tensor.dtype} for tp={base.tp} and "
+            f"{weight.partition}, {weight.tensor.dtype} for tp={weight.tp}"
+        )
+    if weight.partition is None:
+        check_shape(weight.name, weight.tensor, tuple(base.tensor.shape))
+        return
+    for one in (weight, base):
+        rows = weight.partition.shard(one.tp, one.tp_rank).size
+        check_shape(one.name, one.tensor, resized(base.tensor, weight.partition.dim, rows))
+
+
+def resized(tensor: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
+    """Its shape, but for one dimension."""
+    return (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if it has another."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} where its layer implies {shape}: this model "
+            "cuts it in a way of its own, and cannot be used with PAT"
+        )

@@ -1,0 +1,153 @@
+"""How a shard's rows are brought together inside the storage of a whole weight. Pure.
+
+The storage of a fused matrix holds q, k and v (or gate and up) end to end, so the shard of another
+layout is scattered over it. A layout needs its shard in consecutive rows, which always begin at the
+same row. Rows trade places for that, a few of them: one part of the shard usually stays where it is
+and the others come to it, and what lay there goes where they came from. The base layout's block is
+all rows in their original order, so the way back is no other than any way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pat_vllm.weights.shards import Piece
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Rows `a` to `a + length` trade places with rows `b` to `b + length`; the two are disjoint."""
+
+    a: int
+    b: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a layout finds its shard: consecutive rows from row `start` on.
+
+    Attributes:
+        units: of the storage's original order, in the order of the shard.
+        unit: rows that always move together.
+    """
+
+    start: int
+    units: tuple[int, ...]
+    unit: int
+
+    @property
+    def size(self) -> int:
+        """Rows of the shard."""
+        return len(self.units) * self.unit
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """What lies where in a storage: `units[i]` is the original unit that lies in place `i`."""
+
+    units: tuple[int, ...]
+    unit: int
+
+    @classmethod
+    def original(cls, rows: int, unit: int) -> RowOrder:
+        """The order in which the weight was loaded."""
+        return cls(tuple(range(rows // unit)), unit)
+
+    def bring(self, block: Block) -> RowOrder:
+        """The order, a few swaps from this one, in which a block is together."""
+        assert block.unit == self.unit
+        first = block.start // self.unit
+        after = list(self.units)
+        _swap_until(after, dict(enumerate(block.units, start=first)))
+        return RowOrder(tuple(after), self.unit)
+
+    def swaps_to(self, other: RowOrder) -> list[Swap]:
+        """The swaps, one after the other, that lead from this order to another of the same rows."""
+        assert other.unit == self.unit
+        return _joined(_swap_until(list(self.units), dict(enumerate(other.units))), self.unit)
+
+
+def common_unit(rows: int, shards: Iterable[Sequence[Piece]]) -> int:
+    """The most rows that always move together: those of all parts of all shards divide by it.
+
+    Args:
+        rows: of the storage.
+        shards: each as copies from rows of the storage.
+    """
+    ends = (n for pieces in shards for piece in pieces for n in (piece.src, piece.length))
+    return math.gcd(rows, *ends)
+
+
+def block_of(pieces: Sequence[Piece], rows: int, unit: int) -> Block:
+    """The block for a shard, placed where the fewest rows have to move from the original order.
+
+    Args:
+        pieces: copies from rows of the storage that fill the shard, in the order of the shard.
+        rows: of the storage.
+    """
+    units = tuple(
+        row // unit
+        for piece in sorted(pieces, key=lambda piece: piece.dst)
+        for row in range(piece.src, piece.src + piece.length, unit)
+    )
+    original = RowOrder.original(rows, unit)
+    last = rows - len(units) * unit
+    # One of the parts stays where it is.
+    starts = {min(max(piece.src - piece.dst, 0), last) for piece in pieces}
+    blocks = (Block(start, units, unit) for start in sorted(starts))
+    return min(blocks, key=lambda block: rows_moved(original.swaps_to(original.bring(block))))
+
+
+def rows_moved(swaps: Iterable[Swap]) -> int:
+    """Rows that are read, and written, by swaps."""
+    return sum(2 * swap.length for swap in swaps)
+
+
+def rounds(swaps: Iterable[Swap]) -> list[list[Swap]]:
+    """Cut a sequence of swaps into rounds; those of a round touch different rows."""
+    made: list[list[Swap]] = []
+    for swap in swaps:
+        if not made or any(_overlap(swap, other) for other in made[-1]):
+            made.append([])
+        made[-1].append(swap)
+    return made
+
+
+def _overlap(one: Swap, other: Swap) -> bool:
+    return any(
+        x < y + other.length and y < x + one.length
+        for x in (one.a, one.b)
+        for y in (other.a, other.b)
+    )
+
+
+def _swap_until(units: list[int], wanted: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Swap places in `units` until `wanted[place]` lies there; returns the pairs of places."""
+    place_of = {unit: place for place, unit in enumerate(units)}
+    pairs = []
+    for place, unit in wanted.items():
+        came_from, displaced = place_of[unit], units[place]
+        if came_from != place:
+            units[place], units[came_from] = unit, displaced
+            place_of[unit], place_of[displaced] = place, came_from
+            pairs.append((place, came_from))
+    return pairs
+
+
+def _joined(pairs: Sequence[tuple[int, int]], unit: int) -> list[Swap]:
+    """Swaps of neighbouring units as one, as long as the two sides stay disjoint."""
+    swaps: list[Swap] = []
+    for a, b in pairs:
+        last = swaps[-1] if swaps else None
+        if (
+            last is not None
+            and (a * unit, b * unit) == (last.a + last.length, last.b + last.length)
+            and last.length < abs(last.a - last.b)
+        ):
+            swaps[-1] = Swap(last.a, last.b, last.length + unit)
+        else:
+            swaps.append(Swap(a * unit, b * unit, unit))
+    return swaps

@@ -1,0 +1,25 @@
+"""PAT's worker on CPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from pat_vllm.worker.worker import PATWorkerMixin
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class PATCPUWorker(PATWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with layouts."""
+
+    def _make_runner(self, config: VllmConfig) -> Any:
+        if config.use_v2_model_runner:
+            from vllm.v1.worker.cpu.model_runner import CPUModelRunner as RunnerV2
+
+            return RunnerV2(config, self.device)
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner as RunnerV1
+
+        return RunnerV1(config, self.device)

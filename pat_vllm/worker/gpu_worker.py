@@ -1,0 +1,109 @@
+"""PAT's worker on CUDA and ROCm."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import vllm.envs as envs
+from vllm.device_allocator import get_mem_allocator_instance
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from pat_vllm.config import pat_config
+from pat_vllm.kv_transfer.kv_memory import Measured, kv_cache_bytes
+from pat_vllm.worker.worker import PATWorkerMixin
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from pat_vllm.worker.runtime import LayoutRuntime
+
+
+class PATGPUWorker(PATWorkerMixin, Worker):
+    """vLLM's GPU worker with layouts."""
+
+    def _make_model_runner(self) -> Any:
+        """None: vLLM's for all ranks as one group, which would never run. See `_make_runner`."""
+        return None
+
+    def _make_runner(self, config: VllmConfig) -> Any:
+        # vLLM's own choice of runner, made for the config that the worker holds.
+        self.vllm_config, engine_config = config, self.vllm_config
+        try:
+            return super()._make_model_runner()
+        finally:
+            self.vllm_config = engine_config
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        if (
+            tag == "weights"
+            and self._active is not self._base
+            and self.vllm_config.model_config.enable_cumem_allocator
+        ):
+            # vLLM asserts that its pool is empty when weights are loaded; the base layout's are
+            # in it. The derived ones belong there too, for sleep mode to find them.
+            return get_mem_allocator_instance().use_memory_pool(tag=tag)
+        return super()._maybe_get_memory_pool_context(tag)
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        # vLLM sizes the KV cache by what the active layout's weights take: count all layouts'.
+        self.model_runner.model_memory_usage = sum(
+            runtime.runner.model_memory_usage for runtime in self._runtimes.values()
+        )
+
+    def determine_available_memory(self) -> int:
+        """As in vLLM, with what every layout takes to run, and with room for switches."""
+        # The base layout's last, for vLLM tells users what it measured last.
+        measured = [self._measure(runtime) for runtime in reversed(self._runtimes.values())]
+        if self.cache_config.kv_cache_memory_bytes:
+            return measured[-1].available
+        self.available_kv_cache_memory_bytes = kv_cache_bytes(measured, self._staged())
+        return self.available_kv_cache_memory_bytes
+
+    def _staged(self) -> float:
+        """Share of the KV cache that a switch stages in the worst case: a layer to be received, and
+        one to be sent to every rank that has the same KV heads."""
+        if len(self._runtimes) == 1 or pat_config(self.vllm_config).kv_transfer == "recompute":
+            return 0.0
+        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        sent = max(1, max(layout.tp for layout in self._runtimes) // kv_heads)
+        return (1 + sent) / len(self.model_runner.get_kv_cache_spec())
+
+    def _measure(self, runtime: LayoutRuntime) -> Measured:
+        self._enter(runtime)
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return Measured(available, graphs=0, activations=0)
+        counted = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+        graphs = self.cudagraph_memory_estimate if counted else 0
+        return Measured(available, graphs, self.peak_activation_memory - graphs)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """As in vLLM, for every layout."""
+        times = super().compile_or_warm_up_model()
+        super()._maybe_activate_jit_monitor()
+        return times
+
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Not before all layouts are warm."""
+
+    def sleep(self, level: int = 1) -> None:
+        # vLLM keeps the buffers of the active layout's model through a level-2 sleep, which
+        # discards the weights pool; each layout's model has its own there.
+        self._sleeping_buffers = {
+            layout: {name: b.cpu().clone() for name, b in runtime.runner.model.named_buffers()}
+            for layout, runtime in self._runtimes.items()
+            if level == 2
+        }
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)
+        if tags is None or "weights" in tags:
+            for layout, buffers in self._sleeping_buffers.items():
+                model = self._runtimes[layout].runner.model
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+            self._sleeping_buffers = {}

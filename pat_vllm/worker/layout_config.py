@@ -1,0 +1,99 @@
+"""A layout's own copy of the engine's `VllmConfig`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+
+from pat_vllm.config import pat_config
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import CompilationConfig, VllmConfig
+
+
+def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> VllmConfig:
+    """The config of a static vLLM engine with this layout's tensor parallelism.
+
+    vLLM's own code, given this config and the layout's TP group, builds the model, the attention
+    backends and the CUDA graphs of that tp. What a layout changes is copied; the rest is shared.
+    """
+    config = copy.copy(vllm_config)
+    config.parallel_config = copy.copy(vllm_config.parallel_config)
+    config.parallel_config.tensor_parallel_size = layout.tp
+    config.parallel_config.world_size = layout.tp
+    config.parallel_config.rank = layout.tp_rank_of(rank)
+    # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
+    config.parallel_config.data_parallel_index = layout.replica_of(rank)
+    # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
+    config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
+    config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}
+    _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
+    config.cache_config = copy.copy(vllm_config.cache_config)
+    config.load_config = copy.copy(vllm_config.load_config)
+    return config
+
+
+def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:
+    """Capture no graphs for batches that the layout will not see."""
+    sizes = config.cudagraph_capture_sizes
+    if sizes and largest_batch is not None:
+        enough = next((size for size in sorted(sizes) if size >= largest_batch), max(sizes))
+        config.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
+        config.max_cudagraph_capture_size = enough
+
+
+def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
+    """The KV cache config of a layout whose blocks are `ratio` times smaller than the base's.
+
+    The same bytes hold `ratio` times as many blocks, each with 1/`ratio` of the KV heads. Used by
+    the workers, which view one buffer, and by the schedulers, so that both agree.
+
+    Raises:
+        ValueError: a KV cache group is not plain full attention, or blocks of several layers are
+            interleaved, so that layouts would not alias layer by layer.
+    """
+    config = copy.deepcopy(base)
+    config.num_blocks = base.num_blocks * ratio
+    for group in config.kv_cache_groups:
+        group.kv_cache_spec = _narrow(group.kv_cache_spec, ratio)
+    for tensor in config.kv_cache_tensors:
+        if len(tensor.layers) > 1 and tensor.block_stride > tensor.layer_stride:
+            raise ValueError(
+                "PAT needs a KV cache whose layers are contiguous (layer-compact), but the "
+                f"resolved layout {config.kv_cache_layout!r} packs the layers of a block together; "
+                "set VLLM_KV_CACHE_LAYOUT=LBNHC or LBHNC"
+            )
+        tensor.block_stride //= ratio
+    return config
+
+
+def _narrow(spec: KVCacheSpec, ratio: int) -> KVCacheSpec:
+    plain = type(spec) is FullAttentionSpec and (
+        spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and spec.num_head_slots is None
+        and spec.page_size_padded is None
+    )
+    if not plain:
+        raise ValueError(f"PAT supports plain full attention only, but the KV cache is {spec}")
+    return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
+
+
+def block_ratio(layout: Layout, base: Layout, num_kv_heads: int) -> int:
+    """How many blocks of `layout` take the bytes of one block of `base`."""
+    return base.kv_heads_per_rank(num_kv_heads) // layout.kv_heads_per_rank(num_kv_heads)
+
+
+def kv_bytes_per_token(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> int:
+    """KV bytes of one token over all layers and KV heads."""
+    per_rank = sum(
+        group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
+        for group in base_config.kv_cache_groups
+        for _ in group.layer_names
+    )
+    return per_rank * num_kv_heads // base.kv_heads_per_rank(num_kv_heads)

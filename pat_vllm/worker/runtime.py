@@ -1,0 +1,122 @@
+"""What a worker keeps for each layout: TP group, config copy, model runner, KV views."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.distributed.parallel_state as parallel_state
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from pat_vllm.kv_transfer.connector import PATConnector
+from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass
+class LayoutRuntime:
+    """One layout on one rank. Its parts are made once and stay where they are.
+
+    Attributes:
+        config: what a static vLLM engine of this tp would have.
+        group: the rank's TP group in this layout.
+        runner: vLLM's model runner, built on `config` and `group`.
+        kv_cache_config: set when the KV cache is allocated, as is `connector`.
+    """
+
+    layout: Layout
+    config: VllmConfig
+    group: GroupCoordinator
+    runner: Any = None
+    kv_cache_config: KVCacheConfig | None = None
+    connector: PATConnector | None = None
+
+    def register_kv(self, kv_cache_config: KVCacheConfig, buffer: SharedKVBuffer) -> None:
+        """Give the layout its connector, with its views of the KV buffer."""
+        config = copy.copy(self.config)
+        config.kv_transfer_config = KVTransferConfig(kv_connector="PATConnector", kv_role="kv_both")
+        self.kv_cache_config = kv_cache_config
+        self.connector = PATConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+        self.connector.register_kv_caches(
+            buffer.views(kv_cache_config, self.config.cache_config.get_resolved_kv_cache_layout())
+        )
+
+
+def make_tp_group(layout: Layout, local_rank: int, backend: str) -> GroupCoordinator:
+    """This rank's TP group of a layout. Collective over all ranks.
+
+    vLLM's own group serves the layout that spans all ranks. Names begin with "tp", by which vLLM's
+    CPU backend knows the groups that get its shared-memory collectives.
+    """
+    if layout.replicas == 1:
+        return parallel_state.get_tp_group()
+    return parallel_state.init_model_parallel_group(
+        [list(layout.ranks_of(replica)) for replica in range(layout.replicas)],
+        local_rank,
+        backend,
+        group_name="tp",
+    )
+
+
+def install_tp_group(group: GroupCoordinator) -> None:
+    """Make `group` vLLM's tensor-parallel group, as which layers look it up at each call."""
+    _change_workspaces(group)
+    parallel_state._TP = group
+    # vLLM lets the engram TP group be the TP group unless a config sets it apart.
+    parallel_state._ETP = group
+
+
+_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+_WORKSPACES = {
+    "_fi_ar_workspace": None,
+    "_fi_ar_quant_workspace": None,
+    "_fi_ar_workspace_failed": False,
+    "_fi_ar_quant_workspace_failed": False,
+}
+"""Of `_FLASHINFER`: made for one group, by the first that asks, and looked up at each call."""
+_workspaces_of: dict[int, dict[str, Any]] = {}
+
+
+def _change_workspaces(group: GroupCoordinator) -> None:
+    """Have FlashInfer's all-reduce find the workspaces of `group`, or none yet."""
+    previous: GroupCoordinator | None = parallel_state._TP
+    module = sys.modules.get(_FLASHINFER)
+    if module is None or previous is None or group is previous:
+        return
+    _workspaces_of[id(previous)] = {name: getattr(module, name) for name in _WORKSPACES}
+    vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
+
+
+def seed_like(seed: int, epoch: int, replica: int) -> None:
+    """Seed unseeded sampling: alike on the ranks of a replica, differently in each replica.
+
+    All ranks of a TP group sample, each with its own generators, and must draw alike. Replicas
+    must not, or the samples of one prompt would be copies.
+    """
+    from vllm.utils.torch_utils import set_random_seed
+
+    set_random_seed(seed, _mix(epoch, replica))
+
+
+def _mix(epoch: int, replica: int) -> int:
+    """A distinct number for each (epoch, replica); 0, vLLM's own seed, only for the first."""
+    return (epoch << 16) + replica
+
+
+def cpu_world_group() -> torch.distributed.ProcessGroup:
+    """All ranks of the engine, over a CPU backend."""
+    return parallel_state.get_world_group().cpu_group
+
+
+def device_world_group() -> torch.distributed.ProcessGroup:
+    """All ranks of the engine, over the device's backend."""
+    return parallel_state.get_world_group().device_group

@@ -1,0 +1,89 @@
+"""Runs made-up requests through a layout, so that no first step of a user pays for it.
+
+Kernels are compiled for each class of batch size (1, 2, more) and communicators set themselves up
+at first use; a layout entered in mid-generation must have that behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
+from pat_vllm.worker.synthetic import add_new, decode_step, finish, made_up_kv, make_requests
+
+if TYPE_CHECKING:
+    from pat_vllm.worker.runtime import LayoutRuntime
+
+BATCH_SIZES = (1, 2, 3)
+"""Decode batches to run; `torch.compile` specializes on 1, and on 2 where it becomes dynamic."""
+DECODE_STEPS = 2
+PREFILL_TOKENS = 256
+"""Length of the prompt whose prefill is timed, where the engine's limits allow it."""
+
+
+def warm_up(worker: Any, num_blocks: int, block_size: int, use_v2: bool) -> float:
+    """Run prefills and decode steps in the worker's active layout. All ranks of a replica call it.
+
+    Returns:
+        Prefill rate, tokens per second, from the second of two equal prefills.
+    """
+    config = worker.vllm_config
+    limit = min(
+        config.scheduler_config.max_num_batched_tokens,
+        config.model_config.max_model_len - DECODE_STEPS - 1,
+        (num_blocks - 1) * block_size - DECODE_STEPS,
+    )
+    long = max(1, min(PREFILL_TOKENS, limit))
+    rate = 0.0
+    for _ in range(2):
+        rate = long / _run(worker, [long], block_size, use_v2, decode_steps=0)
+    for size in BATCH_SIZES:
+        short = max(1, min(4, limit // size))
+        fits = size * (1 + (short + DECODE_STEPS) // block_size) < num_blocks
+        if fits and size <= config.scheduler_config.max_num_seqs:
+            _run(worker, [short] * size, block_size, use_v2, decode_steps=DECODE_STEPS)
+    return rate
+
+
+def warm_up_moves(
+    runtimes: Iterable[LayoutRuntime],
+    num_kv_heads: int,
+    move: Callable[[LayoutRuntime, LayoutRuntime, Sequence[BlockMove]], None],
+) -> None:
+    """Move made-up KV between every two layouts. All ranks call it.
+
+    Args:
+        move: moves blocks from one layout to another.
+    """
+    for source, target in permutations(runtimes, 2):
+        assert source.kv_cache_config is not None and target.kv_cache_config is not None
+        num_blocks = min(source.kv_cache_config.num_blocks, target.kv_cache_config.num_blocks)
+        requests = made_up_kv(source.layout, target.layout, num_blocks)
+        move(source, target, plan_moves(source.layout, target.layout, num_kv_heads, requests))
+
+
+def _run(
+    worker: Any, prompts: list[int], block_size: int, use_v2: bool, decode_steps: int
+) -> float:
+    """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
+    requests = make_requests("pat-warm-up", prompts, decode_steps + 1, block_size, decoding=False)
+    start = time.perf_counter()
+    _step(worker, add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + 1))
+    seconds = time.perf_counter() - start
+    for done in range(1, decode_steps + 1):
+        _step(worker, decode_step(requests, done))
+    worker.execute_model(finish(requests))
+    return seconds
+
+
+def _step(worker: Any, step: SchedulerOutput) -> None:
+    output = worker.execute_model(step)
+    if output is None:
+        output = worker.sample_tokens(None)
+    if hasattr(output, "get_output"):
+        output.get_output()  # waits for the device

@@ -1,0 +1,413 @@
+"""A worker that keeps a runtime for each layout, of which one is active."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from pat_vllm.config import home_layout, layouts_of, pat_config
+from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
+from pat_vllm.executor.messages import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.orphan import exit_when_orphaned
+from pat_vllm.kv_transfer.connector import MoveMetadata
+from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
+from pat_vllm.layout import device_of
+from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
+from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.worker.handover import Handover, handover_for
+from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.worker.runtime import (
+    LayoutRuntime,
+    cpu_world_group,
+    device_world_group,
+    install_tp_group,
+    make_tp_group,
+    seed_like,
+)
+from pat_vllm.worker.side_stream import SideStream
+from pat_vllm.worker.warmup import warm_up, warm_up_moves
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.device_communicators.shm_broadcast import Handle
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
+
+_PROBE_BYTES = 1 << 20
+"""Sent to each rank to measure the exchange's bandwidth at start."""
+
+
+_IN_EVERY_LAYOUT: set[str] = set()
+
+
+def run_in_every_layout(method: str) -> None:
+    """Have a worker method that changes the model itself run once for each layout's model.
+
+    Other methods of trainers and users see the base layout's model only. To be called in the
+    worker's process, for instance where the module of a worker extension is imported.
+
+    Args:
+        method: its name, as given to `collective_rpc`.
+    """
+    _IN_EVERY_LAYOUT.add(method)
+
+
+class PATWorkerMixin:
+    """What PAT adds to a vLLM worker of a platform.
+
+    vLLM's worker code runs as it is, once per layout where it builds something; `_activate` points
+    its attributes at a layout's objects before.
+    """
+
+    # Of vLLM's worker, for the type checker.
+    vllm_config: VllmConfig
+    model_runner: Any
+    rank: int
+    local_rank: int
+    device: torch.device
+    cache_config: Any
+    compilation_config: Any
+    parallel_config: Any
+    load_config: Any
+    weight_transfer_engine: Any
+
+    # ---------------------------------------------------------------- start
+
+    def init_device(self) -> None:
+        """Join the world, then make each layout's group, config and model runner."""
+        exit_when_orphaned()
+        # Of the node's devices: all ranks are on one node.
+        self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
+        super().init_device()  # type: ignore[misc]
+        engine_config = self.vllm_config
+        layouts = layouts_of(engine_config)
+        self._seed = engine_config.model_config.seed
+        self._home = home_layout(engine_config)
+        self._packed = False
+        self._buffer = SharedKVBuffer()
+        self._runtimes = {
+            layout: LayoutRuntime(
+                layout,
+                layout_config(engine_config, layout, self.rank),
+                make_tp_group(layout, self.local_rank, current_platform.dist_backend),
+            )
+            for layout in layouts
+        }
+        self._base = self._runtimes[layouts[0]]
+        self._weights = self._weight_strategy(pat_config(engine_config).weights)
+        for runtime in self._runtimes.values():
+            loader = base_load_config if runtime is self._base else derived_load_config
+            runtime.config.load_config = loader(engine_config.load_config, self._weights)
+            install_tp_group(runtime.group)
+            with set_current_vllm_config(runtime.config):
+                runtime.runner = self._make_runner(runtime.config)
+        self._handover: Handover = handover_for(self._base.runner)
+        self._exchange = Exchange(device_world_group(), self.device)
+        self._side = SideStream(self.device)
+        self._activate(self._base)
+
+    def _make_runner(self, config: VllmConfig) -> Any:
+        """vLLM's model runner for this platform and config."""
+        raise NotImplementedError
+
+    def _weight_strategy(self, name: str) -> WeightStrategy:
+        if name == "auto":
+            # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
+            # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
+            default_kernels = self.vllm_config.kernel_config.linear_backend == "auto"
+            fit = current_platform.is_cuda() and default_kernels
+            name = "inplace" if fit else "materialized"
+        if name == "inplace":
+            return InPlaceShards({one.tp: one.tp_rank_of(self.rank) for one in self._runtimes})
+        return MaterializedShards()
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Load the base layout from disk, and derive the others from it."""
+        for runtime in self._runtimes.values():  # base first
+            self._activate(runtime)
+            super().load_model(**kwargs)  # type: ignore[misc]
+            # vLLM does so later, with the engine's config, which no attention layer is in.
+            current_platform.update_block_size_for_backend(runtime.config)
+            if runtime is self._base:
+                engine = self.weight_transfer_engine
+            else:
+                self._handover.share(self._base.runner, runtime.runner)
+        self._weights.release()
+        self._guard_packed_weights()
+        self.weight_transfer_engine = engine
+        self._activate(self._base)
+
+    def set_kv_cache_layout(self, *args: Any, **kwargs: Any) -> None:
+        """As in vLLM, whose versions give it different arguments, in every layout's config."""
+        for runtime in self._runtimes.values():
+            self._activate(runtime)
+            super().set_kv_cache_layout(*args, **kwargs)  # type: ignore[misc]
+        self._activate(self._base)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        for runtime in self._runtimes.values():
+            self._activate(runtime)
+            super().update_max_model_len(max_model_len)  # type: ignore[misc]
+        self._activate(self._base)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the KV buffer for the base layout, and view it from every other."""
+        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        for layout, runtime in self._runtimes.items():
+            ratio = block_ratio(layout, self._base.layout, num_kv_heads)
+            config = layout_kv_cache_config(kv_cache_config, ratio)
+            self._activate(runtime)
+            _check_specs(config, runtime)
+            with set_current_vllm_config(runtime.config):
+                super().initialize_from_config(config)  # type: ignore[misc]
+            runtime.register_kv(config, self._buffer)
+        self._activate(self._base)
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        inner = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        return self._buffer.allocation(inner) if tag == "kv_cache" else inner
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile, capture and warm up every layout; measure what switching rests on."""
+        language_model = encoder = 0.0
+        prefill_rate: dict[int, float] = {}
+        for layout, runtime in self._runtimes.items():
+            self._enter(runtime)
+            with set_current_vllm_config(runtime.config):
+                times = super().compile_or_warm_up_model()  # type: ignore[misc]
+            language_model += times.language_model
+            encoder += times.encoder
+            assert runtime.kv_cache_config is not None
+            prefill_rate[layout.tp] = warm_up(
+                self,
+                runtime.kv_cache_config.num_blocks,
+                runtime.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                runtime.config.use_v2_model_runner,
+            )
+        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        warm_up_moves(self._runtimes.values(), num_kv_heads, self._move_kv)
+        self._synchronize_device()
+        bandwidth = self._exchange.measure(_PROBE_BYTES)
+        self._rates = TransferRates(bandwidth, prefill_rate)
+        home = self._runtimes[self._home]
+        self._enter(home)
+        seed_like(self._seed, 0, home.layout.replica_of(self.rank))
+        return CompilationTimes(language_model=language_model, encoder=encoder)
+
+    def pat_transfer_rates(self) -> TransferRates:
+        """Rates that this rank measured while warming up."""
+        return self._rates
+
+    # ---------------------------------------------------------------- weight updates
+
+    def pat_call_in_base(
+        self, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method of this worker, or a pickled function of it, in the base layout.
+
+        Weights arrive there, whatever layout is active: its model is what vLLM's and the trainers'
+        code then finds. Methods given to `run_in_every_layout` run in each; the base layout's
+        result is returned, or `CallFailed`. `pat_refresh_weights` has to follow before a step.
+        """
+        if isinstance(method, str):
+            function = getattr(self, method)
+        else:
+            function = functools.partial(cloudpickle.loads(method), self)
+        active = self._active
+        try:
+            if method in _IN_EVERY_LAYOUT:
+                for runtime in self._runtimes.values():
+                    if runtime is not self._base:
+                        self._enter(runtime)
+                        function(*args, **kwargs)
+            self._enter(self._base)
+            return function(*args, **kwargs)
+        except Exception as error:
+            logger.exception("a call of the engine's user failed")
+            return CallFailed(str(error))
+        finally:
+            self._activate(active)
+
+    @torch.inference_mode()
+    def pat_refresh_weights(self) -> None:
+        """Give every other layout the base layout's weights as they are now. Collective."""
+        if len(self._runtimes) > 1 and not self._packed:
+            others = [one for one in self._runtimes.values() if one is not self._base]
+            self._weights.refresh(
+                self._base.runner.get_model(), [one.runner.get_model() for one in others]
+            )
+            self._weights.arrange(self._active.layout.tp)
+            self._synchronize_device()
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """As in vLLM. While the memory is away, nothing must ask for rows to move."""
+        self._weights.arrange(self._base.layout.tp)
+        self._synchronize_device()
+        super().sleep(*args, **kwargs)  # type: ignore[misc]
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_if_packed()
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """As in vLLM, which would look for a rank's entry of a list by the base layout's config."""
+        if isinstance(update_info, list):
+            update_info = update_info[self.rank]
+        super().update_weights(update_info)  # type: ignore[misc]
+
+    def start_weight_update(self) -> None:
+        self._refuse_if_packed()
+        super().start_weight_update()  # type: ignore[misc]
+
+    def _guard_packed_weights(self) -> None:
+        """Have every way to load new weights refused if they could not reach all layouts."""
+        model = self._base.runner.get_model()
+        try:
+            self._weights.check(model)
+        except ValueError:
+            self._packed = len(self._runtimes) > 1
+        if self._packed:
+            model.load_weights = self._refuse_if_packed
+
+    def _refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
+        if self._packed:
+            raise RuntimeError(
+                "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
+                "kernels and freed the plain ones, from which those of the layouts "
+                f"tp={[layout.tp for layout in self._runtimes]} are derived. Updates need a GPU, "
+                "or one layout: pat.layouts=[N] with pat.base_tp=N."
+            )
+
+    # ---------------------------------------------------------------- steps
+
+    def pat_open_lanes(self, handles: LaneHandles) -> Handle:
+        """Open this rank's ends of the lanes; returns the handle of the ring back."""
+        self._lanes = WorkerLanes(handles, self.rank, self._runtimes, self.device)
+        return self._lanes.reply_handle()
+
+    def pat_lanes_ready(self) -> None:
+        """Block until the engine has opened its ends."""
+        self._lanes.wait_until_ready()
+
+    def pat_serve_lane(self) -> None:
+        """Run the steps of the active layout's lane, until asked to leave it."""
+        self._lanes.serve(self._active.layout, self)  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------- switching
+
+    def _activate(self, runtime: LayoutRuntime) -> None:
+        """Make a layout the one that vLLM's worker code sees."""
+        install_tp_group(runtime.group)
+        self._active = runtime
+        self.model_runner = runtime.runner
+        self.vllm_config = runtime.config
+        self.parallel_config = runtime.config.parallel_config
+        self.cache_config = runtime.config.cache_config
+        self.compilation_config = runtime.config.compilation_config
+        self.load_config = runtime.config.load_config
+
+    def _enter(self, runtime: LayoutRuntime) -> None:
+        """Make a layout the active one, with its weights in place."""
+        self._activate(runtime)
+        self._weights.arrange(runtime.layout.tp)
+
+    @torch.inference_mode()
+    def pat_switch(self, order: SwitchOrder) -> SwitchTimes:
+        """Carry out a switch. Collective over all ranks; no step is in flight.
+
+        Returns:
+            What each part took on this rank.
+        """
+        clock = time.perf_counter
+        source, target = self._runtimes[order.source], self._runtimes[order.target]
+        assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
+
+        started = clock()
+        states = self._gather_states(order)
+        gathered = clock()
+
+        with self._side.beside():
+            weight_bytes = self._weights.arrange(target.layout.tp)
+        resharded = clock()
+
+        kv_bytes = 0
+        if order.moves:
+            self._move_kv(source, target, order.moves)
+            # The device may still be at it; the cost model is to learn what it really took.
+            self._side.wait_for_current()
+            kv_bytes = self._exchange.bytes_sent
+        moved = clock()
+        self._side.wait()
+        weights_done = clock()
+
+        self._handover.clear(source.runner)
+        self._activate(target)
+        seed_like(self._seed, order.epoch, order.target.replica_of(self.rank))
+        self._handover.give(target.runner, states)
+        return SwitchTimes(
+            states=gathered - started,
+            # What it adds to the stall: on a device, rows of weights move while KV does.
+            weights=resharded - gathered + weights_done - moved,
+            kv=moved - resharded,
+            activate=clock() - weights_done,
+            kv_bytes=kv_bytes,
+            weight_bytes=weight_bytes,
+        )
+
+    def _move_kv(
+        self, source: LayoutRuntime, target: LayoutRuntime, moves: Sequence[BlockMove]
+    ) -> None:
+        """Carry out this rank's part of the moves of all ranks. Collective."""
+        assert source.connector is not None and target.connector is not None
+        mine = RankMoves.of(self.rank, source.layout.world_size, moves)
+        target.connector.bind_connector_metadata(MoveMetadata(mine))
+        target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
+        target.connector.clear_connector_metadata()
+
+    def _synchronize_device(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def _gather_states(self, order: SwitchOrder) -> dict[str, Any]:
+        """Runner state of the requests that come to this rank."""
+        if not order.placement:
+            return {}
+        mine: dict[str, Any] = {}
+        if order.source.tp_rank_of(self.rank) == 0:
+            mine = self._handover.take(self._active.runner, order.placement)
+        gathered: list[dict[str, Any]] = [{}] * order.source.world_size
+        dist.all_gather_object(gathered, mine, group=cpu_world_group())
+        replica = order.target.replica_of(self.rank)
+        return {
+            request_id: state
+            for states in gathered
+            for request_id, state in states.items()
+            if order.placement[request_id] == replica
+        }
+
+
+def _check_specs(config: KVCacheConfig, runtime: LayoutRuntime) -> None:
+    """The shared buffer is divided as vLLM itself would divide it for this tp."""
+    specs = runtime.runner.get_kv_cache_spec()
+    for group in config.kv_cache_groups:
+        for name in group.layer_names:
+            if specs[name] != group.kv_cache_spec:
+                raise ValueError(
+                    f"layout {runtime.layout}: layer {name} has the KV cache {specs[name]}, where "
+                    f"PAT expects {group.kv_cache_spec}; this model cannot be used with PAT"
+                )
