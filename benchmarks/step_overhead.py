@@ -7,7 +7,7 @@ predictor policy does, planning included, at most 1% of a decode step; a replica
 replicas with 128 requests each, at most 1.15 times that of one stock scheduler with 128. No
 workers: an executor that answers at once stands for them. Each row compares `PATScheduler` with the
 same number of stock schedulers stepped one after the other, requests and outputs alike; the sides
-alternate step by step. In layout 1x8 the predictor policy is in charge, with a modelled profile by
+alternate step by step. In layout tp1dp8 the predictor policy decides, with a modelled profile by
 which no switch pays.
 """
 
@@ -135,7 +135,7 @@ def _compare(
         if run:  # the first one admits and prefills
             ours.append(statistics.median(times[pat_step]))
             theirs.append(statistics.median(times[stock_step]))
-    assert all(replica.live == requests for replica in scheduler._replicas)
+    assert all(replica.num_seqs == requests for replica in scheduler._replicas)
     return ours, theirs
 
 

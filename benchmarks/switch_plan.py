@@ -76,7 +76,7 @@ def _measure(live: int, repeats: int) -> dict[str, list[dict[str, float]]]:
                 step()
             report = scheduler._history.report(scheduler._layout, scheduler._layouts).switches[-1]
             assert (report.source.tp, report.target.tp) == (source, target)
-            assert report.migrated == report.live == live
+            assert report.migrated == report.num_seqs == live
             if repeat:
                 found.setdefault(f"{report.source} -> {report.target}", []).append(
                     {"plan": report.plan, "finish": report.finish, "discard": discard}

@@ -13,7 +13,7 @@ BLOCK_SIZE = 16
 class Executor:
     """Stands for the workers where `PATScheduler` asks about them."""
 
-    def offer(self, name: str, command: Any) -> None:
+    def register_command(self, name: str, command: Any) -> None:
         """Commands are not called here."""
 
     def transfer_rates(self) -> Any:

@@ -34,7 +34,7 @@ class Layout:
         return cls(tp, world_size // tp)
 
     def __str__(self) -> str:
-        return f"{self.tp}x{self.replicas}"
+        return f"tp{self.tp}dp{self.replicas}"
 
     @property
     def world_size(self) -> int:

@@ -18,7 +18,7 @@ class SwitchReport:
     Attributes:
         at: when the switch began.
         reason: "policy", "forced" or "idle".
-        live: unfinished requests at that moment, of which `migrated` took their KV along,
+        num_seqs: unfinished requests at that moment, of which `migrated` took their KV along,
             `recomputed` prefill again, and the rest had not been computed yet.
         kv_bytes: KV bytes moved, over all ranks.
         seconds: the whole stall, which `quiesce` to `finish` add up to.
@@ -37,7 +37,7 @@ class SwitchReport:
     source: Layout
     target: Layout
     reason: str
-    live: int
+    num_seqs: int
     migrated: int
     recomputed: int
     kv_bytes: int
@@ -75,7 +75,7 @@ class DecisionReport:
     Attributes:
         at: when, on the engine core's monotonic clock.
         layout, target: where the engine was, and the best other place to be.
-        live: unfinished requests.
+        num_seqs: unfinished requests.
         stay: until the last response ends, in `layout`.
         go: the same after a switch to `target` now, its cost included.
         cost: of that switch.
@@ -91,7 +91,7 @@ class DecisionReport:
     at: float
     layout: Layout
     target: Layout
-    live: int
+    num_seqs: int
     stay: float
     go: float
     cost: float
@@ -137,11 +137,11 @@ class PredictorReport:
 
 @dataclass(frozen=True)
 class LiveSample:
-    """From `at` on there were `live` unfinished requests in `layout`."""
+    """From `at` on there were `num_seqs` unfinished requests in `layout`."""
 
     at: float
     layout: Layout
-    live: int
+    num_seqs: int
 
 
 @dataclass(frozen=True)

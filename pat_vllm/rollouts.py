@@ -55,6 +55,6 @@ def _made(seconds: float, responses: int) -> str:
 
 def _switch(one: SwitchReport, started: float) -> str:
     return (
-        f"{one.source} -> {one.target} at {one.at - started:.2f} s, {one.live} live, "
+        f"{one.source} -> {one.target} at {one.at - started:.2f} s, {one.num_seqs} live, "
         f"{one.seconds * 1e3:.0f} ms"
     )

@@ -226,9 +226,9 @@ def test_a_burst_into_one_group_goes_back_to_replicas(profile, truth):
     policy = policy_of(profile)
     simulate_batches(batches("long"), policy, truth, Limits.of(profile))
     (ours,) = simulate_batches([trace], policy, truth, Limits.of(profile))
-    targets = [(switch.live, switch.target) for switch in ours.switches_on_the_way]
+    targets = [(switch.num_seqs, switch.target) for switch in ours.switches_on_the_way]
     assert any(live > 90 and target == REPLICAS for live, target in targets), targets
-    assert ours.timeline[0].live == 2
+    assert ours.timeline[0].num_seqs == 2
     assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.without_workers import EXECUTOR, answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
-from pat_vllm.executor.messages import SwitchOrder
+from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.scheduler import PATScheduler
 
@@ -21,16 +21,18 @@ Admitted = list[set[str]]
 """Loads that vLLM counts as in flight, by replica."""
 
 
-def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[list[SwitchOrder], list[Admitted]]:
+def carried(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> tuple[list[SwitchCommand], list[Admitted]]:
     """The orders of some switches between which requests run, with pools that are too small."""
     config, stock = engine_config(8, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
     scheduler._transfer = "migrate"
-    orders: list[SwitchOrder] = []
+    orders: list[SwitchCommand] = []
     admitted: list[Admitted] = []
     make_switch = EXECUTOR.switch
 
-    def switch(order: SwitchOrder) -> list[Any]:
+    def switch(order: SwitchCommand) -> list[Any]:
         orders.append(order)
         return make_switch(order)
 
@@ -60,7 +62,7 @@ def carried(monkeypatch: pytest.MonkeyPatch, seed: int) -> tuple[list[SwitchOrde
 @pytest.mark.parametrize("seed", range(5))
 def test_what_vllm_admits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = carried(monkeypatch, seed)
-    monkeypatch.setattr(switch_module, "swift_admission", lambda scheduler: nullcontext())
+    monkeypatch.setattr(switch_module, "linear_time_admission", lambda scheduler: nullcontext())
     expected = carried(monkeypatch, seed)
     assert len(found[0]) == len(LAYOUTS)
     assert found == expected

@@ -134,7 +134,7 @@ async def idle(llm: Any) -> pat_vllm.Report:
     async with asyncio.timeout(PATIENCE):
         while True:
             report = await pat_vllm.report_async(llm)
-            if not report.timeline or report.timeline[-1].live == 0:
+            if not report.timeline or report.timeline[-1].num_seqs == 0:
                 return report
             await asyncio.sleep(0.02)
 
@@ -180,8 +180,8 @@ def test_streams_across_switches(
         switches = forced(await idle(llm), before)
         assert [switch.target.tp for switch in switches] == [2, 1, 2, 1, 2]
         # The engine runs on while a caller reads, so a request may have ended before the switch.
-        assert all(switch.migrated == switch.live for switch in switches)
-        assert switches[0].live == STREAMS
+        assert all(switch.migrated == switch.num_seqs for switch in switches)
+        assert switches[0].num_seqs == STREAMS
 
     run(scenario())
 
@@ -210,7 +210,7 @@ def test_aborts_in_flight(llm: Any, run: Callable[..., Any], expected: list[list
         assert all(stream.task.cancelled() for stream in streams[:3])
         assert streams[3].finish_reason == "abort"
         switches = forced(await idle(llm), before)
-        assert [s.live for s in switches] in ([8, 4], [7, 4], [6, 4])
+        assert [s.num_seqs for s in switches] in ([8, 4], [7, 4], [6, 4])
         assert not llm.output_processor.has_unfinished_requests()
 
     run(scenario())
@@ -482,14 +482,14 @@ def test_vllm_serve(server: Server) -> None:
 
     # The policy's switches, one way and back.
     assert complete_all(server.url, tail, stream=True) == reference[0]
-    by_policy = [s for s in report().switches if s.reason == "policy" and s.live]
+    by_policy = [s for s in report().switches if s.reason == "policy" and s.num_seqs]
     assert {s.target.tp for s in by_policy} == {1, 2}
 
     # Switches on demand.
     with ThreadPoolExecutor() as pool:
         answers = pool.submit(complete_all, server.url, long, False)
         deadline = time.monotonic() + PATIENCE
-        while report().timeline[-1].live < len(long):
+        while report().timeline[-1].num_seqs < len(long):
             assert time.monotonic() < deadline
         for tp in itertools.cycle((2, 1)):
             switch(tp)
@@ -506,7 +506,7 @@ def test_vllm_serve(server: Server) -> None:
     assert server.metric("vllm:num_requests_running") == 0
 
     log = server.log.read_text()
-    assert "PAT switched 1x2 -> 2x1 (policy)" in log
+    assert "PAT switched tp1dp2 -> tp2dp1 (policy)" in log
     assert "(forced) with" in log
     assert len(server.family) >= 4  # front end, engine core, two workers
     assert server.stop() == 0

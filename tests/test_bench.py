@@ -139,8 +139,8 @@ def test_a_ratio_needs_pairs():
 
 
 def test_the_better_static_layout_has_the_lower_median():
-    seconds = {"1x2": [5.0, 6.0, 30.0], "2x1": [7.0, 7.0, 7.0]}
-    assert better_static(seconds) == "1x2"
+    seconds = {"tp1dp2": [5.0, 6.0, 30.0], "tp2dp1": [7.0, 7.0, 7.0]}
+    assert better_static(seconds) == "tp1dp2"
     assert best_of_each(seconds) == [5.0, 6.0, 7.0]
 
 
@@ -154,7 +154,7 @@ def a_switch(at, source=ONE, target=TWO, live=2, reason="policy", seconds=0.1):
         source=source,
         target=target,
         reason=reason,
-        live=live,
+        num_seqs=live,
         migrated=live,
         recomputed=0,
         kv_bytes=0,
@@ -171,7 +171,7 @@ def a_decision(at, source=ONE, target=TWO, live=2, stay=5.0, go=4.0, why="saving
         at=BEGAN + at,
         layout=source,
         target=target,
-        live=live,
+        num_seqs=live,
         stay=stay,
         go=go,
         cost=0.1,
@@ -253,7 +253,7 @@ def test_prediction_errors_are_means_over_what_was_predicted():
         ),
     ]
     error = prediction_error(runs)
-    assert error.steps == {"1x2": pytest.approx(0.25), "2x1": pytest.approx(0.3)}
+    assert error.steps == {"tp1dp2": pytest.approx(0.25), "tp2dp1": pytest.approx(0.3)}
     assert error.before == pytest.approx(0.25)  # 0.10 for 0.08
     assert error.after == pytest.approx(0.5)  # 0.05 for 0.10
     assert error.cost == pytest.approx(0.5)  # twice 0.1 for 0.4
@@ -432,8 +432,8 @@ def test_sides_differ_in_nothing_but_pats_options(tmp_path):
     config = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
     plan = a_plan(tmp_path, "lognormal,uniform_long", scale="full")
     found = sides(plan)
-    assert list(found) == ["1x2", "2x1", PAT]
-    assert list(sides(dataclasses.replace(plan, ranks=4))) == ["1x4", "2x2", "4x1", PAT]
+    assert list(found) == ["tp1dp2", "tp2dp1", PAT]
+    assert list(sides(dataclasses.replace(plan, ranks=4))) == ["tp1dp4", "tp2dp2", "tp4dp1", PAT]
     options = {name: engine_options(plan, pat, config) for name, pat in found.items()}
     for name, one in options.items():
         parsed = PATConfig.parse(one.pop("additional_config")["pat"])
@@ -443,7 +443,7 @@ def test_sides_differ_in_nothing_but_pats_options(tmp_path):
         else:
             assert parsed.policy == StaticPolicyConfig(kind="static", tp=int(name[0]))
             assert [str(layout) for layout in parsed.resolve_layouts(2)] == [name]
-    assert options["1x2"] == options["2x1"] == options[PAT]
+    assert options["tp1dp2"] == options["tp2dp1"] == options[PAT]
     longest = max(p + n for t in plan.traces() for p, n in zip(t.prompts, t.lengths, strict=True))
     assert options[PAT]["max_model_len"] == longest
     assert options[PAT]["max_num_seqs"] == 128
@@ -505,18 +505,18 @@ def a_content(tmp_path):
     for workload in plan.workloads:
         for repeat in range(plan.repeats + 1):
             trace = plan.trace(workload, repeat)
-            for side, pace in (("1x2", 0.010), ("2x1", 0.012), (PAT, 0.008)):
+            for side, pace in (("tp1dp2", 0.010), ("tp2dp1", 0.012), (PAT, 0.008)):
                 seconds = pace * max(trace.lengths) + max(trace.arrivals)
                 moves = [(0.3 * seconds, 2, ONE, TWO)] if side == PAT else []
                 decisions = [a_decision(0.3 * seconds, live=2)] if side == PAT else []
-                run = a_run(moves, decisions, TWO if side == "2x1" else ONE, trace, seconds)
+                run = a_run(moves, decisions, TWO if side == "tp2dp1" else ONE, trace, seconds)
                 live = ((0.0, len(trace)), (seconds / 2, 2), (seconds, 0))
                 runs.append(
                     dataclasses.replace(
                         run, side=side, repeat=repeat, live=live, steps={ONE: (20, pace)}
                     )
                 )
-    starts = {"1x2": (9.0,), "2x1": (9.5,), PAT: (20.0, 11.0)}
+    starts = {"tp1dp2": (9.0,), "tp2dp1": (9.5,), PAT: (20.0, 11.0)}
     measured = Measured(tuple(runs), a_profile(), starts)
     judged = {one.name: judge_workload(plan, one, measured, (ONE, TWO)) for one in plan.workloads}
     facts = {
@@ -540,17 +540,17 @@ def test_the_file_of_results_has_all_that_the_report_says(tmp_path):
     assert markdown(read) == markdown(content)
     assert str(tmp_path) not in text
     straggler = read["workloads"][0]
-    assert straggler["better_static"] == "1x2"
+    assert straggler["better_static"] == "tp1dp2"
     assert straggler["relative"][PAT]["mean"] == pytest.approx(0.8)
-    assert straggler["relative"]["1x2"]["mean"] == 1.0
+    assert straggler["relative"]["tp1dp2"]["mean"] == 1.0
     assert straggler["switches_per_batch"] == 1.0
     assert len(straggler["runs"]) == 9 and len(straggler["oracle"]) == 2
     # The batch that warms up is in no figure but its own.
     assert straggler["seconds"][PAT]["repeats"] == 2
-    assert straggler["cold"]["static"] == "1x2"
+    assert straggler["cold"]["static"] == "tp1dp2"
     # Absolute times are nobody's business and mean nothing.
     switch = next(run for run in straggler["runs"] if run["side"] == PAT)["switches"][0]
-    assert 0 < switch["at"] < 10 and switch["target"] == "2x1"
+    assert 0 < switch["at"] < 10 and switch["target"] == "tp2dp1"
 
 
 def test_the_report_has_a_row_for_each_workload(tmp_path):

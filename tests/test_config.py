@@ -13,11 +13,11 @@ def layouts(options, world_size=4):
 
 
 def test_default_layouts_are_the_powers_of_two_and_the_whole_group():
-    assert layouts(None) == ["1x4", "2x2", "4x1"]
-    assert layouts({}, 6) == ["1x6", "2x3", "6x1"]
-    assert layouts({"base_tp": 2}) == ["2x2", "4x1"]
-    assert layouts({"layouts": [4, 1]}) == ["1x4", "4x1"]
-    assert layouts({"layouts": [3]}, 6) == ["1x6", "3x2"]
+    assert layouts(None) == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    assert layouts({}, 6) == ["tp1dp6", "tp2dp3", "tp6dp1"]
+    assert layouts({"base_tp": 2}) == ["tp2dp2", "tp4dp1"]
+    assert layouts({"layouts": [4, 1]}) == ["tp1dp4", "tp4dp1"]
+    assert layouts({"layouts": [3]}, 6) == ["tp1dp6", "tp3dp2"]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def policy_of(options):
 
 def test_schedule_policy_follows_its_table_both_ways():
     policy = policy_of({"kind": "schedule", "switch_at": {"8": 2, "2": 4}})
-    assert str(policy.home) == "1x4"
+    assert str(policy.home) == "tp1dp4"
     chosen = [policy.choose(state(1, live)).tp for live in (100, 9, 8, 3, 2, 1)]
     assert chosen == [1, 1, 2, 2, 4, 4]
     assert policy.choose(state(4, 50)).tp == 1

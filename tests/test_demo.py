@@ -154,9 +154,9 @@ def test_a_result_is_cut_to_its_batch():
 
 def test_table_rows():
     assert table_rows(results()) == [
-        ("replicas", "1x2", "12.00", "0", "1.20", "0", "-"),
-        ("one group", "2x1", "10.00", "1", "1.00", "0", "-"),
-        ("live switch", "1x2, 2x1 at 2", "8.00", "1", "0.80", "1", "250"),
+        ("replicas", "tp1dp2", "12.00", "0", "1.20", "0", "-"),
+        ("one group", "tp2dp1", "10.00", "1", "1.00", "0", "-"),
+        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "1", "0.80", "1", "250"),
     ]
 
 
@@ -179,8 +179,8 @@ def test_timeline():
         "     1 |::::::::########",
     ]
     assert lines[5].split() == ["0", "s", "8.0", "s"]
-    assert lines[6].split()[0] == ":::" and "layout 1x2: 2 replicas of tp=1" in lines[6]
-    assert "switch 1x2 -> 2x1 at 4.00 s: 2 live" in lines[-1]
+    assert lines[6].split()[0] == ":::" and "layout tp1dp2: 2 replicas of tp=1" in lines[6]
+    assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1]
     assert "5.0 MB" in lines[-1] and "250 ms" in lines[-1]
 
 
@@ -244,7 +244,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_failed_engine_shows_its_last_words():
     batch = make_batch((4,), vocab=300, temperature=0.0, seed=0)
-    contender = Contender("broken", "3x1", {"layouts": [3]})
+    contender = Contender("broken", "tp3dp1", {"layouts": [3]})
     spec = run_spec(random_model("qwen3"), 2, contender, batch, batch)
     with pytest.raises(RunFailed, match="layouts names tp=3"):
         run(spec)
@@ -263,6 +263,6 @@ def test_demo_end_to_end(tmp_path, monkeypatch):
     )
     assert code == 0, text
     assert "Outputs of all three runs agree" in text
-    assert "switch 1x2 -> 2x1" in text
+    assert "switch tp1dp2 -> tp2dp1" in text
     content = image.read_bytes()
     assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000

@@ -24,9 +24,9 @@ def test_every_ordered_pair_of_layouts() -> None:
     with engine("qwen3", 8, options, max_num_batched_tokens=1000) as llm:
         for source, target in itertools.permutations(SIZES, 2):
             outcomes = run(llm, jobs, before_step=at_steps(llm, {0: source, 4: target}))
-            made = [one for one in pat_vllm.report(llm).switches if one.live][-1]
+            made = [one for one in pat_vllm.report(llm).switches if one.num_seqs][-1]
             assert (made.source.tp, made.target.tp) == (source, target)
-            assert made.migrated == made.live == len(jobs)
+            assert made.migrated == made.num_seqs == len(jobs)
             print(f"{source} -> {target}: stall {1e3 * (made.seconds - made.quiesce):.0f} ms")
             pat_vllm.switch(llm, tp=target)
             prompts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}

@@ -17,11 +17,11 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import reader_of
-from pat_vllm.executor.messages import SwitchOrder
+from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
-ORDER = SwitchOrder(1, Layout.of(1, 2), Layout.of(2, 2))
+ORDER = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
 
 
 class Stock:

@@ -254,7 +254,7 @@ def runs(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
         scheduler._transfer = "recompute" if "recomputing" in name else "migrate"
         before = len(pat_vllm.report(llm).switches)
         results[name] = run(llm, jobs, script)
-        switches = [s for s in pat_vllm.report(llm).switches[before:] if s.live]
+        switches = [s for s in pat_vllm.report(llm).switches[before:] if s.num_seqs]
         assert len(switches) == len(script) - 1
         carried = "recomputed" if "recomputing" in name else "migrated"
         # Before the first step there is nothing to carry but the queue.

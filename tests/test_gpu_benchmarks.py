@@ -45,7 +45,12 @@ def test_every_part_is_measured_for_every_shape(results):
     assert {(r["what"], r["direction"]) for r in packing} == {
         (what, direction)
         for what in ("pack", "unpack")
-        for direction in ("1x2 to 2x1", "2x1 to 1x2", "1x4 to 4x1", "4x1 to 1x4")
+        for direction in (
+            "tp1dp2 to tp2dp1",
+            "tp2dp1 to tp1dp2",
+            "tp1dp4 to tp4dp1",
+            "tp4dp1 to tp1dp4",
+        )
     }
     steps = results["decode"]["rows"]
     assert {(r["tp"], r["batch"], r["context"]) for r in steps} == {

@@ -150,4 +150,4 @@ def test_layout_errors_name_the_values():
 
 
 def test_layout_reads_as_tp_by_replicas():
-    assert [str(Layout.of(t, 4)) for t in (1, 2, 4)] == ["1x4", "2x2", "4x1"]
+    assert [str(Layout.of(t, 4)) for t in (1, 2, 4)] == ["tp1dp4", "tp2dp2", "tp4dp1"]

@@ -407,5 +407,5 @@ def test_command_prints_and_saves(command_output: tuple[Path, str]) -> None:
     path, printed = command_output
     saved = Profile.load(path)
     assert not path.with_name(path.name + ".part").exists()
-    assert "1x2" in printed and "2x1" in printed and path.name in printed
+    assert "tp1dp2" in printed and "tp2dp1" in printed and path.name in printed
     assert {s.tp for s in saved.steps} == {1, 2}

@@ -238,7 +238,7 @@ def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) ->
             outputs = ray.get(host.generate.remote(lengths))
             assert [len(output) for output in outputs] == lengths
             made = [s for s in ray.get(host.report.remote()).switches if s.reason == "policy"]
-            assert [s.target.tp for s in made if s.live] == [2]
+            assert [s.target.tp for s in made if s.num_seqs] == [2]
             assert made[0].migrated > 0
             # Alone, it is in the group of two from its start.
             assert ray.get(host.generate.remote([120], first=6)) == [outputs[6]]

@@ -25,7 +25,7 @@ def history():
             source=ONE,
             target=TWO,
             reason="policy",
-            live=4,
+            num_seqs=4,
             migrated=3,
             recomputed=1,
             kv_bytes=100,
@@ -58,7 +58,7 @@ def test_wire_round_trip():
 
 def test_history_keeps_changes_and_first_steps():
     report = history().report(TWO, [ONE, TWO])
-    assert [(s.layout, s.live) for s in report.timeline] == [(ONE, 5), (ONE, 4)]
+    assert [(s.layout, s.num_seqs) for s in report.timeline] == [(ONE, 5), (ONE, 4)]
     assert report.switches[0].first_step == 0.5
     assert report.steps[TWO].steps == 3
     assert report.steps[TWO].median == 0.125
@@ -73,7 +73,7 @@ def test_a_rollout_is_described_when_its_report_has_come():
     async def arrives():
         return history().report(TWO, [ONE, TWO])
 
-    assert line(arrives()).startswith("8 responses in 2.50 s; 1x2 -> 2x1 at 1.00 s")
+    assert line(arrives()).startswith("8 responses in 2.50 s; tp1dp2 -> tp2dp1 at 1.00 s")
 
 
 def test_a_rollout_does_without_a_report(monkeypatch):

@@ -20,7 +20,7 @@ def switch(at: float, source: Layout, target: Layout, reason: str, live: int) ->
         source=source,
         target=target,
         reason=reason,
-        live=live,
+        num_seqs=live,
         migrated=live,
         recomputed=0,
         kv_bytes=100 * live,
@@ -44,8 +44,8 @@ REPORT = Report(
 
 def test_what_happened_in_a_rollout() -> None:
     assert describe(REPORT, started=10.0, seconds=15.5, responses=16) == (
-        "16 responses in 15.50 s; 1x2 -> 2x1 at 3.00 s, 4 live, 20 ms; "
-        "1x2 -> 2x1 at 13.50 s, 2 live, 20 ms; 1 refused"
+        "16 responses in 15.50 s; tp1dp2 -> tp2dp1 at 3.00 s, 4 live, 20 ms; "
+        "tp1dp2 -> tp2dp1 at 13.50 s, 2 live, 20 ms; 1 refused"
     )
 
 

@@ -23,7 +23,7 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 
 @pytest.fixture
 def scheduler() -> Any:
-    """For eight ranks, in the layout 8x1."""
+    """For eight ranks, in the layout tp8dp1."""
     config, stock = engine_config(8, num_blocks=80)
     return PATScheduler(vllm_config=config, **stock)
 

@@ -81,7 +81,7 @@ class Recorder(Policy):
         self.inner = PlanPolicy(self.plan)
 
     def choose(self, state):
-        assert len(state.requests()) == state.live
+        assert len(state.requests()) == state.num_seqs
         return self.inner.choose(state)
 
     def arrived(self, now, group):
@@ -92,7 +92,7 @@ class Recorder(Policy):
         self.told.append(("finished", now, group, generated, complete))
 
     def switched(self, report):
-        self.told.append(("switched", report.at, str(report.target), report.live))
+        self.told.append(("switched", report.at, str(report.target), report.num_seqs))
 
     def idle(self, now):
         self.inner.idle(now)
@@ -109,7 +109,7 @@ def test_replicas_run_freely():
     assert run.tokens == 8
     assert run.busy_seconds == 8.0
     assert (run.steps[ONE].steps, run.steps[ONE].seconds) == (8, 8.0)
-    assert [(s.at, s.live) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
+    assert [(s.at, s.num_seqs) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
 
 
 def test_one_switch():
@@ -120,16 +120,16 @@ def test_one_switch():
     assert run.seconds == 10.25 + 2
     assert [s.reason for s in run.switches] == ["policy", "idle"]
     assert run.switches[0].seconds == 2.0 and run.switches[0].quiesce == 0.0
-    assert run.switches[0].live == run.switches[0].migrated == 1
+    assert run.switches[0].num_seqs == run.switches[0].migrated == 1
     assert run.switches[0].tokens == 4 + 3
     assert policy.told == [
         ("arrived", 0.0, 0),
         ("arrived", 0.0, 1),
         ("finished", 3.0, 0, 3, True),
-        ("switched", 3.0, "2x1", 1),
+        ("switched", 3.0, "tp2dp1", 1),
         ("finished", 10.25, 1, 10, True),
         ("idle", 10.25),
-        ("switched", 10.25, "1x2", 0),
+        ("switched", 10.25, "tp1dp2", 0),
     ]
 
 
@@ -271,7 +271,7 @@ def test_every_request_finishes_with_its_length(data, lengths):
     # A switch is reported after the steps that it lets finish, with the time when it began.
     times = [told[1] for told in policy.told if told[0] != "switched"]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(times))
-    assert run.timeline[-1].live == 0
+    assert run.timeline[-1].num_seqs == 0
     used = run.busy_seconds / min(layout.replicas for layout in LAYOUTS)
     assert used <= 4 * run.seconds + 1e-6
 
@@ -294,7 +294,7 @@ def test_chunks_change_nothing_where_the_steps_of_a_chunk_are_equal(data, length
     )
     assert chunks.finished == pytest.approx(steps.finished, abs=1e-4)
     assert chunks.seconds == pytest.approx(steps.seconds, abs=1e-4)
-    told = [[(s.live, s.target, s.tokens) for s in run.switches] for run in (chunks, steps)]
+    told = [[(s.num_seqs, s.target, s.tokens) for s in run.switches] for run in (chunks, steps)]
     assert told[0] == told[1]
 
 
@@ -328,7 +328,7 @@ def test_chunks_are_exact_enough_with_switches():
 
 def test_the_state_counts_steps_within_a_chunk():
     engine = SimulatedEngine(batch(30, 200), Constant(), FREE, ONE)
-    while engine.live == 2:
+    while engine.num_seqs == 2:
         engine.advance()
     requests = engine.state().requests()
     assert engine.now == 30.0
@@ -336,7 +336,7 @@ def test_the_state_counts_steps_within_a_chunk():
     assert requests.computed.tolist() == [34]
     clone = engine.clone()
     clone.advance_to_completion()
-    assert (clone.live, clone.now, engine.live, engine.now) == (0, 200.0, 1, 30.0)
+    assert (clone.num_seqs, clone.now, engine.num_seqs, engine.now) == (0, 200.0, 1, 30.0)
 
 
 # -------------------------------------------------------------------- oracle
@@ -426,7 +426,7 @@ def test_a_limited_policy_makes_its_first_switches_only():
     assert len(free.switches_on_the_way) == 3
     limited = LimitedPolicy(PlanPolicy(plan))
     for run in simulate_batches([trace] * 2, limited, Constant(0.1), FREE):
-        assert [str(s.target) for s in run.switches_on_the_way] == ["2x1"]
+        assert [str(s.target) for s in run.switches_on_the_way] == ["tp2dp1"]
 
 
 # -------------------------------------------------------------------- results
@@ -438,8 +438,8 @@ def test_results_are_json():
     assert read["seconds"] == 12.25 and read["tokens"] == 13
     assert read["switches"][0] == {
         "at": 3.0,
-        "source": "1x2",
-        "target": "2x1",
+        "source": "tp1dp2",
+        "target": "tp2dp1",
         "reason": "policy",
         "live": 1,
         "seconds": 2.0,

@@ -114,9 +114,9 @@ def test_every_ordered_pair_of_layouts(case):
         before = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, at: target}))
         assert_same(llm, outcomes, static[source], static[target])
-        (made,) = [s for s in new_switches(llm, before) if s.live]
+        (made,) = [s for s in new_switches(llm, before) if s.num_seqs]
         assert (made.source.tp, made.target.tp) == (source, target)
-        assert made.migrated == made.live == len(batch())
+        assert made.migrated == made.num_seqs == len(batch())
         assert made.kv_bytes > 0
 
 
@@ -132,7 +132,7 @@ def test_recomputing_gives_the_same(case, monkeypatch):
             before = len(pat_vllm.report(llm).switches)
             outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
             assert_same(llm, outcomes, static[source], static[target])
-            (made,) = [s for s in new_switches(llm, before) if s.live]
+            (made,) = [s for s in new_switches(llm, before) if s.num_seqs]
             assert made.recomputed > 0
             assert made.recomputed + made.migrated == len(batch())
 
@@ -170,8 +170,8 @@ def test_half_prefilled_and_waiting_requests_are_carried(case):
         llm.reset_prefix_cache()
         switches = {0: sizes[0], 2: target, 4: sizes[0], 7: target}
         assert_same(llm, run(llm, jobs, before_step=at_steps(llm, switches)), expected)
-        carried = [s for s in new_switches(llm, before) if s.live == len(jobs)]
-        assert any(0 < s.migrated < s.live for s in carried), new_switches(llm, before)
+        carried = [s for s in new_switches(llm, before) if s.num_seqs == len(jobs)]
+        assert any(0 < s.migrated < s.num_seqs for s in carried), new_switches(llm, before)
 
 
 def test_random_switch_storm(case, monkeypatch):

@@ -62,7 +62,7 @@ def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
     greedy = {"temperature": 0.0, "max_tokens": 18, "ignore_eos": True, "logprobs": 1}
     seeded = greedy | {"temperature": 0.9, "seed": 11}
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.4, "frequency_penalty": 0.7}
-    twins = prompt(5)
+    same_prompt = prompt(5)
     return {
         "prompt_logprobs": (prompt(2 * CHUNK + 5), greedy | {"prompt_logprobs": 1}),
         "aborted": (prompt(10), greedy | {"max_tokens": 200}),
@@ -76,13 +76,13 @@ def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
             prompt(6),
             greedy | {"min_tokens": MIN_TOKENS, "stop_token_ids": [STOP], "logit_bias": {STOP: 90}},
         ),
-        "unseeded": (twins, greedy | {"temperature": 1.0}),
-        "unseeded twin": (twins, greedy | {"temperature": 1.0}),
+        "unseeded": (same_prompt, greedy | {"temperature": 1.0}),
+        "unseeded again": (same_prompt, greedy | {"temperature": 1.0}),
         "long, aborted": (prompt(4 * CHUNK), greedy),
     }
 
 
-UNSEEDED = {"unseeded", "unseeded twin"}
+UNSEEDED = {"unseeded", "unseeded again"}
 ABORTS = {"aborted": 12, "long, aborted": 8}
 """Engine step before which a request is aborted."""
 
@@ -177,7 +177,7 @@ def generate(llm: Any, switches: Mapping[int, int]) -> dict[str, Any]:
         "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         "v2": llm.llm_engine.vllm_config.use_v2_model_runner,
         "outcomes": outcomes,
-        "switches": [[s.live, s.migrated, s.recomputed] for s in made if s.reason == "forced"],
+        "switches": [[s.num_seqs, s.migrated, s.recomputed] for s in made if s.reason == "forced"],
     }
 
 
@@ -284,8 +284,8 @@ def test_the_batch_asks_for_what_it_should(results):
     prompt, _ = requests()["prompt_logprobs"]
     assert len(static["prompt_logprobs"]["prompt_logprobs"]) == len(prompt) - 1
     for made in results["migrate"].values():
-        twins = [made["outcomes"][name]["tokens"] for name in sorted(UNSEEDED)]
-        assert twins[0] != twins[1]
+        same_prompt = [made["outcomes"][name]["tokens"] for name in sorted(UNSEEDED)]
+        assert same_prompt[0] != same_prompt[1]
 
 
 @pytest.mark.parametrize("kind, run", [case for case in CASES if "static" not in case[1]])

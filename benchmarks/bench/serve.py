@@ -138,7 +138,7 @@ def run_of(
         response=sum(end - began - arrival for end, arrival in arrivals) / len(trace),
         exact=served.tokens == trace.lengths,
         ends=tuple(sorted(end - began for end in served.ended)),
-        live=(*((s.at - began, s.live) for s in samples if s.live), (seconds, 0)),
+        live=(*((s.at - began, s.num_seqs) for s in samples if s.num_seqs), (seconds, 0)),
         spans=tuple(zip(layouts, starts, [*starts[1:], seconds], strict=True)),
         switches=switches,
         decisions=tuple(d for d in report.predictor.decisions if during(d.at)),

@@ -270,7 +270,9 @@ def set_simulator(
         static: by layout, measured seconds of each trace.
         switches: measured ones, of whose stalls the simulator's are made the equal.
     """
-    predicted = sum(profiled.switch_seconds(s.source, s.target, s.live, s.tokens) for s in switches)
+    predicted = sum(
+        profiled.switch_seconds(s.source, s.target, s.num_seqs, s.tokens) for s in switches
+    )
     real = sum(s.seconds - s.quiesce for s in switches)
     switch_factor = real / predicted if predicted > 0 and real > 0 else 1.0
     factors: dict[int, float] = {}
@@ -394,7 +396,7 @@ def judge(trace: LengthTrace, run: Run, simulator: Simulator) -> Judgement:
         judged.append(
             JudgedSwitch(
                 why=decision.why if decision else switch.reason,
-                live=switch.live,
+                live=switch.num_seqs,
                 source=str(switch.source),
                 target=str(switch.target),
                 predicted=decision.saving if decision else math.nan,

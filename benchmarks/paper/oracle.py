@@ -171,7 +171,7 @@ class _Search:
         for layout in self._layouts:
             then, after = plan, engine.clone()
             if layout != engine.layout:
-                if len(plan.switches) >= most_switches or not engine.live:
+                if len(plan.switches) >= most_switches or not engine.num_seqs:
                     continue
                 then = replace(plan, switches=(*plan.switches, (engine.done, layout)))
                 after.switch(layout, "policy")

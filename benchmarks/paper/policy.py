@@ -118,13 +118,13 @@ class PaperPolicy(Policy):
 
     def choose(self, state: LiveState) -> Layout:
         settled = state.quiet >= SETTLE_SECONDS
-        if self._switched or not settled or state.live == self._live:
+        if self._switched or not settled or state.num_seqs == self._live:
             return state.layout
-        self._live = state.live
+        self._live = state.num_seqs
         requests = state.requests()
         context, longest = int(requests.context.sum()), int(requests.context.max())
         times = {
-            layout: self._step(layout, state.live, context, longest) for layout in self._layouts
+            layout: self._step(layout, state.num_seqs, context, longest) for layout in self._layouts
         }
         best = min(times, key=times.__getitem__)
         remaining = float(self.remaining(requests.generated).mean())

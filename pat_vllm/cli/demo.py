@@ -229,7 +229,8 @@ def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
     lines.append(" " * 8 + "0 s" + end.rjust(width - 3))
     lines += [f"{mark * 3:>6}  {_describe(layout)}" for layout, mark in marks.items()]
     lines += [
-        f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: {s.live} live, "
+        f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: "
+        f"{s.num_seqs} live, "
         f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), {s.seconds * 1e3:.0f} ms"
         for s in result.switches
     ]

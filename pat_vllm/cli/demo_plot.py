@@ -55,7 +55,7 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
         # Widened where it would be too thin to be seen; the text has the number.
         above.axvspan(at, at + max(switch.seconds, end / 500), color=_SWITCHING_COLOUR, alpha=0.8)
         above.annotate(
-            f"switch {switch.source} → {switch.target}\n{switch.live} live, "
+            f"switch {switch.source} → {switch.target}\n{switch.num_seqs} live, "
             f"{switch.seconds * 1e3:.0f} ms",
             (at, most / 2 ** (1 + number)),
             xytext=(8, 0),

@@ -101,7 +101,7 @@ class RunResult:
     @property
     def live(self) -> tuple[tuple[float, int], ...]:
         """(seconds from `began`, live requests from then on), until none is left."""
-        samples = [(s.at - self.began, s.live) for s in self.timeline if s.live]
+        samples = [(s.at - self.began, s.num_seqs) for s in self.timeline if s.num_seqs]
         return (*samples, (self.seconds, 0))
 
     @property

@@ -35,7 +35,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
         ),
     ]
     end = max(run.seconds for _, run in rows)
-    most = max(sample.live for _, run in rows for sample in run.timeline)
+    most = max(sample.num_seqs for _, run in rows for sample in run.timeline)
 
     figure = Figure(figsize=(11, 5 + 0.3 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,7 +49,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
         run = row.runs[-1]
         above.step(
             [sample.at - run.began for sample in run.timeline],
-            [max(sample.live, _FLOOR) for sample in run.timeline],
+            [max(sample.num_seqs, _FLOOR) for sample in run.timeline],
             where="post",
             color=shade,
             linewidth=width,

@@ -19,7 +19,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 
 from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network, reader_of, wait_for_any
-from pat_vllm.executor.messages import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.messages import CallFailed, SwitchCommand, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
 
@@ -166,7 +166,7 @@ class PATExecutorMixin:
 
     # ---------------------------------------------------------------- control
 
-    def offer(self, name: str, command: Callable[..., Any]) -> None:
+    def register_command(self, name: str, command: Callable[..., Any]) -> None:
         """Let front ends call `command` in the engine-core process as `collective_rpc(name)`."""
         self._commands[name] = command
 
@@ -180,7 +180,7 @@ class PATExecutorMixin:
     ) -> Any:
         """As in vLLM, except for what follows.
 
-        Names given to `offer` run here, in the engine core. What is neither PAT's nor listed as
+        Registered commands run here, in the engine core. What is neither PAT's nor listed as
         harmless may update weights: it runs on the base layout's model, and the weights of the
         other layouts are derived from that again before the next step.
         """
@@ -356,7 +356,7 @@ class PATExecutorMixin:
     # ---------------------------------------------------------------- layouts
 
     @_fatal
-    def switch(self, order: SwitchOrder) -> list[SwitchTimes]:
+    def switch(self, order: SwitchCommand) -> list[SwitchTimes]:
         """Have all ranks carry out a switch. No step may be in flight.
 
         Raises:

@@ -12,17 +12,17 @@ from pat_vllm.layout import Layout
 
 
 @dataclass(frozen=True)
-class SwitchOrder:
+class SwitchCommand:
     """A switch, as the workers carry it out.
 
     Attributes:
-        epoch: number of this switch; together with the replica it seeds unseeded sampling.
+        switch_id: number of this switch; together with the replica it seeds unseeded sampling.
         source, target: the layouts.
         moves: KV block moves; empty when nothing migrates.
         placement: target replica of each request whose runner state is carried.
     """
 
-    epoch: int
+    switch_id: int
     source: Layout
     target: Layout
     moves: tuple[BlockMove, ...] = ()

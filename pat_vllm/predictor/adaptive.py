@@ -286,7 +286,7 @@ class AdaptivePolicy(Policy):
             return False
         if state.quiet < SETTLE_SECONDS and state.now - self._last_arrival_plan() < 1.0:
             return False
-        changed = (state.layout, state.live, self._steps.correction_version) != self._planned
+        changed = (state.layout, state.num_seqs, self._steps.correction_version) != self._planned
         return changed or state.now >= self._review
 
     @property
@@ -300,10 +300,10 @@ class AdaptivePolicy(Policy):
 
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()
-        self._peak = max(self._peak, state.live)
+        self._peak = max(self._peak, state.num_seqs)
         self._prompt = float(live.prompt.mean())
         self._bound = int(live.bound.max())
-        self._planned = (state.layout, state.live, self._steps.correction_version)
+        self._planned = (state.layout, state.num_seqs, self._steps.correction_version)
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
@@ -368,7 +368,7 @@ class AdaptivePolicy(Policy):
         A profile may be wrong about a layout, and only real steps in it can tell.
         """
         tuning = self._tuning
-        batch = state.live / min(state.live, state.layout.replicas)
+        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
         if self._steps.evidence(state.layout.tp, batch) < tuning.probe_steps:
             return state.layout
         for layout in self._planner.layouts:
@@ -389,7 +389,7 @@ class AdaptivePolicy(Policy):
             ):
                 self._probe_spent += price
                 self._probes[layout] = self._probes.get(layout, 0) + 1
-                self._probing = (1 + tuning.probe_steps) * min(layout.replicas, state.live)
+                self._probing = (1 + tuning.probe_steps) * min(layout.replicas, state.num_seqs)
                 self._note(state, hoped, layout, "probe", fired=True)
                 return layout
         return state.layout
@@ -407,7 +407,7 @@ class AdaptivePolicy(Policy):
                 state.layout,
                 target,
                 why,
-                state.live,
+                state.num_seqs,
                 plan.never,
                 plan.go[target],
                 plan.cost[target],
@@ -417,7 +417,7 @@ class AdaptivePolicy(Policy):
                 at=state.now,
                 layout=state.layout,
                 target=target,
-                live=state.live,
+                num_seqs=state.num_seqs,
                 stay=plan.never,
                 go=plan.go[target],
                 cost=plan.cost[target],

@@ -135,11 +135,11 @@ class CostModel:
 
         The steps in flight that it let finish are no cost: they produced tokens.
         """
-        if report.recomputed or not report.live:
+        if report.recomputed or not report.num_seqs:
             return  # part of the price is paid later, or nothing was moved at all
         pair = (report.source.tp, report.target.tp)
         linear = self._linear.get(pair, self._unknown)
-        predicted = linear.seconds(report.live, report.tokens)
+        predicted = linear.seconds(report.num_seqs, report.tokens)
         real = report.seconds - report.quiesce
         if predicted <= 0 or real <= 0:
             return

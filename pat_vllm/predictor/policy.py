@@ -85,6 +85,6 @@ class SchedulePolicy(Policy):
         if state.quiet < SETTLE_SECONDS:
             return state.layout
         for limit, layout in self.table:
-            if state.live <= limit:
+            if state.num_seqs <= limit:
                 return layout
         return self.home

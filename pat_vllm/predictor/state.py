@@ -55,7 +55,7 @@ class LiveState:
     Attributes:
         now: seconds on the engine's monotonic clock.
         layout: the active layout.
-        live: unfinished requests, running and waiting.
+        num_seqs: unfinished requests, running and waiting.
         quiet: seconds since a request arrived last.
         requests: gives details; costs a few microseconds per request, so asked for only when a
             decision is due.
@@ -63,6 +63,6 @@ class LiveState:
 
     now: float
     layout: Layout
-    live: int
+    num_seqs: int
     quiet: float
     requests: Callable[[], LiveRequests]

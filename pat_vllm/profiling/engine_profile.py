@@ -126,7 +126,7 @@ def profile_command(
     points: Sequence[Mapping[str, Any]] | None,
     quick: bool,
     *,
-    epoch: int,
+    switch_id: int,
     seconds_to_make: Callable[[Layout], float] | None = None,
 ) -> dict[str, Any]:
     """Serve a front end that takes a profile part by part. Plain values in and out.
@@ -149,7 +149,7 @@ def profile_command(
         }
     part = plan.part(from_wire(point) for point in points)
     samples = profile_engine(
-        executor, part, kv_cache_config, epoch=epoch, seconds_to_make=seconds_to_make
+        executor, part, kv_cache_config, switch_id=switch_id, seconds_to_make=seconds_to_make
     )
     return {
         "steps": [sample.model_dump() for sample in samples.steps],

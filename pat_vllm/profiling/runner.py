@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.config import layouts_of
-from pat_vllm.executor.messages import PATSchedulerOutput, SwitchOrder
+from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.plan import (
@@ -33,7 +33,7 @@ from pat_vllm.routing import Placed, spread
 from pat_vllm.worker.layout_config import block_ratio
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
-    MadeUpRequest,
+    SyntheticRequest,
     add_new,
     decode_step,
     finish,
@@ -52,7 +52,7 @@ logger = init_logger(__name__)
 Progress = Callable[[int, int, str], None]
 """Called before each point with (points done, points in all, what comes next)."""
 
-_Allotted = dict[int, list[MadeUpRequest]]
+_Allotted = dict[int, list[SyntheticRequest]]
 """Made-up requests by replica."""
 
 _LEAST_TIMES = 3
@@ -104,7 +104,7 @@ def profile_engine(
     plan: ProfilePlan,
     kv_cache_config: KVCacheConfig,
     *,
-    epoch: int = 0,
+    switch_id: int = 0,
     seconds_to_make: Callable[[Layout], float] | None = None,
     progress: Progress | None = None,
 ) -> Samples:
@@ -112,14 +112,14 @@ def profile_engine(
 
     No request may be live and no step in flight. The KV memory is overwritten, so that no prefix
     cache may rest on it. Afterwards the workers are in the layout in which they were, know of no
-    request, and sample on as after the switch number `epoch`.
+    request, and sample on as after the switch number `switch_id`.
 
     Args:
         kv_cache_config: the base layout's.
         seconds_to_make: what making a layout's schedulers takes, as in every switch; left out of
             the switches' times where it is None.
     """
-    return _Profiler(executor, plan, kv_cache_config, epoch, seconds_to_make).run(progress)
+    return _Profiler(executor, plan, kv_cache_config, switch_id, seconds_to_make).run(progress)
 
 
 class _Profiler:
@@ -128,14 +128,14 @@ class _Profiler:
         executor: PATExecutorMixin,
         plan: ProfilePlan,
         kv_cache_config: KVCacheConfig,
-        epoch: int,
+        switch_id: int,
         seconds_to_make: Callable[[Layout], float] | None,
     ) -> None:
         config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
         assert config.model_config is not None
         self._executor = executor
         self._plan = plan
-        self._epoch = epoch
+        self._epoch = switch_id
         self._limits = engine_limits(config, kv_cache_config)
         self._layouts = {layout.tp: layout for layout in self._limits.layouts}
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
@@ -273,7 +273,7 @@ class _Profiler:
 
     def _go(self, layout: Layout) -> None:
         """Make the workers forget all requests and seed them as the engine would."""
-        self._executor.switch(SwitchOrder(self._epoch, self._executor.layout, layout))
+        self._executor.switch(SwitchCommand(self._epoch, self._executor.layout, layout))
 
     def _measure_switch(self, point: SwitchPoint) -> None:
         source, target = self._layouts[point.source], self._layouts[point.target]
@@ -313,7 +313,7 @@ class _Profiler:
         placement = spread(requests, source, target)
         blocks = _request_blocks(before, after)
         moves = tuple(plan_moves(source, target, self._num_kv_heads, blocks))
-        times = self._executor.switch(SwitchOrder(self._epoch, source, target, moves, placement))
+        times = self._executor.switch(SwitchCommand(self._epoch, source, target, moves, placement))
         seconds = time.perf_counter() - begun + made
         self._switches.append(
             SwitchSample(
@@ -374,7 +374,7 @@ class _Stream:
         self._decoding = make_requests(
             prefix, point.contexts, limits.room + 1, limits.block_size, decoding=True
         )
-        self._prefilled: list[MadeUpRequest] = []
+        self._prefilled: list[SyntheticRequest] = []
         self._results = 0
         self.sent = 0
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def swift_admission(scheduler: Scheduler) -> Iterator[None]:
+def linear_time_admission(scheduler: Scheduler) -> Iterator[None]:
     """Inside, the first `schedule()` of a new scheduler saves work that finds nothing.
 
     For each load that vLLM admits, it counts what all loads in flight will still need. Here nothing

@@ -42,7 +42,7 @@ class Replica:
         return connector
 
     @property
-    def live(self) -> int:
+    def num_seqs(self) -> int:
         """Unfinished requests, whatever the pause state."""
         return sum(self.scheduler.get_request_counts())
 
@@ -104,7 +104,7 @@ class Replica:
             scheduler.waiting.prepend_request(request)
 
 
-def says_nothing(step: SchedulerOutput) -> bool:
+def is_empty_step(step: SchedulerOutput) -> bool:
     """Whether a worker has nothing to do or to learn from this step."""
     return not (
         step.total_num_scheduled_tokens

@@ -27,7 +27,7 @@ from pat_vllm.reporting import RefusedSwitch
 from pat_vllm.routing import Router
 from pat_vllm.scheduler.history import History
 from pat_vllm.scheduler.make_policy import make_policy
-from pat_vllm.scheduler.replica import Replica, ReplicaFactory, says_nothing
+from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import LiveTable, step_shape
 from pat_vllm.scheduler.stats import merge_outputs, merge_stats, whole_engine
 from pat_vllm.scheduler.switch import SwitchRefused, switch
@@ -82,9 +82,9 @@ class PATScheduler(SchedulerInterface):
         self._depth = 2 if vllm_config.scheduler_config.async_scheduling else 1
 
         self._executor = executor_of(vllm_config)
-        self._executor.offer(SWITCH_COMMAND, self._switch_command)
-        self._executor.offer(REPORT_COMMAND, self._report_command)
-        self._executor.offer(PROFILE_COMMAND, self._profile_command)
+        self._executor.register_command(SWITCH_COMMAND, self._switch_command)
+        self._executor.register_command(REPORT_COMMAND, self._report_command)
+        self._executor.register_command(PROFILE_COMMAND, self._profile_command)
         rates = self._executor.transfer_rates()
         self._cost = TransferCost(
             kv_bytes_per_token=kv_bytes_per_token(
@@ -150,7 +150,7 @@ class PATScheduler(SchedulerInterface):
             if not replica.may_step(self._depth):
                 continue
             step = replica.schedule(throttle_prefills)
-            if says_nothing(step):
+            if is_empty_step(step):
                 replica.in_flight.pop()
                 self._silent.append((replica, step))
             else:
@@ -233,7 +233,7 @@ class PATScheduler(SchedulerInterface):
             self._go_home_if_idle()
             prompt = hash(tuple(request.prompt_token_ids or ()))
             prefixes: list[Hashable] = [prompt, *reversed(request.block_hashes)]
-            index = self._router.route(prefixes, [replica.live for replica in self._replicas])
+            index = self._router.route(prefixes, [replica.num_seqs for replica in self._replicas])
             owner = self._replicas[index]
             owned = self._live.add(request, owner, prompt)
             self._last_arrival = time.monotonic()
@@ -347,7 +347,7 @@ class PATScheduler(SchedulerInterface):
 
     def _go_home_if_idle(self) -> None:
         """Return to the home layout when the work is done: there is no KV to move then."""
-        if not self._was_busy or self._in_flight() or any(r.live for r in self._replicas):
+        if not self._was_busy or self._in_flight() or any(r.num_seqs for r in self._replicas):
             return
         if self._executor.is_sleeping:
             return  # its memory is not there
@@ -357,7 +357,7 @@ class PATScheduler(SchedulerInterface):
         self._switch(self._policy.home, "idle")
 
     def _follow_policy(self) -> None:
-        live = sum(replica.live for replica in self._replicas)
+        live = sum(replica.num_seqs for replica in self._replicas)
         self._history.live(self._layout, live)
         if live == 0 or self._forced or self._pause != PauseState.UNPAUSED:
             return
@@ -388,7 +388,7 @@ class PATScheduler(SchedulerInterface):
                 executor=self._executor,
                 choose=self._choose,
                 num_kv_heads=self._num_kv_heads,
-                epoch=self._epoch + 1,
+                switch_id=self._epoch + 1,
                 reason=reason,
                 drain=self._drain,
             )
@@ -459,7 +459,7 @@ class PATScheduler(SchedulerInterface):
                 raise
 
     def _force(self, target: Layout) -> bool:
-        if not any(replica.live for replica in self._replicas):
+        if not any(replica.num_seqs for replica in self._replicas):
             # A step started before the last response ended may still be in flight. Finish the work
             # that is over, or its end would take the engine home out of the layout asked for now.
             self._drain()
@@ -486,6 +486,6 @@ class PATScheduler(SchedulerInterface):
             self.kv_cache_config,
             points,
             quick,
-            epoch=self._epoch,
+            switch_id=self._epoch,
             seconds_to_make=self._factory.seconds_to_make,
         )

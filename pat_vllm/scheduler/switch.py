@@ -22,13 +22,13 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from pat_vllm.executor.messages import SwitchOrder, SwitchTimes
+from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.routing import Placed, spread
-from pat_vllm.scheduler.admission import swift_admission
+from pat_vllm.scheduler.admission import linear_time_admission
 from pat_vllm.scheduler.replica import Replica
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def switch(
     executor: PATExecutorMixin,
     choose: Choice,
     num_kv_heads: int,
-    epoch: int,
+    switch_id: int,
     reason: str,
     drain: Callable[[], None],
 ) -> tuple[list[Replica], SwitchReport]:
@@ -116,7 +116,7 @@ def switch(
         new_replicas: makes the empty replicas of a layout.
         discard: takes them back, of a switch that is refused.
         choose: migrate or recompute, for each request.
-        epoch: number of this switch.
+        switch_id: number of this switch.
         drain: finishes the steps in flight and keeps their outputs.
 
     Returns:
@@ -145,8 +145,8 @@ def switch(
             target,
         )
         loads = [_allocate(carried, placement, replica) for replica in fresh]
-        order = SwitchOrder(
-            epoch=epoch,
+        order = SwitchCommand(
+            switch_id=switch_id,
             source=source,
             target=target,
             moves=tuple(
@@ -177,7 +177,7 @@ def switch(
         source=source,
         target=target,
         reason=reason,
-        live=len(carried),
+        num_seqs=len(carried),
         migrated=migrated,
         recomputed=sum(1 for c in carried if c.computed) - migrated,
         kv_bytes=sum(t.kv_bytes for t in times),
@@ -199,7 +199,7 @@ def switch(
         source,
         target,
         reason,
-        report.live,
+        report.num_seqs,
         1e3 * report.seconds,
         report.migrated,
         report.kv_bytes / 1e6,
@@ -271,7 +271,7 @@ def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica:
         # Prompt logprobs forbid cache hits, but these tokens were computed for this very request.
         one.request.skip_reading_prefix_cache = False
         _enqueue(replica, one.request)
-    with swift_admission(replica.scheduler):
+    with linear_time_admission(replica.scheduler):
         step = replica.scheduler.schedule()
     assert step.total_num_scheduled_tokens == 0, "a plan must not schedule tokens"
     replica.connector.withdraw()

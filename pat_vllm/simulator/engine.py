@@ -84,7 +84,7 @@ class _Replica:
     shape: StepShape = _NOTHING
 
     @property
-    def live(self) -> int:
+    def num_seqs(self) -> int:
         return len(self.running) + len(self.waiting)
 
     @property
@@ -115,7 +115,7 @@ class SimulatedEngine:
         """An idle engine in `layout`; see `simulate`."""
         self.now = began
         self.layout = layout
-        self.live = 0
+        self.num_seqs = 0
         self.done = 0
         self._began = began
         self._truth, self._limits, self._chunk, self._policy = truth, limits, chunk, policy
@@ -174,7 +174,7 @@ class SimulatedEngine:
     def state(self) -> LiveState:
         """What a policy sees."""
         quiet = self.now - self._last_arrival
-        return LiveState(self.now, self.layout, self.live, quiet, self._requests)
+        return LiveState(self.now, self.layout, self.num_seqs, quiet, self._requests)
 
     def _requests(self) -> LiveRequests:
         rows: list[tuple[int, int, int, int]] = []
@@ -213,9 +213,9 @@ class SimulatedEngine:
 
     def advance(self) -> None:
         """Start a chunk in every replica that has work and none, and go to the next event."""
-        busy = sum(1 for replica in self._replicas if replica.live)
+        busy = sum(1 for replica in self._replicas if replica.num_seqs)
         for replica in self._replicas:
-            if not replica.steps and replica.live:
+            if not replica.steps and replica.num_seqs:
                 self._start(replica, busy)
         first = min(self._replicas, key=lambda replica: replica.end)
         arrival = self._arrival[self._arrivals[0]] if self._arrivals else math.inf
@@ -228,7 +228,7 @@ class SimulatedEngine:
             over = [replica for replica in self._replicas if replica.end <= together]
             for replica in sorted(over, key=lambda replica: replica.end):
                 self._finish(replica, replica.steps)
-            if not all(replica.live for replica in over):
+            if not all(replica.num_seqs for replica in over):
                 # The others step faster from now on, where replicas share something.
                 for replica in self._replicas:
                     replica.steps = self._steps_made(replica, started=True)
@@ -237,7 +237,7 @@ class SimulatedEngine:
     def advance_to_completion(self) -> None:
         """Go on in this layout until another response has ended."""
         done = self.done
-        while self.done == done and (self.live or self.arriving):
+        while self.done == done and (self.num_seqs or self.arriving):
             self.advance()
 
     def switch(self, target: Layout, reason: str) -> None:
@@ -282,7 +282,7 @@ class SimulatedEngine:
             source=source,
             target=target,
             reason=reason,
-            live=len(carried),
+            num_seqs=len(carried),
             migrated=migrated,
             recomputed=recomputed,
             kv_bytes=tokens * self._limits.kv_bytes_per_token,
@@ -332,9 +332,9 @@ class SimulatedEngine:
         while self._arrivals and self._arrival[self._arrivals[0]] <= self.now:
             request = self._arrivals.popleft()
             group = self._group[request]
-            loads = [replica.live for replica in self._replicas]
+            loads = [replica.num_seqs for replica in self._replicas]
             self._replicas[self._router.route([group], loads)].waiting.append(request)
-            self.live += 1
+            self.num_seqs += 1
             self._last_arrival = self.now
             arrived = True
             if self._policy is not None:
@@ -344,8 +344,8 @@ class SimulatedEngine:
 
     def _note(self) -> None:
         last = self._timeline[-1] if self._timeline else None
-        if last is None or (last.layout, last.live) != (self.layout, self.live):
-            self._timeline.append(LiveSample(self.now, self.layout, self.live))
+        if last is None or (last.layout, last.num_seqs) != (self.layout, self.num_seqs):
+            self._timeline.append(LiveSample(self.now, self.layout, self.num_seqs))
 
     def _kv_room(self, tp: int) -> float:
         return self._limits.kv_tokens.get(tp, math.inf)
@@ -484,7 +484,7 @@ class SimulatedEngine:
         complete = [i for i in stepped if self._generated[i] >= self._length[i]]
         for request in complete:
             replica.running.remove(request)
-            self.live -= 1
+            self.num_seqs -= 1
             self.done += 1
             self._finished[request] = ended
             if self._policy is not None:

@@ -37,15 +37,15 @@ def simulate(
     """
     earlier = len(policy.decisions)
     engine = SimulatedEngine(trace, truth, limits, start or policy.home, began, chunk, policy)
-    while engine.live or engine.arriving:
-        waiting_for_work = not engine.live
-        if engine.live:
+    while engine.num_seqs or engine.arriving:
+        waiting_for_work = not engine.num_seqs
+        if engine.num_seqs:
             target = policy.choose(engine.state())
             if target != engine.layout:
                 engine.switch(target, "policy")
-        if engine.live or waiting_for_work:
+        if engine.num_seqs or waiting_for_work:
             engine.advance()
-        if not engine.live:
+        if not engine.num_seqs:
             policy.idle(engine.now)
             if policy.home != engine.layout:
                 engine.switch(policy.home, "idle")

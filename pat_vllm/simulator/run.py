@@ -96,14 +96,14 @@ class SimulatedRun:
                     "source": str(switch.source),
                     "target": str(switch.target),
                     "reason": switch.reason,
-                    "live": switch.live,
+                    "live": switch.num_seqs,
                     "seconds": switch.seconds,
                     "quiesce": switch.quiesce,
                 }
                 for switch in self.switches
             ],
             "timeline": [
-                [sample.at - self.began, str(sample.layout), sample.live]
+                [sample.at - self.began, str(sample.layout), sample.num_seqs]
                 for sample in self.timeline
             ],
         }

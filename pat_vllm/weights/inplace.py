@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.platforms import current_platform
 
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-from pat_vllm.weights.model_weights import Weight, model_weights, twins
+from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Partition, pieces_of
 
@@ -83,7 +83,7 @@ class InPlaceShards:
             ValueError: the model's weights are not those of the base model cut another way.
         """
         _keep_plain(model)
-        for weight, base in twins(model, self._base):
+        for weight, base in matching_weights(model, self._base):
             view = self._view(weight, base)
             weight.bind(view)
             self._views.append((weight, view))

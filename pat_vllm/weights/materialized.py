@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from pat_vllm.weights.model_weights import Weight, model_weights, twins
+from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
 from pat_vllm.weights.shards import pieces_of
 
 
@@ -42,7 +42,7 @@ class MaterializedShards:
             ValueError: the model's weights are not those of the base model cut another way.
         """
         assert self._base is not None, "fill() before capture() or after release()"
-        for weight, base in twins(model, self._base):
+        for weight, base in matching_weights(model, self._base):
             self._derive(weight, base)
 
     def release(self) -> None:

@@ -179,7 +179,9 @@ def _partition(
     return VocabPartition(module.org_vocab_size, module.padding_size)
 
 
-def twins(model: nn.Module, base: Mapping[str, Weight]) -> Iterator[tuple[Weight, Weight]]:
+def matching_weights(
+    model: nn.Module, base: Mapping[str, Weight]
+) -> Iterator[tuple[Weight, Weight]]:
     """Each weight of another layout's model, with the base layout's.
 
     Args:
@@ -196,15 +198,15 @@ def twins(model: nn.Module, base: Mapping[str, Weight]) -> Iterator[tuple[Weight
         )
     sources: dict[int, int] = {}
     for name, weight in derived.items():
-        twin = base[name]
+        match = base[name]
         # The two may be tied in this layout only if they are in the base layout.
-        if sources.setdefault(weight.storage, twin.storage) != twin.storage:
+        if sources.setdefault(weight.storage, match.storage) != match.storage:
             raise ValueError(f"{name} shares its storage here, but not in the base layout")
-        _check_twins(weight, twin)
-        yield weight, twin
+        _check_match(weight, match)
+        yield weight, match
 
 
-def _check_twins(weight: Weight, base: Weight) -> None:
+def _check_match(weight: Weight, base: Weight) -> None:
     if weight.partition != base.partition or weight.tensor.dtype != base.tensor.dtype:
         raise ValueError(
             f"{weight.name} differs between layouts by more than how it is cut: "

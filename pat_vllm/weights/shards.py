@@ -30,7 +30,7 @@ class Shard:
 
 
 class Partition(Protocol):
-    """How the parameters of one layer are cut. Equal for a layer's twin in another layout."""
+    """How the parameters of one layer are cut. Equal for a layer's match in another layout."""
 
     @property
     def dim(self) -> int:

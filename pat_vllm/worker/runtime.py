@@ -96,7 +96,7 @@ def _change_workspaces(group: GroupCoordinator) -> None:
     vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
 
 
-def seed_like(seed: int, epoch: int, replica: int) -> None:
+def seed_like(seed: int, switch_id: int, replica: int) -> None:
     """Seed unseeded sampling: alike on the ranks of a replica, differently in each replica.
 
     All ranks of a TP group sample, each with its own generators, and must draw alike. Replicas
@@ -104,12 +104,12 @@ def seed_like(seed: int, epoch: int, replica: int) -> None:
     """
     from vllm.utils.torch_utils import set_random_seed
 
-    set_random_seed(seed, _mix(epoch, replica))
+    set_random_seed(seed, _mix(switch_id, replica))
 
 
-def _mix(epoch: int, replica: int) -> int:
-    """A distinct number for each (epoch, replica); 0, vLLM's own seed, only for the first."""
-    return (epoch << 16) + replica
+def _mix(switch_id: int, replica: int) -> int:
+    """A distinct number for each (switch_id, replica); 0, vLLM's own seed, only for the first."""
+    return (switch_id << 16) + replica
 
 
 def cpu_world_group() -> torch.distributed.ProcessGroup:

@@ -20,7 +20,7 @@ FIRST_BLOCK = 1
 
 
 @dataclass(frozen=True)
-class MadeUpRequest:
+class SyntheticRequest:
     """A request that nobody made.
 
     Attributes:
@@ -41,7 +41,7 @@ def make_requests(
     block_size: int,
     decoding: bool,
     first_block: int = FIRST_BLOCK,
-) -> list[MadeUpRequest]:
+) -> list[SyntheticRequest]:
     """Requests with blocks of their own.
 
     Args:
@@ -56,19 +56,19 @@ def make_requests(
         count = -(-(length + room) // block_size)
         blocks = tuple(range(first_block, first_block + count))
         requests.append(
-            MadeUpRequest(f"{prefix}-{index}", length, length - 1 if decoding else 0, blocks)
+            SyntheticRequest(f"{prefix}-{index}", length, length - 1 if decoding else 0, blocks)
         )
         first_block += count
     return requests
 
 
-def next_block(requests: Sequence[MadeUpRequest]) -> int:
+def next_block(requests: Sequence[SyntheticRequest]) -> int:
     """The first block that `make_requests` left free."""
     return requests[-1].blocks[-1] + 1 if requests else FIRST_BLOCK
 
 
 def add_new(
-    step: SchedulerOutput, requests: Iterable[MadeUpRequest], use_v2: bool, max_tokens: int
+    step: SchedulerOutput, requests: Iterable[SyntheticRequest], use_v2: bool, max_tokens: int
 ) -> SchedulerOutput:
     """Add the first step of requests."""
     tokens_of: dict[int, list[int]] = {}
@@ -96,7 +96,7 @@ def add_new(
     return step
 
 
-def decode_step(requests: Sequence[MadeUpRequest], done: int) -> SchedulerOutput:
+def decode_step(requests: Sequence[SyntheticRequest], done: int) -> SchedulerOutput:
     """A decode step of requests that have had `done` steps, at least one."""
     step = SchedulerOutput.make_empty()
     ids = [request.request_id for request in requests]
@@ -114,14 +114,14 @@ def decode_step(requests: Sequence[MadeUpRequest], done: int) -> SchedulerOutput
     return step
 
 
-def finish(requests: Iterable[MadeUpRequest]) -> SchedulerOutput:
+def finish(requests: Iterable[SyntheticRequest]) -> SchedulerOutput:
     """Tells a runner that requests have ended; nothing is computed."""
     step = SchedulerOutput.make_empty()
     step.finished_req_ids = {request.request_id for request in requests}
     return step
 
 
-def made_up_kv(source: Layout, target: Layout, num_blocks: int) -> list[RequestBlocks]:
+def synthetic_kv(source: Layout, target: Layout, num_blocks: int) -> list[RequestBlocks]:
     """A block of KV from every replica of `source`, and one to every replica of `target`.
 
     Args:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
-from pat_vllm.worker.synthetic import add_new, decode_step, finish, made_up_kv, make_requests
+from pat_vllm.worker.synthetic import add_new, decode_step, finish, make_requests, synthetic_kv
 
 if TYPE_CHECKING:
     from pat_vllm.worker.runtime import LayoutRuntime
@@ -63,7 +63,7 @@ def warm_up_moves(
     for source, target in permutations(runtimes, 2):
         assert source.kv_cache_config is not None and target.kv_cache_config is not None
         num_blocks = min(source.kv_cache_config.num_blocks, target.kv_cache_config.num_blocks)
-        requests = made_up_kv(source.layout, target.layout, num_blocks)
+        requests = synthetic_kv(source.layout, target.layout, num_blocks)
         move(source, target, plan_moves(source.layout, target.layout, num_kv_heads, requests))
 
 

@@ -18,7 +18,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
-from pat_vllm.executor.messages import CallFailed, SwitchOrder, SwitchTimes, TransferRates
+from pat_vllm.executor.messages import CallFailed, SwitchCommand, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import exit_when_orphaned
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
@@ -327,7 +327,7 @@ class PATWorkerMixin:
         self._weights.arrange(runtime.layout.tp)
 
     @torch.inference_mode()
-    def pat_switch(self, order: SwitchOrder) -> SwitchTimes:
+    def pat_switch(self, order: SwitchCommand) -> SwitchTimes:
         """Carry out a switch. Collective over all ranks; no step is in flight.
 
         Returns:
@@ -357,7 +357,7 @@ class PATWorkerMixin:
 
         self._handover.clear(source.runner)
         self._activate(target)
-        seed_like(self._seed, order.epoch, order.target.replica_of(self.rank))
+        seed_like(self._seed, order.switch_id, order.target.replica_of(self.rank))
         self._handover.give(target.runner, states)
         return SwitchTimes(
             states=gathered - started,
@@ -383,7 +383,7 @@ class PATWorkerMixin:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def _gather_states(self, order: SwitchOrder) -> dict[str, Any]:
+    def _gather_states(self, order: SwitchCommand) -> dict[str, Any]:
         """Runner state of the requests that come to this rank."""
         if not order.placement:
             return {}

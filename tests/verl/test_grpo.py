@@ -37,7 +37,7 @@ def check_steps(run: Run) -> None:
         assert step.probs_diff_max < 1e-5
         assert step.longest > 2 * step.mean_length  # a long tail
         assert rollout.startswith("16 responses")
-        live = re.findall(r"1x2 -> 2x1 at \S+ s, (\d+) live", rollout)
+        live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
         assert live
         assert all(1 <= int(number) <= 4 for number in live)
 
