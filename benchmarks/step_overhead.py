@@ -90,7 +90,7 @@ def _compare(
     config, stock = engine_config(tp)
     scheduler = PATScheduler(vllm_config=config, **stock)
     if tp == 1:
-        scheduler._policy = _predictor()
+        scheduler.monitor.policy = _predictor()
     kv_cache_config = stock.pop("kv_cache_config")
     layouts = layouts_of(config)
     layout = next(one for one in layouts if one.tp == tp)
@@ -135,7 +135,7 @@ def _compare(
         if run:  # the first one admits and prefills
             ours.append(statistics.median(times[pat_step]))
             theirs.append(statistics.median(times[stock_step]))
-    assert all(replica.num_seqs == requests for replica in scheduler._replicas)
+    assert all(replica.num_seqs == requests for replica in scheduler.replica_set.replicas)
     return ours, theirs
 
 

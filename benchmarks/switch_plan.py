@@ -54,7 +54,7 @@ def _measure(live: int, repeats: int) -> dict[str, list[dict[str, float]]]:
 
     config, stock = engine_config(1)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
-    scheduler._transfer = "migrate"
+    scheduler.controller.transfer.mode = "migrate"
 
     def step() -> None:
         output = scheduler.schedule()
@@ -69,12 +69,12 @@ def _measure(live: int, repeats: int) -> dict[str, list[dict[str, float]]]:
     for repeat in range(repeats + 1):
         for source, target in WAYS:
             for tp in (source, target):
-                scheduler._switch_command(tp)
+                scheduler.controller.request(tp)
                 begun = time.perf_counter()
-                scheduler._discard_retired()
+                scheduler.replica_set.discard_retired()
                 discard = time.perf_counter() - begun
                 step()
-            report = scheduler._history.report(scheduler._layout, scheduler._layouts).switches[-1]
+            report = scheduler.controller.report().switches[-1]
             assert (report.source.tp, report.target.tp) == (source, target)
             assert report.migrated == report.num_seqs == live
             if repeat:
@@ -85,7 +85,7 @@ def _measure(live: int, repeats: int) -> dict[str, list[dict[str, float]]]:
 
 
 def _requests(scheduler: Any) -> list[Any]:
-    return [one for r in scheduler._replicas for one in r.scheduler.requests.values()]
+    return [one for r in scheduler.replica_set.replicas for one in r.scheduler.requests.values()]
 
 
 if __name__ == "__main__":

@@ -24,17 +24,17 @@ Admitted = list[set[str]]
 def carried(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> tuple[list[SwitchCommand], list[Admitted]]:
-    """The orders of some switches between which requests run, with pools that are too small."""
+    """The commands of some switches between which requests run, with pools that are too small."""
     config, stock = engine_config(8, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
-    scheduler._transfer = "migrate"
-    orders: list[SwitchCommand] = []
+    scheduler.controller.transfer.mode = "migrate"
+    commands: list[SwitchCommand] = []
     admitted: list[Admitted] = []
     make_switch = EXECUTOR.switch
 
-    def switch(order: SwitchCommand) -> list[Any]:
-        orders.append(order)
-        return make_switch(order)
+    def switch(command: SwitchCommand) -> list[Any]:
+        commands.append(command)
+        return make_switch(command)
 
     monkeypatch.setattr(EXECUTOR, "switch", switch)
     rng = random.Random(seed)
@@ -45,18 +45,18 @@ def carried(
             output = scheduler.schedule()
             results = [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
             scheduler.update_from_output(output, results)
-        scheduler._switch_command(tp)
+        scheduler.controller.request(tp)
         admitted.append(
             [
                 {one.request_id for one in replica.scheduler._inflight_prefills}
-                for replica in scheduler._replicas
+                for replica in scheduler.replica_set.replicas
             ]
         )
-        scheduler._discard_retired()
+        scheduler.replica_set.discard_retired()
     monkeypatch.undo()
-    switches = scheduler._history.report(scheduler._layout, scheduler._layouts).switches
+    switches = scheduler.controller.report().switches
     assert any(0 < one.migrated < one.migrated + one.recomputed for one in switches), "no pool full"
-    return orders, admitted
+    return commands, admitted
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -107,9 +107,9 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
         # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
         return AdaptivePolicy.of(profile, bound=512, timer=lambda: 0.0)
 
-    monkeypatch.setattr(scheduler, "_policy", new_policy())
+    monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
     # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
-    monkeypatch.setattr(scheduler, "_transfer", "migrate")
+    monkeypatch.setattr(scheduler.controller.transfer, "mode", "migrate")
     jobs = long_tail(seed=1)
     outcomes = run(llm, jobs, before_step=settle)
     report = pat_vllm.report(llm)
@@ -122,7 +122,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     assert fired and made[-1].target == GROUP
     assert made[-1].migrated > 0 and made[-1].tokens > 0
 
-    monkeypatch.setattr(scheduler, "_policy", new_policy())
+    monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
     pat_vllm.switch(llm, tp=1)
     assert {k: o.token_ids for k, o in run(llm, jobs).items()} == {
         k: o.token_ids for k, o in outcomes.items()
@@ -141,7 +141,7 @@ def test_fixed_lengths_are_known_and_not_learnt_from(llm: Any) -> None:
 
     def look(step: int) -> None:
         if step == 3:
-            seen.append(scheduler._live.arrays())
+            seen.append(scheduler.monitor.requests.arrays())
 
     run(llm, long_tail(seed=2), before_step=look)
     (live,) = seen

@@ -187,7 +187,7 @@ def test_requests_that_find_no_room_are_recomputed(small_engine):
     assert merge.recomputed > 0
 
 
-def test_a_switch_that_cannot_be_planned_is_refused(small_engine, monkeypatch):
+def test_a_switch_that_cannot_be_planned_is_undone(small_engine, monkeypatch):
     """Whatever fails in planning is undone, and generation goes on in the old layout."""
     llm = small_engine
     work = jobs()
@@ -196,16 +196,18 @@ def test_a_switch_that_cannot_be_planned_is_refused(small_engine, monkeypatch):
     def fail(*args):
         raise RuntimeError("no plan today")
 
-    refused = []
+    told = []
 
     def before_step(step):
         if step in (3, 9):
             with monkeypatch.context() as patch:
                 patch.setattr(switch_module, "plan_moves", fail)
-                refused.append(pat_vllm.switch(llm, tp=2))
+                with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
+                    pat_vllm.switch(llm, tp=2)
+                told.append(step)
 
     outcomes = run(llm, work, before_step=before_step)
-    assert refused == [False, False]
+    assert told == [3, 9]
     assert {n: o.token_ids for n, o in outcomes.items()} == {
         n: o.token_ids for n, o in expected.items()
     }
@@ -246,7 +248,9 @@ def test_streaming_input_sessions_refuse_a_switch(small_engine):
         "s", {"prompt_token_ids": [5, 6, 7]}, _params(max_tokens=30, ignore_eos=True)
     )
     llm.llm_engine.step()
-    (request,) = [r for replica in scheduler._replicas for r in replica.scheduler.running]
+    (request,) = [
+        r for replica in scheduler.replica_set.replicas for r in replica.scheduler.running
+    ]
     request.resumable = True
     assert pat_vllm.switch(llm, tp=2) is False
     request.resumable = False

@@ -127,7 +127,7 @@ def step_every_replica(llm: Any) -> list[Any]:
     other one is idle; without this, what is reached at a given step would depend on the machine.
     """
     outputs = llm.llm_engine.step()
-    replicas = scheduler_of(llm)._replicas
+    replicas = scheduler_of(llm).replica_set.replicas
     begun = [(replica, replica.in_flight[0]) for replica in replicas if replica.in_flight]
     while any(replica.in_flight and replica.in_flight[0] is step for replica, step in begun):
         outputs += llm.llm_engine.step()
@@ -251,7 +251,7 @@ def runs(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
     results = {}
     for name, script in RUNS.items():
         # What `kv_transfer` sets.
-        scheduler._transfer = "recompute" if "recomputing" in name else "migrate"
+        scheduler.controller.transfer.mode = "recompute" if "recomputing" in name else "migrate"
         before = len(pat_vllm.report(llm).switches)
         results[name] = run(llm, jobs, script)
         switches = [s for s in pat_vllm.report(llm).switches[before:] if s.num_seqs]
@@ -259,7 +259,7 @@ def runs(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
         carried = "recomputed" if "recomputing" in name else "migrated"
         # Before the first step there is nothing to carry but the queue.
         assert sum(getattr(switch, carried) > 0 for switch in switches) >= len(script) - 2
-    scheduler._transfer = "migrate"
+    scheduler.controller.transfer.mode = "migrate"
     return results
 
 
@@ -741,7 +741,7 @@ def test_a_forced_layout_holds_until_idle(
     from pat_vllm.predictor.policy import SETTLE_SECONDS, SchedulePolicy
 
     policy = SchedulePolicy(Layout(1, 2), ((100, Layout.of(3 - tp, 2)),))
-    monkeypatch.setattr(scheduler_of(llm), "_policy", policy)
+    monkeypatch.setattr(scheduler_of(llm).monitor, "policy", policy)
 
     def layouts_during(name: str) -> set[int]:
         seen = set()

@@ -289,7 +289,7 @@ def _known_requests(worker: Any) -> int:
 @pytest.mark.slow
 def test_profiling_leaves_no_trace(llm: Any) -> None:
     """Greedy, seeded and unseeded outputs are those of an engine that was not profiled."""
-    executor = scheduler_of(llm)._executor
+    executor = scheduler_of(llm).replica_set.executor
     before = run(llm, _jobs())
 
     (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
@@ -324,7 +324,7 @@ def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
     plan = ProfilePlan.quick(engine_limits(config, scheduler.kv_cache_config), budget=1e-6)
     told: list[tuple[int, int, str]] = []
     samples = profile_engine(
-        scheduler._executor,
+        scheduler.replica_set.executor,
         plan,
         scheduler.kv_cache_config,
         progress=lambda *what: told.append(what),
@@ -374,7 +374,7 @@ def test_load_or_measure(
 
     def get(path: str | None = None) -> Profile:
         return engine_profile.load_or_measure(
-            config, scheduler._executor, scheduler.kv_cache_config, path
+            config, scheduler.replica_set.executor, scheduler.kv_cache_config, path
         )
 
     first = get()

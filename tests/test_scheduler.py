@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -16,9 +18,10 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler import block_pools as pools
-from pat_vllm.scheduler import scheduler as scheduler_module
+from pat_vllm.scheduler import layout_controller, monitor
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.scheduler.switch import PlanningFailed
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def no_plan(*args: Any) -> None:
 
 
 def refusals(scheduler: Any) -> int:
-    return len(scheduler._history.report(scheduler._layout, scheduler._layouts).refused)
+    return len(scheduler.controller.report().refused)
 
 
 class Restless(Policy):
@@ -76,13 +79,14 @@ def test_a_refused_plan_gives_its_block_pools_back(
     step(scheduler)
     monkeypatch.setattr(switch_module, "plan_moves", no_plan)
     for _ in range(3):
-        assert scheduler._switch_command(2) is False
+        with pytest.raises(PlanningFailed, match="no plan today"):
+            scheduler.controller.request(2)
     assert refusals(scheduler) == 3
     monkeypatch.undo()
     monkeypatch.setattr(pools, "BlockPool", make)
-    assert scheduler._switch_command(2) is True
+    assert scheduler.controller.request(2) is True
     assert made == []
-    for replica in scheduler._replicas:
+    for replica in scheduler.replica_set.replicas:
         pool = replica.scheduler.kv_cache_manager.block_pool
         held = sum(
             len(replica.scheduler.kv_cache_manager.get_block_ids(one)[0])
@@ -91,35 +95,116 @@ def test_a_refused_plan_gives_its_block_pools_back(
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - held
 
 
-def test_a_policy_that_is_refused_waits_before_it_is_asked_again(
-    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("known", [True, False], ids=["refused", "failed"])
+def test_a_policy_whose_switch_is_not_made_waits_before_it_is_asked_again(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(scheduler_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(switch_module, "plan_moves", no_plan)
-    home, _, wanted, *_ = scheduler._layouts
-    scheduler._policy = Restless(home, wanted)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(layout_controller, "time", clock)
+    monkeypatch.setattr(monitor, "time", clock)
+    if known:
+        monkeypatch.setattr(EXECUTOR, "is_sleeping", True)
+    else:
+        monkeypatch.setattr(switch_module, "plan_moves", no_plan)
+    home, _, wanted, *_ = scheduler.controller.layouts
+    scheduler.monitor.policy = Restless(home, wanted)
     add(scheduler, 4)
     for tried in (1, 2):
         for _ in range(3):
             step(scheduler)
             assert refusals(scheduler) == tried
-        now[0] += scheduler_module._AFTER_REFUSAL
+        now[0] += layout_controller.REFUSED_BACK_OFF if known else layout_controller.FAILED_BACK_OFF
+
+
+def test_a_known_reason_refuses_before_a_step_waits(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A streaming-input session must not stall the replicas at each try."""
+    drained: list[bool] = []
+
+    def finished(wait_for_all: bool = False) -> list[Any]:
+        drained.append(wait_for_all)
+        return []
+
+    monkeypatch.setattr(EXECUTOR, "finished", finished)
+    session = request("session", 3)
+    session.resumable = True
+    add(scheduler, 2)
+    scheduler.add_request(session)
+    step(scheduler)
+    assert scheduler.controller.request(2) is False
+    assert drained == []
+    session.resumable = False
+    assert scheduler.controller.request(2) is True
+    assert drained == [True]
+
+
+def test_a_mistake_in_planning_is_told_with_its_traceback(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By policy, too, where nobody waits for an answer; what was planned is undone."""
+    home, _, wanted, *_ = scheduler.controller.layouts
+    scheduler.monitor.policy = Restless(home, wanted)
+    monkeypatch.setattr(switch_module, "plan_moves", no_plan)
+    monkeypatch.setattr(layout_controller.logger, "propagate", True)
+    add(scheduler, 4)
+    output = scheduler.schedule()
+    (record,) = [one for one in caplog.records if "could not be planned" in one.message]
+    assert record.exc_info is not None and "no plan today" in str(record.exc_info[1])
+    (refused,) = scheduler.controller.report().refused
+    assert "no plan today" in refused.why
+    assert sum(len(one.num_scheduled_tokens) for one in output.steps.values()) == 4
+
+
+def test_a_switch_that_was_asked_for_in_vain_is_not_made_later(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_controller, "REQUEST_TIMEOUT", 0.05)
+    add(scheduler, 2)
+    step(scheduler)  # this thread is the engine's from here on
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            scheduler.controller.request(2)
+        except BaseException as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(30)
+    (error,) = failed
+    assert isinstance(error, TimeoutError) and "withdrawn" in str(error)
+    before = scheduler.replica_set.layout
+    step(scheduler)
+    assert scheduler.replica_set.layout == before
+
+
+def test_prompts_of_embeddings_are_told_apart(scheduler: Any) -> None:
+    """Or all of them would be siblings, and have one length."""
+    for name, value in (("a", 1.0), ("b", 2.0), ("again a", 1.0)):
+        one = request(name, 1)
+        one.prompt_token_ids = None
+        one.prompt_embeds = torch.full((32, 8), value, dtype=torch.bfloat16)
+        scheduler.add_request(one)
+    a, b, again = scheduler.monitor.requests.arrays().group
+    assert a == again != b
 
 
 def test_the_engine_is_in_the_new_layout_when_its_policy_hears_of_it(scheduler: Any) -> None:
     """What a policy does wrong then leaves the requests where they are."""
-    home, _, wanted, *_ = scheduler._layouts
-    scheduler._policy = Restless(home, wanted)
+    home, _, wanted, *_ = scheduler.controller.layouts
+    scheduler.monitor.policy = Restless(home, wanted)
     add(scheduler, 4)
     with pytest.raises(RuntimeError, match="a policy's mistake"):
         scheduler.schedule()
-    assert scheduler._layout == wanted
-    assert len(scheduler._replicas) == wanted.replicas
-    assert {f"r{i}" for i in range(4)} == set(scheduler._live)
+    assert scheduler.replica_set.layout == wanted
+    assert len(scheduler.replica_set.replicas) == wanted.replicas
+    assert {f"r{i}" for i in range(4)} == set(scheduler.monitor.requests)
     assert all(
-        scheduler._live.owner(one) is replica
-        for replica in scheduler._replicas
+        scheduler.monitor.requests.replica_of(one) is replica
+        for replica in scheduler.replica_set.replicas
         for one in replica.scheduler.requests
     )
 
@@ -133,7 +218,7 @@ def test_a_failed_hand_over_fails_the_engine(
     add(scheduler, 4)
     step(scheduler)
     with pytest.raises(RuntimeError, match="no plan today"):
-        scheduler._switch_command(2)
+        scheduler.controller.request(2)
     assert failed and not refusals(scheduler)
 
 
@@ -154,7 +239,7 @@ def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
     silent = scheduler.schedule()
     assert not silent.steps
     scheduler.add_request(request("r2", 2))
-    assert scheduler._switch_command(2) is True
+    assert scheduler.controller.request(2) is True
     outputs = scheduler.update_from_output(silent, [])
     assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [
         ("broken", FinishReason.ERROR)
@@ -170,8 +255,8 @@ def test_blocks_are_freed_as_without_a_connector() -> None:
     config.scheduler_config.async_scheduling = True
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
     for tp in (8, 2, 1):
-        scheduler._switch_command(tp)
-        for replica in scheduler._replicas:
+        scheduler.controller.request(tp)
+        for replica in scheduler.replica_set.replicas:
             config = replica.scheduler.vllm_config
             assert config.max_concurrent_batches > 1 and config.kv_transfer_config.is_kv_consumer
             assert not replica.scheduler.defer_block_free
@@ -180,4 +265,4 @@ def test_blocks_are_freed_as_without_a_connector() -> None:
 def test_prompts_are_not_kept(scheduler: Any) -> None:
     """They may be long, and the router remembers many."""
     add(scheduler, 4)
-    assert all(isinstance(one, int | bytes) for one in scheduler._router._replica_of)
+    assert all(isinstance(one, int | bytes) for one in scheduler.replica_set._router._replica_of)

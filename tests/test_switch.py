@@ -127,7 +127,9 @@ def test_recomputing_gives_the_same(case, monkeypatch):
     for source, target in itertools.permutations(sizes, 2):
         for ways in (("recompute",), ("recompute", "migrate")):
             monkeypatch.setattr(
-                scheduler_of(llm), "_choose", lambda computed, tp, ways=ways: rng.choice(ways)
+                scheduler_of(llm).controller.transfer,
+                "choose",
+                lambda num_tokens, tp, ways=ways: rng.choice(ways),
             )
             before = len(pat_vllm.report(llm).switches)
             outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
@@ -179,9 +181,9 @@ def test_random_switch_storm(case, monkeypatch):
     llm, sizes, static = case
     rng = random.Random(4)
     monkeypatch.setattr(
-        scheduler_of(llm),
-        "_choose",
-        lambda computed, tp: rng.choice(("migrate", "migrate", "recompute")),
+        scheduler_of(llm).controller.transfer,
+        "choose",
+        lambda num_tokens, tp: rng.choice(("migrate", "migrate", "recompute")),
     )
     jobs = batch(0) | {
         name.replace("r", "late"): Job(job.prompt, job.sampling, arrives=rng.randint(1, 40))
@@ -222,7 +224,7 @@ def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case):
     core.model_executor.execute_model(core.scheduler.schedule(), non_block=True)
     core.model_executor.sample_tokens(None, non_block=True)
     llm.llm_engine.abort_request(["doomed"])
-    assert core.scheduler._in_flight()
+    assert core.scheduler.replica_set.in_flight
 
     seen = set()
 

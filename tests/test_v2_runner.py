@@ -101,7 +101,7 @@ def main(out: str) -> None:
         restore()
         for kind in ("async, recompute", "async, migrate"):
             # Starting an engine with the other option would take longer than the run.
-            scheduler_of(llm)._transfer = kind.removeprefix("async, ")
+            scheduler_of(llm).controller.transfer.mode = kind.removeprefix("async, ")
             results[kind] = {run: generate(llm, SWITCHES[run]) for run in RUNS[kind]}
     Path(out).write_text(json.dumps(results))
 
@@ -164,7 +164,7 @@ def generate(llm: Any, switches: Mapping[int, int]) -> dict[str, Any]:
         if step in switches:
             assert pat_vllm.switch(llm, tp=switches[step])
             # Like schedulers with many steps behind them; each has fewer than the one before it.
-            for replica in scheduler_of(llm)._replicas:
+            for replica in scheduler_of(llm).replica_set.replicas:
                 replica.scheduler.current_step = 100_000 * (100 - step)
         for output in core.step():
             if output.finished and output.request_id not in ABORTS:

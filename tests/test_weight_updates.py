@@ -150,10 +150,12 @@ def test_nothing_that_happens_between_two_batches_leaves_stale_weights(
 def generated(llm: Any) -> int | None:
     """Tokens of the engine's only request; None while its next one is being computed."""
     scheduler = scheduler_of(llm)
-    for one in getattr(scheduler, "_replicas", [None]):
-        if one is not None and one.in_flight:
-            return None
-        for request in (scheduler if one is None else one.scheduler).requests.values():
+    active = getattr(scheduler, "replica_set", None)
+    if active is not None and active.in_flight:
+        return None
+    schedulers = [scheduler] if active is None else [one.scheduler for one in active.replicas]
+    for one in schedulers:
+        for request in one.requests.values():
             return request.num_output_tokens
     return None
 

@@ -132,7 +132,7 @@ class ReplicaFactory:
         self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
         self._pools = BlockPools()
         assert vllm_config.model_config is not None
-        self._num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+        self.num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
 
     def make(self, layout: Layout) -> list[Replica]:
         """The replicas of `layout`, without requests."""
@@ -174,7 +174,7 @@ class ReplicaFactory:
 
     def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
         """The KV cache config of one rank of `layout`."""
-        ratio = block_ratio(layout, self._base, self._num_kv_heads)
+        ratio = block_ratio(layout, self._base, self.num_kv_heads)
         return layout_kv_cache_config(self._base_kv_cache, ratio)
 
     def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:

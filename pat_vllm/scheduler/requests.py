@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from vllm.v1.engine import FinishReason
 
 from pat_vllm.predictor.state import LiveRequests
@@ -20,65 +21,68 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Owned:
+class TrackedRequest:
     """A request and its replica.
 
     Attributes:
         group: equal for samples of one prompt.
-        bound: most tokens that its response can have.
+        max_tokens: most tokens that its response can have.
         exact: whether it will have exactly that many.
     """
 
     request: Request
     replica: Replica
     group: int
-    bound: int
+    max_tokens: int
     exact: bool
 
 
-class LiveTable:
+class RequestTable:
     """Requests by id."""
 
     def __init__(self, max_model_len: int, length_bound: int | None) -> None:
-        """`length_bound` is assumed in place of each request's own `max_tokens`, if given."""
+        """`length_bound` stands in place of each request's own `max_tokens`, if given."""
         self._max_model_len = max_model_len
         self._length_bound = length_bound
-        self._owned: dict[str, Owned] = {}
+        self._tracked: dict[str, TrackedRequest] = {}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._owned)
+        return iter(self._tracked)
 
-    def owner(self, request_id: str) -> Replica | None:
-        """The request's replica, or None when it is unknown."""
-        owned = self._owned.get(request_id)
-        return None if owned is None else owned.replica
+    def __len__(self) -> int:
+        return len(self._tracked)
 
-    def add(self, request: Request, replica: Replica, group: int) -> Owned:
-        """Enter a request; for `group`, see `Owned`."""
+    def replica_of(self, request_id: str) -> Replica | None:
+        """The request's replica, or None when the request is unknown."""
+        tracked = self._tracked.get(request_id)
+        return None if tracked is None else tracked.replica
+
+    def add(self, request: Request, replica: Replica, group: int) -> TrackedRequest:
+        """Enter a request; for `group`, see `TrackedRequest`."""
         params = request.sampling_params
-        bound = self._max_model_len - request.num_prompt_tokens
+        max_tokens = self._max_model_len - request.num_prompt_tokens
         exact = False
         if self._length_bound is not None:
-            bound = min(bound, self._length_bound)
+            max_tokens = min(max_tokens, self._length_bound)
         else:
-            bound = min(bound, request.max_tokens)
+            max_tokens = min(max_tokens, request.max_tokens)
             exact = params is not None and bool(
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
-        owned = Owned(request, replica, group, max(1, bound), exact)
-        self._owned[request.request_id] = owned
-        return owned
+        tracked = TrackedRequest(request, replica, group, max(1, max_tokens), exact)
+        self._tracked[request.request_id] = tracked
+        return tracked
 
-    def pop(self, request_id: str) -> Owned | None:
+    def pop(self, request_id: str) -> TrackedRequest | None:
         """Take a request out."""
-        return self._owned.pop(request_id, None)
+        return self._tracked.pop(request_id, None)
 
     def move(self, replicas: Sequence[Replica]) -> None:
-        """After a switch: find each request in its new replica."""
-        owned, self._owned = self._owned, {}
+        """Find each request in its new replica, after a switch."""
+        tracked, self._tracked = self._tracked, {}
         for replica in replicas:
             for request_id in replica.scheduler.requests:
-                one = self._owned[request_id] = owned[request_id]
+                one = self._tracked[request_id] = tracked[request_id]
                 one.replica = replica
 
     def arrays(self) -> LiveRequests:
@@ -87,35 +91,46 @@ class LiveTable:
             (
                 one.request.num_prompt_tokens,
                 one.request.num_output_tokens,
-                one.bound,
+                one.max_tokens,
                 one.exact,
                 one.group,
                 one.replica.index,
                 one.request.num_computed_tokens,
             )
-            for one in self._owned.values()
+            for one in self._tracked.values()
         ]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
-        prompt, generated, bound, exact, group, replica, computed = columns
+        prompt, generated, max_tokens, exact, group, replica, computed = columns
         return LiveRequests(
             prompt=prompt,
             generated=generated,
-            # One that goes beyond an assumed bound is about to end.
-            bound=np.maximum(bound, generated + 1),
+            # A request that goes beyond an assumed bound is about to end.
+            bound=np.maximum(max_tokens, generated + 1),
             exact=exact.astype(bool),
             group=group,
             replica=replica,
             computed=computed,
         )
 
-    def complete(self, one: Owned, reason: FinishReason) -> bool:
+    def complete(self, one: TrackedRequest, reason: FinishReason) -> bool:
         """Whether a response came to its natural end.
 
         Under an assumed bound the request's own `max_tokens` stands for that.
         """
         if reason == FinishReason.LENGTH and self._length_bound is not None:
-            return one.request.num_output_tokens < one.bound
+            return one.request.num_output_tokens < one.max_tokens
         return reason == FinishReason.STOP
+
+
+def prompt_key(request: Request) -> int:
+    """A hash of the whole prompt, equal for samples of one prompt."""
+    embeds = request.prompt_embeds
+    if embeds is None:
+        return hash(tuple(request.prompt_token_ids or ()))
+    data = embeds.detach().cpu().contiguous().flatten()
+    tokens = tuple(request.prompt_token_ids or ())
+    # NumPy lacks bfloat16, so the bytes are hashed.
+    return hash((tokens, tuple(embeds.shape), data.view(torch.uint8).numpy().tobytes()))
 
 
 def step_shape(step: SchedulerOutput, busy: int) -> StepShape:

@@ -1,11 +1,12 @@
 """A switch from layout A to layout B, step by step, as the engine core sees it.
 
-    1. quiesce    steps in flight drain
-    2. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
-    3. move KV    ]
-    4. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
-    5. activate   ]
-    6. hand over  B's schedulers learn that the KV has arrived; recomputed and waiting requests
+    1. check      a reason against it that is known beforehand refuses it, and no step waits
+    2. quiesce    steps in flight drain
+    3. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
+    4. move KV    ]
+    5. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
+    6. activate   ]
+    7. hand over  B's schedulers learn that the KV has arrived; recomputed and waiting requests
                   queue behind
 
 Until the workers are called nothing is lost: a plan that fails is undone, and A goes on.
@@ -14,9 +15,9 @@ Until the workers are called nothing is lost: a plan that fails is undone, and A
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -35,16 +36,25 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from pat_vllm.executor.executor import PATExecutorMixin
+    from pat_vllm.scheduler.replica_set import ReplicaSet
 
 logger = init_logger(__name__)
 
-Choice = Callable[[int, int], Literal["migrate", "recompute"]]
-"""(computed tokens, target tp) -> how a request takes its KV along."""
+
+class KVTransfer(Protocol):
+    """Decides how a request takes its KV along."""
+
+    def choose(self, num_tokens: int, tp: int) -> Literal["migrate", "recompute"]:
+        """For a request with `num_tokens` computed tokens, in a target layout of `tp`."""
+        ...
 
 
 class SwitchRefused(Exception):
     """The switch cannot be made now; its text says why. Generation goes on as it was."""
+
+
+class PlanningFailed(Exception):
+    """Planning raised what it should not; its cause is the exception. All is as it was before."""
 
 
 @dataclass(frozen=True)
@@ -96,62 +106,53 @@ class _Undo:
 
 
 def switch(
-    *,
-    source: Layout,
-    target: Layout,
-    replicas: Sequence[Replica],
-    new_replicas: Callable[[Layout], list[Replica]],
-    discard: Callable[[Sequence[Replica]], None],
-    executor: PATExecutorMixin,
-    choose: Choice,
-    num_kv_heads: int,
-    switch_id: int,
-    reason: str,
-    drain: Callable[[], None],
+    active: ReplicaSet, target: Layout, transfer: KVTransfer, *, switch_id: int, reason: str
 ) -> tuple[list[Replica], SwitchReport]:
-    """Carry every live request from layout `source` to layout `target`.
+    """Carry every unfinished request of the active layout to layout `target`.
 
     Args:
-        replicas: those of `source`.
-        new_replicas: makes the empty replicas of a layout.
-        discard: takes them back, of a switch that is refused.
-        choose: migrate or recompute, for each request.
+        active: the replicas of the active layout; `ReplicaSet.replace` is for the caller to call.
+        transfer: migrate or recompute, for each request.
         switch_id: number of this switch.
-        drain: finishes the steps in flight and keeps their outputs.
+        reason: for the report.
 
     Returns:
-        The replicas of `target`, and what was done. The old ones are for the caller to discard.
+        The replicas of `target`, and what was done.
 
     Raises:
-        SwitchRefused: it could not be planned; `replicas` go on.
+        SwitchRefused: it cannot be made now; the active layout goes on.
+        PlanningFailed: it could not be planned, by a mistake of PAT's; the active layout goes on.
         Exception: the workers failed, and with them the engine.
     """
     begun = time.monotonic()
     clock = _Clock()
+    source = active.layout
 
-    # 1. Quiesce.
-    drain()
+    # 1. Check.
+    _check(active)
+
+    # 2. Quiesce.
+    active.drain()
     quiesce = clock.lap()
 
-    # 2. Plan.
-    carried = [c for replica in replicas for c in _carried(replica, target, choose)]
+    # 3. Plan.
+    carried = [c for replica in active.replicas for c in _carried(replica, target, transfer)]
     undo = [_Undo.of(c.request) for c in carried]
     fresh: list[Replica] = []
     try:
-        fresh = new_replicas(target)
+        fresh = active.make(target)
         placement = spread(
             [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
             source,
             target,
         )
         loads = [_allocate(carried, placement, replica) for replica in fresh]
-        order = SwitchCommand(
+        blocks = _request_blocks(carried, active.replicas, loads)
+        command = SwitchCommand(
             switch_id=switch_id,
             source=source,
             target=target,
-            moves=tuple(
-                plan_moves(source, target, num_kv_heads, _request_blocks(carried, replicas, loads))
-            ),
+            moves=tuple(plan_moves(source, target, active.factory.num_kv_heads, blocks)),
             placement={
                 c.request.request_id: placement[c.request.request_id] for c in carried if c.started
             },
@@ -159,15 +160,15 @@ def switch(
     except Exception as error:
         for one in undo:
             one.apply()
-        discard(fresh)
-        raise SwitchRefused(f"{type(error).__name__}: {error}") from error
+        active.factory.discard(fresh)
+        raise PlanningFailed(f"{type(error).__name__}: {error}") from error
     planned = clock.lap()
 
-    # 3. - 5. Move KV, reshard weights, activate.
-    times = executor.switch(order)
+    # 4. - 6. Move KV, reshard weights, activate.
+    times = active.executor.switch(command)
     called = clock.lap()
 
-    # 6. Hand over.
+    # 7. Hand over.
     migrated = _hand_over(carried, placement, fresh, loads)
     finished = clock.lap()
 
@@ -208,16 +209,24 @@ def switch(
     return fresh, report
 
 
-def _carried(replica: Replica, target: Layout, choose: Choice) -> list[Carried]:
-    """The live requests of a replica, in the order in which they are to be served."""
+def _check(active: ReplicaSet) -> None:
+    """Refuse a switch for what is known before a step waits for it."""
+    if active.executor.is_sleeping:
+        raise SwitchRefused("the engine sleeps; wake it up first")
+    for replica in active.replicas:
+        for request in replica.scheduler.requests.values():
+            if request.resumable or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                raise SwitchRefused(
+                    f"request {request.request_id} is a streaming-input session, which cannot be "
+                    "carried between layouts"
+                )
+
+
+def _carried(replica: Replica, target: Layout, transfer: KVTransfer) -> list[Carried]:
+    """The unfinished requests of a replica, in the order in which they are to be served."""
     scheduler = replica.scheduler
     carried = []
     for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
-        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ or request.resumable:
-            raise SwitchRefused(
-                f"request {request.request_id} is a streaming-input session, which cannot be "
-                "carried between layouts"
-            )
         computed = request.num_computed_tokens
         carried.append(
             Carried(
@@ -228,7 +237,7 @@ def _carried(replica: Replica, target: Layout, choose: Choice) -> list[Carried]:
                 started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
                 migrates=computed > 0
                 and not _must_recompute(scheduler, request)
-                and choose(computed, target.tp) == "migrate",
+                and transfer.choose(computed, target.tp) == "migrate",
             )
         )
     return carried

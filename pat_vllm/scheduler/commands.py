@@ -1,0 +1,39 @@
+"""What front ends may ask of the engine core, as `collective_rpc` of a command's name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.profiling.engine_profile import PROFILE_COMMAND, profile_command
+
+if TYPE_CHECKING:
+    from pat_vllm.scheduler.scheduler import PATScheduler
+
+SWITCH_COMMAND = "pat_switch_layout"
+REPORT_COMMAND = "pat_report"
+
+
+def register_commands(scheduler: PATScheduler) -> None:
+    """Have the executor serve the commands."""
+    active, controller = scheduler.replica_set, scheduler.controller
+
+    def report() -> dict[str, Any]:
+        return controller.report().to_wire()
+
+    def profile(points: list[dict[str, Any]] | None = None, quick: bool = False) -> dict[str, Any]:
+        if active.in_flight or active.num_seqs or not controller.on_engine_thread:
+            raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
+        controller.go_home_if_idle()
+        scheduler.reset_prefix_cache()  # its memory is overwritten
+        return profile_command(
+            active.executor,
+            scheduler.kv_cache_config,
+            points,
+            quick,
+            switch_id=controller.switch_id,
+            seconds_to_make=active.factory.seconds_to_make,
+        )
+
+    active.executor.register_command(SWITCH_COMMAND, controller.request)
+    active.executor.register_command(REPORT_COMMAND, report)
+    active.executor.register_command(PROFILE_COMMAND, profile)

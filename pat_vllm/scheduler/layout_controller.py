@@ -1,0 +1,229 @@
+"""Decides when the engine changes its layout: on request, by policy, and home when it is idle."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.reporting import RefusedSwitch, Report
+from pat_vllm.scheduler.switch import PlanningFailed, SwitchRefused, switch
+
+if TYPE_CHECKING:
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.monitor import Monitor
+    from pat_vllm.scheduler.replica_set import ReplicaSet
+    from pat_vllm.scheduler.transfer import ConfiguredTransfer
+
+logger = init_logger(__name__)
+
+REFUSED_BACK_OFF = 1.0
+"""Seconds without a switch of the policy's after one that was refused."""
+FAILED_BACK_OFF = 60.0
+"""The same after one that could not be planned by a mistake of PAT's."""
+REQUEST_TIMEOUT = 60.0
+"""Seconds in which the engine has to take up a switch that another thread asks for."""
+
+
+class LayoutController:
+    """Keeps the engine in the layout that is asked for: by a user, or else by the policy.
+
+    A layout that a user asked for holds until the engine has worked and become idle. An idle
+    engine goes home: there is no KV to move then.
+
+    Attributes:
+        layouts: those that are kept ready, base first.
+        switch_id: number of the last switch.
+    """
+
+    def __init__(
+        self,
+        active: ReplicaSet,
+        monitor: Monitor,
+        transfer: ConfiguredTransfer,
+        layouts: Sequence[Layout],
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.switch_id = 0
+        self._active = active
+        self._monitor = monitor
+        self.transfer = transfer
+        self._forced = False
+        self._was_busy = False
+        self._back_off_until = 0.0
+        self._engine_thread: int | None = None
+        self._requested: queue.SimpleQueue[tuple[Layout, Future[bool]]] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------- when
+
+    def before_step(self) -> None:
+        """Switch if that is due. Called on the engine's thread, before each step."""
+        self._engine_thread = threading.get_ident()
+        self.go_home_if_idle()
+        self._run_requested()
+        self._follow_policy()
+
+    def before_arrival(self) -> None:
+        """A request is about to be routed.
+
+        vLLM's in-process engine makes no step after the last output of a batch, so the engine may
+        still have to go home.
+        """
+        self.go_home_if_idle()
+        self._was_busy = True
+
+    def go_home_if_idle(self) -> None:
+        """Return to the policy's home layout if the work is done."""
+        if not self._was_busy or self._active.in_flight or self._active.num_seqs:
+            return
+        if self._active.executor.is_sleeping:
+            return  # its memory is not there
+        self._was_busy = False
+        self._forced = False
+        self._monitor.idle()
+        self._switch(self._monitor.policy.home, "idle")
+
+    def _follow_policy(self) -> None:
+        active = self._active
+        num_seqs = active.num_seqs
+        self._monitor.history.live(active.layout, num_seqs)
+        if num_seqs == 0 or self._forced or active.pause_state != PauseState.UNPAUSED:
+            return
+        now = time.monotonic()
+        if now < self._back_off_until:
+            return
+        quiet = now - self._monitor.last_arrival
+        requests = self._monitor.requests.arrays
+        target = self._monitor.policy.choose(
+            LiveState(now, active.layout, num_seqs, quiet, requests)
+        )
+        self._switch(target, "policy")
+
+    # ---------------------------------------------------------------- on request
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a switch that was asked for waits for the next step."""
+        return not self._requested.empty()
+
+    @property
+    def on_engine_thread(self) -> bool:
+        """Whether the caller may change the engine: no other thread has made a step."""
+        return self._engine_thread in (None, threading.get_ident())
+
+    def request(self, tp: int) -> bool:
+        """Switch now; from a thread other than the engine's, before its next step.
+
+        Returns:
+            Whether the engine is in that layout; False when the switch was refused.
+
+        Raises:
+            ValueError: the engine does not keep that layout ready.
+            PlanningFailed: it could not be planned, by a mistake of PAT's; generation goes on.
+            TimeoutError: the engine did not come to its next step; the switch is withdrawn.
+        """
+        target = next((layout for layout in self.layouts if layout.tp == tp), None)
+        if target is None:
+            allowed = [layout.tp for layout in self.layouts]
+            raise ValueError(
+                f"cannot switch to tp={tp}: the engine keeps the layouts tp={allowed} ready; "
+                "name more in pat.layouts"
+            )
+        if self.on_engine_thread:
+            return self._force(target)
+        done: Future[bool] = Future()
+        self._requested.put((target, done))
+        try:
+            return done.result(REQUEST_TIMEOUT)
+        except TimeoutError:
+            if not done.cancel():
+                return done.result()  # it is being made; a worker that hangs ends it
+            raise TimeoutError(
+                f"the engine did not come to a switch to tp={tp} within {REQUEST_TIMEOUT:g} s; "
+                "the request is withdrawn"
+            ) from None
+
+    def _run_requested(self) -> None:
+        while not self._requested.empty():
+            target, done = self._requested.get()
+            if not done.set_running_or_notify_cancel():
+                continue  # whoever asked has given up
+            try:
+                done.set_result(self._force(target))
+            except PlanningFailed as error:
+                done.set_exception(error)
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+    def _force(self, target: Layout) -> bool:
+        if not self._active.num_seqs:
+            # A step started before the last response ended may still be in flight. Finish the work
+            # that is over, or its end would take the engine home out of the layout asked for now.
+            self._active.drain()
+            self.go_home_if_idle()
+        return self._switch(target, "forced")
+
+    # ---------------------------------------------------------------- what was done
+
+    def report(self) -> Report:
+        """State and history of the engine."""
+        if self.on_engine_thread:
+            self.go_home_if_idle()
+        report = self._monitor.history.report(self._active.layout, self.layouts)
+        return replace(report, predictor=self._monitor.policy.report())
+
+    # ---------------------------------------------------------------- the switch
+
+    def _switch(self, target: Layout, reason: str) -> bool:
+        """Switch if need be. Returns whether the engine is in `target` afterwards.
+
+        Raises:
+            PlanningFailed: a switch that a user asked for could not be planned.
+        """
+        active = self._active
+        if target == active.layout:
+            self._forced |= reason == "forced"
+            return True
+        try:
+            replicas, report = switch(
+                active, target, self.transfer, switch_id=self.switch_id + 1, reason=reason
+            )
+        except SwitchRefused as refused:
+            logger.warning("PAT stays in %s, no switch to %s: %s", active.layout, target, refused)
+            self._refused(target, str(refused), REFUSED_BACK_OFF)
+            return False
+        except PlanningFailed as failed:
+            logger.exception(
+                "PAT stays in %s: a switch to %s could not be planned, which is a mistake of "
+                "PAT's. Generation goes on. Please report this traceback.",
+                active.layout,
+                target,
+            )
+            self._refused(target, str(failed), FAILED_BACK_OFF, expected=False)
+            if reason == "forced":
+                raise
+            return False
+        except Exception:
+            # Requests are neither here nor there.
+            active.executor.fail()
+            raise
+        self.switch_id += 1
+        self._forced = reason == "forced"
+        active.replace(target, replicas)
+        self.transfer.observe(report)
+        self._monitor.switched(report, replicas)
+        return True
+
+    def _refused(self, target: Layout, why: str, back_off: float, expected: bool = True) -> None:
+        now = time.monotonic()
+        self._back_off_until = now + back_off
+        self._monitor.refused(RefusedSwitch(now, self._active.layout, target, why))

@@ -1,0 +1,77 @@
+"""Tells the policy and the report what happens in the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.engine import FinishReason
+
+from pat_vllm.scheduler.requests import RequestTable, step_shape
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from pat_vllm.executor.executor import StepResult
+    from pat_vllm.layout import Layout
+    from pat_vllm.predictor.policy import Policy
+    from pat_vllm.reporting import RefusedSwitch, SwitchReport
+    from pat_vllm.scheduler.history import History
+    from pat_vllm.scheduler.replica import Replica
+
+
+class Monitor:
+    """Knows the unfinished requests. Every event reaches the policy and the history through it.
+
+    Attributes:
+        requests: the unfinished requests.
+        last_arrival: when a request arrived last, seconds on the monotonic clock.
+    """
+
+    def __init__(self, policy: Policy, history: History, requests: RequestTable) -> None:
+        self.policy = policy
+        self.history = history
+        self.requests = requests
+        self.last_arrival = 0.0
+
+    def arrived(self, request: Request, replica: Replica, group: int) -> None:
+        """A request was routed to a replica; for `group`, see `TrackedRequest`."""
+        self.last_arrival = time.monotonic()
+        self.requests.add(request, replica, group)
+        self.policy.arrived(self.last_arrival, group)
+
+    def stepped(
+        self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult
+    ) -> None:
+        """A replica finished a step, while `busy` replicas had steps in flight."""
+        now = time.monotonic()
+        self.history.step(layout, result.seconds)
+        if self.policy.learns:
+            seconds = replica.cadence(now, result.seconds)
+            self.policy.stepped(now, layout, step_shape(step, busy), seconds)
+
+    def ended(self, request_id: str, reason: FinishReason) -> None:
+        """A request ended."""
+        tracked = self.requests.pop(request_id)
+        if tracked is None or tracked.exact:  # a fixed length tells nothing about other requests
+            return
+        complete = self.requests.complete(tracked, reason)
+        num_output_tokens = tracked.request.num_output_tokens
+        self.policy.finished(time.monotonic(), tracked.group, num_output_tokens, complete)
+
+    def idle(self) -> None:
+        """No request is left."""
+        self.policy.idle(time.monotonic())
+
+    def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
+        """The engine has switched; its requests are in `replicas` now."""
+        self.requests.move(replicas)
+        self.history.switch(report)
+        self.policy.switched(report)
+
+    def refused(self, refused: RefusedSwitch) -> None:
+        """A switch was not made."""
+        self.history.refused(refused)
+        self.policy.refused(refused.at)

@@ -1,0 +1,186 @@
+"""The replicas of the active layout: their requests, their steps in flight, their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from pat_vllm.executor.messages import PATSchedulerOutput
+from pat_vllm.routing import Router
+from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
+from pat_vllm.scheduler.requests import prompt_key
+from pat_vllm.scheduler.stats import merge_outputs
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.request import Request, RequestStatus
+
+    from pat_vllm.executor.executor import PATExecutorMixin, StepResult
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.monitor import Monitor
+
+
+class ReplicaSet:
+    """What runs in the active layout. A switch exchanges the replicas and keeps the rest.
+
+    Attributes:
+        layout: the active layout.
+        replicas: its replicas, by index.
+        executor: runs their steps.
+        factory: makes the replicas of a layout.
+        pause_state: vLLM's, of all replicas alike.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        factory: ReplicaFactory,
+        executor: PATExecutorMixin,
+        monitor: Monitor,
+        depth: int,
+    ) -> None:
+        """Make the replicas of `layout`, each with at most `depth` steps in flight."""
+        self.layout = layout
+        self.factory = factory
+        self.executor = executor
+        self.replicas = factory.make(layout)
+        self.pause_state = PauseState.UNPAUSED
+        self._monitor = monitor
+        self._depth = depth
+        self._router = Router()
+        self._retired: Sequence[Replica] = ()
+        self._empty_steps: list[tuple[Replica, SchedulerOutput]] = []
+        self._outputs: dict[int, EngineCoreOutputs] = {}
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def num_seqs(self) -> int:
+        """Unfinished requests."""
+        return sum(replica.num_seqs for replica in self.replicas)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is in flight."""
+        return any(replica.in_flight for replica in self.replicas)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there are requests, steps in flight, or outputs that nobody has taken."""
+        return bool(self._outputs) or any(
+            replica.in_flight or replica.scheduler.has_requests() for replica in self.replicas
+        )
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume all replicas."""
+        self.pause_state = pause_state
+        for replica in self.replicas:
+            replica.scheduler.set_pause_state(pause_state)
+
+    # ---------------------------------------------------------------- requests
+
+    def add(self, request: Request) -> None:
+        """Route a request to a replica: prefix affinity first, then least load."""
+        replica = self._monitor.requests.replica_of(request.request_id)
+        if replica is None:
+            prompt = prompt_key(request)
+            prefixes: list[Hashable] = [prompt, *reversed(request.block_hashes)]
+            index = self._router.route(prefixes, [one.num_seqs for one in self.replicas])
+            replica = self.replicas[index]
+            self._monitor.arrived(request, replica, prompt)
+        replica.scheduler.add_request(request)
+
+    def finish_requests(
+        self, request_ids: Iterable[str] | None, status: RequestStatus
+    ) -> list[Request]:
+        """End requests from outside; None ends all. Returns those that vLLM ended."""
+        requests = self._monitor.requests
+        by_replica: dict[int, list[str]] = {}
+        for request_id in tuple(requests) if request_ids is None else request_ids:
+            if (replica := requests.replica_of(request_id)) is not None:
+                by_replica.setdefault(replica.index, []).append(request_id)
+                self._monitor.ended(request_id, FinishReason.ABORT)
+        return [
+            request
+            for index, ids in by_replica.items()
+            for request in self.replicas[index].scheduler.finish_requests(ids, status)
+        ]
+
+    def forget_prefixes(self) -> None:
+        """Route by load alone, until replicas have prefixes again."""
+        self._router.forget()
+
+    # ---------------------------------------------------------------- steps
+
+    def schedule(self, throttle_prefills: bool) -> PATSchedulerOutput:
+        """Start a step in every replica that is ready for one."""
+        steps: dict[int, SchedulerOutput] = {}
+        for replica in self.replicas:
+            if not replica.may_step(self._depth):
+                continue
+            step = replica.schedule(throttle_prefills)
+            if is_empty_step(step):
+                replica.in_flight.pop()
+                self._empty_steps.append((replica, step))
+            else:
+                steps[replica.index] = step
+        return PATSchedulerOutput.of(steps, in_flight=self.in_flight)
+
+    def finish(self, results: Iterable[StepResult]) -> None:
+        """Update the replicas whose steps have finished, and keep their outputs."""
+        for replica, step in self._empty_steps:
+            # No worker was told of it, but requests may have failed in it.
+            self._collect(replica.scheduler.update_from_output(step, EMPTY_MODEL_RUNNER_OUTPUT))
+        self._empty_steps.clear()
+        for result in results:
+            replica = self.replicas[result.replica]
+            busy = sum(bool(one.in_flight) for one in self.replicas)
+            self._monitor.stepped(self.layout, replica, replica.in_flight[0], busy, result)
+            self._collect(replica.finish(result.output))
+
+    def drain(self) -> None:
+        """Finish the steps in flight. Their outputs go out with the next update."""
+        self.finish(())
+        self.finish(self.executor.finished(wait_for_all=True))
+
+    def take_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """The outputs since the last call, by client."""
+        outputs, self._outputs = self._outputs, {}
+        return outputs
+
+    def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client in outputs.values():
+            for output in client.outputs:
+                if output.finish_reason is not None:
+                    self._monitor.ended(output.request_id, output.finish_reason)
+        merge_outputs(self._outputs, outputs)
+
+    # ---------------------------------------------------------------- layouts
+
+    def make(self, layout: Layout) -> list[Replica]:
+        """The replicas of another layout, without requests."""
+        self.discard_retired()  # the block pools of the last layout but one serve again
+        return self.factory.make(layout)
+
+    def replace(self, layout: Layout, replicas: list[Replica]) -> None:
+        """Go on in another layout, whose replicas have the requests now."""
+        self._retired, self.replicas, self.layout = self.replicas, replicas, layout
+        self.forget_prefixes()
+        if self.pause_state != PauseState.UNPAUSED:
+            self.set_pause_state(self.pause_state)
+
+    def discard_retired(self) -> None:
+        """Take back the replicas of the layout that was left, which takes a moment."""
+        self.factory.discard(self._retired)
+        self._retired = ()
+
+    def shutdown(self) -> None:
+        """Shut all schedulers down."""
+        for replica in (*self._retired, *self.replicas):
+            replica.scheduler.shutdown()
