@@ -1,14 +1,28 @@
-"""What happened: switches and live requests over time. Plain values, picklable."""
+"""What an engine has done: the report, the history that it is made of, a trainer's log line.
+
+Imports neither torch nor vLLM.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections import abc
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+import statistics
+import time
+from collections import abc, deque
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pat_vllm.layout import Layout
+
+MAX_RECORDS = 10_000
+"""Of each kind, records that are kept."""
+_MAX_STEP_TIMES = 1_000
+"""Of each layout, step times that the median is taken of."""
+
+REPORT_SECONDS = 30.0
+"""How long a trainer waits for a report."""
 
 
 @dataclass(frozen=True)
@@ -213,3 +227,105 @@ def _typed(value: Any, kind: Any) -> Any:
         case origin if origin is tuple:
             return tuple(_typed(one, type_) for one, type_ in zip(value, arguments, strict=True))
     return value
+
+
+class History:
+    """Bounded records of switches, steps and live requests."""
+
+    def __init__(self) -> None:
+        self._switches: deque[SwitchReport] = deque(maxlen=MAX_RECORDS)
+        self._refused: deque[RefusedSwitch] = deque(maxlen=MAX_RECORDS)
+        self._timeline: deque[LiveSample] = deque(maxlen=MAX_RECORDS)
+        self._count: dict[Layout, int] = {}
+        self._seconds: dict[Layout, float] = {}
+        self._recent: dict[Layout, deque[float]] = {}
+        self._now: tuple[Layout, int] | None = None
+
+    def live(self, layout: Layout, live: int) -> None:
+        """Note the number of live requests; called before each step."""
+        if self._now != (layout, live):
+            self._now = (layout, live)
+            self._timeline.append(LiveSample(time.monotonic(), layout, live))
+
+    def step(self, layout: Layout, seconds: float) -> None:
+        """Note a finished step."""
+        if layout not in self._count:
+            self._count[layout] = 0
+            self._seconds[layout] = 0.0
+            self._recent[layout] = deque(maxlen=_MAX_STEP_TIMES)
+        self._count[layout] += 1
+        self._seconds[layout] += seconds
+        self._recent[layout].append(seconds)
+        if self._switches and self._switches[-1].first_step is None:
+            self._switches[-1] = replace(self._switches[-1], first_step=seconds)
+
+    def switch(self, switch: SwitchReport) -> None:
+        """Note a switch."""
+        self._switches.append(switch)
+
+    def refused(self, refused: RefusedSwitch) -> None:
+        """Note a switch that was not made."""
+        self._refused.append(refused)
+
+    def report(self, layout: Layout, layouts: Sequence[Layout]) -> Report:
+        """All of it."""
+        return Report(
+            layout=layout,
+            layouts=tuple(layouts),
+            switches=tuple(self._switches),
+            refused=tuple(self._refused),
+            timeline=tuple(self._timeline),
+            steps={
+                one: LayoutSteps(count, self._seconds[one], statistics.median(self._recent[one]))
+                for one, count in self._count.items()
+            },
+        )
+
+
+async def describe_awaited(
+    report: Awaitable[Report], started: float, seconds: float, responses: int
+) -> str:
+    """`describe`, of a report that has been asked for; if none comes, the line says why.
+
+    A log line is no reason to fail a rollout that is complete. Whether the engine lives is for the
+    caller to check afterwards.
+    """
+    try:
+        return describe(await asyncio.wait_for(report, REPORT_SECONDS), started, seconds, responses)
+    except Exception as error:
+        return f"{_made(seconds, responses)}; no report of the engine: {error!r}"
+
+
+def describe(report: Report, started: float, seconds: float, responses: int) -> str:
+    """What the engine did in a rollout.
+
+    Args:
+        report: of the engine, after the rollout.
+        started: when the rollout began, on the system's monotonic clock, as in the report.
+        seconds: it took.
+        responses: it made.
+    """
+    parts = [_made(seconds, responses)]
+    switches = [s for s in report.switches if s.at >= started and s.reason != "idle"]
+    parts += [_switch(one, started) for one in switches]
+    if not switches:
+        parts.append("no switch")
+    if refused := sum(one.at >= started for one in report.refused):
+        parts.append(f"{refused} refused")
+    if (predictor := report.predictor).responses:
+        parts.append(
+            f"learnt from {predictor.responses} responses in {predictor.batches} batches, "
+            f"siblings {predictor.siblings:.2f}"
+        )
+    return "; ".join(parts)
+
+
+def _made(seconds: float, responses: int) -> str:
+    return f"{responses} responses in {seconds:.2f} s"
+
+
+def _switch(one: SwitchReport, started: float) -> str:
+    return (
+        f"{one.source} -> {one.target} at {one.at - started:.2f} s, {one.num_seqs} live, "
+        f"{one.seconds * 1e3:.0f} ms"
+    )

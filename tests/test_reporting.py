@@ -5,10 +5,16 @@ import json
 import pickle
 from dataclasses import replace
 
-from pat_vllm import rollouts
+from pat_vllm import reporting
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, PredictorReport, RefusedSwitch, Report, SwitchReport
-from pat_vllm.scheduler.history import History
+from pat_vllm.reporting import (
+    DecisionReport,
+    History,
+    PredictorReport,
+    RefusedSwitch,
+    Report,
+    SwitchReport,
+)
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 
@@ -66,7 +72,7 @@ def test_history_keeps_changes_and_first_steps():
 
 
 def line(report):
-    return asyncio.run(rollouts.describe_awaited(report, 0.0, 2.5, 8))
+    return asyncio.run(reporting.describe_awaited(report, 0.0, 2.5, 8))
 
 
 def test_a_rollout_is_described_when_its_report_has_come():
@@ -83,6 +89,6 @@ def test_a_rollout_does_without_a_report(monkeypatch):
     async def never_comes():
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(rollouts, "REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(reporting, "REPORT_SECONDS", 0.01)
     for report, why in ((fails, "RuntimeError('no engine')"), (never_comes, "TimeoutError()")):
         assert line(report()) == f"8 responses in 2.50 s; no report of the engine: {why}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport
-from pat_vllm.rollouts import describe
+from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport, describe
 
 NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 

@@ -23,9 +23,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import TransferCost
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profiling.engine_profile import PROFILE_COMMAND, load_or_measure, profile_command
-from pat_vllm.reporting import RefusedSwitch
+from pat_vllm.reporting import History, RefusedSwitch
 from pat_vllm.routing import Router
-from pat_vllm.scheduler.history import History
 from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import LiveTable, step_shape

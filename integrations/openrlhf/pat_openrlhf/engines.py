@@ -15,8 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_openrlhf.placement import gpus_of_bundles
 from pat_vllm.api import report_async
-from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe_awaited
+from pat_vllm.reporting import Report, describe_awaited
 
 logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
 

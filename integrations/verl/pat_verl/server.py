@@ -13,8 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, switch_async
-from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe_awaited
+from pat_vllm.reporting import Report, describe_awaited
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # as verl does for its own server
