@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -465,11 +466,12 @@ class PATScheduler(SchedulerInterface):
             self._go_home_if_idle()
         return self._switch(target, "forced")
 
-    def _report_command(self) -> dict[str, Any]:
+    def _report_command(self, since: float = -math.inf) -> str:
+        """The report as JSON; called on the engine's thread or beside it."""
         if self._engine_thread in (None, threading.get_ident()):
             self._go_home_if_idle()
-        report = self._history.report(self._layout, self._layouts)
-        return replace(report, predictor=self._policy.report()).to_wire()
+        report = self._history.report(self._layout, self._layouts, since)
+        return replace(report, predictor=self._policy.report(since)).to_json()
 
     def _profile_command(
         self, points: list[dict[str, Any]] | None = None, quick: bool = False
