@@ -157,7 +157,7 @@ def _parts() -> dict[str, float]:
     from pat_vllm.predictor.policy import SchedulePolicy
     from pat_vllm.predictor.state import LiveRequests, LiveState
     from pat_vllm.profiling.profile import StepShape
-    from pat_vllm.scheduler.history import History
+    from pat_vllm.reporting import History
 
     history = History()
     layout = Layout(1, RANKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pat_vllm.reporting import Report
@@ -25,10 +26,20 @@ def switch(llm: Any, tp: int) -> bool:
     return llm.collective_rpc("pat_switch_layout", args=(tp,))[0]
 
 
-def report(llm: Any) -> Report:
-    """What an `LLM` with PAT has done: switches, what they moved and cost, live requests."""
+def report(llm: Any, since: float = -math.inf) -> Report:
+    """What an `LLM` with PAT has done: switches, what they moved and cost, unfinished requests.
+
+    May be called from another thread while `generate` runs, or between `step()`s.
+
+    Args:
+        llm: a `vllm.LLM` that runs with PAT.
+        since: seconds on the engine's monotonic clock, which is `time.monotonic()` of the machine.
+            The report then holds the switches, refused switches, timeline samples and decisions of
+            that time or later. Totals always count from the start of the engine. By default the
+            report holds all that the engine has kept.
+    """
     _serialize_sends(llm)
-    return Report.from_wire(llm.collective_rpc("pat_report")[0])
+    return Report.from_json(llm.collective_rpc("pat_report", args=(since,))[0])
 
 
 async def switch_async(llm: Any, tp: int) -> bool:
@@ -36,9 +47,9 @@ async def switch_async(llm: Any, tp: int) -> bool:
     return (await llm.collective_rpc("pat_switch_layout", args=(tp,)))[0]
 
 
-async def report_async(llm: Any) -> Report:
+async def report_async(llm: Any, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
-    return Report.from_wire((await llm.collective_rpc("pat_report"))[0])
+    return Report.from_json((await llm.collective_rpc("pat_report", args=(since,)))[0])
 
 
 def _serialize_sends(llm: Any) -> None:

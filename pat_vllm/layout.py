@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_NAME = re.compile(r"tp(\d+)dp(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -32,6 +35,18 @@ class Layout:
         if tp < 1 or world_size % tp:
             raise ValueError(f"tp={tp} does not divide the {world_size} ranks of this engine")
         return cls(tp, world_size // tp)
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        """The layout that `str` gives this name, "tp1dp4" for example.
+
+        Raises:
+            ValueError: it is not the name of a layout.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"expected the name of a layout, such as 'tp1dp4', got {name!r}")
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"tp{self.tp}dp{self.replicas}"

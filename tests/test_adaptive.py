@@ -8,6 +8,7 @@ import pytest
 from benchmarks.paper.oracle import oracle
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 from pat_vllm.simulator import traces
@@ -287,3 +288,15 @@ def test_a_file_of_lengths_that_cannot_be_written_is_told_once(tmp_path, profile
     (told,) = (record.message for record in caplog.records if record.levelname == "WARNING")
     for part in ("pat.policy.lengths_file", str(path), "No such file"):
         assert part in told
+
+
+def test_a_report_only_reads(profile, monkeypatch):
+    """It may be asked for from another thread, while the engine's is estimating."""
+    policy = policy_of(profile)
+    policy.finished(0.0, 1, 50, True)
+
+    def estimate(self):
+        raise AssertionError("a report estimates")
+
+    monkeypatch.setattr(LengthModel, "_refresh", estimate)
+    assert policy.report().responses == 1

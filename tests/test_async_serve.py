@@ -461,8 +461,8 @@ def test_vllm_serve(server: Server) -> None:
     """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
 
     def report() -> pat_vllm.Report:
-        (wire,) = server.rpc("pat_report")
-        return pat_vllm.Report.from_wire(wire)
+        (text,) = server.rpc("pat_report")
+        return pat_vllm.Report.from_json(text)
 
     def switch(tp: int) -> None:
         assert server.rpc("pat_switch_layout", tp) == ["True"]

@@ -214,7 +214,7 @@ def test_a_run_is_what_happened_since_the_batch_before():
         {ONE: LayoutSteps(40, 4.0, 0.1), TWO: LayoutSteps(10, 1.0, 0.1)},
         PredictorReport((), {ONE: (10, 0.5)}, plans=5, planning=0.1),
     )
-    served = Served(BEGAN, (BEGAN + 3.0, BEGAN + 8.0), (3, 9), after.to_wire())
+    served = Served(BEGAN, (BEGAN + 3.0, BEGAN + 8.0), (3, 9), after)
     run = run_of(PAT, trace, 2, served, before)
     assert (run.side, run.workload, run.repeat, run.tokens) == (PAT, "made up", 2, 12)
     assert run.seconds == 8.0 and run.exact

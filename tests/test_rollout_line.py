@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport
-from pat_vllm.rollouts import describe
+from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport, describe
 
 NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 
@@ -61,3 +61,15 @@ def test_only_what_is_new_counts() -> None:
     assert describe(learnt, started=30.0, seconds=1.0, responses=8) == (
         "8 responses in 1.00 s; no switch; learnt from 48 responses in 3 batches, siblings 0.50"
     )
+
+
+def test_failures_to_plan_are_told_apart() -> None:
+    failed = RefusedSwitch(23.0, NARROW, WIDE, "KeyError('r1')", expected=False)
+    for refused, told in (
+        ((*REPORT.refused, failed, failed), "1 refused, 2 failed to plan"),
+        ((failed,), "1 failed to plan"),
+    ):
+        report = replace(REPORT, switches=(), refused=refused, errors=7)
+        assert describe(report, started=20.0, seconds=1.0, responses=8) == (
+            f"8 responses in 1.00 s; no switch; {told}"
+        )

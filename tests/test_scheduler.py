@@ -153,7 +153,8 @@ def test_a_mistake_in_planning_is_told_with_its_traceback(
     (record,) = [one for one in caplog.records if "could not be planned" in one.message]
     assert record.exc_info is not None and "no plan today" in str(record.exc_info[1])
     (refused,) = scheduler.controller.report().refused
-    assert "no plan today" in refused.why
+    assert "no plan today" in refused.why and not refused.expected
+    assert scheduler.controller.report().errors == 1
     assert sum(len(one.num_scheduled_tokens) for one in output.steps.values()) == 4
 
 

@@ -175,7 +175,7 @@ class _Side:
         run = run_of(self.name, trace, repeat, served, self._report)
         if not run.exact:
             raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
-        self._report = Report.from_wire(served.report)
+        self._report = served.report
         time.sleep(PARK_SECONDS)
         return run
 

@@ -33,7 +33,7 @@ class Served:
     began: float
     ended: tuple[float, ...]
     tokens: tuple[int, ...]
-    report: dict[str, Any]
+    report: Report
 
 
 def serve(llm: Any, requests: Sequence[Request], name: str) -> Served:
@@ -75,7 +75,7 @@ def serve(llm: Any, requests: Sequence[Request], name: str) -> Served:
                 i = index[output.request_id]
                 ended[i] = time.monotonic()
                 tokens[i] = len(output.outputs[0].token_ids)
-    return Served(began, tuple(ended), tuple(tokens), report(llm).to_wire())
+    return Served(began, tuple(ended), tuple(tokens), report(llm))
 
 
 def requests_of(trace: LengthTrace, vocab: int, seed: int) -> tuple[Request, ...]:
@@ -106,7 +106,7 @@ def run_of(
     Args:
         before: the engine's report after its last batch.
     """
-    report = Report.from_wire(served.report)
+    report = served.report
     began, seconds = served.began, max(served.ended) - served.began
     expected = began + max(trace.arrivals)
 

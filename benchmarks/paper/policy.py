@@ -7,6 +7,7 @@ the predicted saving exceeds the cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -193,5 +194,5 @@ class LimitedPolicy(Policy):
         self._made = 0
         self._policy.idle(now)
 
-    def report(self) -> PredictorReport:
-        return self._policy.report()
+    def report(self, since: float = -math.inf) -> PredictorReport:
+        return self._policy.report(since)

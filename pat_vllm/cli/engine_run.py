@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import LiveSample, Report, SwitchReport
 
@@ -116,15 +118,15 @@ class RunResult:
 
     def to_json(self) -> str:
         """As text."""
-        return json.dumps({**vars(self), "report": self.report.to_wire()})
+        return _RESULT.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> RunResult:
         """Inverse of `to_json`."""
-        values = json.loads(text)
-        values["outputs"] = tuple(tuple(output) for output in values["outputs"])
-        values["report"] = Report.from_wire(values["report"])
-        return cls(**values)
+        return _RESULT.validate_json(text)
+
+
+_RESULT = TypeAdapter(RunResult)
 
 
 class RunFailed(RuntimeError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,7 +136,8 @@ class AdaptivePolicy(Policy):
         self._planning = 0.0
         self._slowest_plan = 0.0
         self._steps_seen = 0
-        self._error: dict[Layout, tuple[int, float]] = {}
+        self._error: Mapping[Layout, tuple[int, float]] = {}
+        self._shifted = False
 
     @classmethod
     def of(
@@ -195,7 +196,8 @@ class AdaptivePolicy(Policy):
         started = self._timer()
         predicted = self._steps.step(layout.tp, shape)
         count, total = self._error.get(layout, (0, 0.0))
-        self._error[layout] = (count + 1, total + abs(predicted - seconds) / seconds)
+        seen = (count + 1, total + abs(predicted - seconds) / seconds)
+        self._error = {**self._error, layout: seen}
         self._steps.observe(layout.tp, shape, seconds)
         if not self._probing:  # a probe is there to observe
             took = self._timer() - started
@@ -217,6 +219,7 @@ class AdaptivePolicy(Policy):
     def idle(self, now: float) -> None:
         self._decisions.idle()
         self._lengths.end_of_batch()
+        self._shifted = False
         self._arrivals.forget()
         self._save_lengths()
         self._choose_home()
@@ -248,9 +251,10 @@ class AdaptivePolicy(Policy):
                     reason,
                 )
 
-    def report(self) -> PredictorReport:
+    def report(self, since: float = -math.inf) -> PredictorReport:
+        # The engine's thread replaces `_error` and never changes it.
         return PredictorReport(
-            decisions=self._decisions.all(),
+            decisions=self._decisions.since(since),
             step_error={
                 layout: (count, total / count) for layout, (count, total) in self._error.items()
             },
@@ -259,7 +263,7 @@ class AdaptivePolicy(Policy):
             slowest_plan=self._slowest_plan,
             batches=self._lengths.batches,
             responses=self._lengths.responses,
-            shifted=self._lengths.shifted,
+            shifted=self._shifted,
             siblings=self._lengths.theta / (self._lengths.theta + 2),
         )
 
@@ -307,6 +311,7 @@ class AdaptivePolicy(Policy):
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
+        self._shifted = self._lengths.shifted
         prompts = int(np.maximum(live.prompt - live.computed, 0).sum())
         plan = self._plan(state, ahead, prompts)
         # While nothing finishes, contexts grow and the rest is seen in another light.
@@ -359,7 +364,7 @@ class AdaptivePolicy(Policy):
         return "saving"
 
     def _is_probe(self, switch: SwitchReport) -> bool:
-        last = next((d for d in reversed(self._decisions.all()) if d.fired), None)
+        last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
         return last is not None and last.why == "probe" and last.target == switch.target
 
     def _probe(self, state: LiveState, ahead: Course) -> Layout:

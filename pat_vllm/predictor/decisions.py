@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, SwitchReport
+from pat_vllm.reporting import DecisionReport, Records, SwitchReport
 
 MAX_DECISIONS = 2_000
 _STEPS = 16
@@ -18,20 +19,22 @@ _REPEAT_SECONDS = 1.0
 
 
 class Decisions:
-    """Bounded record of decisions; step times that follow a switch complete its entry."""
+    """Bounded record of decisions; step times that follow a switch complete its entry.
+
+    The engine's thread writes. `since` may be called from every thread.
+    """
 
     def __init__(self) -> None:
-        self._records: deque[DecisionReport] = deque(maxlen=MAX_DECISIONS)
+        self._records: Records[DecisionReport] = Records(MAX_DECISIONS)
         self._before: deque[float] = deque(maxlen=_STEPS)
         self._after: list[float] = []
         self._open = False  # the last fired decision still waits for what really happens
-        self._last_fired = -1
-        self._count = 0
+        self._since_fired = 0  # records from the last fired one on
 
     def add(self, decision: DecisionReport) -> None:
         """Note a decision."""
-        if not decision.fired and self._records:
-            last = self._records[-1]
+        last = self._records.last()
+        if not decision.fired and last is not None:
             same = (last.layout, last.target, last.why) == (
                 decision.layout,
                 decision.target,
@@ -43,11 +46,11 @@ class Decisions:
             self._close()
             before = statistics.median(self._before) if self._before else None
             decision = replace(decision, real_before=before)
-            self._last_fired = self._count
+            self._since_fired = 0
             self._open = True
             self._after = []
         self._records.append(decision)
-        self._count += 1
+        self._since_fired += 1
 
     def switched(self, report: SwitchReport) -> None:
         """A switch was made."""
@@ -68,9 +71,9 @@ class Decisions:
         self._close()
         self._before.clear()
 
-    def all(self) -> tuple[DecisionReport, ...]:
-        """The records, oldest first."""
-        return tuple(self._records)
+    def since(self, at: float = -math.inf) -> tuple[DecisionReport, ...]:
+        """The records of this time or a later one, oldest first."""
+        return self._records.since(at)
 
     def _close(self) -> None:
         if self._open and self._after:
@@ -78,6 +81,6 @@ class Decisions:
         self._open = False
 
     def _amend(self, **changes: Any) -> None:
-        index = self._last_fired - self._count + len(self._records)
-        if index >= 0:
-            self._records[index] = replace(self._records[index], **changes)
+        fired = self._records.last(self._since_fired)
+        if fired is not None:
+            self._records.replace_last(replace(fired, **changes), self._since_fired)

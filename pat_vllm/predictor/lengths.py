@@ -126,9 +126,10 @@ class LengthModel:
             own = cumulative_hazard(batch + self._prior.given(batch), self._limit)
             lengths, groups, ended = self._remembered()
             hazard = np.interp(lengths, edges(self._limit), own)
-            self._likelihoods *= keep
-            self._likelihoods += frailty.log_likelihoods(hazard, ended, groups)
-            self._likelihoods -= self._likelihoods[0]
+            likelihoods = keep * self._likelihoods
+            likelihoods += frailty.log_likelihoods(hazard, ended, groups)
+            likelihoods -= likelihoods[0]
+            self._likelihoods = likelihoods  # a report may be reading `theta` meanwhile
             self.batches += 1
         self._start_batch()
 

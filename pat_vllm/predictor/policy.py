@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,8 +19,8 @@ and a decision would take its first requests for its tail."""
 class Policy:
     """Chooses the layout. `choose` is asked before each step; the rest tells it what happens.
 
-    Everything is called on the engine's thread and must take microseconds, decisions aside. Times
-    are seconds on one monotonic clock, which a simulator may make up.
+    All but `report` is called on the engine's thread and must take microseconds, decisions aside.
+    Times are seconds on one monotonic clock, which a simulator may make up.
     """
 
     home: Layout
@@ -55,8 +56,14 @@ class Policy:
         """What was decided, or nearly, oldest first."""
         return self.report().decisions
 
-    def report(self) -> PredictorReport:
-        """What was decided, or nearly, and how the predictions do."""
+    def report(self, since: float = -math.inf) -> PredictorReport:
+        """What was decided, or nearly, and how the predictions do.
+
+        It may be called from every thread, beside the engine's. So it only reads.
+
+        Args:
+            since: decisions before this time are left out.
+        """
         return PredictorReport()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.profiling.engine_profile import PROFILE_COMMAND, profile_command
@@ -17,8 +18,8 @@ def register_commands(scheduler: PATScheduler) -> None:
     """Have the executor serve the commands."""
     active, controller = scheduler.replica_set, scheduler.controller
 
-    def report() -> dict[str, Any]:
-        return controller.report().to_wire()
+    def report(since: float = -math.inf) -> str:
+        return controller.report(since).to_json()
 
     def profile(points: list[dict[str, Any]] | None = None, quick: bool = False) -> dict[str, Any]:
         if active.in_flight or active.num_seqs or not controller.on_engine_thread:

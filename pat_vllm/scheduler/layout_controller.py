@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -174,12 +175,16 @@ class LayoutController:
 
     # ---------------------------------------------------------------- what was done
 
-    def report(self) -> Report:
-        """State and history of the engine."""
+    def report(self, since: float = -math.inf) -> Report:
+        """State and history of the engine. May be called beside the engine's thread.
+
+        Args:
+            since: records before this time are left out, seconds on the monotonic clock.
+        """
         if self.on_engine_thread:
             self.go_home_if_idle()
-        report = self._monitor.history.report(self._active.layout, self.layouts)
-        return replace(report, predictor=self._monitor.policy.report())
+        report = self._monitor.history.report(self._active.layout, self.layouts, since)
+        return replace(report, predictor=self._monitor.policy.report(since))
 
     # ---------------------------------------------------------------- the switch
 
@@ -226,4 +231,4 @@ class LayoutController:
     def _refused(self, target: Layout, why: str, back_off: float, expected: bool = True) -> None:
         now = time.monotonic()
         self._back_off_until = now + back_off
-        self._monitor.refused(RefusedSwitch(now, self._active.layout, target, why))
+        self._monitor.refused(RefusedSwitch(now, self._active.layout, target, why, expected))

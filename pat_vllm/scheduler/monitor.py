@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from pat_vllm.executor.executor import StepResult
     from pat_vllm.layout import Layout
     from pat_vllm.predictor.policy import Policy
-    from pat_vllm.reporting import RefusedSwitch, SwitchReport
-    from pat_vllm.scheduler.history import History
+    from pat_vllm.reporting import History, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.replica import Replica
 
 

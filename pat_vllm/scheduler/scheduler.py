@@ -14,8 +14,8 @@ from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.predictor.cost import TransferCost
 from pat_vllm.profiling.engine_profile import load_or_measure
+from pat_vllm.reporting import History
 from pat_vllm.scheduler.commands import register_commands
-from pat_vllm.scheduler.history import History
 from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.monitor import Monitor

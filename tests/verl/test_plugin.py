@@ -182,7 +182,7 @@ def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     class Engine:
-        async def collective_rpc(self, method: str) -> Any:
+        async def collective_rpc(self, method: str, args: tuple[float]) -> Any:
             raise EngineDeadError()
 
         async def check_health(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,8 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_openrlhf.placement import gpus_of_bundles
 from pat_vllm.api import report_async
-from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe_awaited
+from pat_vllm.reporting import Report, describe_awaited
 
 logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
 
@@ -62,9 +62,9 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
     async def ready(self) -> None:
         """Returns when the engine runs; fails if it could not start."""
 
-    async def pat_report(self) -> Report:
-        """What the engine has done so far: switches, what they cost, live requests."""
-        return await report_async(self.llm)
+    async def pat_report(self, since: float = -math.inf) -> Report:
+        """What the engine has done so far; see `pat_vllm.report`."""
+        return await report_async(self.llm, since)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         with _death_told_plainly():
@@ -88,7 +88,7 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
             logger.info(
                 "PAT rollout %d: %s",
                 number,
-                await describe_awaited(self.pat_report(), started, seconds, count),
+                await describe_awaited(self.pat_report(started), started, seconds, count),
             )
             with _death_told_plainly():
                 await self.llm.check_health()

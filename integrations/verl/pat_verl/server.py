@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import time
 from typing import Any
 
@@ -13,8 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, switch_async
-from pat_vllm.reporting import Report
-from pat_vllm.rollouts import describe_awaited
+from pat_vllm.reporting import Report, describe_awaited
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # as verl does for its own server
@@ -107,14 +107,14 @@ class PatHttpServer(vLLMHttpServer):
             self._rollouts,
             self.replica_rank,
             self.global_steps,
-            await describe_awaited(self.pat_report(), began, ended - began, count),
+            await describe_awaited(self.pat_report(began), began, ended - began, count),
         )
 
     # ---------------------------------------------------------------- for users
 
-    async def pat_report(self) -> Report:
-        """What the engine has done since its start."""
-        return await report_async(self.engine)
+    async def pat_report(self, since: float = -math.inf) -> Report:
+        """What the engine has done so far; see `pat_vllm.report`."""
+        return await report_async(self.engine, since)
 
     async def pat_switch(self, tp: int) -> bool:
         """Switch the engine now; see `pat_vllm.switch`."""

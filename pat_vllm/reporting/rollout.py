@@ -1,11 +1,11 @@
-"""One line about a rollout, for the logs of trainers. Imports no vLLM."""
+"""One line about a rollout, for the logs of trainers."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
 
-from pat_vllm.reporting import Report, SwitchReport
+from pat_vllm.reporting.values import Report, SwitchReport
 
 REPORT_SECONDS = 30.0
 """How long a trainer waits for a report."""
@@ -14,10 +14,10 @@ REPORT_SECONDS = 30.0
 async def describe_awaited(
     report: Awaitable[Report], started: float, seconds: float, responses: int
 ) -> str:
-    """`describe`, of a report that has been asked for; if none comes, the line says why.
+    """Like `describe`, for a report that is on its way. If none comes, the line says why.
 
-    A log line is no reason to fail a rollout that is complete. Whether the engine lives is for the
-    caller to check afterwards.
+    A log line is no reason to fail a rollout that is complete. The caller checks afterwards whether
+    the engine is alive.
     """
     try:
         return describe(await asyncio.wait_for(report, REPORT_SECONDS), started, seconds, responses)
@@ -26,21 +26,24 @@ async def describe_awaited(
 
 
 def describe(report: Report, started: float, seconds: float, responses: int) -> str:
-    """What the engine did in a rollout.
+    """What the engine did in a rollout, in one line.
 
     Args:
-        report: of the engine, after the rollout.
-        started: when the rollout began, on the system's monotonic clock, as in the report.
-        seconds: it took.
-        responses: it made.
+        report: made after the rollout; `since` its start is enough.
+        started: when the rollout began, in seconds on the monotonic clock, as in the report.
+        seconds: what the rollout took.
+        responses: how many it made.
     """
     parts = [_made(seconds, responses)]
     switches = [s for s in report.switches if s.at >= started and s.reason != "idle"]
     parts += [_switch(one, started) for one in switches]
     if not switches:
         parts.append("no switch")
-    if refused := sum(one.at >= started for one in report.refused):
-        parts.append(f"{refused} refused")
+    not_made = [one for one in report.refused if one.at >= started]
+    refused = sum(one.expected for one in not_made)
+    counts = ((refused, "refused"), (len(not_made) - refused, "failed to plan"))
+    if any(count for count, _ in counts):
+        parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
     if (predictor := report.predictor).responses:
         parts.append(
             f"learnt from {predictor.responses} responses in {predictor.batches} batches, "

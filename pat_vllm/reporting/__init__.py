@@ -1,0 +1,32 @@
+"""What an engine has done: the report, the history that it is made of, a trainer's log line.
+
+Imports neither torch nor vLLM.
+"""
+
+from pat_vllm.reporting.history import MAX_RECORDS, History, Records
+from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
+from pat_vllm.reporting.values import (
+    DecisionReport,
+    LayoutSteps,
+    LiveSample,
+    PredictorReport,
+    RefusedSwitch,
+    Report,
+    SwitchReport,
+)
+
+__all__ = [
+    "MAX_RECORDS",
+    "REPORT_SECONDS",
+    "DecisionReport",
+    "History",
+    "LayoutSteps",
+    "LiveSample",
+    "PredictorReport",
+    "Records",
+    "RefusedSwitch",
+    "Report",
+    "SwitchReport",
+    "describe",
+    "describe_awaited",
+]

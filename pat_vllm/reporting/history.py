@@ -1,0 +1,154 @@
+"""Keeps what the report shows, at microseconds per step."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
+
+from pat_vllm.layout import Layout
+from pat_vllm.reporting.values import (
+    LayoutSteps,
+    LiveSample,
+    RefusedSwitch,
+    Report,
+    SwitchReport,
+)
+
+MAX_RECORDS = 10_000
+"""Switches, refused switches and timeline samples that a history keeps, of each."""
+_MAX_STEP_TIMES = 1_000
+"""The median step time of a layout is that of this many last steps."""
+
+
+class _Timed(Protocol):
+    @property
+    def at(self) -> float: ...
+
+
+_R = TypeVar("_R", bound=_Timed)
+
+
+class Records(Generic[_R]):
+    """The last records of one kind, ordered by their time `at`.
+
+    One thread writes. Every thread may read: a report is also asked for beside a running engine.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Keep the last `limit` records."""
+        self._records: deque[_R] = deque(maxlen=limit)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def append(self, record: _R) -> None:
+        """Add a record, not earlier than the others."""
+        with self._lock:
+            self._records.append(record)
+
+    def last(self, back: int = 1) -> _R | None:
+        """The `back`-th record from the end; None if it is not there (any more)."""
+        return self._records[-back] if back <= len(self._records) else None
+
+    def replace_last(self, record: _R, back: int = 1) -> None:
+        """Put `record` in the place of the `back`-th from the end, which has the same time."""
+        with self._lock:
+            self._records[-back] = record
+
+    def since(self, at: float = -math.inf) -> tuple[_R, ...]:
+        """The records with this time or a later one, oldest first."""
+        with self._lock:
+            first = bisect.bisect_left(self._records, at, key=attrgetter("at"))
+            found = itertools.islice(reversed(self._records), len(self._records) - first)
+            return tuple(found)[::-1]
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    count: int = 0
+    seconds: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES))
+
+
+class History:
+    """Bounded records of switches, steps and unfinished requests, at microseconds per step.
+
+    The engine's thread writes. `report` may be called from every thread.
+    """
+
+    def __init__(self) -> None:
+        self._switches: Records[SwitchReport] = Records(MAX_RECORDS)
+        self._refused: Records[RefusedSwitch] = Records(MAX_RECORDS)
+        self._timeline: Records[LiveSample] = Records(MAX_RECORDS)
+        self._errors = 0
+        self._steps: dict[Layout, _StepTimes] = {}
+        self._lock = threading.Lock()  # of `_steps`
+        self._first_step_due = False
+        self._now: tuple[Layout, int] | None = None
+
+    def live(self, layout: Layout, num_seqs: int) -> None:
+        """Note the number of unfinished requests. To be called before each step."""
+        if self._now != (layout, num_seqs):
+            self._now = (layout, num_seqs)
+            self._timeline.append(LiveSample(time.monotonic(), layout, num_seqs))
+
+    def step(self, layout: Layout, seconds: float) -> None:
+        """Note that a replica finished a step."""
+        with self._lock:
+            times = self._steps.get(layout)
+            if times is None:
+                times = self._steps[layout] = _StepTimes()
+            times.count += 1
+            times.seconds += seconds
+            times.recent.append(seconds)
+        if self._first_step_due:
+            self._first_step_due = False
+            switch = self._switches.last()
+            assert switch is not None
+            self._switches.replace_last(replace(switch, first_step=seconds))
+
+    def switch(self, switch: SwitchReport) -> None:
+        """Note a switch."""
+        self._switches.append(switch)
+        self._first_step_due = True
+
+    def refused(self, refused: RefusedSwitch) -> None:
+        """Note a switch that was not made. One that was not expected is counted as an error."""
+        self._refused.append(refused)
+        self._errors += not refused.expected
+
+    def report(self, layout: Layout, layouts: Iterable[Layout], since: float = -math.inf) -> Report:
+        """The report, without the predictor's part.
+
+        Args:
+            layout: the active layout.
+            layouts: all layouts that the engine keeps ready, the base layout first.
+            since: seconds on the monotonic clock; earlier records are left out.
+        """
+        with self._lock:
+            steps = [
+                (one, times.count, times.seconds, tuple(times.recent))
+                for one, times in self._steps.items()
+            ]
+        return Report(
+            layout=layout,
+            layouts=tuple(layouts),
+            switches=self._switches.since(since),
+            refused=self._refused.since(since),
+            timeline=self._timeline.since(since),
+            steps={
+                one: LayoutSteps(count, seconds, statistics.median(recent))
+                for one, count, seconds, recent in steps
+            },
+            errors=self._errors,
+        )

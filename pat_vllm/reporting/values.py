@@ -1,0 +1,231 @@
+"""The report and its parts: frozen dataclasses. They pickle, and travel as JSON by pydantic."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
+
+from pat_vllm.layout import Layout
+
+_parse = functools.lru_cache(maxsize=64)(Layout.parse)
+
+
+def _layout(value: Layout | str) -> Layout:
+    return value if isinstance(value, Layout) else _parse(value)
+
+
+LayoutByName = Annotated[Layout, PlainValidator(_layout), PlainSerializer(str, return_type=str)]
+"""A layout that JSON shows as its name ("tp1dp4"), as a value and as a key."""
+
+
+@dataclass(frozen=True)
+class SwitchReport:
+    """One switch from the layout `source` to the layout `target`.
+
+    Times are in seconds. `at` is on the monotonic clock of the engine core.
+
+    Attributes:
+        at: when the switch began.
+        reason: who asked for it: "policy", "forced" (the user) or "idle" (the engine went home).
+        num_seqs: unfinished requests at that moment. Of these, `migrated` took their KV along,
+            `recomputed` prefill again, and the rest had not been computed yet.
+        kv_bytes: bytes of KV that were moved, over all ranks.
+        seconds: the whole stall. It is the sum of `quiesce`, `plan`, `states`, `kv`, `weights`,
+            `activate`, `rpc` and `finish`.
+        quiesce: to drain the steps in flight.
+        plan: to place requests, allocate blocks and list what moves.
+        states: to exchange the states of requests, on the slowest worker.
+        kv: to move KV, on the slowest worker.
+        weights: to reshard the weights, on the slowest worker.
+        activate: to put the layout's group and model runner in place, on the slowest worker.
+        rpc: the rest of the call to the workers.
+        finish: to tell the new schedulers.
+        first_step: duration of the first step in `target`; None before that step has finished.
+        tokens: computed tokens of the unfinished requests together.
+        weight_bytes: bytes of weights that came to another place, over all ranks.
+    """
+
+    at: float
+    source: LayoutByName
+    target: LayoutByName
+    reason: str
+    num_seqs: int
+    migrated: int
+    recomputed: int
+    kv_bytes: int
+    seconds: float
+    quiesce: float
+    plan: float
+    states: float
+    kv: float
+    weights: float
+    activate: float
+    rpc: float
+    finish: float
+    first_step: float | None = None
+    tokens: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RefusedSwitch:
+    """A switch to `target` that was not made. Generation went on in `source`.
+
+    Attributes:
+        at: when it was refused, in seconds on the monotonic clock of the engine core.
+        why: what stood against it. If it was not expected, this names the exception.
+        expected: False if planning failed with an exception that should not happen. The engine's
+            log has its traceback.
+    """
+
+    at: float
+    source: LayoutByName
+    target: LayoutByName
+    why: str
+    expected: bool = True
+
+
+@dataclass(frozen=True)
+class DecisionReport:
+    """A decision of the predictor policy that switched, or nearly did.
+
+    Times are in seconds. `stay`, `go` and `saving` are predictions made at that moment, averaged
+    over the sampled futures of the unfinished requests.
+
+    Attributes:
+        at: when, on the monotonic clock of the engine core.
+        layout: where the engine was.
+        target: the best other layout.
+        num_seqs: unfinished requests.
+        stay: until the last response ends, in `layout`.
+        go: the same after a switch to `target` now, with the cost of the switch.
+        cost: of that switch.
+        fired: whether it was made.
+        why: what decided: "saving", "probe", "margin", "hysteresis" or "later".
+        step_before: predicted step time in `layout` at that moment.
+        step_after: predicted step time in `target`.
+        real_before: measured: median of the last steps before, or None.
+        real_after: measured: median of the first steps after a switch, or None.
+        real_cost: measured stall of the switch, or None.
+    """
+
+    at: float
+    layout: LayoutByName
+    target: LayoutByName
+    num_seqs: int
+    stay: float
+    go: float
+    cost: float
+    fired: bool
+    why: str
+    step_before: float
+    step_after: float
+    real_before: float | None = None
+    real_after: float | None = None
+    real_cost: float | None = None
+
+    @property
+    def saving(self) -> float:
+        """Predicted seconds that the switch saves, its cost paid."""
+        return self.stay - self.go
+
+
+@dataclass(frozen=True)
+class PredictorReport:
+    """What the predictor policy decided, and how well its models predict.
+
+    Attributes:
+        decisions: oldest first.
+        step_error: by layout, how many steps were compared with their predictions, and the mean
+            absolute error relative to the real step time. Each prediction was made before the
+            model learnt from its step.
+        plans: how often the policy planned.
+        planning: seconds of all plans together.
+        slowest_plan: seconds of the slowest plan.
+        batches: batches that the length model has learnt from.
+        responses: responses that it has learnt from.
+        shifted: whether this batch's lengths differ from the earlier ones', as last estimated.
+        siblings: rank correlation (Kendall's) of the lengths of one prompt's responses, as learnt;
+            0 without clear evidence.
+    """
+
+    decisions: tuple[DecisionReport, ...] = ()
+    step_error: Mapping[LayoutByName, tuple[int, float]] = field(default_factory=dict)
+    plans: int = 0
+    planning: float = 0.0
+    slowest_plan: float = 0.0
+    batches: int = 0
+    responses: int = 0
+    shifted: bool = False
+    siblings: float = 0.0
+
+
+@dataclass(frozen=True)
+class LiveSample:
+    """From `at` on (seconds) there were `num_seqs` unfinished requests in `layout`."""
+
+    at: float
+    layout: LayoutByName
+    num_seqs: int
+
+
+@dataclass(frozen=True)
+class LayoutSteps:
+    """Steps of all replicas in one layout: how many, their total and their median seconds."""
+
+    steps: int
+    seconds: float
+    median: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """State and history of an engine.
+
+    A report may be asked for `since` a time. Then `switches`, `refused`, `timeline` and the
+    predictor's decisions hold only what happened at that time or later. The rest is always about
+    the whole life of the engine.
+
+    Attributes:
+        layout: the active layout.
+        layouts: all layouts that the engine keeps ready, the base layout first.
+        switches: oldest first; at most the last `history.MAX_RECORDS`.
+        refused: switches that were not made, oldest first; at most the last `history.MAX_RECORDS`.
+        timeline: a sample per change of the layout or of the number of unfinished requests, oldest
+            first; at most the last `history.MAX_RECORDS`.
+        steps: by layout.
+        predictor: what the predictor policy did; empty for other policies.
+        errors: switches that failed for an unexpected reason and were undone. The engine's log has
+            their tracebacks.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
+
+    layout: LayoutByName
+    layouts: tuple[LayoutByName, ...]
+    switches: tuple[SwitchReport, ...]
+    refused: tuple[RefusedSwitch, ...]
+    timeline: tuple[LiveSample, ...]
+    steps: Mapping[LayoutByName, LayoutSteps] = field(default_factory=dict)
+    predictor: PredictorReport = PredictorReport()
+    errors: int = 0
+
+    def to_json(self) -> str:
+        """The report as JSON text. Layouts are named as in "tp1dp4"."""
+        return _REPORT.dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Report:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: `text` is not the JSON of a report.
+        """
+        return _REPORT.validate_json(text)
+
+
+_REPORT = TypeAdapter(Report)
