@@ -133,13 +133,13 @@ def live_at(batch: LengthTrace, tick: int) -> LiveRequests:
     count = int(longer.sum())
     prompt = np.array(batch.prompts, np.int64)[longer]
     return LiveRequests(
-        prompt=prompt,
-        generated=np.full(count, tick, np.int64),
-        bound=np.full(count, batch.bound, np.int64),
+        num_prompt_tokens=prompt,
+        num_output_tokens=np.full(count, tick, np.int64),
+        max_tokens=np.full(count, batch.bound, np.int64),
         exact=np.zeros(count, np.bool_),
         group=np.array(batch.groups, np.int64)[longer],
         replica=np.zeros(count, np.int64),
-        computed=prompt + tick,
+        num_computed_tokens=prompt + tick,
     )
 
 

@@ -146,8 +146,12 @@ def test_fixed_lengths_are_known_and_not_learnt_from(llm: Any) -> None:
     run(llm, long_tail(seed=2), before_step=look)
     (live,) = seen
     assert len(live) == 12 and live.exact.all()
-    assert set(live.bound) == {job.sampling["max_tokens"] for job in long_tail(seed=2).values()}
-    assert (live.generated <= live.bound).all() and (live.computed <= live.context).all()
+    assert set(live.max_tokens) == {
+        job.sampling["max_tokens"] for job in long_tail(seed=2).values()
+    }
+    assert (live.num_output_tokens <= live.max_tokens).all() and (
+        live.num_computed_tokens <= live.context
+    ).all()
     assert set(live.replica) <= {0, 1}
     assert pat_vllm.report(llm).predictor.responses == before
 

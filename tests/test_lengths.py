@@ -31,13 +31,13 @@ def make_live(
 ) -> LiveRequests:
     count = len(generated)
     return LiveRequests(
-        prompt=np.full(count, 10, np.int64),
-        generated=np.array(generated, np.int64),
-        bound=np.broadcast_to(np.array(bound, np.int64), count),
+        num_prompt_tokens=np.full(count, 10, np.int64),
+        num_output_tokens=np.array(generated, np.int64),
+        max_tokens=np.broadcast_to(np.array(bound, np.int64), count),
         exact=np.broadcast_to(np.array(exact, np.bool_), count),
         group=np.arange(count, dtype=np.int64) if group is None else np.array(group, np.int64),
         replica=np.zeros(count, np.int64),
-        computed=np.zeros(count, np.int64),
+        num_computed_tokens=np.zeros(count, np.int64),
     )
 
 
@@ -158,7 +158,7 @@ def test_samples_are_within_bounds(bound: int, futures: int, data: st.DataObject
     other.observe_running(live)
     remaining = model.sample(live, futures)
     assert remaining.shape == (len(running), futures) and remaining.dtype == np.int64
-    room = (live.bound - live.generated)[:, None]
+    room = (live.max_tokens - live.num_output_tokens)[:, None]
     assert (remaining >= 1).all() and (remaining <= room).all()
     assert (remaining == room)[live.exact].all()
     np.testing.assert_array_equal(remaining, model.sample(live, futures))

@@ -31,13 +31,13 @@ def requests(contexts, replicas=4):
     count = len(contexts)
     zeros = np.zeros(count, np.int64)
     return LiveRequests(
-        prompt=np.array(contexts, np.int64),
-        generated=zeros,
-        bound=zeros + 1000,
+        num_prompt_tokens=np.array(contexts, np.int64),
+        num_output_tokens=zeros,
+        max_tokens=zeros + 1000,
         exact=zeros > 0,
         group=np.arange(count),
         replica=np.arange(count) % replicas,
-        computed=np.array(contexts, np.int64),
+        num_computed_tokens=np.array(contexts, np.int64),
     )
 
 

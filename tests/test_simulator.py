@@ -87,9 +87,9 @@ class Recorder(Policy):
     def arrived(self, now, group):
         self.told.append(("arrived", now, group))
 
-    def finished(self, now, group, generated, complete):
-        self.inner.finished(now, group, generated, complete)
-        self.told.append(("finished", now, group, generated, complete))
+    def finished(self, now, group, num_output_tokens, complete):
+        self.inner.finished(now, group, num_output_tokens, complete)
+        self.told.append(("finished", now, group, num_output_tokens, complete))
 
     def switched(self, report):
         self.told.append(("switched", report.at, str(report.target), report.num_seqs))
@@ -332,8 +332,8 @@ def test_the_state_counts_steps_within_a_chunk():
         engine.advance()
     requests = engine.state().requests()
     assert engine.now == 30.0
-    assert requests.generated.tolist() == [30]
-    assert requests.computed.tolist() == [34]
+    assert requests.num_output_tokens.tolist() == [30]
+    assert requests.num_computed_tokens.tolist() == [34]
     clone = engine.clone()
     clone.advance_to_completion()
     assert (clone.num_seqs, clone.now, engine.num_seqs, engine.now) == (0, 200.0, 1, 30.0)

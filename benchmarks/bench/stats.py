@@ -213,7 +213,7 @@ class Replay(Policy):
                 return now >= self._made[-1] + gap
         return self._ended >= move.ended
 
-    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
         self._ended += 1
 
 

@@ -67,7 +67,7 @@ class PlanPolicy(Policy):
                 target = layout
         return target
 
-    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
         self._ended += 1
 
     def idle(self, now: float) -> None:

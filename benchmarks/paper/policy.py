@@ -128,7 +128,7 @@ class PaperPolicy(Policy):
             layout: self._step(layout, state.num_seqs, context, longest) for layout in self._layouts
         }
         best = min(times, key=times.__getitem__)
-        remaining = float(self.remaining(requests.generated).mean())
+        remaining = float(self.remaining(requests.num_output_tokens).mean())
         saving = (times[state.layout] - times[best]) * remaining
         return best if saving > self._cost else state.layout
 
@@ -180,8 +180,8 @@ class LimitedPolicy(Policy):
     def arrived(self, now: float, group: int) -> None:
         self._policy.arrived(now, group)
 
-    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
-        self._policy.finished(now, group, generated, complete)
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+        self._policy.finished(now, group, num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._policy.stepped(now, layout, shape, seconds)

@@ -180,8 +180,8 @@ class AdaptivePolicy(Policy):
         if self._begun is None:
             self._begun = now
 
-    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
-        self._lengths.finished(group, generated, complete)
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+        self._lengths.finished(group, num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(layout, seconds)
@@ -305,14 +305,14 @@ class AdaptivePolicy(Policy):
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()
         self._peak = max(self._peak, state.num_seqs)
-        self._prompt = float(live.prompt.mean())
-        self._bound = int(live.bound.max())
+        self._prompt = float(live.num_prompt_tokens.mean())
+        self._bound = int(live.max_tokens.max())
         self._planned = (state.layout, state.num_seqs, self._steps.correction_version)
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
         self._shifted = self._lengths.shifted
-        prompts = int(np.maximum(live.prompt - live.computed, 0).sum())
+        prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
         plan = self._plan(state, ahead, prompts)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
@@ -439,13 +439,13 @@ class AdaptivePolicy(Policy):
             return
         fresh = np.zeros(self._peak, np.int64)
         batch = LiveRequests(
-            prompt=fresh + round(self._prompt),
-            generated=fresh,
-            bound=fresh + self._bound,
+            num_prompt_tokens=fresh + round(self._prompt),
+            num_output_tokens=fresh,
+            max_tokens=fresh + self._bound,
             exact=fresh > 0,
             group=np.arange(self._peak, dtype=np.int64) - self._peak,
             replica=fresh,
-            computed=fresh,
+            num_computed_tokens=fresh,
         )
         ahead = course(batch, self._lengths.sample(batch, 8))
         plan = self._planner.plan(self._base, ahead)

@@ -104,8 +104,8 @@ class LengthModel:
 
     def observe_running(self, live: LiveRequests) -> None:
         """The responses that run now; replaces what the previous call said."""
-        usable = ~live.exact & (live.generated > 0)
-        lengths = live.generated[usable]
+        usable = ~live.exact & (live.num_output_tokens > 0)
+        lengths = live.num_output_tokens[usable]
         if len(lengths) and lengths.max() > self._limit:
             self._extend(int(lengths.max()))
         self._running = lengths
@@ -146,16 +146,16 @@ class LengthModel:
         """
         if not len(live):
             return np.zeros((0, futures), np.int64)
-        if live.bound.max() > self._limit:
-            self._extend(int(live.bound.max()))
+        if live.max_tokens.max() > self._limit:
+            self._extend(int(live.max_tokens.max()))
         self._refresh()
-        grid, hazard, generated = edges(self._limit), self._hazard, live.generated
+        grid, hazard, generated = edges(self._limit), self._hazard, live.num_output_tokens
         start = np.interp(generated, grid, hazard)
         error = np.interp(generated, grid, self._error)
         draws = self._draws(len(live), futures) * np.exp(error[:, None] * _levels(futures))
         target = self._with_siblings(live, start, draws) if self.theta else start[:, None] + draws
         remaining = np.ceil(np.interp(target, hazard, grid)).astype(np.int64) - generated[:, None]
-        room = np.maximum(live.bound - generated, 1)[:, None]
+        room = np.maximum(live.max_tokens - generated, 1)[:, None]
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
 

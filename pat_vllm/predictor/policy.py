@@ -35,9 +35,8 @@ class Policy:
     def arrived(self, now: float, group: int) -> None:
         """A request has arrived; `group` as in `LiveRequests`."""
 
-    def finished(self, now: float, group: int, generated: int, complete: bool) -> None:
-        """A response ended with `generated` tokens; not `complete` when it was cut short, by an
-        abort or by its bound."""
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+        """A response ended. It is not `complete` when an abort or `max_tokens` cut it short."""
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""

@@ -20,32 +20,32 @@ class LiveRequests:
     """The unfinished requests of an engine, as arrays over requests.
 
     Attributes:
-        prompt: prompt tokens, int64 [n].
-        generated: tokens generated so far, int64 [n].
-        bound: most tokens that the response can have (`max_tokens`, or what the model's context
-            leaves), int64 [n].
-        exact: whether it will have exactly `bound` tokens (`ignore_eos` without stop conditions),
-            bool [n].
+        num_prompt_tokens: tokens of the prompt, int64 [n].
+        num_output_tokens: tokens generated so far, int64 [n].
+        max_tokens: most tokens that the response can have: the request's own `max_tokens`, or
+            fewer where the model's context leaves fewer, int64 [n].
+        exact: whether the response will have exactly `max_tokens` tokens (`ignore_eos` without
+            stop conditions), bool [n].
         group: equal for requests with equal prompts (samples of one prompt), int64 [n].
         replica: index of the request's replica in the active layout, int64 [n].
-        computed: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
+        num_computed_tokens: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
     """
 
-    prompt: Ints
-    generated: Ints
-    bound: Ints
+    num_prompt_tokens: Ints
+    num_output_tokens: Ints
+    max_tokens: Ints
     exact: Bools
     group: Ints
     replica: Ints
-    computed: Ints
+    num_computed_tokens: Ints
 
     def __len__(self) -> int:
-        return len(self.prompt)
+        return len(self.num_prompt_tokens)
 
     @property
     def context(self) -> Ints:
         """Tokens of each request's context, int64 [n]."""
-        return self.prompt + self.generated
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)

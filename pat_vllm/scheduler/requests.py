@@ -102,14 +102,14 @@ class RequestTable:
         columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
         prompt, generated, max_tokens, exact, group, replica, computed = columns
         return LiveRequests(
-            prompt=prompt,
-            generated=generated,
+            num_prompt_tokens=prompt,
+            num_output_tokens=generated,
             # A request that goes beyond an assumed bound is about to end.
-            bound=np.maximum(max_tokens, generated + 1),
+            max_tokens=np.maximum(max_tokens, generated + 1),
             exact=exact.astype(bool),
             group=group,
             replica=replica,
-            computed=computed,
+            num_computed_tokens=computed,
         )
 
     def complete(self, one: TrackedRequest, reason: FinishReason) -> bool:
