@@ -60,7 +60,7 @@ bench-switch: venv ## What a switch costs, against what copying its bytes would
 	$(BIN)/python -m benchmarks.switch_cost
 
 bench: venv ## Adaptive against every static layout
-	$(BIN)/pat-vllm bench
+	$(BIN)/python -m benchmarks.bench
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.engine_process import PARK_SECONDS, EngineProcess
-from pat_vllm.cli import results
-from pat_vllm.cli.results import Summary, table
+from benchmarks import record
+from benchmarks.engine_process import PARK_SECONDS, EngineProcess
+from benchmarks.record import Summary
+from pat_vllm.cli.results import table
 
 __all__ = ["PARK_SECONDS", "Summary", "table"]
 
@@ -201,7 +202,7 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
     module = f"benchmarks.{Path(sys.argv[0]).stem}"
-    return results.machine(" ".join(["python", "-m", module, *sys.argv[1:]]), ROOT)
+    return record.machine(" ".join(["python", "-m", module, *sys.argv[1:]]), ROOT)
 
 
 def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], text: str) -> None:
@@ -211,6 +212,6 @@ def write_results(name: str, facts: Mapping[str, Any], body: Mapping[str, Any], 
     data = json.dumps({"machine": dict(facts), **body}, indent=1, default=vars) + "\n"
     # Models lie under this repository; where that lies is nobody's business.
     Path(f"{stem}.json").write_text(data.replace(f"{ROOT}/", ""))
-    text = f"# {name}\n\n{results.provenance(facts)}\n{text}"
+    text = f"# {name}\n\n{record.provenance(facts)}\n{text}"
     Path(f"{stem}.md").write_text(text)
     print(text)

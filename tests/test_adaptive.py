@@ -12,8 +12,8 @@ from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 from pat_vllm.simulator import traces
-from pat_vllm.simulator.engine import Limits
 from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
 
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
@@ -110,7 +110,7 @@ def policy_of(profile, bound=BOUND, **options):
 
 
 def run(policy, truth, profile, name):
-    return simulate_batches(batches(name), policy, truth, Limits.of(profile))
+    return simulate_batches(batches(name), policy, truth, ReplicaCapacity.of(profile))
 
 
 def seconds(runs):
@@ -147,9 +147,9 @@ def test_within_three_percent_of_the_oracle_and_never_worse_than_static(
 ):
     """The first batch, of whose lengths nothing is known, included and left out."""
     ours = seconds(adaptive[name])
-    limits = Limits.of(profile)
+    capacity = ReplicaCapacity.of(profile)
     best = [
-        oracle(trace, profile.all_layouts, truth, limits)[1].generation_seconds
+        oracle(trace, profile.all_layouts, truth, capacity)[1].generation_seconds
         for trace in batches(name)
     ]
     assert fmean(ours) < 1.03 * fmean(best)
@@ -202,10 +202,10 @@ def staggered(gap, count=40):
 @pytest.mark.parametrize("gap", [0.1, 0.3, 1.0, 3.0])
 def test_staggered_arrivals_do_not_make_it_thrash(gap, profile, truth):
     trace = staggered(gap)
-    limits = Limits.of(profile)
-    (ours,) = simulate_batches([trace], policy_of(profile), truth, limits)
+    capacity = ReplicaCapacity.of(profile)
+    (ours,) = simulate_batches([trace], policy_of(profile), truth, capacity)
     best = min(
-        simulate_batches([trace], StayPolicy(layout), truth, limits)[0].generation_seconds
+        simulate_batches([trace], StayPolicy(layout), truth, capacity)[0].generation_seconds
         for layout in profile.all_layouts
     )
     assert ours.generation_seconds < 1.03 * best
@@ -225,8 +225,8 @@ def test_a_burst_into_one_group_goes_back_to_replicas(profile, truth):
         prompts=(20,) * 102,
     )
     policy = policy_of(profile)
-    simulate_batches(batches("long"), policy, truth, Limits.of(profile))
-    (ours,) = simulate_batches([trace], policy, truth, Limits.of(profile))
+    simulate_batches(batches("long"), policy, truth, ReplicaCapacity.of(profile))
+    (ours,) = simulate_batches([trace], policy, truth, ReplicaCapacity.of(profile))
     targets = [(switch.num_seqs, switch.target) for switch in ours.switches_on_the_way]
     assert any(live > 90 and target == REPLICAS for live, target in targets), targets
     assert ours.timeline[0].num_seqs == 2
@@ -236,7 +236,7 @@ def test_a_burst_into_one_group_goes_back_to_replicas(profile, truth):
 def test_few_long_requests_batch_after_batch_begin_in_one_group(profile, truth):
     traces_ = [traces.uniform(2, 300, 384, BOUND, seed) for seed in range(3)]
     policy = policy_of(profile)
-    runs = simulate_batches(traces_, policy, truth, Limits.of(profile))
+    runs = simulate_batches(traces_, policy, truth, ReplicaCapacity.of(profile))
     assert policy.home == GROUP
     assert not runs[-1].switches_on_the_way
 
@@ -264,7 +264,7 @@ def test_it_plans_only_when_something_has_changed(profile, truth):
     """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
     policy = policy_of(profile)
     trace = traces.uniform(64, 200, 200, BOUND, seed=0)
-    (run_,) = simulate_batches([trace], policy, truth, Limits.of(profile), chunk=1)
+    (run_,) = simulate_batches([trace], policy, truth, ReplicaCapacity.of(profile), chunk=1)
     steps = sum(one.steps for one in run_.steps.values())
     assert steps > 300
     assert policy.report().plans < 60

@@ -10,27 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.bench.engine_process import EngineProcess
+from benchmarks.bench.__main__ import app
+from benchmarks.bench.calibrated import CalibratedSimulator, calibrate_simulator
+from benchmarks.bench.judgement import MISSED_SHARE, judge
 from benchmarks.bench.plot import plot_bench
+from benchmarks.bench.ratios import best_of_each, better_static, paired_ratio
 from benchmarks.bench.report import content_of, markdown
-from benchmarks.bench.run import Measured, Plan, engine_options, judge_workload, sides
+from benchmarks.bench.run import BenchSettings, Measurements, engine_options, judge_workload, sides
+from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.bench.serve import Served, requests_of, run_of
-from benchmarks.bench.stats import (
-    MISSED_SHARE,
-    PAT,
-    Run,
-    Simulator,
-    best_of_each,
-    better_static,
-    judge,
-    paired_ratio,
-    prediction_error,
-    set_simulator,
-)
 from benchmarks.bench.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
+from benchmarks.engine_process import EngineProcess
 from benchmarks.paper.oracle import oracle
-from pat_vllm.cli import app
-from pat_vllm.cli.results import Summary, to_json
+from benchmarks.record import Summary
+from pat_vllm.cli.results import to_json
 from pat_vllm.config import PATConfig, PredictorPolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
@@ -43,8 +36,8 @@ from pat_vllm.reporting import (
     Report,
     SwitchReport,
 )
-from pat_vllm.simulator.engine import Limits
 from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ScaledTruth
 
@@ -281,11 +274,11 @@ class Crossover:
 
 
 TRACE = a_trace([10] * 12 + [100, 110])
-LIMITS = Limits(max_num_seqs=64)
+CAPACITY = ReplicaCapacity(max_num_seqs=64)
 
 
 def a_simulator(truth=None):
-    return Simulator(truth or Crossover(), LIMITS, (ONE, TWO), {1: 1.0, 2: 1.0})
+    return CalibratedSimulator(truth or Crossover(), CAPACITY, (ONE, TWO), {1: 1.0, 2: 1.0})
 
 
 def a_run(moves, decisions=(), start=ONE, trace=TRACE, seconds=1.0):
@@ -314,13 +307,14 @@ def test_the_simulator_is_set_to_the_measured_times():
     traces = [TRACE, a_trace([20] * 8 + [60])]
     static = {
         layout: [
-            simulate(trace, StayPolicy(layout), real, LIMITS).generation_seconds for trace in traces
+            simulate(trace, StayPolicy(layout), real, CAPACITY).generation_seconds
+            for trace in traces
         ]
         for layout in (ONE, TWO)
     }
-    simulator = set_simulator(
+    simulator = calibrate_simulator(
         Crossover(),
-        LIMITS,
+        CAPACITY,
         traces,
         static,
         [a_switch(0.2, seconds=0.02), a_switch(1, seconds=0.02)],
@@ -336,10 +330,10 @@ def test_the_simulator_is_set_where_requests_arrive_over_time():
     trace = a_trace([10, 10, 60], arrivals=[0.0, 1.0, 2.0])
     real = ScaledTruth(Crossover(), {1: 2.0, 2: 2.0})
     static = {
-        one: [simulate(trace, StayPolicy(one), real, LIMITS).generation_seconds]
+        one: [simulate(trace, StayPolicy(one), real, CAPACITY).generation_seconds]
         for one in (ONE, TWO)
     }
-    simulator = set_simulator(Crossover(), LIMITS, [trace], static)
+    simulator = calibrate_simulator(Crossover(), CAPACITY, [trace], static)
     assert simulator.seconds(trace, StayPolicy(ONE)) == pytest.approx(static[ONE][0], rel=0.01)
     # Most of that time is waiting: what was off by 2 in the steps is off by less in all.
     assert 1.0 < simulator.factors[1] < 1.6
@@ -354,8 +348,8 @@ def test_a_good_switch_is_no_mistake():
     assert (judged.false_positives, judged.missed) == (0, False)
     assert judged.lost == judged.foregone == 0.0
     assert judged.oracle == pytest.approx(judged.replayed, rel=0.05)
-    plan, best = oracle(TRACE, (ONE, TWO), Crossover(), LIMITS)
-    assert judged.plan == str(plan) and judged.oracle_switches == 1
+    schedule, best = oracle(TRACE, (ONE, TWO), Crossover(), CAPACITY)
+    assert judged.schedule == str(schedule) and judged.oracle_switches == 1
     assert judged.oracle <= best.generation_seconds + 1e-9
 
 
@@ -420,8 +414,8 @@ def test_nothing_is_missed_where_switching_does_not_pay():
 # ---------------------------------------------------------------- what is measured, what is written
 
 
-def a_plan(model, workloads="straggler,staggered", repeats=2, scale="tiny"):
-    return Plan(model, 2, choose(workloads), repeats, scale, seed=0)
+def some_settings(model, workloads="straggler,staggered", repeats=2, scale="tiny"):
+    return BenchSettings(model, 2, choose(workloads), repeats, scale, seed=0)
 
 
 def config_of(model):
@@ -430,25 +424,33 @@ def config_of(model):
 
 def test_sides_differ_in_nothing_but_pats_options(tmp_path):
     config = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64)
-    plan = a_plan(tmp_path, "lognormal,uniform_long", scale="full")
-    found = sides(plan)
+    settings_ = some_settings(tmp_path, "lognormal,uniform_long", scale="full")
+    found = sides(settings_)
     assert list(found) == ["tp1dp2", "tp2dp1", PAT]
-    assert list(sides(dataclasses.replace(plan, ranks=4))) == ["tp1dp4", "tp2dp2", "tp4dp1", PAT]
-    options = {name: engine_options(plan, pat, config) for name, pat in found.items()}
+    assert list(sides(dataclasses.replace(settings_, ranks=4))) == [
+        "tp1dp4",
+        "tp2dp2",
+        "tp4dp1",
+        PAT,
+    ]
+    tp_of = {str(layout): layout.tp for layout in settings_.layouts}
+    options = {name: engine_options(settings_, pat, config) for name, pat in found.items()}
     for name, one in options.items():
         parsed = PATConfig.parse(one.pop("additional_config")["pat"])
         if name == PAT:
             # Lengths are fixed by max_tokens, which the predictor must not see.
             assert parsed.policy == PredictorPolicyConfig(length_bound=BOUND)
         else:
-            assert parsed.policy == StaticPolicyConfig(kind="static", tp=int(name[0]))
+            assert parsed.policy == StaticPolicyConfig(kind="static", tp=tp_of[name])
             assert [str(layout) for layout in parsed.resolve_layouts(2)] == [name]
     assert options["tp1dp2"] == options["tp2dp1"] == options[PAT]
-    longest = max(p + n for t in plan.traces() for p, n in zip(t.prompts, t.lengths, strict=True))
+    longest = max(
+        p + n for t in settings_.traces() for p, n in zip(t.prompts, t.lengths, strict=True)
+    )
     assert options[PAT]["max_model_len"] == longest
     assert options[PAT]["max_num_seqs"] == 128
     with pytest.raises(ValueError, match="another --model or a smaller --scale"):
-        engine_options(plan, found[PAT], {**config, "max_position_embeddings": 300})
+        engine_options(settings_, found[PAT], {**config, "max_position_embeddings": 300})
 
 
 def test_requests_are_those_of_the_trace():
@@ -500,11 +502,11 @@ def a_profile():
 
 def a_content(tmp_path):
     """Made-up runs of two workloads, through all that makes a file of them."""
-    plan = a_plan(tmp_path)
+    settings_ = some_settings(tmp_path)
     runs = []
-    for workload in plan.workloads:
-        for repeat in range(plan.repeats + 1):
-            trace = plan.trace(workload, repeat)
+    for workload in settings_.workloads:
+        for repeat in range(settings_.repeats + 1):
+            trace = settings_.trace(workload, repeat)
             for side, pace in (("tp1dp2", 0.010), ("tp2dp1", 0.012), (PAT, 0.008)):
                 seconds = pace * max(trace.lengths) + max(trace.arrivals)
                 moves = [(0.3 * seconds, 2, ONE, TWO)] if side == PAT else []
@@ -517,11 +519,14 @@ def a_content(tmp_path):
                     )
                 )
     starts = {"tp1dp2": (9.0,), "tp2dp1": (9.5,), PAT: (20.0, 11.0)}
-    measured = Measured(tuple(runs), a_profile(), starts)
-    judged = {one.name: judge_workload(plan, one, measured, (ONE, TWO)) for one in plan.workloads}
+    measured = Measurements(tuple(runs), a_profile(), starts)
+    judged = {
+        one.name: judge_workload(settings_, one, measured, (ONE, TWO))
+        for one in settings_.workloads
+    }
     facts = {
         "date": "2026-01-02T03:04:05",
-        "command": "pat-vllm bench",
+        "command": "python -m benchmarks.bench",
         "commit": "abc",
         "cpu": "a CPU",
         "cores": 2,
@@ -530,7 +535,7 @@ def a_content(tmp_path):
         "torch": "2.0",
     }
     config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 500}
-    return content_of(plan, facts, config, measured, judged)
+    return content_of(settings_, facts, config, measured, judged)
 
 
 def test_the_file_of_results_has_all_that_the_report_says(tmp_path):
@@ -568,12 +573,12 @@ def test_the_picture_is_drawn_from_the_file_alone(tmp_path):
     path.write_text(to_json(a_content(tmp_path)))
     plot_bench(json.loads(path.read_text()), tmp_path / "direct.png")
     image = tmp_path / "again.png"
-    result = CliRunner().invoke(app, ["plot", str(path), "--output", str(image)])
+    result = CliRunner().invoke(app, ["--replot", str(path), "--picture", str(image)])
     assert result.exit_code == 0, result.output
     assert image.read_bytes().startswith(PNG_SIGNATURE)
     assert image.read_bytes() == (tmp_path / "direct.png").read_bytes()
     path.write_text("{}")
-    result = CliRunner().invoke(app, ["plot", str(path)])
+    result = CliRunner().invoke(app, ["--replot", str(path)])
     assert result.exit_code == 2 and "no result of" in " ".join(result.output.split())
 
 
@@ -586,7 +591,7 @@ def test_lists_of_plain_values_take_one_line():
 
 
 def test_unknown_names_are_refused_before_anything_starts():
-    result = CliRunner().invoke(app, ["bench", "--workloads", "nonsense"])
+    result = CliRunner().invoke(app, ["--workloads", "nonsense"])
     assert result.exit_code == 2 and "nonsense" in result.output
 
 
@@ -598,7 +603,7 @@ def test_unknown_names_are_refused_before_anything_starts():
 def test_bench_runs_real_engines(tmp_path, monkeypatch):
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    arguments = ["bench", "--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats"]
+    arguments = ["--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats"]
     arguments += ["1", "--workloads", "staggered", "--output-dir", str(tmp_path)]
     groups: list[int] = []
 

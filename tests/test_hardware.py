@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.paper.hardware import MODEL_SHAPES, gpu_names, modelled_profile
+from benchmarks.paper.figures import MODEL_SHAPES, gpu_names
+from benchmarks.paper.hardware import modelled_profile
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel, held_out_error
 from pat_vllm.profiling.profile import Profile, StepShape

@@ -10,20 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.paper.oracle import Plan, PlanPolicy, oracle
+from benchmarks.paper.__main__ import app as paper_app
+from benchmarks.paper.hardware import modelled_profile
+from benchmarks.paper.oracle import FollowSchedule, LayoutSchedule, oracle
 from benchmarks.paper.policy import LimitedPolicy, PaperPolicy
 from pat_vllm.cli import app
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.engine import Limits, SimulatedEngine
+from pat_vllm.simulator.engine import SimulatedEngine
 from pat_vllm.simulator.replay import simulate, simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
-FREE = Limits()
+FREE = ReplicaCapacity()
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,15 @@ def batch(*lengths, prompt=4, arrivals=None, groups=None, bound=100_000):
 
 @dataclass
 class Recorder(Policy):
-    """Follows a plan, and notes what it is told."""
+    """Follows a schedule, and notes what it is told."""
 
-    plan: Plan
+    schedule: LayoutSchedule
     told: list = field(default_factory=list)
     learns = True
 
     def __post_init__(self):
-        self.home = self.plan.start
-        self.inner = PlanPolicy(self.plan)
+        self.home = self.schedule.start
+        self.inner = FollowSchedule(self.schedule)
 
     def choose(self, state):
         assert len(state.requests()) == state.num_seqs
@@ -114,7 +117,7 @@ def test_replicas_run_freely():
 
 def test_one_switch():
     """Both step for 3 s; then 2 s of switch, and the other's 7 tokens at 0.75 s; then home."""
-    policy = Recorder(Plan(ONE, ((1, TWO),)))
+    policy = Recorder(LayoutSchedule(ONE, ((1, TWO),)))
     run = simulate(batch(3, 10), policy, Constant(), FREE)
     assert run.finished == (3.0, 3 + 2 + 7 * 0.75)
     assert run.seconds == 10.25 + 2
@@ -136,7 +139,7 @@ def test_one_switch():
 def test_a_switch_waits_for_steps_in_flight():
     """The second replica starts half a second late: at 3.0 it is half through a step."""
     trace = batch(3, 10, arrivals=[0.0, 0.5])
-    run = simulate(trace, PlanPolicy(Plan(ONE, ((1, TWO),))), Constant(), FREE)
+    run = simulate(trace, FollowSchedule(LayoutSchedule(ONE, ((1, TWO),))), Constant(), FREE)
     first = run.switches[0]
     assert (first.at, first.quiesce, first.seconds) == (3.0, 0.5, 2.5)
     # Three steps until 3.5, the switch until 5.5, seven more.
@@ -146,7 +149,9 @@ def test_a_switch_waits_for_steps_in_flight():
 def test_a_policy_is_asked_again_after_the_first_step_in_a_layout():
     """The second response ends in the step that the first switch waits for, until 3.5."""
     trace = batch(3, 3, 200, arrivals=[0.0, 0.5, 0.6])
-    run = simulate(trace, PlanPolicy(Plan(ONE, ((1, TWO), (2, ONE)))), Constant(), FREE)
+    run = simulate(
+        trace, FollowSchedule(LayoutSchedule(ONE, ((1, TWO), (2, ONE)))), Constant(), FREE
+    )
     assert run.finished[:2] == (3.0, 3.5)
     assert [switch.at for switch in run.switches] == [3.0, 5.5 + 0.75]
 
@@ -155,20 +160,20 @@ def test_steps_that_end_together_are_over_before_a_switch():
     """Whichever replica's response ends: the other has no next step in flight."""
     for lengths in ((3, 10), (10, 3)):
         for chunk in (1, 32):
-            policy = PlanPolicy(Plan(ONE, ((1, TWO),)))
+            policy = FollowSchedule(LayoutSchedule(ONE, ((1, TWO),)))
             run = simulate(batch(*lengths), policy, Constant(), FREE, chunk=chunk)
             assert (run.switches[0].at, run.switches[0].quiesce) == (3.0, 0.0)
             assert max(run.finished) == 3 + 2 + 7 * 0.75
 
 
 def test_requests_beyond_max_num_seqs_wait():
-    run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), Limits(max_num_seqs=2))
+    run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), ReplicaCapacity(max_num_seqs=2))
     # The third starts when the first has ended, at 1.5.
     assert run.finished == (1.5, 2.25, 4.5)
 
 
 def test_arrivals_and_idle_time():
-    policy = Recorder(Plan(TWO))
+    policy = Recorder(LayoutSchedule(TWO))
     run = simulate(batch(2, 2, 2, arrivals=[1.0, 1.1, 10.0]), policy, Constant(), FREE)
     # The second is admitted at 1.75, when the first step of the first is over.
     assert run.finished == (2.5, 3.25, 11.5)
@@ -177,8 +182,8 @@ def test_arrivals_and_idle_time():
 
 
 def test_prompts_are_computed_in_chunks():
-    limits = Limits(max_batch_tokens=10)
-    run = simulate(batch(2, prompt=25), StayPolicy(TWO), Constant(), limits)
+    capacity = ReplicaCapacity(max_batch_tokens=10)
+    run = simulate(batch(2, prompt=25), StayPolicy(TWO), Constant(), capacity)
     # 10 + 10 + 5 tokens of prompt, the last with the first token; then the second token.
     assert run.finished == (4 * 0.75,)
     assert run.prefilled == 25
@@ -192,18 +197,18 @@ def test_samples_of_a_prompt_share_its_prefill():
 
 
 def test_requests_without_room_for_their_kv_are_preempted():
-    limits = Limits(kv_tokens={2: 30})
-    run = simulate(batch(20, 20, prompt=4), StayPolicy(TWO), Constant(), limits)
+    capacity = ReplicaCapacity(kv_tokens={2: 30})
+    run = simulate(batch(20, 20, prompt=4), StayPolicy(TWO), Constant(), capacity)
     assert run.preempted > 0 and run.tokens == 40
     assert run.seconds > 20 * 0.75
     with pytest.raises(ValueError, match="cannot hold the KV of a request of"):
-        simulate(batch(40, prompt=4), StayPolicy(TWO), Constant(), limits)
+        simulate(batch(40, prompt=4), StayPolicy(TWO), Constant(), capacity)
     with pytest.raises(ValueError, match="cannot hold the KV of a request of"):
-        simulate(batch(4, prompt=40), StayPolicy(TWO), Constant(), limits)
+        simulate(batch(4, prompt=40), StayPolicy(TWO), Constant(), capacity)
 
 
 def test_a_batch_after_another():
-    policy = Recorder(Plan(ONE, ((1, TWO),)))
+    policy = Recorder(LayoutSchedule(ONE, ((1, TWO),)))
     runs = simulate_batches([batch(3, 10), batch(3, 10)], policy, Constant(), FREE, gap=100.0)
     assert [run.seconds for run in runs] == [12.25, 12.25]
     assert runs[1].began == 112.25
@@ -212,7 +217,7 @@ def test_a_batch_after_another():
 
 
 def test_a_cut_response_is_not_complete():
-    policy = Recorder(Plan(TWO))
+    policy = Recorder(LayoutSchedule(TWO))
     simulate(batch(3, 5, bound=5), policy, Constant(), FREE)
     finished = [told for told in policy.told if told[0] == "finished"]
     assert [told[4] for told in finished] == [True, False]
@@ -245,24 +250,24 @@ small_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
 @st.composite
-def plans(draw, total, layouts=LAYOUTS):
+def schedules(draw, total, layouts=LAYOUTS):
     at = sorted(draw(st.sets(st.integers(1, max(1, total - 1)), max_size=4)))
     switches = tuple((ended, draw(st.sampled_from(layouts))) for ended in at)
-    return Plan(draw(st.sampled_from(layouts)), switches)
+    return LayoutSchedule(draw(st.sampled_from(layouts)), switches)
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), small_lengths)
 def test_every_request_finishes_with_its_length(data, lengths):
     arrivals = data.draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
-    limits = Limits(
+    capacity = ReplicaCapacity(
         max_num_seqs=data.draw(st.integers(1, 4)),
         max_batch_tokens=data.draw(st.integers(4, 64)),
         kv_tokens={tp: data.draw(st.integers(50, 300)) for tp in (1, 2, 4)},
     )
     trace = batch(*lengths, prompt=data.draw(st.integers(1, 9)), arrivals=arrivals)
-    policy = Recorder(data.draw(plans(len(lengths))))
-    run = simulate(trace, policy, Linear(), limits, chunk=data.draw(st.sampled_from([1, 7, 32])))
+    policy = Recorder(data.draw(schedules(len(lengths))))
+    run = simulate(trace, policy, Linear(), capacity, chunk=data.draw(st.sampled_from([1, 7, 32])))
     ended = [told for told in policy.told if told[0] == "finished"]
     assert sorted((told[2], told[3]) for told in ended) == list(enumerate(lengths))
     assert run.tokens == sum(lengths)
@@ -281,16 +286,16 @@ def test_every_request_finishes_with_its_length(data, lengths):
 def test_chunks_change_nothing_where_the_steps_of_a_chunk_are_equal(data, lengths):
     """Every response ends when it does step by step, however steps tie and wherever one drains."""
     arrivals = data.draw(st.just([0.0]) | st.lists(st.floats(0, 30), min_size=1))
-    limits = Limits(
+    capacity = ReplicaCapacity(
         max_num_seqs=data.draw(st.integers(1, 30)),
         max_batch_tokens=data.draw(st.integers(4, 200)),
         kv_tokens={tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
     )
-    plan = data.draw(plans(len(lengths)))
+    schedule = data.draw(schedules(len(lengths)))
     truth = Linear(data.draw(st.sampled_from([0.1, 0.3, 1.0])), token=0.0)
     trace = batch(*lengths, arrivals=[arrivals[i % len(arrivals)] for i in range(len(lengths))])
     chunks, steps = (
-        simulate(trace, PlanPolicy(plan), truth, limits, chunk=chunk) for chunk in (32, 1)
+        simulate(trace, FollowSchedule(schedule), truth, capacity, chunk=chunk) for chunk in (32, 1)
     )
     assert chunks.finished == pytest.approx(steps.finished, abs=1e-4)
     assert chunks.seconds == pytest.approx(steps.seconds, abs=1e-4)
@@ -317,9 +322,9 @@ def test_chunks_are_exact_enough_with_switches():
         lengths = [random.randint(1, random.choice([6, 900])) for _ in range(random.randint(1, 24))]
         at = sorted({random.randint(1, len(lengths)) for _ in range(random.randint(1, 4))})
         switches = tuple((ended, random.choice(LAYOUTS)) for ended in at)
-        plan = PlanPolicy(Plan(random.choice(LAYOUTS), switches))
+        schedule = FollowSchedule(LayoutSchedule(random.choice(LAYOUTS), switches))
         chunks, steps = (
-            simulate(batch(*lengths), plan, Linear(), FREE, chunk=chunk).seconds
+            simulate(batch(*lengths), schedule, Linear(), FREE, chunk=chunk).seconds
             for chunk in (32, 1)
         )
         far += abs(chunks - steps) > max(0.005 * steps, 0.1)
@@ -346,11 +351,13 @@ oracle_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 @settings(max_examples=25, deadline=None)
 @given(oracle_lengths, st.integers(2, 3), st.floats(0.01, 2), st.floats(0.0, 10))
-def test_the_oracle_is_the_best_of_all_plans(lengths, count, request_seconds, switch):
+def test_the_oracle_is_the_best_of_all_schedules(lengths, count, request_seconds, switch):
     truth, trace, layouts = Linear(request_seconds, switch), batch(*lengths), LAYOUTS[:count]
     _, best = oracle(trace, layouts, truth, FREE)
     everything = [
-        simulate(trace, PlanPolicy(Plan(path[0], tuple(enumerate(path))[1:])), truth, FREE).seconds
+        simulate(
+            trace, FollowSchedule(LayoutSchedule(path[0], tuple(enumerate(path))[1:])), truth, FREE
+        ).seconds
         for path in itertools.product(layouts, repeat=len(lengths))
     ]
     assert best.seconds == pytest.approx(min(everything), rel=1e-9)
@@ -360,32 +367,32 @@ def test_the_oracle_is_the_best_of_all_plans(lengths, count, request_seconds, sw
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=14), st.floats(0.01, 2), st.floats(0.0, 10)
 )
-def test_the_oracle_is_no_worse_than_simple_plans(lengths, request_seconds, switch):
+def test_the_oracle_is_no_worse_than_simple_schedules(lengths, request_seconds, switch):
     truth, trace = Linear(request_seconds, switch), batch(*lengths)
-    plan, best = oracle(trace, LAYOUTS, truth, FREE)
-    assert simulate(trace, PlanPolicy(plan), truth, FREE).seconds == best.seconds
-    simple = [Plan(layout) for layout in LAYOUTS]
+    schedule, best = oracle(trace, LAYOUTS, truth, FREE)
+    assert simulate(trace, FollowSchedule(schedule), truth, FREE).seconds == best.seconds
+    simple = [LayoutSchedule(layout) for layout in LAYOUTS]
     simple += [
-        Plan(low, ((ended, high),))
+        LayoutSchedule(low, ((ended, high),))
         for low, high in itertools.permutations(LAYOUTS, 2)
         for ended in range(1, len(lengths))
     ]
     for one in simple:
-        seconds = simulate(trace, PlanPolicy(one), truth, FREE).seconds
+        seconds = simulate(trace, FollowSchedule(one), truth, FREE).seconds
         assert best.seconds <= seconds * (1 + 1e-9), str(one)
 
 
 def test_the_oracle_switches_where_it_pays_and_only_so_often():
     lengths = [10, 20, 40, 60, 80, 100, 200, 400, 800, 900]
     truth = Linear(0.6, 0.5)
-    plan, best = oracle(batch(*lengths), LAYOUTS, truth, FREE)
+    schedule, best = oracle(batch(*lengths), LAYOUTS, truth, FREE)
     _, one = oracle(batch(*lengths), LAYOUTS, truth, FREE, most_switches=1)
     static = min(
         simulate(batch(*lengths), StayPolicy(layout), truth, FREE).seconds for layout in LAYOUTS
     )
     assert len(one.switches_on_the_way) <= 1
     assert best.seconds <= one.seconds < static
-    assert plan.switches
+    assert schedule.switches
 
 
 # -------------------------------------------------------------------- policies
@@ -420,11 +427,11 @@ def test_the_papers_policy_expects_the_mean_of_what_remains():
 
 
 def test_a_limited_policy_makes_its_first_switches_only():
-    plan = Plan(ONE, ((1, TWO), (2, ONE), (3, TWO)))
+    schedule = LayoutSchedule(ONE, ((1, TWO), (2, ONE), (3, TWO)))
     trace = batch(10, 20, 30, 40)
-    free = simulate(trace, PlanPolicy(plan), Constant(0.1), FREE)
+    free = simulate(trace, FollowSchedule(schedule), Constant(0.1), FREE)
     assert len(free.switches_on_the_way) == 3
-    limited = LimitedPolicy(PlanPolicy(plan))
+    limited = LimitedPolicy(FollowSchedule(schedule))
     for run in simulate_batches([trace] * 2, limited, Constant(0.1), FREE):
         assert [str(s.target) for s in run.switches_on_the_way] == ["tp2dp1"]
 
@@ -433,7 +440,9 @@ def test_a_limited_policy_makes_its_first_switches_only():
 
 
 def test_results_are_json():
-    run = simulate(batch(3, 10), PlanPolicy(Plan(ONE, ((1, TWO),))), Constant(), FREE, began=50.0)
+    run = simulate(
+        batch(3, 10), FollowSchedule(LayoutSchedule(ONE, ((1, TWO),))), Constant(), FREE, began=50.0
+    )
     read = json.loads(json.dumps(run.to_json()))
     assert read["seconds"] == 12.25 and read["tokens"] == 13
     assert read["switches"][0] == {
@@ -448,11 +457,18 @@ def test_results_are_json():
     assert read["timeline"][-1][2] == 0
 
 
-def test_command(tmp_path):
-    arguments = "--gpu h100 --model llama-3.1-8b --ranks 2 --requests 8 --bound 300 --iterations 2"
+def words(result):
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_modelled_hardware_under_every_policy(tmp_path):
+    arguments = (
+        "simulate --gpu h100 --model llama-3.1-8b --ranks 2 --requests 8 --max-tokens 300 "
+        "--iterations 2"
+    )
     out = tmp_path / "out"
     result = CliRunner().invoke(
-        app, ["simulate", *arguments.split(), "--output-dir", str(out)], catch_exceptions=False
+        paper_app, [*arguments.split(), "--output-dir", str(out)], catch_exceptions=False
     )
     assert result.exit_code == 0, result.output
     assert "MODELLED" in result.output and "oracle" in result.output
@@ -467,9 +483,54 @@ def test_command(tmp_path):
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("100\n20\n7\n")
     result = CliRunner().invoke(
-        app, ["simulate", *arguments.split(), "--lengths", str(lengths)], catch_exceptions=False
+        paper_app, [*arguments.split(), "--lengths", str(lengths)], catch_exceptions=False
     )
-    assert result.exit_code == 0 and "3 requests" in " ".join(result.output.split())
+    assert result.exit_code == 0 and "3 requests" in words(result)
+
+
+@pytest.fixture(scope="module")
+def profile_file(tmp_path_factory):
+    profile = modelled_profile("llama-3.1-8b", "H100", 2)
+    measured = profile.model_copy(update={"kind": "measured", "title": "some engine"})
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    measured.save(path)
+    return path
+
+
+def test_command(tmp_path, profile_file):
+    out = tmp_path / "out"
+    arguments = [
+        "simulate",
+        "--profile",
+        str(profile_file),
+        *["--requests", "8", "--iterations", "2"],
+    ]
+    result = CliRunner().invoke(
+        app,
+        [*arguments, "--max-tokens", "300", "--output-dir", str(out)],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    assert "some engine" in words(result) and "MODELLED" not in result.output
+    content = json.loads((out / "simulate.json").read_text())
+    assert content["modelled"] is False
+    policies = [row["policy"] for row in content["policies"]]
+    assert policies == ["static tp1dp2", "static tp2dp1", "PAT"]
+    assert all(row["seconds"] > 0 and len(row["batches"]) == 2 for row in content["policies"])
+    assert (out / "simulate.png").stat().st_size > 10_000
+    text = (out / "simulate.md").read_text()
+    assert "(best static)" in text and "oracle" not in text
+
+    # As it was called before.
+    result = CliRunner().invoke(app, [*arguments, "--bound", "300"], catch_exceptions=False)
+    assert result.exit_code == 0 and "up to 300 tokens" in words(result)
+
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n20\n7\n")
+    result = CliRunner().invoke(
+        app, [*arguments, "--lengths", str(lengths)], catch_exceptions=False
+    )
+    assert result.exit_code == 0 and "3 requests" in words(result)
 
 
 @pytest.mark.parametrize(
@@ -481,21 +542,43 @@ def test_command(tmp_path):
         (["--profile", "nowhere"], "cannot be read"),
     ],
 )
-def test_command_names_what_is_wrong(arguments, message):
-    result = CliRunner().invoke(app, ["simulate", *arguments])
+def test_commands_name_what_is_wrong(arguments, message, profile_file):
+    result = CliRunner().invoke(paper_app, ["simulate", *arguments])
     assert result.exit_code == 2
-    text = " ".join(result.output.replace("│", " ").split())
-    assert message in text
+    assert message in words(result)
+    if arguments[0] in ("--workload", "--profile"):
+        given = ["simulate", "--profile", str(profile_file), *arguments]
+        result = CliRunner().invoke(app, given)
+        assert result.exit_code == 2
+        assert message in words(result)
+
+
+@pytest.mark.parametrize(
+    "arguments, where",
+    [
+        (["simulate", "--gpu", "H100"], "python -m benchmarks.paper simulate --gpu"),
+        (["simulate", "--model", "qwen3-14b"], "python -m benchmarks.paper simulate --model"),
+        (["simulate", "--switch-cost", "3"], "python -m benchmarks.paper simulate --switch-cost"),
+        (["simulate", "--paper"], "python -m benchmarks.paper settings"),
+        (["simulate", "--seeds", "3"], "python -m benchmarks.paper settings"),
+        (["bench", "--repeats", "3"], "python -m benchmarks.bench"),
+        (["plot", "some.json", "--output", "x"], "python -m benchmarks.bench --replot"),
+    ],
+)
+def test_what_has_moved_says_where(arguments, where):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "moved" in words(result) and where in words(result)
 
 
 def test_paper_settings(tmp_path):
     from rich.console import Console
 
     from benchmarks.paper.policy import SETTINGS
-    from benchmarks.paper.tables import simulate_paper
+    from benchmarks.paper.tables import simulate_settings
 
     chosen = [setting for setting in SETTINGS if setting.generation or setting.ranks == 16][:2]
-    results = simulate_paper(
+    results = simulate_settings(
         Console(quiet=True),
         seeds=2,
         seed=0,
@@ -504,7 +587,7 @@ def test_paper_settings(tmp_path):
         output_dir=tmp_path,
     )
     for _, comparison in results:
-        assert all(len(row.runs) == 2 for row in comparison.rows)
+        assert all(len(row.runs) == 2 for row in comparison.results)
     text = (tmp_path / "paper.md").read_text()
     assert "MODELLED" in text and "-34.6%" in text and "1.37x" in text
     content = json.loads((tmp_path / "paper.json").read_text())

@@ -131,5 +131,5 @@ def _course(
 
 
 def _name(layout: str) -> str:
-    replicas = layout.partition("x")[2]
+    replicas = layout.partition("dp")[2]
     return f"static {layout}" + (" (one group)" if replicas == "1" else f" ({replicas} replicas)")

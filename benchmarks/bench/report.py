@@ -7,45 +7,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bench.stats import (
-    MISSED_SHARE,
-    PAT,
-    Judgement,
-    Ratio,
-    Run,
-    Simulator,
-    best_of_each,
-    better_static,
-    paired_ratio,
-    prediction_error,
-)
-from pat_vllm.cli.results import Summary, provenance, table
+from benchmarks.bench.calibrated import CalibratedSimulator
+from benchmarks.bench.judgement import MISSED_SHARE, Judgement
+from benchmarks.bench.ratios import Ratio, best_of_each, better_static, paired_ratio
+from benchmarks.bench.runs import PAT, Run, prediction_error
+from benchmarks.record import Summary, provenance
+from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
-    from benchmarks.bench.run import Measured, Plan
+    from benchmarks.bench.run import BenchSettings, Measurements
     from benchmarks.bench.workloads import Workload
 
-Judged = Mapping[str, tuple[Simulator, Sequence[Judgement]]]
+Judged = Mapping[str, tuple[CalibratedSimulator, Sequence[Judgement]]]
 
 
 def content_of(
-    plan: Plan,
+    settings: BenchSettings,
     facts: Mapping[str, Any],
     config: Mapping[str, Any],
-    measured: Measured,
+    measured: Measurements,
     judged: Judged,
 ) -> dict[str, Any]:
     """All results as JSON's values."""
     return {
         "machine": dict(facts),
         "settings": {
-            "ranks": plan.ranks,
-            "layouts": [str(layout) for layout in plan.layouts],
-            "repeats": plan.repeats,
-            "scale": plan.scale,
-            "seed": plan.seed,
-            "bound": plan.bound,
+            "ranks": settings.ranks,
+            "layouts": [str(layout) for layout in settings.layouts],
+            "repeats": settings.repeats,
+            "scale": settings.scale,
+            "seed": settings.seed,
+            "bound": settings.bound,
             "model": {
                 key: config[key]
                 for key in (
@@ -67,17 +60,17 @@ def content_of(
         },
         "start_seconds": {side: list(one) for side, one in measured.start_seconds.items()},
         "workloads": [
-            _workload(plan, workload, measured, *judged[workload.name])
-            for workload in plan.workloads
+            _workload(settings, workload, measured, *judged[workload.name])
+            for workload in settings.workloads
         ],
     }
 
 
 def _workload(
-    plan: Plan,
+    settings: BenchSettings,
     workload: Workload,
-    measured: Measured,
-    simulator: Simulator,
+    measured: Measurements,
+    simulator: CalibratedSimulator,
     judgements: Sequence[Judgement],
 ) -> dict[str, Any]:
     runs = [run for run in measured.runs if run.workload == workload.name]
@@ -91,13 +84,13 @@ def _workload(
     ours = [run.seconds for run in warm[PAT]]
     response = {side: [run.response for run in warm[side]] for side in warm}
     # The batch whose ratio is in the middle is the one to show.
-    ratio = paired_ratio(ours, static[best], plan.seed)
+    ratio = paired_ratio(ours, static[best], settings.seed)
     shown = sorted(warm[PAT], key=lambda run: ratio.values[run.repeat - 1])[len(ours) // 2].repeat
     cold_static = min((run.seconds, side) for side, run in cold.items() if side != PAT)
     return {
         "name": workload.name,
         "text": workload.text,
-        "requests": len(plan.trace(workload, 1)),
+        "requests": len(settings.trace(workload, 1)),
         "tokens": statistics.median(run.tokens for run in warm[PAT]),
         "better_static": best,
         "seconds": {side: vars(Summary.of([r.seconds for r in warm[side]])) for side in warm},
@@ -105,11 +98,11 @@ def _workload(
             side: statistics.median(run.tokens / run.seconds for run in warm[side]) for side in warm
         },
         "relative": {
-            side: asdict(paired_ratio([r.seconds for r in warm[side]], static[best], plan.seed))
+            side: asdict(paired_ratio([r.seconds for r in warm[side]], static[best], settings.seed))
             for side in warm
         },
-        "relative_to_best_of_each": asdict(paired_ratio(ours, best_of_each(static), plan.seed)),
-        "response_relative": asdict(paired_ratio(response[PAT], response[best], plan.seed)),
+        "relative_to_best_of_each": asdict(paired_ratio(ours, best_of_each(static), settings.seed)),
+        "response_relative": asdict(paired_ratio(response[PAT], response[best], settings.seed)),
         "switches_per_batch": statistics.mean(run.switched for run in warm[PAT]),
         "stall_share": _stall_share(warm[PAT]),
         "planning_share": sum(run.planning for run in warm[PAT]) / sum(ours),
@@ -376,13 +369,13 @@ DEFINITIONS = f"""\
   they saved by the simulator with the true lengths: without the switch and those after it, less
   with all of them. Probes, which explore a layout, are not counted.
 - **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
-- **oracle**: knows every length; its best plan and its time are *simulated*, on the adaptive
+- **oracle**: knows every length; its best schedule and its time are *simulated*, on the adaptive
   engine's profile with step times scaled by one factor per layout so that static batches take as
   long as measured, and switches by one so that stalls do.
 - **PAT measured / oracle**: regret, in part simulated; **PAT replayed / oracle**: the measured
   switches replayed by the simulator, so that only the decisions differ.
 - **false positive**: a switch fired to save time whose saving, by the true lengths, is negative.
-- **missed**: a layout of the oracle's plan entered late or never, where more than
+- **missed**: a layout of the oracle's schedule entered late or never, where more than
   {MISSED_SHARE:.0%} of the batch was lost by it.
 - **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
   what was foregone by misses, summed over repeats; in parentheses relative to the time measured.

@@ -1,4 +1,4 @@
-"""`pat-vllm bench`: real engines, static and adaptive, take turns on the same batches.
+"""`python -m benchmarks.bench`: real engines, static and adaptive, take turns on the same batches.
 
 The sides are engines that stay alive, each in a process of its own; they differ in PAT's options
 and in nothing else. A workload's first batch warms them up; the adaptive engine is a new one for
@@ -27,20 +27,23 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from benchmarks.bench.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
+from benchmarks.bench.calibrated import CalibratedSimulator, calibrate_simulator
+from benchmarks.bench.judgement import Judgement, judge
 from benchmarks.bench.report import content_of, markdown
+from benchmarks.bench.runs import PAT, Run
 from benchmarks.bench.serve import Request, Served, requests_of, run_of, serve
-from benchmarks.bench.stats import PAT, Run, Simulator, judge, set_simulator
 from benchmarks.bench.workloads import BOUND, SCALES, Workload
-from pat_vllm.cli.demo import demo_model
+from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
+from benchmarks.record import machine, results_dir
+from pat_vllm.cli.demo import demo_model, model_config
 from pat_vllm.cli.engine_run import environment
-from pat_vllm.cli.results import machine, results_dir, to_json
+from pat_vllm.cli.results import to_json
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
-from pat_vllm.simulator.engine import Limits
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ProfileTruth
 
@@ -57,7 +60,7 @@ _RUN_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchSettings:
     """What is measured.
 
     Attributes:
@@ -93,7 +96,7 @@ class Plan:
                 yield self.trace(workload, repeat)
 
 
-def sides(plan: Plan) -> dict[str, dict[str, Any]]:
+def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
     """`additional_config["pat"]` of each side: every static layout, and the default policy.
 
     A static engine keeps only its own layout, so that all engines fit into the memory at once.
@@ -104,12 +107,14 @@ def sides(plan: Plan) -> dict[str, dict[str, Any]]:
             "layouts": [layout.tp],
             "base_tp": layout.tp,
         }
-        for layout in plan.layouts
+        for layout in settings.layouts
     }
-    return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": plan.bound}}}
+    return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": settings.bound}}}
 
 
-def engine_options(plan: Plan, pat: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(
+    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
 
     Args:
@@ -119,12 +124,14 @@ def engine_options(plan: Plan, pat: Mapping[str, Any], config: Mapping[str, Any]
     Raises:
         ValueError: the model's context is too short.
     """
-    batches = [[p + n for p, n in zip(t.prompts, t.lengths, strict=True)] for t in plan.traces()]
+    batches = [
+        [p + n for p, n in zip(t.prompts, t.lengths, strict=True)] for t in settings.traces()
+    ]
     longest = max(max(contexts) for contexts in batches)
     limit = config.get("max_position_embeddings", longest)
     if longest > limit:
         raise ValueError(
-            f"the workloads make a context of {longest} tokens, but {plan.model.name} allows "
+            f"the workloads make a context of {longest} tokens, but {settings.model.name} allows "
             f"{limit}; use another --model or a smaller --scale"
         )
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
@@ -133,8 +140,8 @@ def engine_options(plan: Plan, pat: Mapping[str, Any], config: Mapping[str, Any]
     # Room for a whole batch in one replica, so that no side preempts any.
     blocks = 8 + max(sum(math.ceil(n / _BLOCK_TOKENS) for n in contexts) for contexts in batches)
     return dict(
-        model=str(plan.model),
-        tensor_parallel_size=plan.ranks,
+        model=str(settings.model),
+        tensor_parallel_size=settings.ranks,
         distributed_executor_backend="pat",
         additional_config={"pat": dict(pat)},
         dtype="float32",
@@ -187,7 +194,7 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurements:
     """All runs, the profile that the adaptive engine decided by, and seconds of its starts: the
     first with the profile taken, the others with it at hand."""
 
@@ -196,7 +203,9 @@ class Measured:
     start_seconds: Mapping[str, tuple[float, ...]]
 
 
-def measure(plan: Plan, config: Mapping[str, Any], progress: Callable[[str], None]) -> Measured:
+def measure(
+    settings: BenchSettings, config: Mapping[str, Any], progress: Callable[[str], None]
+) -> Measurements:
     """Serve all batches on all sides, in turns.
 
     Args:
@@ -212,9 +221,9 @@ def measure(plan: Plan, config: Mapping[str, Any], progress: Callable[[str], Non
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         all_sides: list[_Side] = []
         taken = 0.0
-        for name, pat in sides(plan).items():
-            options = engine_options(plan, pat, config)
-            side = _Side(name, options, plan.ranks, scratch)
+        for name, pat in sides(settings).items():
+            options = engine_options(settings, pat, config)
+            side = _Side(name, options, settings.ranks, scratch)
             stack.callback(side.close)
             all_sides.append(side)
             if name != PAT:
@@ -229,22 +238,22 @@ def measure(plan: Plan, config: Mapping[str, Any], progress: Callable[[str], Non
                 "are left, which is too little for the adaptive one besides; free some memory or "
                 "use a smaller --model"
             )
-        for workload in plan.workloads:
+        for workload in settings.workloads:
             progress(f"{workload.name}: starting {PAT}")
             all_sides[-1].start()
-            for repeat in range(plan.repeats + 1):
-                trace = plan.trace(workload, repeat)
-                requests = requests_of(trace, config["vocab_size"], plan.seed + repeat)
+            for repeat in range(settings.repeats + 1):
+                trace = settings.trace(workload, repeat)
+                requests = requests_of(trace, config["vocab_size"], settings.seed + repeat)
                 first = repeat % len(all_sides)
                 for side in (*all_sides[first:], *all_sides[:first]):
-                    progress(f"{workload.name}, batch {repeat} of {plan.repeats}: {side.name}")
+                    progress(f"{workload.name}, batch {repeat} of {settings.repeats}: {side.name}")
                     runs.append(side.run(trace, requests, repeat))
         profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
         if len(profiles) != 1:
             raise EngineFailed(f"expected the profile of one engine, found {len(profiles)}")
         profile = Profile.load(profiles[0])
     starts = {side.name: tuple(side.start_seconds) for side in all_sides}
-    return Measured(tuple(runs), profile, starts)
+    return Measurements(tuple(runs), profile, starts)
 
 
 def _free_memory() -> float:
@@ -257,10 +266,10 @@ def _free_memory() -> float:
     return float(next(found, math.inf)) * 1024
 
 
-def rounds(plan: Plan) -> int:
+def rounds(settings: BenchSettings) -> int:
     """How often `measure` tells its progress."""
-    batches = (plan.repeats + 1) * len(sides(plan))
-    return len(plan.layouts) + len(plan.workloads) * (1 + batches)
+    batches = (settings.repeats + 1) * len(sides(settings))
+    return len(settings.layouts) + len(settings.workloads) * (1 + batches)
 
 
 # -------------------------------------------------------------------- the command
@@ -289,7 +298,6 @@ def bench(
         ValueError: an option does not fit.
     """
     from benchmarks.bench.plot import plot_bench
-    from pat_vllm.cli.demo import _model_config
 
     if scale not in SCALES:
         raise ValueError(f"--scale is {scale!r}; allowed are {', '.join(SCALES)}")
@@ -297,18 +305,18 @@ def bench(
     if model is None:
         with console.status("making a random model"):
             model = demo_model(models_dir)
-    plan = Plan(model.resolve(), ranks, workloads, repeats, scale, seed)
-    facts = machine(_command(plan, own), Path(__file__).parent)
-    config = _model_config(model)
-    with _progress(console, rounds(plan)) as progress:
-        measured = measure(plan, config, progress)
-    layouts = plan.layouts
+    settings = BenchSettings(model.resolve(), ranks, workloads, repeats, scale, seed)
+    facts = machine(_command(settings, own), Path(__file__).parent)
+    config = model_config(model)
+    with _progress(console, rounds(settings)) as progress:
+        measured = measure(settings, config, progress)
+    layouts = settings.layouts
     judged = {}
     with console.status("judging by the oracle") as status:
         for workload in workloads:
             status.update(f"judging {workload.name} by the oracle")
-            judged[workload.name] = judge_workload(plan, workload, measured, layouts)
-    content = content_of(plan, facts, config, measured, judged)
+            judged[workload.name] = judge_workload(settings, workload, measured, layouts)
+    content = content_of(settings, facts, config, measured, judged)
 
     directory = results_dir(output_dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -327,17 +335,17 @@ def bench(
 
 
 def judge_workload(
-    plan: Plan, workload: Workload, measured: Measured, layouts: Sequence[Layout]
-) -> tuple[Simulator, list[Any]]:
-    """The simulator, set to this workload's static runs, and a judgement of every PAT batch."""
+    settings: BenchSettings, workload: Workload, measured: Measurements, layouts: Sequence[Layout]
+) -> tuple[CalibratedSimulator, list[Judgement]]:
+    """The simulator, calibrated with this workload's static runs, and judgements of PAT's."""
     by_side: defaultdict[str, list[Run]] = defaultdict(list)
     for run in measured.runs:
         if run.workload == workload.name and run.repeat:
             by_side[run.side].append(run)
-    traces = [plan.trace(workload, run.repeat) for run in by_side[PAT]]
-    simulator = set_simulator(
+    traces = [settings.trace(workload, run.repeat) for run in by_side[PAT]]
+    simulator = calibrate_simulator(
         ProfileTruth(measured.profile),
-        Limits.of(measured.profile),
+        ReplicaCapacity.of(measured.profile),
         traces,
         {layout: [run.seconds for run in by_side[str(layout)]] for layout in layouts},
         [switch for run in by_side[PAT] for switch in run.switches],
@@ -365,15 +373,15 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _command(plan: Plan, own_model: bool) -> str:
+def _command(settings: BenchSettings, own_model: bool) -> str:
     """The command line, without the places of this machine."""
     given = {
-        "--model": None if own_model else plan.model.name,
-        "--ranks": plan.ranks,
-        "--repeats": plan.repeats,
-        "--workloads": ",".join(workload.name for workload in plan.workloads),
-        "--scale": plan.scale,
-        "--seed": plan.seed,
+        "--model": None if own_model else settings.model.name,
+        "--ranks": settings.ranks,
+        "--repeats": settings.repeats,
+        "--workloads": ",".join(workload.name for workload in settings.workloads),
+        "--scale": settings.scale,
+        "--seed": settings.seed,
     }
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
-    return " ".join(["pat-vllm bench", *words])
+    return " ".join(["python -m benchmarks.bench", *words])

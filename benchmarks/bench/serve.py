@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.bench.stats import Run
+from benchmarks.bench.runs import Run
 from pat_vllm.cli import random_model
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import PredictorReport, Report

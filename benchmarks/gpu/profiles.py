@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, RANKS, ModelShape
-from benchmarks.paper.hardware import (
-    GPUS,
-    STEP_OVERHEAD,
-    layer_communication,
-    modelled_profile,
-)
+from benchmarks.paper.figures import GPUS, STEP_OVERHEAD
+from benchmarks.paper.hardware import modelled_profile
+from benchmarks.paper.roofline import layer_communication
 from pat_vllm.profiling.profile import Profile, StepSample
 
 _DTYPE_BYTES = 2

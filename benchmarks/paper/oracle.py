@@ -1,6 +1,6 @@
-"""The best that any policy could have done: plans made knowing every length. Pure.
+"""The best that any policy could have done: schedules made knowing every length. Pure.
 
-A plan says in which layout to be once so many responses have ended. Every plan that counts is
+A schedule says in which layout to be once so many responses have ended. Every one that counts is
 replayed by the simulator, under the mechanics that all policies are subject to.
 """
 
@@ -18,8 +18,9 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.engine import CHUNK, Limits, SimulatedEngine
+from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
 from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedRun
 from pat_vllm.simulator.truth import Truth
 
@@ -27,20 +28,20 @@ if TYPE_CHECKING:
     from pat_vllm.simulator.traces import LengthTrace
 
 _EXHAUSTIVE = 1_000
-"""Up to this many plans that switch when a response ends, all are tried."""
+"""Up to this many schedules that switch when a response ends, all are tried."""
 _EVERY_THRESHOLD = 24
 """Up to this many requests every threshold is tried, above a grid of them."""
 _SEARCH_CHUNK = 256
-"""Steps at once while plans are compared; the best are replayed in finer chunks."""
+"""Steps at once while schedules are compared; the best are replayed in finer chunks."""
 _FINALISTS = 4
 _MOST_FOR_BEAM = 256
 """Requests from which on the beam search would take minutes, and is left out."""
 _BEAM = 2
-"""Partial plans that are kept for each number of ended responses and each layout."""
+"""Partial schedules that are kept for each number of ended responses and each layout."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutSchedule:
     """Begin in `start`, and be in `layout` once `ended` responses have ended, for each of
     `switches` = ((ended, layout), ...), ascending."""
 
@@ -52,17 +53,17 @@ class Plan:
         return f"{self.start}{''.join(steps)}"
 
 
-class PlanPolicy(Policy):
-    """Follows a plan, batch after batch."""
+class FollowSchedule(Policy):
+    """Follows a given schedule, batch after batch."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.home = plan.start
-        self._plan = plan
+    def __init__(self, schedule: LayoutSchedule) -> None:
+        self.home = schedule.start
+        self._schedule = schedule
         self._ended = 0
 
     def choose(self, state: LiveState) -> Layout:
-        target = self._plan.start
-        for ended, layout in self._plan.switches:
+        target = self._schedule.start
+        for ended, layout in self._schedule.switches:
             if self._ended >= ended:
                 target = layout
         return target
@@ -78,51 +79,52 @@ def oracle(
     trace: LengthTrace,
     layouts: Sequence[Layout],
     truth: Truth,
-    limits: Limits,
+    capacity: ReplicaCapacity,
     *,
     most_switches: int | None = None,
     chunk: int = CHUNK,
-) -> tuple[Plan, SimulatedRun]:
-    """The best plan found, and its replay.
+) -> tuple[LayoutSchedule, SimulatedRun]:
+    """The best schedule found, and its replay.
 
-    For a few requests it is the best plan there is; with more, it comes from a beam search by
+    For a few requests it is the best schedule there is; with more, it comes from a beam search by
     dynamic programming over ended responses and layouts (up to `_MOST_FOR_BEAM` requests), the
-    static layouts, one- and two-threshold plans, and small changes to the best of them.
+    static layouts, one- and two-threshold schedules, and small changes to the best of them.
 
     Args:
-        most_switches: limit on the switches of a plan, the way home not counted; None: no limit.
+        most_switches: limit on a schedule's switches, the way home not counted; None: no limit.
     """
     small = len(layouts) ** len(trace.lengths) <= _EXHAUSTIVE
     coarse = chunk if small else max(chunk, _SEARCH_CHUNK)
 
-    def seconds(plan: Plan, chunk: int = coarse) -> float:
-        return simulate(trace, PlanPolicy(plan), truth, limits, chunk=chunk).seconds
+    def seconds(schedule: LayoutSchedule, chunk: int = coarse) -> float:
+        return simulate(trace, FollowSchedule(schedule), truth, capacity, chunk=chunk).seconds
 
-    search = _Search(trace, layouts, truth, limits, coarse)
-    statics = [Plan(layout) for layout in layouts]
+    search = _Search(trace, layouts, truth, capacity, coarse)
+    statics = [LayoutSchedule(layout) for layout in layouts]
     allowed = len(trace.lengths) if most_switches is None else most_switches
-    plans = set(statics)
+    schedules = set(statics)
     if len(trace.lengths) <= _MOST_FOR_BEAM:
-        plans.update(search.beam(None if small else _BEAM, allowed))
+        schedules.update(search.beam(None if small else _BEAM, allowed))
     if not small:
-        plans.update(p for p in _thresholds(trace, layouts) if len(p.switches) <= allowed)
-    times = {plan: seconds(plan) for plan in plans}
+        schedules.update(p for p in _thresholds(trace, layouts) if len(p.switches) <= allowed)
+    times = {schedule: seconds(schedule) for schedule in schedules}
     best = min(times, key=times.__getitem__)
     if not small:
         best = _improve(best, len(trace.lengths), times, seconds)
     finalists = {*statics, *sorted(times, key=times.__getitem__)[:_FINALISTS]}
     runs = {
-        plan: simulate(trace, PlanPolicy(plan), truth, limits, chunk=chunk) for plan in finalists
+        schedule: simulate(trace, FollowSchedule(schedule), truth, capacity, chunk=chunk)
+        for schedule in finalists
     }
-    # Where responses end together, a plan may have a switch that it never comes to.
-    best = min(runs, key=lambda plan: (runs[plan].seconds, len(plan.switches)))
+    # Where responses end together, a schedule may have a switch that it never comes to.
+    best = min(runs, key=lambda schedule: (runs[schedule].seconds, len(schedule.switches)))
     return best, runs[best]
 
 
 class _Search:
     """Dynamic programming over (responses that have ended, layout) with the simulator's engine.
 
-    Two partial plans that meet there are compared by their time so far plus an estimate of the
+    Two partial schedules that meet there are compared by their time so far plus an estimate of the
     rest, because replicas that run freely leave different work to do.
     """
 
@@ -131,49 +133,49 @@ class _Search:
         trace: LengthTrace,
         layouts: Sequence[Layout],
         truth: Truth,
-        limits: Limits,
+        capacity: ReplicaCapacity,
         chunk: int,
     ) -> None:
         self._trace, self._layouts = trace, layouts
-        self._truth, self._limits, self._chunk = truth, limits, chunk
+        self._truth, self._capacity, self._chunk = truth, capacity, chunk
         self._step = self._step_times()
 
-    def beam(self, width: int | None, most_switches: int) -> list[Plan]:
-        """The best plans, at most one for each last layout; all plans are tried if `width` is
-        None, and the best of all is returned."""
+    def beam(self, width: int | None, most_switches: int) -> list[LayoutSchedule]:
+        """The best schedules, at most one for each last layout; all are tried if `width` is None,
+        and the best of all is returned."""
         total = len(self._trace.lengths)
-        reached: dict[int, dict[Layout, list[tuple[float, Plan, SimulatedEngine]]]]
+        reached: dict[int, dict[Layout, list[tuple[float, LayoutSchedule, SimulatedEngine]]]]
         reached = defaultdict(lambda: defaultdict(list))
         for layout in self._layouts:
             engine = SimulatedEngine(
-                self._trace, self._truth, self._limits, layout, chunk=self._chunk
+                self._trace, self._truth, self._capacity, layout, chunk=self._chunk
             )
             engine.advance_to_completion()
-            reached[engine.done][layout].append((0.0, Plan(layout), engine))
+            reached[engine.done][layout].append((0.0, LayoutSchedule(layout), engine))
         for ended in range(1, total):
             for states in reached.pop(ended, {}).values():
                 states.sort(key=lambda state: state[0])
-                for _, plan, engine in states[:width]:
-                    for then, after in self._successors(plan, engine, most_switches):
+                for _, schedule, engine in states[:width]:
+                    for then, after in self._successors(schedule, engine, most_switches):
                         estimate = after.now + self._rest(after)
                         reached[after.done][after.layout].append((estimate, then, after))
         best = []
         for layout, states in reached[total].items():
-            for _, plan, engine in states:
-                home = self._truth.switch_seconds(layout, plan.start, 0, 0)
-                best.append((engine.now + (home if layout != plan.start else 0.0), plan))
+            for _, schedule, engine in states:
+                home = self._truth.switch_seconds(layout, schedule.start, 0, 0)
+                best.append((engine.now + (home if layout != schedule.start else 0.0), schedule))
         best.sort(key=lambda one: one[0])
-        return [plan for _, plan in best[: len(self._layouts)]]
+        return [schedule for _, schedule in best[: len(self._layouts)]]
 
     def _successors(
-        self, plan: Plan, engine: SimulatedEngine, most_switches: int
-    ) -> Iterator[tuple[Plan, SimulatedEngine]]:
+        self, schedule: LayoutSchedule, engine: SimulatedEngine, most_switches: int
+    ) -> Iterator[tuple[LayoutSchedule, SimulatedEngine]]:
         for layout in self._layouts:
-            then, after = plan, engine.clone()
+            then, after = schedule, engine.clone()
             if layout != engine.layout:
-                if len(plan.switches) >= most_switches or not engine.num_seqs:
+                if len(schedule.switches) >= most_switches or not engine.num_seqs:
                     continue
-                then = replace(plan, switches=(*plan.switches, (engine.done, layout)))
+                then = replace(schedule, switches=(*schedule.switches, (engine.done, layout)))
                 after.switch(layout, "policy")
             # Responses that ended while it drained leave a choice of their own.
             if after.done == engine.done:
@@ -202,7 +204,7 @@ class _Search:
                 self._truth.step_seconds(
                     layout.tp,
                     StepShape(
-                        min(-(-live // layout.replicas), self._limits.max_num_seqs),
+                        min(-(-live // layout.replicas), self._capacity.max_num_seqs),
                         -(-context // layout.replicas),
                         longest,
                         busy=min(live, layout.replicas),
@@ -214,40 +216,43 @@ class _Search:
         return fastest
 
 
-def _thresholds(trace: LengthTrace, layouts: Sequence[Layout]) -> Iterator[Plan]:
-    """Plans of one switch on a grid of live requests, and of two to higher tp each."""
+def _thresholds(trace: LengthTrace, layouts: Sequence[Layout]) -> Iterator[LayoutSchedule]:
+    """Schedules of one switch on a grid of live requests, and of two to higher tp each."""
     total = len(trace.lengths)
     grid = sorted({round(total * 0.75**i) for i in range(1, 60)} - {0, total}, reverse=True)
     if total <= _EVERY_THRESHOLD:
         grid = list(range(total - 1, 0, -1))
     for low, high in itertools.permutations(layouts, 2):
         for live in grid:
-            yield Plan(low, ((total - live, high),))
+            yield LayoutSchedule(low, ((total - live, high),))
     for one, two, three in itertools.combinations(sorted(layouts), 3):
         for first, second in itertools.combinations(grid[::2], 2):
-            yield Plan(one, ((total - first, two), (total - second, three)))
+            yield LayoutSchedule(one, ((total - first, two), (total - second, three)))
 
 
 def _improve(
-    best: Plan, total: int, times: dict[Plan, float], seconds: Callable[[Plan], float]
-) -> Plan:
+    best: LayoutSchedule,
+    total: int,
+    times: dict[LayoutSchedule, float],
+    seconds: Callable[[LayoutSchedule], float],
+) -> LayoutSchedule:
     """Move or drop single switches for as long as that helps; `times` is filled in."""
     while True:
-        for plan in _neighbours(best, total):
-            if plan not in times:
-                times[plan] = seconds(plan)
+        for schedule in _neighbours(best, total):
+            if schedule not in times:
+                times[schedule] = seconds(schedule)
         better = min(_neighbours(best, total), key=times.__getitem__, default=best)
         if times[better] >= times[best]:
             return best
         best = better
 
 
-def _neighbours(plan: Plan, total: int) -> Iterator[Plan]:
-    for index, (ended, layout) in enumerate(plan.switches):
-        before, after = plan.switches[:index], plan.switches[index + 1 :]
-        yield Plan(plan.start, (*before, *after))
+def _neighbours(schedule: LayoutSchedule, total: int) -> Iterator[LayoutSchedule]:
+    for index, (ended, layout) in enumerate(schedule.switches):
+        before, after = schedule.switches[:index], schedule.switches[index + 1 :]
+        yield LayoutSchedule(schedule.start, (*before, *after))
         for step in (-8, -3, -1, 1, 3, 8):
             low = before[-1][0] if before else 0
             high = after[0][0] if after else total
             if low < ended + step < high:
-                yield Plan(plan.start, (*before, (ended + step, layout), *after))
+                yield LayoutSchedule(schedule.start, (*before, (ended + step, layout), *after))

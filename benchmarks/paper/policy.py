@@ -38,8 +38,8 @@ class PaperSetting:
 
     Attributes:
         title: for tables.
-        model: name in `hardware.MODEL_SHAPES`.
-        gpu: name in `hardware.gpu_names()`.
+        model: name in `figures.MODEL_SHAPES`.
+        gpu: name in `figures.gpu_names()`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
         bound: maximum response, tokens.
         speedup: end to end, as published; None where it was not.

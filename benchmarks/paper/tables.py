@@ -1,4 +1,4 @@
-"""`pat-vllm simulate --paper`: the settings of arXiv 2605.23945 on modelled profiles."""
+"""The settings of arXiv 2605.23945 on modelled profiles, and one workload under every policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.paper.compare import ONE_CHEAP, OURS, Comparison, compare, several_label
+from benchmarks.paper.compare import (
+    ONE_CHEAP,
+    OURS,
+    PaperComparison,
+    compare_with_paper,
+    several_label,
+)
+from benchmarks.paper.hardware import named_profile
 from benchmarks.paper.policy import (
     BATCH,
     GENERATION_SHARE,
@@ -19,7 +26,7 @@ from benchmarks.paper.policy import (
     PaperSetting,
 )
 from pat_vllm.cli.results import table, to_json
-from pat_vllm.cli.simulate import SAMPLE, modelled, rounded
+from pat_vllm.cli.simulate import generator, make_batches, rounded, show, title_of
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
@@ -42,7 +49,13 @@ _HEADERS = (
 )
 
 
-def simulate_paper(
+SAMPLE = 20_000
+"""Lengths from which the paper's policy knows the distribution."""
+_SAMPLE_SEED = 1_000_003
+"""Added to the seed of the batches, so that the sample is not theirs."""
+
+
+def simulate_settings(
     console: Console,
     *,
     seeds: int,
@@ -50,7 +63,7 @@ def simulate_paper(
     requests: int = BATCH,
     settings: Sequence[PaperSetting] = SETTINGS,
     output_dir: Path | None,
-) -> list[tuple[PaperSetting, Comparison]]:
+) -> list[tuple[PaperSetting, PaperComparison]]:
     """Replay the paper's settings on modelled profiles, and print and write the results.
 
     Args:
@@ -66,13 +79,13 @@ def simulate_paper(
             def progress(text: str, setting: PaperSetting = setting) -> None:
                 status.update(f"simulating {setting.title}: {text}")
 
-            profile = modelled(setting.model, setting.gpu, setting.ranks)
+            profile = named_profile(setting.model, setting.gpu, setting.ranks)
             batches = [traces.deepscaler(requests, setting.bound, seed + i) for i in range(seeds)]
-            comparison = compare(
+            comparison = compare_with_paper(
                 profile,
                 batches,
                 title=setting.title,
-                lengths=traces.deepscaler(SAMPLE, setting.bound, seed + 1_000_003).lengths,
+                lengths=traces.deepscaler(SAMPLE, setting.bound, seed + _SAMPLE_SEED).lengths,
                 paper_home=_baseline(profile),
                 warm_up=[traces.deepscaler(requests, setting.bound, seed + seeds)],
                 progress=progress,
@@ -86,7 +99,8 @@ def simulate_paper(
     console.print(shown)
     console.print(NOTES)
     if output_dir is not None:
-        from pat_vllm.cli.simulate_plot import plot_comparison, plot_paper
+        from benchmarks.paper.plot import plot_paper
+        from pat_vllm.cli.simulate_plot import plot_comparison
 
         output_dir.mkdir(parents=True, exist_ok=True)
         content = [
@@ -102,6 +116,52 @@ def simulate_paper(
             plot_comparison(comparison, output_dir / f"paper-{name}.png")
         console.print(f"written: {output_dir}/paper.json, paper.md, paper*.png")
     return results
+
+
+def simulate_modelled(
+    console: Console,
+    *,
+    gpu: str,
+    model: str,
+    ranks: int,
+    profile: Path | None,
+    lengths: Path | None,
+    workload: str,
+    iterations: int,
+    requests: int,
+    max_tokens: int,
+    switch_cost: float,
+    seed: int,
+    output_dir: Path | None,
+) -> PaperComparison:
+    """Compare all policies on one workload, and print and write the result.
+
+    Args:
+        profile: file of a profile, in place of modelled hardware.
+        switch_cost: seconds of a switch that counts as expensive.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: an option names something that is not there.
+    """
+    engine = Profile.load(profile) if profile else named_profile(model, gpu, ranks)
+    batches = make_batches(lengths, workload, iterations, requests, max_tokens, seed)
+    if lengths is not None:
+        known = batches[0].lengths
+    else:
+        known = generator(workload)(SAMPLE, max_tokens, seed + _SAMPLE_SEED).lengths
+    with console.status("simulating") as status:
+        result = compare_with_paper(
+            engine,
+            batches,
+            title=title_of(engine, batches),
+            lengths=known,
+            expensive=switch_cost,
+            progress=lambda text: status.update(f"simulating {text}"),
+        )
+    regret = ("regret", lambda one: f"{rounded(result.regret(one)):+.1%}")
+    show(console, result, output_dir, extra=(regret,))
+    return result
 
 
 _HEADING = (
@@ -128,7 +188,7 @@ def _baseline(profile: Profile) -> Layout:
     return next(one for one in profile.all_layouts if one.tp >= BASELINE_TP)
 
 
-def _cells(setting: PaperSetting, result: Comparison) -> tuple[str, ...]:
+def _cells(setting: PaperSetting, result: PaperComparison) -> tuple[str, ...]:
     best = result.best_static
     first = result.others[0].label  # its label depends on where it begins
     low = next(row for layout, row in result.static.items() if layout.tp >= BASELINE_TP)
@@ -145,7 +205,7 @@ def _cells(setting: PaperSetting, result: Comparison) -> tuple[str, ...]:
             _change(result.saving(label))
             for label in (first, ONE_CHEAP, several_label(SWITCH_SECONDS), OURS)
         ),
-        f"{rounded(result.regret(result.row(OURS))):+.1%}",
+        f"{rounded(result.regret(result.result(OURS))):+.1%}",
         _change(saving),
         "" if setting.generation is None else f"{setting.generation:+.1%}",
         f"{1 / (1 - GENERATION_SHARE * saving[0]):.2f}x",
@@ -158,7 +218,7 @@ def _change(saving: tuple[float, float, float]) -> str:
     return f"{median:+.1%} ({most:+.1%} to {least:+.1%})"
 
 
-def _markdown(results: Sequence[tuple[PaperSetting, Comparison]]) -> str:
+def _markdown(results: Sequence[tuple[PaperSetting, PaperComparison]]) -> str:
     parts = [
         f"{_HEADING}\n\n",
         table(_HEADERS, [_cells(*result) for result in results]),
@@ -172,7 +232,7 @@ def _markdown(results: Sequence[tuple[PaperSetting, Comparison]]) -> str:
                 *(_change(comparison.saving(row.label, one)) for one in comparison.static.values()),
                 f"{rounded(comparison.regret(row)):+.1%}",
             )
-            for row in comparison.rows
+            for row in comparison.results
         ]
         parts.append(f"\n### {setting.title}\n\n{table(headers, rows)}")
     return "".join(parts)

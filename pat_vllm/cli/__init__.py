@@ -1,7 +1,8 @@
 """The `pat-vllm` command."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -108,76 +109,6 @@ def run_demo(
         raise typer.Exit(1)
 
 
-@app.command("bench")
-def run_bench(
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
-    ] = None,
-    models_dir: Annotated[
-        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
-    ] = Path(".models"),
-    ranks: Annotated[int, typer.Option(min=2, help="Worker processes of each engine.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Batches of each workload.")] = 5,
-    workloads: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated; all by default: lognormal, two_mode, uniform_short, "
-            "uniform_long, straggler, staggered, shift."
-        ),
-    ] = None,
-    scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where to write; benchmarks/results in a checkout, else here."),
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
-) -> None:
-    """Serve the same batches with static and adaptive engines in turns; compare with an oracle."""
-    from rich.console import Console
-
-    from benchmarks.bench.engine_process import EngineFailed
-    from benchmarks.bench.run import bench
-    from benchmarks.bench.workloads import choose
-
-    try:
-        bench(
-            Console(highlight=False),
-            model=model,
-            models_dir=models_dir,
-            ranks=ranks,
-            repeats=repeats,
-            workloads=choose(workloads),
-            scale=scale,
-            seed=seed,
-            output_dir=output_dir,
-            picture=picture,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except EngineFailed as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
-
-
-@app.command("plot")
-def redraw_picture(
-    result: Annotated[Path, typer.Argument(help="JSON that `pat-vllm bench` wrote.")],
-    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("bench.png"),
-) -> None:
-    """Draw the picture of `pat-vllm bench` again, from its JSON file."""
-    import json
-
-    from benchmarks.bench.plot import plot_bench
-
-    try:
-        plot_bench(json.loads(result.read_text()), output)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{result} cannot be read: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise typer.BadParameter(f"{result} is no result of `pat-vllm bench`: {error}") from error
-
-
 @app.command("profile")
 def take_engine_profile(
     model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
@@ -240,16 +171,28 @@ def take_engine_profile(
         raise typer.BadParameter(str(error)) from error
 
 
+def _moved(to: str) -> Callable[..., None]:
+    """Callback of an option that lives elsewhere now."""
+
+    def refuse(given: str | None) -> None:
+        if given is not None:
+            raise typer.BadParameter(f"moved: {to}, in a checkout of pat-vllm")
+
+    return refuse
+
+
+def _moved_option(to: str) -> Any:
+    return typer.Option(hidden=True, callback=_moved(to), help=f"Moved: {to}.")
+
+
+_PAPER = "python -m benchmarks.paper simulate"
+
+
 @app.command("simulate")
 def run_simulation(
     profile: Annotated[
-        Path | None, typer.Option(help="Profile of an engine; without one, --gpu and --model.")
-    ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU to model: H100, H200, A40.")] = "H100",
-    model: Annotated[
-        str, typer.Option(help="llama-3.1-8b, qwen3-14b, or a path of a config.json.")
-    ] = "llama-3.1-8b",
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs to model.")] = 8,
+        Path, typer.Option(help="Profile of the engine, as `pat-vllm profile` writes it.")
+    ],
     lengths: Annotated[
         Path | None, typer.Option(help="Response lengths: a JSON trace, or one per line.")
     ] = None,
@@ -261,47 +204,61 @@ def run_simulation(
     ] = "deepscaler",
     iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
     requests: Annotated[int, typer.Option(min=1, help="Requests in a batch.")] = 128,
-    bound: Annotated[int, typer.Option(min=1, help="Longest response, tokens.")] = 16384,
-    switch_cost: Annotated[
-        float, typer.Option(min=0.001, help="Seconds of a switch that counts as expensive.")
-    ] = 5.52,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--bound", min=1, help="Longest response, tokens.")
+    ] = 16384,
     seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
     output_dir: Annotated[
         Path | None, typer.Option(help="Where to write JSON, Markdown and PNG.")
     ] = None,
+    gpu: Annotated[str | None, _moved_option(f"{_PAPER} --gpu")] = None,
+    model: Annotated[str | None, _moved_option(f"{_PAPER} --model")] = None,
+    ranks: Annotated[str | None, _moved_option(f"{_PAPER} --ranks")] = None,
+    switch_cost: Annotated[str | None, _moved_option(f"{_PAPER} --switch-cost")] = None,
+    seeds: Annotated[str | None, _moved_option("python -m benchmarks.paper settings")] = None,
     paper: Annotated[
-        bool,
-        typer.Option("--paper", help="The settings of arXiv 2605.23945, on modelled profiles."),
-    ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="With --paper: batches per setting.")] = 5,
+        bool | None,
+        typer.Option(
+            "--paper", hidden=True, callback=_moved("python -m benchmarks.paper settings")
+        ),
+    ] = None,
 ) -> None:
-    """Replay response lengths under static layouts, the paper's policy, this one and an oracle."""
+    """Replay response lengths on an engine's profile: every static layout, and PAT."""
     from rich.console import Console
 
-    from benchmarks.paper.tables import simulate_paper
     from pat_vllm.cli.simulate import simulate_workload
 
-    console = Console(highlight=False)
     try:
-        if paper:
-            simulate_paper(
-                console, seeds=seeds, seed=seed, requests=requests, output_dir=output_dir
-            )
-            return
         simulate_workload(
-            console,
+            Console(highlight=False),
             profile=profile,
-            gpu=gpu,
-            model=model,
-            ranks=ranks,
             lengths=lengths,
             workload=workload,
             iterations=iterations,
             requests=requests,
-            bound=bound,
-            switch_cost=switch_cost,
+            max_tokens=max_tokens,
             seed=seed,
             output_dir=output_dir,
         )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+_MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command("bench", hidden=True, context_settings=_MOVED, add_help_option=False)
+def bench_moved() -> None:
+    """Say where the benchmark is now."""
+    _refuse_command("bench", "python -m benchmarks.bench")
+
+
+@app.command("plot", hidden=True, context_settings=_MOVED, add_help_option=False)
+def plot_moved() -> None:
+    """Say where the benchmark's picture is drawn now."""
+    _refuse_command("plot", "python -m benchmarks.bench --replot RESULT.json")
+
+
+def _refuse_command(name: str, to: str) -> None:
+    typer.echo(f"pat-vllm {name} has moved: {to}, in a checkout of pat-vllm", err=True)
+    raise typer.Exit(2)

@@ -123,7 +123,7 @@ def run_spec(
     Raises:
         ValueError: the model's context is too short for the batch.
     """
-    config = _model_config(model)
+    config = model_config(model)
     limit = config.get("max_position_embeddings", batch.longest)
     if batch.longest > limit:
         raise ValueError(
@@ -284,7 +284,12 @@ def demo_model(directory: Path) -> Path:
     return target
 
 
-def _model_config(model: Path) -> dict[str, Any]:
+def model_config(model: Path) -> dict[str, Any]:
+    """A checkpoint's config.json.
+
+    Raises:
+        ValueError: the directory has none.
+    """
     try:
         return json.loads((model / "config.json").read_text())
     except OSError as error:
@@ -318,7 +323,7 @@ def demo(
     if model is None:
         with console.status("making a random model"):
             model = demo_model(models_dir)
-    vocab = _model_config(model)["vocab_size"]
+    vocab = model_config(model)["vocab_size"]
     lengths = response_lengths(requests, max_tokens, seed)
     batch = make_batch(lengths, vocab, temperature, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]

@@ -276,7 +276,9 @@ def show(console: Console, profile: Profile) -> None:
     for row in table_rows(profile):
         table.add_row(*row)
     console.print(table)
-    console.print("layout: tp x replicas, all replicas busy; batch: requests of one replica.")
+    console.print(
+        "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
+    )
     try:
         held_out = _held_out(profile)
     except ImportError as error:

@@ -1,20 +1,18 @@
-"""The simulator's pictures."""
+"""The simulator's picture."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.paper.compare import Comparison
-from benchmarks.paper.policy import PaperSetting
 from pat_vllm.layout import Layout
+from pat_vllm.simulator.compare import Comparison
 from pat_vllm.simulator.run import SimulatedRun
 
 _LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _SWITCH_COLOUR = "#222222"
-_POLICY_COLOURS = ("#c03d3e", "#7fb3d5", "#d9a04e", "#222222", "#b5b5b5", "#7f7f7f")
-"""Of the rows that switch, in the comparison's order."""
+POLICY_COLOURS = ("#c03d3e", "#7fb3d5", "#d9a04e", "#222222", "#b5b5b5", "#7f7f7f")
+"""Of the policies that switch: PAT alone, or those of the paper's comparison in its order."""
 _FLOOR = 0.8
 """Lower end of the logarithmic axis, where 0 is drawn."""
 
@@ -26,12 +24,12 @@ def plot_comparison(result: Comparison, path: Path) -> None:
     from matplotlib.patches import Patch
 
     colour = dict(zip(sorted(result.static), _LAYOUT_COLOURS, strict=False))
-    rows = [(row.label, row.runs[-1]) for row in result.rows]
+    rows = [(row.label, row.runs[-1]) for row in result.results]
     lines = [
         *((row, colour[layout], 1.2) for layout, row in result.static.items()),
         *(
             (row, shade, 2.2 if shade == _SWITCH_COLOUR else 1.2)
-            for row, shade in zip(result.others, _POLICY_COLOURS, strict=True)
+            for row, shade in zip(result.others, _shades(result), strict=True)
         ),
     ]
     end = max(run.seconds for _, run in rows)
@@ -80,7 +78,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
     below.set_xlabel("time since the batch was submitted (s); black: switches")
     below.legend(
         handles=[Patch(color=shade, alpha=0.75, label=str(one)) for one, shade in colour.items()],
-        title="tp x replicas",
+        title="layout",
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
         fontsize=8,
@@ -100,52 +98,5 @@ def spans(run: SimulatedRun) -> Iterator[tuple[Layout, float, float]]:
     yield layout, start, run.seconds
 
 
-def plot_paper(results: Sequence[tuple[PaperSetting, Comparison]], path: Path) -> None:
-    """Save a PNG: time of each policy relative to static tp2, with the range over batches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 1.5 + 1.1 * len(results)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    first = results[0][1]
-    labels = ["best static", *(row.label for row in first.others)]
-    height = 0.8 / len(labels)
-    for number, (setting, result) in enumerate(results):
-        low = next(row for layout, row in result.static.items() if layout.tp >= 2)
-        rows = [result.best_static, *result.others]
-        shades = ("#519e3e", *_POLICY_COLOURS)
-        for index, (row, shade) in enumerate(zip(rows, shades, strict=True)):
-            ratios = [
-                run.seconds / base.seconds for run, base in zip(row.runs, low.runs, strict=True)
-            ]
-            median = statistics.median(ratios)
-            axes.barh(
-                number + (index - len(rows) / 2 + 0.5) * height,
-                median,
-                xerr=[[median - min(ratios)], [max(ratios) - median]],
-                height=0.9 * height,
-                color=shade,
-                ecolor="#555555",
-                label=labels[index] if not number else None,
-            )
-        if setting.generation is not None:
-            axes.plot(
-                [1 + setting.generation] * 2,
-                [number - 0.42, number + 0.42],
-                color="#c03d3e",
-                linestyle=":",
-                linewidth=2,
-                label="published" if setting == _first_published(results) else None,
-            )
-    axes.axvline(1, color="#222222", linewidth=0.8)
-    axes.set_yticks(range(len(results)), [setting.title for setting, _ in results])
-    axes.invert_yaxis()
-    axes.set_xlabel("time of a batch relative to static tp2 (modelled; median and range)")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
-def _first_published(results: Sequence[tuple[PaperSetting, Comparison]]) -> PaperSetting:
-    return next(setting for setting, _ in results if setting.generation is not None)
+def _shades(result: Comparison) -> tuple[str, ...]:
+    return (_SWITCH_COLOUR,) if len(result.others) == 1 else POLICY_COLOURS

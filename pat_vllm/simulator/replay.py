@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.simulator.engine import CHUNK, Limits, SimulatedEngine
+from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
+from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedRun
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
@@ -17,7 +18,7 @@ def simulate(
     trace: LengthTrace,
     policy: Policy,
     truth: Truth,
-    limits: Limits,
+    capacity: ReplicaCapacity,
     *,
     start: Layout | None = None,
     began: float = 0.0,
@@ -28,6 +29,7 @@ def simulate(
     Args:
         policy: its layouts are the engine's; it may have seen earlier runs.
         truth: what steps and switches take.
+        capacity: what each replica can hold.
         start: layout to begin in; None: the policy's home.
         began: time of the trace's beginning; must not lie before the end of an earlier run.
         chunk: most steps at once; 1 simulates step by step.
@@ -36,7 +38,7 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     earlier = len(policy.decisions)
-    engine = SimulatedEngine(trace, truth, limits, start or policy.home, began, chunk, policy)
+    engine = SimulatedEngine(trace, truth, capacity, start or policy.home, began, chunk, policy)
     while engine.num_seqs or engine.arriving:
         waiting_for_work = not engine.num_seqs
         if engine.num_seqs:
@@ -56,7 +58,7 @@ def simulate_batches(
     traces: Iterable[LengthTrace],
     policy: Policy,
     truth: Truth,
-    limits: Limits,
+    capacity: ReplicaCapacity,
     *,
     gap: float = 60.0,
     chunk: int = CHUNK,
@@ -72,5 +74,5 @@ def simulate_batches(
         first = max(groups) + 1
         began = runs[-1].back + gap if runs else 0.0
         apart = replace(trace, groups=groups)
-        runs.append(simulate(apart, policy, truth, limits, began=began, chunk=chunk))
+        runs.append(simulate(apart, policy, truth, capacity, began=began, chunk=chunk))
     return runs

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 PARK_SECONDS = 1.5
 """vLLM's idle readers spin for 1 s before they park; engines that wait must not take a core."""
@@ -105,7 +105,7 @@ class EngineProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

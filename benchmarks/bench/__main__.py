@@ -1,0 +1,86 @@
+"""`python -m benchmarks.bench`: real engines, static and adaptive, on the same batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
+    ] = None,
+    models_dir: Annotated[
+        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
+    ] = Path(".models"),
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes of each engine.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Batches of each workload.")] = 5,
+    workloads: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated; all by default: lognormal, two_mode, uniform_short, "
+            "uniform_long, straggler, staggered, shift."
+        ),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; benchmarks/results in a checkout, else here."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
+    replot: Annotated[
+        Path | None,
+        typer.Option(help="Only draw --picture (bench.png) again, from this file of results."),
+    ] = None,
+) -> None:
+    """Serve the same batches with static and adaptive engines in turns; compare with an oracle."""
+    from benchmarks.bench.run import bench
+    from benchmarks.bench.workloads import choose
+    from benchmarks.engine_process import EngineFailed
+
+    if replot is not None:
+        _draw_again(replot, picture or Path("bench.png"))
+        return
+    try:
+        bench(
+            Console(highlight=False),
+            model=model,
+            models_dir=models_dir,
+            ranks=ranks,
+            repeats=repeats,
+            workloads=choose(workloads),
+            scale=scale,
+            seed=seed,
+            output_dir=output_dir,
+            picture=picture,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except EngineFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+def _draw_again(result: Path, picture: Path) -> None:
+    from benchmarks.bench.plot import plot_bench
+
+    try:
+        plot_bench(json.loads(result.read_text()), picture)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{result} cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise typer.BadParameter(
+            f"{result} is no result of `python -m benchmarks.bench`: {error}"
+        ) from error
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.bench")
