@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pat_vllm.patches import serialize_sends
 from pat_vllm.reporting import Report
 
 
@@ -22,7 +23,7 @@ def switch(llm: Any, tp: int) -> bool:
         ValueError: the engine does not keep that layout ready (from the engine's process this
             arrives as vLLM's exception for a failed call).
     """
-    _serialize_sends(llm)
+    serialize_sends(llm)
     return llm.collective_rpc("pat_switch_layout", args=(tp,))[0]
 
 
@@ -38,7 +39,7 @@ def report(llm: Any, since: float = -math.inf) -> Report:
             that time or later. Totals always count from the start of the engine. By default the
             report holds all that the engine has kept.
     """
-    _serialize_sends(llm)
+    serialize_sends(llm)
     return Report.from_json(llm.collective_rpc("pat_report", args=(since,))[0])
 
 
@@ -50,27 +51,3 @@ async def switch_async(llm: Any, tp: int) -> bool:
 async def report_async(llm: Any, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
     return Report.from_json((await llm.collective_rpc("pat_report", args=(since,)))[0])
-
-
-def _serialize_sends(llm: Any) -> None:
-    """Make the client's sends safe for several threads: its ZMQ socket is not.
-
-    vLLM's synchronous client is made for one thread. `generate` runs in that one and may abort
-    requests just when another thread asks for a switch.
-    """
-    import functools
-    import threading
-
-    client = llm.llm_engine.engine_core
-    send = getattr(client, "_send_input", None)
-    if send is None or getattr(send, "_pat_locked", False):
-        return
-    lock = threading.Lock()
-
-    @functools.wraps(send)
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return send(*args, **kwargs)
-
-    locked._pat_locked = True  # type: ignore[attr-defined]
-    client._send_input = locked
