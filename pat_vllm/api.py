@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pat_vllm.commands import REPORT_COMMAND, SWITCH_COMMAND
 from pat_vllm.patches import serialize_sends
 from pat_vllm.reporting import Report
 
@@ -24,7 +25,7 @@ def switch(llm: Any, tp: int) -> bool:
             arrives as vLLM's exception for a failed call).
     """
     serialize_sends(llm)
-    return llm.collective_rpc("pat_switch_layout", args=(tp,))[0]
+    return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
 
 def report(llm: Any, since: float = -math.inf) -> Report:
@@ -40,14 +41,14 @@ def report(llm: Any, since: float = -math.inf) -> Report:
             report holds all that the engine has kept.
     """
     serialize_sends(llm)
-    return Report.from_json(llm.collective_rpc("pat_report", args=(since,))[0])
+    return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
 async def switch_async(llm: Any, tp: int) -> bool:
     """`switch` for an `AsyncLLM`."""
-    return (await llm.collective_rpc("pat_switch_layout", args=(tp,)))[0]
+    return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
 
 
 async def report_async(llm: Any, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
-    return Report.from_json((await llm.collective_rpc("pat_report", args=(since,)))[0])
+    return Report.from_json((await llm.collective_rpc(REPORT_COMMAND, args=(since,)))[0])
