@@ -28,7 +28,7 @@ class Executor:
         """No step is in flight."""
         return []
 
-    def switch(self, order: Any) -> list[Any]:
+    def switch(self, command: Any) -> list[Any]:
         """Nothing to move."""
         from pat_vllm.executor.messages import SwitchTimes
 

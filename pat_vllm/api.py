@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pat_vllm.commands import REPORT_COMMAND, SWITCH_COMMAND
+from pat_vllm.patches import serialize_sends
 from pat_vllm.reporting import Report
 
 
@@ -22,8 +24,8 @@ def switch(llm: Any, tp: int) -> bool:
         ValueError: the engine does not keep that layout ready (from the engine's process this
             arrives as vLLM's exception for a failed call).
     """
-    _serialize_sends(llm)
-    return llm.collective_rpc("pat_switch_layout", args=(tp,))[0]
+    serialize_sends(llm)
+    return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
 
 def report(llm: Any, since: float = -math.inf) -> Report:
@@ -38,39 +40,15 @@ def report(llm: Any, since: float = -math.inf) -> Report:
             that time or later. Totals always count from the start of the engine. By default the
             report holds all that the engine has kept.
     """
-    _serialize_sends(llm)
-    return Report.from_json(llm.collective_rpc("pat_report", args=(since,))[0])
+    serialize_sends(llm)
+    return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
 async def switch_async(llm: Any, tp: int) -> bool:
     """`switch` for an `AsyncLLM`."""
-    return (await llm.collective_rpc("pat_switch_layout", args=(tp,)))[0]
+    return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
 
 
 async def report_async(llm: Any, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
-    return Report.from_json((await llm.collective_rpc("pat_report", args=(since,)))[0])
-
-
-def _serialize_sends(llm: Any) -> None:
-    """Make the client's sends safe for several threads: its ZMQ socket is not.
-
-    vLLM's synchronous client is made for one thread. `generate` runs in that one and may abort
-    requests just when another thread asks for a switch.
-    """
-    import functools
-    import threading
-
-    client = llm.llm_engine.engine_core
-    send = getattr(client, "_send_input", None)
-    if send is None or getattr(send, "_pat_locked", False):
-        return
-    lock = threading.Lock()
-
-    @functools.wraps(send)
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return send(*args, **kwargs)
-
-    locked._pat_locked = True  # type: ignore[attr-defined]
-    client._send_input = locked
+    return Report.from_json((await llm.collective_rpc(REPORT_COMMAND, args=(since,)))[0])

@@ -1,15 +1,17 @@
-"""vLLM's entry point into PAT, and the only place where vLLM is patched.
+"""vLLM's entry point into PAT.
 
-Everything else rests on seams that vLLM offers: the executor class, `worker_cls`, `scheduler_cls`,
-model loaders, the KV connector interface and `additional_config`.
+PAT rests on seams that vLLM offers: the executor class, `worker_cls`, `scheduler_cls`, model
+loaders, the KV connector interface and `additional_config`. What it changes beside them is in
+`patches.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
+from collections.abc import Callable
 from typing import Any
+
+from pat_vllm.patches import log_through_vllm, patch_get_class
 
 BACKEND = "pat"
 """Value of `distributed_executor_backend` that asks for PAT."""
@@ -24,49 +26,37 @@ ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VLLM"
 def register() -> None:
     """Teach vLLM the executor backend "pat". Called by vLLM in each of its processes.
 
-    May be called several times in a process. Must neither fail nor cost anything where PAT is not
-    asked for, so it imports nothing but the class that it patches.
+    May be called several times in a process. It must neither fail nor cost anything where PAT is
+    not asked for, so it imports nothing but the class that is patched.
     """
     from vllm.v1.executor.abstract import Executor
 
-    _patch_get_class(Executor)
-    # vLLM sets up handlers and level for the loggers below its own only.
-    logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
+    patch_get_class(Executor, _executor_class)
+    log_through_vllm()
 
 
-def _patch_get_class(executor: Any) -> None:
-    """Let `Executor.get_class` resolve "pat" and prepare the config of an engine that uses PAT.
+def _executor_class(vllm_config: Any, stock: Callable[[Any], type]) -> type:
+    """The executor class of a config, which is prepared for PAT if PAT is asked for.
 
-    Without it: the bare name "pat" is taken for a dotted path and fails to import, and nothing
-    sets `worker_cls` and `scheduler_cls`, which belong to the executor. vLLM calls the method
-    with each `VllmConfig` it builds, in the front end, before any worker starts, which also makes
-    it the place to refuse what PAT cannot do. vLLM has no registry of executor backends yet.
+    Args:
+        stock: vLLM's own choice.
     """
-    original = executor.get_class
-    if getattr(original, "_pat_patch", False):
-        return
+    chosen: type
+    if vllm_config.parallel_config.distributed_executor_backend == BACKEND:
+        check_vllm_version()
+        from pat_vllm.executor.launcher import executor_class
 
-    @functools.wraps(original)
-    def get_class(vllm_config: Any) -> type:
-        chosen: type
-        if vllm_config.parallel_config.distributed_executor_backend == BACKEND:
-            check_vllm_version()
-            from pat_vllm.executor.launcher import executor_class
+        chosen = executor_class(vllm_config)
+    else:
+        chosen = stock(vllm_config)
+    if getattr(chosen, "is_pat", False):
+        check_vllm_version()
+        from pat_vllm.executor.launcher import prepare_launch
+        from pat_vllm.support import prepare
 
-            chosen = executor_class(vllm_config)
-        else:
-            chosen = original(vllm_config)
-        if getattr(chosen, "is_pat", False):
-            check_vllm_version()
-            from pat_vllm.executor.launcher import prepare_launch
-            from pat_vllm.support import prepare
-
-            prepare(vllm_config)
-            prepare_launch(vllm_config, chosen)
-        return chosen
-
-    get_class._pat_patch = True  # type: ignore[attr-defined]
-    executor.get_class = staticmethod(get_class)
+        prepare(vllm_config)
+        prepare_launch(vllm_config, chosen)
+    return chosen
 
 
 def check_vllm_version() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -15,13 +16,13 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from pat_vllm.executor import executor as executor_module
-from pat_vllm.executor.executor import PATExecutorMixin
+from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.lanes import reader_of
-from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.executor.messages import CallFailed, SwitchCommand
 from pat_vllm.layout import Layout
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
-ORDER = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
+COMMAND = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
 
 
 class Stock:
@@ -49,7 +50,7 @@ class Executor(PATExecutorMixin, Stock):
 
     def __init__(self) -> None:
         Stock.__init__(self)
-        self.layout = ORDER.source
+        self.layout = COMMAND.source
         self._lanes = Mock()
         self._in_lanes = False
         self._pending = {}
@@ -57,10 +58,26 @@ class Executor(PATExecutorMixin, Stock):
         self._stale = False
 
 
+class RealExecutor(PATExecutor):
+    """The same over vLLM's executor, whose way to read replies it is."""
+
+    def __init__(self) -> None:
+        self.layout = COMMAND.source
+        self._lanes = Mock()
+        self._in_lanes = False
+        self._pending = {}
+        self._commands = {}
+        self._stale = False
+        self.is_failed = False
+        self.failure_callback = Mock()
+        self.rpc_broadcast_mq = Mock()
+        self.futures_queue = deque()
+
+
 @pytest.fixture(params=["multiproc", "ray", "ray, another node"])
-def rings(request: Any) -> Iterator[tuple[Executor, list[MessageQueue]]]:
+def rings(request: Any) -> Iterator[tuple[RealExecutor, list[MessageQueue]]]:
     """An executor, and the ends from which two ranks reply."""
-    executor = Executor()
+    executor = RealExecutor()
     local = request.param != "ray, another node"
     writers = [MessageQueue(1, int(local), connect_ip="127.0.0.1") for _ in range(2)]
     executor.response_mqs = [MessageQueue.create_from_handle(w.export_handle(), 0) for w in writers]
@@ -81,9 +98,9 @@ def test_replies_come_back_by_rank(rings: Any, first: int) -> None:
     executor, writers = rings
     for rank in (first, 1 - first):
         writers[rank].enqueue((SUCCESS, f"of {rank}"))
-    assert executor.switch(ORDER) == ["of 0", "of 1"]
-    assert executor.layout == ORDER.target
-    executor.rpc_broadcast_mq.enqueue.assert_called_once_with(("pat_switch", (ORDER,), {}, None))
+    assert executor.switch(COMMAND) == ["of 0", "of 1"]
+    assert executor.layout == COMMAND.target
+    executor.rpc_broadcast_mq.enqueue.assert_called_once_with(("pat_switch", (COMMAND,), {}, None))
     executor.failure_callback.assert_not_called()
 
 
@@ -96,8 +113,8 @@ def test_a_rank_that_fails_is_heard_while_the_other_waits_for_it(rings: Any, ran
         with pytest.raises(
             RuntimeError, match=r"rank \d with error 'no memory left'|Executor failed"
         ):
-            executor.switch(ORDER)
-    assert executor.layout == ORDER.source
+            executor.switch(COMMAND)
+    assert executor.layout == COMMAND.source
     assert executor.is_failed
     callback.assert_called_once_with()
     with pytest.raises(RuntimeError, match="Executor failed"):
@@ -112,8 +129,111 @@ def test_a_rank_that_never_replies_fails_the_engine(
     monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.1)
     writers[0].enqueue((SUCCESS, "of 0"))
     with pytest.raises(TimeoutError, match=r"pat_switch timed out on the ranks \[.*1\]"):
-        executor.switch(ORDER)
+        executor.switch(COMMAND)
     callback.assert_called_once_with()
+
+
+# ---------------------------------------------------------------- calls of users
+
+
+CALL: Any = "load_my_weights"
+"""A worker method that PAT knows nothing of."""
+FAILED = CallFailed("no such file")
+
+
+def test_replies_of_a_call_that_does_not_block(rings: Any) -> None:
+    executor, writers = rings
+    future = executor.collective_rpc(CALL, non_block=True)
+    told: list[Any] = []
+    future.add_done_callback(lambda done: told.append(done.result()))
+    for rank, writer in enumerate(writers):
+        writer.enqueue((SUCCESS, rank))
+    assert future.result() == [0, 1]
+    assert future.done() and told == [[0, 1]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("block", [True, False])
+def test_a_failure_of_a_call_is_heard_and_later_replies_are_not_mixed_up(
+    rings: Any, block: bool, rank: int
+) -> None:
+    executor, writers = rings
+    writers[rank].enqueue((SUCCESS, FAILED))
+    writers[1 - rank].enqueue((SUCCESS, "fine"))
+    with pytest.raises(RuntimeError, match="no such file"):
+        if block:
+            executor.collective_rpc(CALL)
+        else:
+            executor.collective_rpc(CALL, non_block=True).result()
+    for writer in writers:
+        writer.enqueue((SUCCESS, "later"))
+    assert executor.collective_rpc(CALL) == ["later", "later"]
+    executor.failure_callback.assert_not_called()
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_failure_of_the_one_rank_that_replies(rings: Any, block: bool) -> None:
+    executor, writers = rings
+
+    def call() -> Any:
+        result = executor.collective_rpc(CALL, None, (), {}, not block, 1)
+        return result if block else result.result()
+
+    for reply in ("fine", FAILED):
+        writers[1].enqueue((SUCCESS, reply))
+    assert call() == "fine"
+    with pytest.raises(RuntimeError, match="no such file"):
+        call()
+
+
+def test_a_failure_that_a_later_call_has_read_is_not_lost(rings: Any) -> None:
+    executor, writers = rings
+    future = executor.collective_rpc(CALL, non_block=True)
+    for writer in writers:
+        writer.enqueue((SUCCESS, FAILED))
+        writer.enqueue((SUCCESS, "later"))
+    assert executor.collective_rpc(CALL) == ["later", "later"]
+    assert future.done()
+    with pytest.raises(RuntimeError, match="no such file"):
+        future.result()
+    assert isinstance(future.exception(), RuntimeError)
+
+
+def test_a_switch_leaves_the_replies_of_calls_before_it_alone(rings: Any) -> None:
+    executor, writers = rings
+    fine, failed = (executor.collective_rpc(CALL, non_block=True) for _ in range(2))
+    executor._stale = False
+    for rank, writer in enumerate(writers):
+        for reply in ("before", FAILED, f"switched {rank}"):
+            writer.enqueue((SUCCESS, reply))
+    assert executor.switch(COMMAND) == ["switched 0", "switched 1"]
+    assert fine.result() == ["before", "before"]
+    with pytest.raises(RuntimeError, match="no such file"):
+        failed.result()
+    executor.failure_callback.assert_not_called()
+
+
+def test_an_executor_that_gives_a_future_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's interface says of `non_block`."""
+    futures: list[Future[Any]] = [Future(), Future()]
+    monkeypatch.setattr(Stock, "collective_rpc", lambda *args, **options: list(futures))
+    replies = Executor().collective_rpc(CALL, non_block=True)
+    futures[0].set_result("fine")
+    futures[1].set_result(FAILED)
+    assert replies[0].result() == "fine"
+    with pytest.raises(RuntimeError, match="no such file"):
+        replies[1].result()
+
+
+def test_commands_answer_as_workers_would() -> None:
+    executor = Executor()
+    executor.register_command("pat_report", lambda x=1: 2 * x)
+    assert executor.collective_rpc("pat_report", args=(4,)) == [8]
+    assert executor.collective_rpc("pat_report", non_block=True).result() == [2]
+    assert executor.collective_rpc("pat_report", unique_reply_rank=0) == 2
+
+
+# ---------------------------------------------------------------- lanes and weights
 
 
 def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +265,7 @@ def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.Monke
 def test_weights_are_not_touched_while_they_are_away() -> None:
     """A step while the engine sleeps only ends requests. The first one afterwards derives them."""
     executor = Executor()
-    executor.layout = ORDER.target
+    executor.layout = COMMAND.target
     executor.collective_rpc("sleep")
     executor.is_sleeping = True
     executor._enter_lanes()

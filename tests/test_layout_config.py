@@ -10,8 +10,8 @@ import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import parallel_state
 
+from pat_vllm import patches
 from pat_vllm.layout import Layout
-from pat_vllm.worker import runtime
 from pat_vllm.worker.layout_config import layout_config
 
 REPLICAS, PAIRS, GROUP = Layout(1, 4), Layout(2, 2), Layout(4, 1)
@@ -74,14 +74,14 @@ def test_every_size_is_captured_where_the_policy_sets_no_limit() -> None:
 
 def test_each_group_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FlashInfer's all-reduce makes them: for the group that is the first to ask."""
-    module = SimpleNamespace(**runtime._WORKSPACES)
-    monkeypatch.setitem(sys.modules, runtime._FLASHINFER, module)  # type: ignore[arg-type]
-    monkeypatch.setattr(runtime, "_workspaces_of", {})
+    module = SimpleNamespace(**patches._WORKSPACES)
+    monkeypatch.setitem(sys.modules, patches._FLASHINFER, module)  # type: ignore[arg-type]
+    monkeypatch.setattr(patches, "_workspaces_of", {})
     groups: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
     monkeypatch.setattr(parallel_state, "_TP", groups[0])
     monkeypatch.setattr(parallel_state, "_ETP", groups[0])
     for group in [*groups, *groups, groups[1]]:
-        runtime.install_tp_group(group)
+        patches.install_tp_group(group)
         if module._fi_ar_workspace is None:
             module._fi_ar_workspace = group.name
         assert module._fi_ar_workspace == group.name

@@ -297,11 +297,11 @@ def executor_of(config: Any) -> Any:
 
 def chosen_inside() -> tuple[str, Any, Any]:
     """Runs in a task in a placement group."""
-    from pat_vllm.executor.launcher import ray_address
+    from pat_vllm.patches import noted_ray_address
 
     made = config()
     name = executor_of(made).__name__
-    return name, made.parallel_config.placement_group, ray_address(made.parallel_config)
+    return name, made.parallel_config.placement_group, noted_ray_address(made.parallel_config)
 
 
 def test_the_launcher_is_chosen_by_the_placement_group(cluster: Any) -> None:

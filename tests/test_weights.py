@@ -41,7 +41,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pat_vllm.layout import Layout
-from pat_vllm.weights.inplace import InPlaceShards, _keep_plain
+from pat_vllm.patches import keep_plain_weights
+from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
@@ -500,11 +501,11 @@ class Plain(MaterializedShards):
     """As on a GPU, where nothing is packed."""
 
     def capture(self, model: nn.Module) -> None:
-        _keep_plain(model)
+        keep_plain_weights(model)
         super().capture(model)
 
     def fill(self, model: nn.Module) -> None:
-        _keep_plain(model)
+        keep_plain_weights(model)
         super().fill(model)
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS, from_wire
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
@@ -161,7 +162,7 @@ def take_profile(
         ProfileError: an unfinished profile of another engine is in the way.
     """
     with _engine(console, engine) as llm:
-        (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": quick})
+        (described,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"quick": quick})
         header, points = described["header"], described["points"]
         path = output or Path(default_name(header))
         partial = Partial.open(path.with_name(path.name + ".part"), header)
@@ -218,7 +219,7 @@ def _measure(
         while waiting and time.monotonic() - started < budget:
             part, waiting = waiting[:_SLICE], waiting[_SLICE:]
             progress.update(task, description=str(from_wire(part[0])))
-            (answer,) = llm.collective_rpc("pat_profile", args=(list(part), quick))
+            (answer,) = llm.collective_rpc(PROFILE_COMMAND, args=(list(part), quick))
             partial.add(part, answer)
             progress.advance(task, len(part))
         progress.update(task, description="")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 import threading
 import time
 import weakref
@@ -15,11 +15,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import cloudpickle
 import vllm.envs as envs
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from pat_vllm import commands
 from pat_vllm.config import home_layout, layouts_of
-from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network, reader_of, wait_for_any
-from pat_vllm.executor.messages import CallFailed, SwitchCommand, SwitchTimes, TransferRates
+from pat_vllm.executor.calls import (
+    RECHECK_SECONDS,
+    checked,
+    completed,
+    discards_weights,
+    keeps_weights,
+    read_together,
+)
+from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.messages import SwitchCommand, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
 
@@ -29,30 +38,8 @@ if TYPE_CHECKING:
 
     from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 
-_RECHECK_SECONDS = 0.02
-"""Longest sleep between looks at the replicas' replies, should an announcement get lost."""
-_SPIN_SECONDS = 1.0
-"""How long to look for the replies to a switch without sleeping, as vLLM's own wait does."""
 _IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
-_DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
-"""Worker methods of vLLM after which weights may be gone, in all layouts alike."""
-_KEEP_WEIGHTS = frozenset(
-    {
-        "check_health",
-        "execute_dummy_batch",
-        "get_supported_tasks",
-        "profile",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "shutdown",
-        "synchronize_device",
-    }
-)
-"""Worker methods of vLLM that are called on a running engine and change no weight.
-
-Anything else may be a weight update; trainers have too many ways to make one to know them all.
-"""
 _NO_REPLY_RANK = -1
 """Rank that vLLM's worker loop compares with its own before it replies: none will."""
 
@@ -106,6 +93,7 @@ class PATExecutorMixin:
     is_failed: bool
     failure_callback: Callable[[], None] | None
     response_mqs: list[Any]
+    futures_queue: deque[Any]
     _network = Network()
 
     # ---------------------------------------------------------------- start and stop
@@ -127,8 +115,8 @@ class PATExecutorMixin:
         """Warm every layout up, then open the lanes: from here on there are steps."""
         super().compile_or_warm_up_model()  # type: ignore[misc]
         lanes = Lanes(layouts_of(self.vllm_config), self._network)  # type: ignore[attr-defined]
-        lanes.connect(self.collective_rpc("pat_open_lanes", args=(lanes.handles(),)))
-        ready = self.collective_rpc("pat_lanes_ready", non_block=True)
+        lanes.connect(self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),)))
+        ready = self.collective_rpc(commands.LANES_READY, non_block=True)
         # For a worker that dies now, this would wait for ever; the wait for its reply ends.
         opened = threading.Event()
 
@@ -138,7 +126,7 @@ class PATExecutorMixin:
 
         threading.Thread(target=open_lanes, daemon=True, name="PATLanesReady").start()
         ready.result()
-        while not opened.wait(_RECHECK_SECONDS):
+        while not opened.wait(RECHECK_SECONDS):
             self._raise_if_failed()
         self._lanes = lanes
 
@@ -176,6 +164,8 @@ class PATExecutorMixin:
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
         **options: Any,
     ) -> Any:
         """As in vLLM, except for what follows.
@@ -183,59 +173,42 @@ class PATExecutorMixin:
         Registered commands run here, in the engine core. What is neither PAT's nor listed as
         harmless may update weights: it runs on the base layout's model, and the weights of the
         other layouts are derived from that again before the next step.
-        """
-        if isinstance(method, str) and method in self._commands:
-            return [self._commands[method](*args, **(kwargs or {}))]
-        self._leave_lanes()
-        send = super().collective_rpc  # type: ignore[misc]
-        if self._lanes is None or _keeps_weights(method):
-            return send(method, timeout, args, kwargs, **options)
-        self._stale = True
-        if method in _DISCARD_WEIGHTS:
-            return send(method, timeout, args, kwargs, **options)
-        call = method if isinstance(method, str) else cloudpickle.dumps(method)
-        results = send("pat_call_in_base", timeout, (call, args, kwargs or {}), **options)
-        # vLLM stops reading at the first error; the other ranks' would be taken for the replies
-        # to later calls.
-        for result in results if isinstance(results, list) else [results]:
-            if isinstance(result, CallFailed):
-                raise RuntimeError(f"Worker failed with error '{result.error}'")
-        return results
-
-    def _call_together(self, method: str, *args: Any) -> list[Any]:
-        """Call a worker method in which ranks wait for each other; results by rank.
-
-        vLLM reads replies in the order of ranks, and would wait for one that waits for another that
-        has failed. Here they are read as they come.
 
         Raises:
-            RuntimeError: a worker failed.
-            TimeoutError: it took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+            RuntimeError: a worker failed; with `non_block`, the returned future raises it.
         """
+        if isinstance(method, str) and method in self._commands:
+            result = self._commands[method](*args, **(kwargs or {}))
+            reply = result if unique_reply_rank is not None else [result]
+            return completed(reply) if non_block else reply
+        self._leave_lanes()
+        if non_block:
+            options["non_block"] = True
+        if unique_reply_rank is not None:
+            options["unique_reply_rank"] = unique_reply_rank
+        send = super().collective_rpc  # type: ignore[misc]
+        if self._lanes is None or keeps_weights(method):
+            return send(method, timeout, args, kwargs, **options)
+        self._stale = True
+        if discards_weights(method):
+            return send(method, timeout, args, kwargs, **options)
+        call = method if isinstance(method, str) else cloudpickle.dumps(method)
+        return checked(send(commands.CALL_IN_BASE, timeout, (call, args, kwargs or {}), **options))
+
+    def _call_together(self, method: str, *args: Any) -> list[Any]:
+        """Call a worker method in which ranks wait for each other; see `read_together`."""
         self._raise_if_failed()
         self._leave_lanes()
+        self._read_earlier_replies()
         ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
         ring.enqueue((method, args, {}, None))  # each rank replies
-        give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        waiting = {rank: reader_of(mq) for rank, mq in enumerate(self.response_mqs)}
-        results: dict[int, Any] = {}
-        while waiting:
-            left = give_up - time.perf_counter()
-            if left > envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS - _SPIN_SECONDS:
-                os.sched_yield()
-            else:
-                wait_for_any(waiting.values(), _RECHECK_SECONDS)
-            self._raise_if_failed()
-            if left <= 0:
-                raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
-            for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
-                status, results[rank] = waiting.pop(rank).dequeue(timeout=left)
-                if status != WorkerProc.ResponseStatus.SUCCESS:
-                    raise RuntimeError(
-                        f"{method} failed on rank {rank} with error '{results[rank]}', please "
-                        "check the stack trace above for the root cause"
-                    )
-        return [results[rank] for rank in sorted(results)]
+        return read_together(method, self.response_mqs, self._raise_if_failed)
+
+    def _read_earlier_replies(self) -> None:
+        """Have the calls that did not block get their replies before others are read."""
+        if self.futures_queue:
+            with contextlib.suppress(Exception):  # the caller of that call will hear it
+                self.futures_queue[0].result()  # vLLM's last call; reads for all before it
 
     def _refresh_weights(self) -> None:
         """Derive the weights of the other layouts again, if the base layout's may have changed.
@@ -244,7 +217,7 @@ class PATExecutorMixin:
         too.
         """
         if self._stale and not self.is_sleeping:
-            self.collective_rpc("pat_refresh_weights")
+            self.collective_rpc(commands.REFRESH_WEIGHTS)
             self._stale = False
 
     def _leave_lanes(self) -> None:
@@ -257,7 +230,7 @@ class PATExecutorMixin:
         if not self._in_lanes:
             self._refresh_weights()
             ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
-            ring.enqueue(("pat_serve_lane", (), {}, _NO_REPLY_RANK))
+            ring.enqueue((commands.SERVE_LANE, (), {}, _NO_REPLY_RANK))
             self._in_lanes = True
 
     # ---------------------------------------------------------------- steps
@@ -274,10 +247,8 @@ class PATExecutorMixin:
                 self._unsampled.append(replica)
         if not non_block:
             return None
-        future: Future[Any] = Future()
         # Without a step in flight there is nothing to sample, and vLLM takes this for the output.
-        future.set_result(None if scheduler_output.total_num_scheduled_tokens else [])
-        return future
+        return completed(None if scheduler_output.total_num_scheduled_tokens else [])
 
     def sample_tokens(
         self, grammar_output: PATGrammarOutput | None, non_block: bool = False
@@ -326,7 +297,7 @@ class PATExecutorMixin:
             self._raise_if_failed()
             self._lanes.wait(
                 (self.layout.leader_of(replica) for replica in busy),
-                timeout=_IDLE_WAIT_SECONDS if idle else _RECHECK_SECONDS,
+                timeout=_IDLE_WAIT_SECONDS if idle else RECHECK_SECONDS,
             )
         return results
 
@@ -356,7 +327,7 @@ class PATExecutorMixin:
     # ---------------------------------------------------------------- layouts
 
     @_fatal
-    def switch(self, order: SwitchCommand) -> list[SwitchTimes]:
+    def switch(self, command: SwitchCommand) -> list[SwitchTimes]:
         """Have all ranks carry out a switch. No step may be in flight.
 
         Raises:
@@ -365,24 +336,20 @@ class PATExecutorMixin:
         """
         assert not any(self._pending.values()), "a step is in flight"
         self._refresh_weights()
-        times: list[SwitchTimes] = self._call_together("pat_switch", order)
-        self.layout = order.target
+        times: list[SwitchTimes] = self._call_together(commands.SWITCH, command)
+        self.layout = command.target
         self._pending.clear()
         return times
 
     def transfer_rates(self) -> TransferRates:
         """Rates that the workers measured while warming up; those of the slowest rank."""
-        rates: list[TransferRates] = self.collective_rpc("pat_transfer_rates")
+        rates: list[TransferRates] = self.collective_rpc(commands.TRANSFER_RATES)
         return TransferRates(
             bandwidth=min(r.bandwidth for r in rates),
             prefill_rate={
                 tp: min(r.prefill_rate[tp] for r in rates) for tp in rates[0].prefill_rate
             },
         )
-
-
-def _keeps_weights(method: Any) -> bool:
-    return isinstance(method, str) and (method in _KEEP_WEIGHTS or method.startswith("pat_"))
 
 
 class _Finished(Future):

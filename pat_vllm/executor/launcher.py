@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import pat_config
+from pat_vllm.patches import note_ray_address
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
-
-_ADDRESS = "_pat_ray_address"
-"""Attribute of an engine's `ParallelConfig`, which is not part of its hash."""
 
 
 def executor_class(vllm_config: VllmConfig) -> type:
@@ -64,18 +62,13 @@ def _prepare_ray(parallel: ParallelConfig) -> None:
         return
     if parallel.placement_group is None:
         parallel.placement_group = ray.util.get_current_placement_group()
-    setattr(parallel, _ADDRESS, ray.get_runtime_context().gcs_address)
+    note_ray_address(parallel, ray.get_runtime_context().gcs_address)
     group = parallel.placement_group
     if group is not None and ray.util.placement_group_table(group)["state"] == "CREATED":
         from pat_vllm.executor.ray import place_ranks
 
         # The executor does so again. Here a mistake is an error at once, in the caller's process.
         place_ranks(parallel)
-
-
-def ray_address(parallel: ParallelConfig) -> str | None:
-    """Address of the cluster that the engine was configured in; None: not inside one."""
-    return getattr(parallel, _ADDRESS, None)
 
 
 def _in_placement_group(parallel: ParallelConfig) -> bool:

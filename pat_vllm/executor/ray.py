@@ -31,7 +31,7 @@ from vllm.v1.executor.ray_utils import PG_WAIT_TIMEOUT
 from pat_vllm.executor.bundles import WAY_OUT, choose_bundles
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import Network, reader_of
-from pat_vllm.executor.launcher import ray_address
+from pat_vllm.patches import noted_ray_address
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
@@ -70,7 +70,7 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
         parallel = self.parallel_config
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # as vLLM does
-            ray.init(address=ray_address(parallel), runtime_env=parallel.ray_runtime_env)
+            ray.init(address=noted_ray_address(parallel), runtime_env=parallel.ray_runtime_env)
         group = parallel.placement_group or ray.util.get_current_placement_group()
         if group is None:
             # vLLM would make one, which may span nodes.

@@ -9,7 +9,6 @@ of the layout that is left to those of the layout that is entered.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.patches import quiet_connectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-# vLLM warns at each connector it makes that the interface may change; PAT makes one for every
-# replica at every switch, and is tested against the versions it allows.
-for _name in ("v1.base", "factory"):
-    logging.getLogger(f"vllm.distributed.kv_transfer.kv_connector.{_name}").setLevel(logging.ERROR)
+quiet_connectors()
 
 
 @dataclass

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-PROFILE_COMMAND = "pat_profile"
-"""Name under which front ends reach `profile_command` through `collective_rpc`."""
-
 
 def load_or_measure(
     vllm_config: VllmConfig,

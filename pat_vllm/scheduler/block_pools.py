@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
+
+from pat_vllm.patches import block_pools_from, quiet_pool_resets
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -28,15 +27,9 @@ class BlockPools:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], list[BlockPool]] = defaultdict(list)
 
-    @contextmanager
-    def offered(self) -> Iterator[None]:
+    def offered(self) -> AbstractContextManager[None]:
         """Inside, new schedulers get kept pools where there are any of their kind."""
-        stock = kv_cache_coordinator.BlockPool
-        kv_cache_coordinator.BlockPool = self._take  # type: ignore[assignment,misc]
-        try:
-            yield
-        finally:
-            kv_cache_coordinator.BlockPool = stock  # type: ignore[misc]
+        return block_pools_from(self._take)
 
     def _take(
         self,
@@ -67,7 +60,7 @@ class BlockPools:
         for request in list(scheduler.requests.values()):
             manager.free(request)
         pool = manager.block_pool
-        with _quiet("vllm.v1.core.block_pool"):
+        with quiet_pool_resets():
             if not pool.reset_prefix_cache():
                 return  # somebody else holds blocks of it
         free = pool.free_block_queue
@@ -80,15 +73,3 @@ class BlockPools:
             pool.hash_block_size,
             pool.enable_kv_cache_events,
         ].append(pool)
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """vLLM reports each reset, for users who ask for one."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

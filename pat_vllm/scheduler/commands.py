@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.profiling.engine_profile import PROFILE_COMMAND, profile_command
+from pat_vllm.commands import PROFILE_COMMAND, REPORT_COMMAND, SWITCH_COMMAND
+from pat_vllm.profiling.engine_profile import profile_command
 
 if TYPE_CHECKING:
     from pat_vllm.scheduler.scheduler import PATScheduler
-
-SWITCH_COMMAND = "pat_switch_layout"
-REPORT_COMMAND = "pat_report"
 
 
 def register_commands(scheduler: PATScheduler) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import RequestStatus
 
 from pat_vllm.layout import Layout
+from pat_vllm.patches import free_blocks_at_once
 from pat_vllm.scheduler.block_pools import BlockPools
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 
@@ -81,28 +81,6 @@ class Replica:
         self._finished_at = now
         return seconds + between if between < 0.5 * seconds else seconds
 
-    def preempt_carried(self) -> None:
-        """Preempt requests that have not run since a switch carried their KV here.
-
-        vLLM preempts running requests only, and takes these for a load that may still write to
-        their blocks, which would keep it from resetting its prefix cache.
-        """
-        scheduler = self.scheduler
-        for request in reversed(list(scheduler.kv_holding_waiting)):
-            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                continue
-            scheduler.kv_holding_waiting.remove_request(request)
-            scheduler.deferred_waiting.discard(request)
-            scheduler.finished_recving_kv_req_ids.discard(request.request_id)
-            scheduler._inflight_prefills.discard(request)
-            scheduler._set_kv_fetch_stage(request, None)
-            scheduler.kv_cache_manager.free(request)
-            request.num_computed_tokens = 0
-            request.status = (
-                RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-            )
-            scheduler.waiting.prepend_request(request)
-
 
 def is_empty_step(step: SchedulerOutput) -> bool:
     """Whether a worker has nothing to do or to learn from this step."""
@@ -151,10 +129,7 @@ class ReplicaFactory:
                 for index in range(layout.replicas)
             ]
         for replica in replicas:
-            # With a KV connector, vLLM keeps the blocks of a preempted request until its step in
-            # flight has ended, lest a load overtakes it. PAT loads at a switch only, when no step
-            # is in flight; without the wait, requests are preempted as without a connector.
-            replica.scheduler.defer_block_free = False
+            free_blocks_at_once(replica.scheduler)
         return replicas
 
     def discard(self, replicas: Iterable[Replica]) -> None:

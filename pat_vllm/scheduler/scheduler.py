@@ -12,6 +12,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
+from pat_vllm.patches import preempt_carried
 from pat_vllm.predictor.cost import TransferCost
 from pat_vllm.profiling.engine_profile import load_or_measure
 from pat_vllm.reporting import History
@@ -205,7 +206,7 @@ class PATScheduler(SchedulerInterface):
             # from another random number. vLLM, too, has no step in flight here.
             self.replica_set.drain()
             for replica in self._replicas:
-                replica.preempt_carried()
+                preempt_carried(replica.scheduler)
         return all(
             [
                 replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)

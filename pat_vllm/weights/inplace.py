@@ -9,14 +9,9 @@ from itertools import permutations
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
-from vllm.platforms import current_platform
 
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
+from pat_vllm.patches import keep_plain_weights
 from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Partition, pieces_of
@@ -55,7 +50,7 @@ class InPlaceShards:
 
     def capture(self, model: nn.Module) -> None:
         """See `WeightStrategy`."""
-        _keep_plain(model)
+        keep_plain_weights(model)
         self._base = {weight.name: weight for weight in model_weights(model)}
         for weight in self._base.values():
             cut = weight.partition
@@ -82,7 +77,7 @@ class InPlaceShards:
         Raises:
             ValueError: the model's weights are not those of the base model cut another way.
         """
-        _keep_plain(model)
+        keep_plain_weights(model)
         for weight, base in matching_weights(model, self._base):
             view = self._view(weight, base)
             weight.bind(view)
@@ -160,19 +155,3 @@ class InPlaceShards:
                     made.append([])
                 made[i] += [RowSwap(weight.tensor, one.a, one.b, one.length) for one in swaps]
         return prepare(made)
-
-
-def _keep_plain(model: nn.Module) -> None:
-    """Have vLLM not pack the weights for its CPU kernels, where a layout has no view of them."""
-    if not current_platform.is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            module._cpu_skip_gemm_dispatch = True  # vLLM's own word for it
-        elif isinstance(module, VocabParallelEmbedding):
-            module.quant_method = _PlainEmbedding()
-
-
-class _PlainEmbedding(UnquantizedEmbeddingMethod):
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        layer.cpu_linear = torch.nn.functional.linear

@@ -20,7 +20,8 @@ from vllm.config.load import LoadConfig
 from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+from pat_vllm.patches import tie_word_embeddings
 
 BASE_FORMAT = "pat-base"
 DERIVED_FORMAT = "pat-derived"
@@ -119,21 +120,8 @@ class BaseLayoutLoader(BaseModelLoader):
         # An unsupported model should fail before its weights are read, which may take minutes.
         self.strategy.check(model)
         self.loader.load_weights(model, model_config)
-        _tie_word_embeddings(model, model_config)
+        tie_word_embeddings(model, model_config)
         self.strategy.capture(model)
-
-
-def _tie_word_embeddings(model: nn.Module, model_config: ModelConfig) -> None:
-    """Have vLLM compare a head that the checkpoint need not have with the embeddings, and tie it.
-
-    vLLM would do so after each layout's weights are loaded: too late for a strategy, which has
-    taken two for one then. And a layout with smaller shards may have equal ones by chance, so what
-    the base layout says holds for all.
-    """
-    untied = len(list(model.parameters()))
-    maybe_retie_word_embeddings(model, model_config)
-    if len(list(model.parameters())) == untied:
-        model_config.word_embeddings_untied_by_checkpoint = False
 
 
 @register_model_loader(DERIVED_FORMAT)

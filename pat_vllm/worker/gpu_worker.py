@@ -12,6 +12,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.config import pat_config
 from pat_vllm.kv_transfer.kv_memory import Measured, kv_cache_bytes
+from pat_vllm.patches import report_weights_memory
 from pat_vllm.worker.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        # vLLM sizes the KV cache by what the active layout's weights take: count all layouts'.
-        self.model_runner.model_memory_usage = sum(
-            runtime.runner.model_memory_usage for runtime in self._runtimes.values()
+        report_weights_memory(
+            self.model_runner,
+            sum(runtime.runner.model_memory_usage for runtime in self._runtimes.values()),
         )
 
     def determine_available_memory(self) -> int:

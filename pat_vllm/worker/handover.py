@@ -16,6 +16,8 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from pat_vllm.patches import forget_sampled_tokens, share_penalty_counts
+
 RequestState = Any
 """One request's state in transit; made and read by the same implementation."""
 
@@ -113,14 +115,7 @@ class V1Handover:
 
     def clear(self, runner: Any) -> None:
         _finish(runner, set(runner.requests))
-        # With asynchronous scheduling the batch remembers the tokens that it sampled last, by
-        # request id; one that comes back must not be given them.
-        batch = runner.input_batch
-        batch.prev_sampled_token_ids = None
-        batch.prev_req_id_to_index = None
-        # Their copies to the host, which penalties and logits processors wait for.
-        batch.sampled_token_ids_cpu = None
-        batch.async_copy_ready_event = None
+        forget_sampled_tokens(runner.input_batch)
 
     def share(self, base: Any, runner: Any) -> None:
         return
@@ -150,8 +145,4 @@ class V2Handover:
         _finish(runner, set(runner.req_states.req_id_to_index))
 
     def share(self, base: Any, runner: Any) -> None:
-        # A counter for each token of the vocabulary and each request. A request that has penalties
-        # begins by writing its own.
-        own, shared = runner.sampler.penalties_state, base.sampler.penalties_state
-        own.output_bin_counts = shared.output_bin_counts
-        own.prompt_bin_mask = shared.prompt_bin_mask
+        share_penalty_counts(runner, base)

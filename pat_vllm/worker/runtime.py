@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,35 +64,6 @@ def make_tp_group(layout: Layout, local_rank: int, backend: str) -> GroupCoordin
         backend,
         group_name="tp",
     )
-
-
-def install_tp_group(group: GroupCoordinator) -> None:
-    """Make `group` vLLM's tensor-parallel group, as which layers look it up at each call."""
-    _change_workspaces(group)
-    parallel_state._TP = group
-    # vLLM lets the engram TP group be the TP group unless a config sets it apart.
-    parallel_state._ETP = group
-
-
-_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
-_WORKSPACES = {
-    "_fi_ar_workspace": None,
-    "_fi_ar_quant_workspace": None,
-    "_fi_ar_workspace_failed": False,
-    "_fi_ar_quant_workspace_failed": False,
-}
-"""Of `_FLASHINFER`: made for one group, by the first that asks, and looked up at each call."""
-_workspaces_of: dict[int, dict[str, Any]] = {}
-
-
-def _change_workspaces(group: GroupCoordinator) -> None:
-    """Have FlashInfer's all-reduce find the workspaces of `group`, or none yet."""
-    previous: GroupCoordinator | None = parallel_state._TP
-    module = sys.modules.get(_FLASHINFER)
-    if module is None or previous is None or group is previous:
-        return
-    _workspaces_of[id(previous)] = {name: getattr(module, name) for name in _WORKSPACES}
-    vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
 
 
 def seed_like(seed: int, switch_id: int, replica: int) -> None:

@@ -25,6 +25,7 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import device_of
+from pat_vllm.patches import install_tp_group, refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
@@ -34,7 +35,6 @@ from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
     device_world_group,
-    install_tp_group,
     make_tp_group,
     seed_like,
 )
@@ -282,7 +282,7 @@ class PATWorkerMixin:
         except ValueError:
             self._packed = len(self._runtimes) > 1
         if self._packed:
-            model.load_weights = self._refuse_if_packed
+            refuse_load_weights(model, self._refuse_if_packed)
 
     def _refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
         if self._packed:

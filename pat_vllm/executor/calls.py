@@ -1,0 +1,133 @@
+"""Calls of worker methods: which of them may change weights, and how their replies are read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import vllm.envs as envs
+from vllm.v1.executor.multiproc_executor import WorkerProc
+
+from pat_vllm.commands import WORKER_METHODS
+from pat_vllm.executor.lanes import reader_of, wait_for_any
+from pat_vllm.executor.messages import CallFailed
+
+RECHECK_SECONDS = 0.02
+"""Longest sleep between looks at replies, should an announcement get lost."""
+_SPIN_SECONDS = 1.0
+"""How long to look for the replies to a switch without sleep, as vLLM's own wait does."""
+
+_DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
+"""Worker methods of vLLM after which weights may be gone, in all layouts alike."""
+_KEEP_WEIGHTS = WORKER_METHODS | {
+    "check_health",
+    "execute_dummy_batch",
+    "get_supported_tasks",
+    "profile",
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "shutdown",
+    "synchronize_device",
+}
+"""Worker methods that are called on a running engine and change no weight of a user's.
+
+Any other may be a weight update. Trainers have too many ways to make one to know them all.
+"""
+
+
+def keeps_weights(method: Any) -> bool:
+    """Whether a call of a worker method, or of a function, leaves all weights as they are."""
+    return isinstance(method, str) and method in _KEEP_WEIGHTS
+
+
+def discards_weights(method: Any) -> bool:
+    """Whether weights may be gone after a call, in all layouts alike."""
+    return isinstance(method, str) and method in _DISCARD_WEIGHTS
+
+
+# -------------------------------------------------------------------- replies
+
+
+def checked(replies: Any) -> Any:
+    """What a call has returned: a reply, a list of replies, or futures of either.
+
+    A failure of a user's call is a reply, `CallFailed`. vLLM stops to read at the first error, and
+    would take the other ranks' replies for those to later calls.
+
+    Raises:
+        RuntimeError: a reply is `CallFailed`. Where replies come later, their future raises it.
+    """
+    if isinstance(replies, list):
+        return [_checked(reply) for reply in replies]
+    return _checked(replies)
+
+
+def _checked(reply: Any) -> Any:
+    if isinstance(reply, CallFailed):
+        raise RuntimeError(f"Worker failed with error '{reply.error}'")
+    return _CheckedFuture(reply) if isinstance(reply, Future) else reply
+
+
+class _CheckedFuture(Future):
+    """Resolves as another future does, to `checked` replies."""
+
+    def __init__(self, replies: Future[Any]) -> None:
+        super().__init__()
+        self._replies = replies
+        replies.add_done_callback(self._take)
+
+    def _take(self, replies: Future[Any]) -> None:
+        try:
+            self.set_result(checked(replies.result()))
+        except Exception as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            # vLLM reads the replies when a future is asked for them.
+            self._replies.result(timeout)
+        return super().result(timeout)
+
+
+def completed(result: Any) -> Future[Any]:
+    """A future that has its result."""
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def read_together(
+    method: str, response_mqs: Sequence[Any], raise_if_failed: Callable[[], None]
+) -> list[Any]:
+    """The reply of each rank to a call in which ranks wait for each other; results by rank.
+
+    vLLM reads replies in the order of ranks, and would wait for one that waits for another that
+    has failed. Here they are read as they come.
+
+    Raises:
+        RuntimeError: a worker failed.
+        TimeoutError: it took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+    """
+    give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    waiting = {rank: reader_of(mq) for rank, mq in enumerate(response_mqs)}
+    results: dict[int, Any] = {}
+    while waiting:
+        left = give_up - time.perf_counter()
+        if left > envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS - _SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            wait_for_any(waiting.values(), RECHECK_SECONDS)
+        raise_if_failed()
+        if left <= 0:
+            raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
+        for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
+            status, results[rank] = waiting.pop(rank).dequeue(timeout=left)
+            if status != WorkerProc.ResponseStatus.SUCCESS:
+                raise RuntimeError(
+                    f"{method} failed on rank {rank} with error '{results[rank]}', please "
+                    "check the stack trace above for the root cause"
+                )
+    return [results[rank] for rank in sorted(results)]

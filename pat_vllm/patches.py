@@ -1,0 +1,373 @@
+"""Everything that PAT does to vLLM's objects from outside.
+
+Each patch is a function or a context manager. Its docstring says what breaks without it, and which
+seam vLLM lacks. To apply a patch twice does no harm. A replaced method keeps the original as
+`__wrapped__`; a context manager restores what it replaced.
+
+Not here, because vLLM offers a seam for it: PAT's executor, workers, scheduler, connector and
+model loaders are subclasses; `support.py` names them in an engine's config;
+`worker/layout_config.py` changes copies of that config; `kv_transfer/kv_buffer.py` answers an
+allocation inside a context that vLLM enters. Nor here: the state of the requests that a switch
+carries, which `scheduler/switch.py` and `worker/handover.py` write.
+
+The vLLM plugin imports this module in each of vLLM's processes, whether they use PAT or not. So it
+imports neither vLLM nor torch before a patch is applied.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig, ParallelConfig
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+_PATCHED = "_pat_patch"
+"""Attribute that marks a replaced method."""
+
+
+def _replace(
+    owner: Any, name: str, wrap: Callable[[Any], Callable[..., Any]], static: bool = False
+) -> None:
+    """Replace `owner.name` by `wrap(original)`, unless that was done before."""
+    original = getattr(owner, name)
+    if getattr(original, _PATCHED, False):
+        return
+    replacement: Any = functools.wraps(original)(wrap(original))
+    setattr(replacement, _PATCHED, True)
+    setattr(owner, name, staticmethod(replacement) if static else replacement)
+
+
+# -------------------------------------------------------------------- front end
+
+
+def patch_get_class(executor: type, resolve: Callable[[Any, Callable[[Any], type]], type]) -> None:
+    """Have `Executor.get_class` call `resolve(vllm_config, original)`.
+
+    Without it: vLLM takes the bare name "pat" for a dotted path and fails to import it, and nothing
+    sets `worker_cls` and `scheduler_cls`, which belong to the executor. vLLM calls the method with
+    each `VllmConfig` it builds, in the front end, before any worker starts. That makes it also the
+    place to refuse what PAT cannot do. Missing seam: a registry of executor backends.
+    """
+
+    def wrap(original: Callable[[Any], type]) -> Callable[[Any], type]:
+        return lambda vllm_config: resolve(vllm_config, original)
+
+    _replace(executor, "get_class", wrap, static=True)
+
+
+def log_through_vllm() -> None:
+    """Make PAT's loggers children of vLLM's.
+
+    Without it: PAT's lines below WARNING are lost, for vLLM sets up handlers and level for the
+    loggers below its own only. Missing seam: a logger for plugins.
+    """
+    logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
+
+
+def serialize_sends(llm: Any) -> None:
+    """Put a lock around the sends of an `LLM`'s client.
+
+    Without it: two threads write to one ZMQ socket, which is not made for that. vLLM's synchronous
+    client is made for one thread. `generate` runs in that one, and may abort requests just when
+    another thread asks for a switch. Missing seam: a client that several threads may use.
+    """
+    client = llm.llm_engine.engine_core
+    if not hasattr(client, "_send_input"):
+        return  # the engine runs in this process
+    lock = threading.Lock()
+
+    def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return send(*args, **kwargs)
+
+        return locked
+
+    _replace(client, "_send_input", wrap)
+
+
+_RAY_ADDRESS = "_pat_ray_address"
+
+
+def note_ray_address(parallel: ParallelConfig, address: str) -> None:
+    """Note the address of the Ray cluster in which an engine is configured, in its config.
+
+    Without it: an engine core in a process of its own may join another cluster. vLLM passes the
+    cluster on by an environment variable, from a Ray actor only, and not when
+    VLLM_WORKER_MULTIPROC_METHOD=spawn is set. Missing seam: a field of `ParallelConfig` for it.
+    The attribute is not part of the config's hash.
+    """
+    setattr(parallel, _RAY_ADDRESS, address)
+
+
+def noted_ray_address(parallel: ParallelConfig) -> str | None:
+    """What `note_ray_address` noted; None: the engine was not configured inside a cluster."""
+    return getattr(parallel, _RAY_ADDRESS, None)
+
+
+# -------------------------------------------------------------------- schedulers
+
+
+@contextmanager
+def block_pools_from(take: Callable[..., BlockPool]) -> Iterator[None]:
+    """Inside, have new schedulers call `take` where they make a `BlockPool`.
+
+    Without it: a switch makes an object for each KV block, which on eight large GPUs takes longer
+    than all the rest of the switch. Missing seam: a scheduler that takes a given pool.
+    """
+    from vllm.v1.core import kv_cache_coordinator
+
+    previous = kv_cache_coordinator.BlockPool
+    kv_cache_coordinator.BlockPool = take  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        kv_cache_coordinator.BlockPool = previous  # type: ignore[misc]
+
+
+@contextmanager
+def linear_time_admission(scheduler: Scheduler) -> Iterator[None]:
+    """Inside, the first `schedule()` of a new scheduler admits loads in linear time.
+
+    Without it: a switch that carries many requests takes time that is quadratic in their number.
+    For each load that vLLM admits, it counts what all loads in flight will still need. Nothing but
+    admissions happens inside, so each load is counted once, and is kept out of vLLM's set until
+    the end. vLLM also looks at each block for a cached prefix; the pool is empty, so it has none.
+    Missing seam: admission of a batch of loads.
+    """
+    if "_inflight_prefill_reserved_blocks" in vars(scheduler):
+        yield
+        return
+    counted: set[Request] = set()
+    blocks = 0
+
+    def reserved_blocks() -> int:
+        nonlocal blocks
+        new = scheduler._inflight_prefills
+        blocks += sum(map(scheduler._request_remaining_blocks, new))
+        counted.update(new)
+        new.clear()
+        return blocks
+
+    pool = scheduler.kv_cache_manager.block_pool
+    caching = pool.enable_caching
+    scheduler._inflight_prefill_reserved_blocks = reserved_blocks  # type: ignore[method-assign]
+    pool.enable_caching = False
+    try:
+        yield
+    finally:
+        pool.enable_caching = caching
+        del scheduler._inflight_prefill_reserved_blocks
+        scheduler._inflight_prefills.update(counted)
+
+
+def free_blocks_at_once(scheduler: Scheduler) -> None:
+    """Have a scheduler free the blocks of a preempted request without delay.
+
+    Without it: with a KV connector and asynchronous scheduling, vLLM keeps these blocks until the
+    step in flight has ended, lest a load overtakes it; requests are preempted otherwise than
+    without a connector. PAT loads at a switch only, when no step is in flight. Missing seam: a
+    connector cannot say so.
+    """
+    scheduler.defer_block_free = False
+
+
+def preempt_carried(scheduler: Scheduler) -> None:
+    """Preempt requests that have not run since a switch carried their KV to this scheduler.
+
+    Without it: vLLM cannot reset its prefix cache. It preempts running requests only, and takes
+    these for a load that may still write to their blocks. Missing seam: preemption of a request
+    whose load has finished.
+    """
+    from vllm.v1.request import RequestStatus
+
+    for request in reversed(list(scheduler.kv_holding_waiting)):
+        if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            continue
+        scheduler.kv_holding_waiting.remove_request(request)
+        scheduler.deferred_waiting.discard(request)
+        scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+        scheduler._inflight_prefills.discard(request)
+        scheduler._set_kv_fetch_stage(request, None)
+        scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        request.status = (
+            RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+        )
+        scheduler.waiting.prepend_request(request)
+
+
+@contextmanager
+def quiet_pool_resets() -> Iterator[None]:
+    """Inside, have block pools not log that they are reset.
+
+    Without it: each switch writes a line for each replica that is left, which looks like a reset
+    that a user asked for. Missing seam: a reset without a log line.
+    """
+    logger = logging.getLogger("vllm.v1.core.block_pool")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def quiet_connectors() -> None:
+    """Have vLLM not log each KV connector that it makes.
+
+    Without it: each switch writes two lines for each replica, one of them a warning that vLLM's
+    interface for connectors may change. PAT checks vLLM's version instead. Missing seam: none is
+    meant, for other engines make one connector.
+    """
+    for name in ("v1.base", "factory"):
+        full_name = f"vllm.distributed.kv_transfer.kv_connector.{name}"
+        logging.getLogger(full_name).setLevel(logging.ERROR)
+
+
+# -------------------------------------------------------------------- workers
+
+
+def install_tp_group(group: GroupCoordinator) -> None:
+    """Make `group` vLLM's tensor-parallel group, as which layers look it up at each call.
+
+    Without it: there is one layout only. vLLM assigns the group once, at start. Missing seam:
+    model runners that are given their group.
+    """
+    import vllm.distributed.parallel_state as parallel_state
+
+    _change_workspaces(parallel_state._TP, group)
+    parallel_state._TP = group
+    # vLLM lets the engram TP group be the TP group unless a config sets it apart.
+    parallel_state._ETP = group
+
+
+_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+_WORKSPACES = {
+    "_fi_ar_workspace": None,
+    "_fi_ar_quant_workspace": None,
+    "_fi_ar_workspace_failed": False,
+    "_fi_ar_quant_workspace_failed": False,
+}
+"""Of `_FLASHINFER`: made for one group, by the first that asks, and looked up at each call."""
+_workspaces_of: dict[int, dict[str, Any]] = {}
+
+
+def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinator) -> None:
+    """Have FlashInfer's all-reduce find the workspaces of `group`, or none yet.
+
+    Without it: the all-reduce of one layout uses the workspace that was made for the ranks of
+    another. Missing seam: workspaces by group.
+    """
+    module = sys.modules.get(_FLASHINFER)
+    if module is None or previous is None or group is previous:
+        return
+    _workspaces_of[id(previous)] = {name: getattr(module, name) for name in _WORKSPACES}
+    vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
+
+
+def report_weights_memory(runner: Any, num_bytes: int) -> None:
+    """Have a model runner say that its weights take `num_bytes`.
+
+    Without it: vLLM's worker sizes the KV cache by the weights of the active layout's runner, and
+    the other layouts' copies find no memory. Missing seam: a worker with several model runners.
+    """
+    runner.model_memory_usage = num_bytes
+
+
+def forget_sampled_tokens(batch: Any) -> None:
+    """Make the input batch of a Model Runner V1 forget the tokens that it sampled last.
+
+    Without it: with asynchronous scheduling, the batch gives them to a request that comes back
+    under the same id, and penalties and logits processors wait for their copies to the host.
+    Missing seam: a runner that can be emptied.
+    """
+    batch.prev_sampled_token_ids = None
+    batch.prev_req_id_to_index = None
+    batch.sampled_token_ids_cpu = None
+    batch.async_copy_ready_event = None
+
+
+def share_penalty_counts(runner: Any, base: Any) -> None:
+    """Have a Model Runner V2 use the penalty counters of `base`.
+
+    Without it: each layout keeps a counter for each token of the vocabulary and each request. Only
+    one layout has requests at any time, and a request that has penalties begins by writing its
+    own. Missing seam: a sampler that takes given counters.
+    """
+    own, shared = runner.sampler.penalties_state, base.sampler.penalties_state
+    own.output_bin_counts = shared.output_bin_counts
+    own.prompt_bin_mask = shared.prompt_bin_mask
+
+
+# -------------------------------------------------------------------- weights
+
+
+def keep_plain_weights(model: nn.Module) -> None:
+    """Have vLLM not pack the weights of a model for its CPU kernels. Does nothing elsewhere.
+
+    Without it: vLLM frees the plain weights on CPU, of which the layouts' weights are views.
+    Missing seam: an option of the CPU platform.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module._cpu_skip_gemm_dispatch = True  # vLLM's own word for it
+        elif isinstance(module, VocabParallelEmbedding):
+            module.quant_method = _plain_embedding()()
+
+
+@functools.cache
+def _plain_embedding() -> type:
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class PlainEmbedding(UnquantizedEmbeddingMethod):
+        """vLLM's method for embeddings, without the packing."""
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    return PlainEmbedding
+
+
+def tie_word_embeddings(model: nn.Module, model_config: ModelConfig) -> None:
+    """Have vLLM tie a loaded model's head to its embeddings, if that is due, and not ask again.
+
+    Without it: vLLM compares the two after each layout's weights are loaded. That is too late for
+    a strategy that has taken them for two weights by then. And a layout with smaller shards may
+    have equal ones by chance; what the base layout says holds for all. Missing seam: the
+    comparison is no part of a loader's `load_weights`.
+    """
+    from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+    before = len(list(model.parameters()))
+    maybe_retie_word_embeddings(model, model_config)
+    if len(list(model.parameters())) == before:
+        model_config.word_embeddings_untied_by_checkpoint = False
+
+
+def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
+    """Have `model.load_weights` call `refuse`, which raises.
+
+    Without it: a trainer's call loads new weights into the base layout's model only, although the
+    other layouts cannot be given them. Trainers call the model's method themselves. Missing seam:
+    a worker is not asked before that.
+    """
+    _replace(model, "load_weights", lambda original: refuse)

@@ -1,0 +1,150 @@
+"""Patches: applied twice they do no harm, and the originals come back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.block_pool import BlockPool
+
+from pat_vllm import patches
+
+
+def test_a_method_is_replaced_once_and_kept() -> None:
+    calls: list[str] = []
+
+    class Executor:
+        @staticmethod
+        def get_class(vllm_config: Any) -> type:
+            return dict
+
+    def resolve(vllm_config: Any, original: Any) -> type:
+        calls.append(vllm_config)
+        return original(vllm_config)
+
+    stock = Executor.get_class
+    for _ in range(2):
+        patches.patch_get_class(Executor, resolve)
+    assert Executor.get_class("a config") is dict
+    assert Executor().get_class("from an instance") is dict
+    assert calls == ["a config", "from an instance"], "resolved once per call"
+    assert Executor.get_class.__wrapped__ is stock  # type: ignore[attr-defined]
+
+
+def test_sends_of_two_threads_do_not_meet() -> None:
+    inside, most = [0], [0]
+    together = threading.Barrier(2)
+
+    class Client:
+        def _send_input(self, request: str) -> str:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            # Without the lock, the other thread comes in here.
+            threading.Event().wait(0.05)
+            inside[0] -= 1
+            return request
+
+    client = Client()
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
+    patches.serialize_sends(llm)
+    once = client._send_input
+    patches.serialize_sends(llm)
+    assert client._send_input is once
+
+    def send() -> None:
+        together.wait()
+        assert client._send_input("abort") == "abort"
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+
+
+def test_an_engine_in_this_process_sends_nothing() -> None:
+    core = SimpleNamespace()
+    patches.serialize_sends(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
+    assert not vars(core)
+
+
+def test_pools_come_from_the_innermost() -> None:
+    def outer(**options: Any) -> Any:
+        return "outer"
+
+    def inner(**options: Any) -> Any:
+        return "inner"
+
+    with patches.block_pools_from(outer):
+        with pytest.raises(KeyError), patches.block_pools_from(inner):
+            assert kv_cache_coordinator.BlockPool() == "inner"  # type: ignore[call-arg]
+            raise KeyError
+        assert kv_cache_coordinator.BlockPool() == "outer"  # type: ignore[call-arg]
+    assert kv_cache_coordinator.BlockPool is BlockPool
+
+
+def test_admission_counts_each_load_once_and_gives_them_back() -> None:
+    asked: list[str] = []
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self._inflight_prefills = {"a", "b"}
+            self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(enable_caching=True))
+
+        def _request_remaining_blocks(self, request: str) -> int:
+            asked.append(request)
+            return 5
+
+        def _inflight_prefill_reserved_blocks(self) -> int:
+            return -1
+
+    scheduler: Any = Scheduler()
+    pool = scheduler.kv_cache_manager.block_pool
+    with patches.linear_time_admission(scheduler), patches.linear_time_admission(scheduler):
+        assert not pool.enable_caching
+        assert scheduler._inflight_prefill_reserved_blocks() == 10
+        scheduler._inflight_prefills.add("c")
+        assert scheduler._inflight_prefill_reserved_blocks() == 15
+    assert sorted(asked) == ["a", "b", "c"]
+    assert scheduler._inflight_prefills == {"a", "b", "c"}
+    assert scheduler._inflight_prefill_reserved_blocks() == -1
+    assert pool.enable_caching
+
+
+def test_pool_resets_are_quiet_inside() -> None:
+    logger = logging.getLogger("vllm.v1.core.block_pool")
+    before = logger.level
+    with patches.quiet_pool_resets(), patches.quiet_pool_resets():
+        assert not logger.isEnabledFor(logging.INFO)
+        assert logger.isEnabledFor(logging.WARNING)
+    assert logger.level == before
+
+
+def test_weights_are_refused_where_the_model_is_asked_itself() -> None:
+    class Model(nn.Module):
+        def load_weights(self, weights: Any) -> str:
+            return "loaded"
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("cannot be updated")
+
+    model: Any = Model()
+    for _ in range(2):
+        patches.refuse_load_weights(model, refuse)
+    with pytest.raises(RuntimeError, match="cannot be updated"):
+        model.load_weights([])
+    assert model.load_weights.__wrapped__([]) == "loaded"
+    assert Model().load_weights([]) == "loaded", "other models are as they were"
+
+
+def test_a_ray_cluster_is_noted_in_the_config() -> None:
+    parallel: Any = SimpleNamespace()
+    assert patches.noted_ray_address(parallel) is None
+    patches.note_ray_address(parallel, "10.0.0.1:6379")
+    assert patches.noted_ray_address(parallel) == "10.0.0.1:6379"
