@@ -56,10 +56,20 @@ def engine(
     llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
     try:
         yield llm
+        if pat is not None and in_process:
+            _check_planning(llm)
     finally:
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def _check_planning(llm: Any) -> None:
+    """A mistake in planning is undone and told: a test that passes would not show it."""
+    provoked = getattr(llm, "provoked", None)
+    refused = scheduler_of(llm).controller.report().refused
+    mistakes = [one.why for one in refused if not one.expected]
+    assert all(provoked is not None and provoked in why for why in mistakes), mistakes
 
 
 def engine_processes(before: Iterable[psutil.Process] = ()) -> list[psutil.Process]:

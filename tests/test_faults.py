@@ -197,6 +197,7 @@ def test_a_switch_that_cannot_be_planned_is_undone(small_engine, monkeypatch):
         raise RuntimeError("no plan today")
 
     told = []
+    llm.provoked = "no plan today"
 
     def before_step(step):
         if step in (3, 9):
