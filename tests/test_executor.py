@@ -15,11 +15,13 @@ import vllm.envs as envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
+from pat_vllm import commands
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.lanes import reader_of
 from pat_vllm.executor.messages import CallFailed, SwitchCommand
 from pat_vllm.layout import Layout
+from pat_vllm.worker.worker import PATWorkerMixin
 
 SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
 COMMAND = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
@@ -274,3 +276,13 @@ def test_weights_are_not_touched_while_they_are_away() -> None:
     executor.is_sleeping = False
     executor._enter_lanes()
     assert executor.calls == ["sleep", "wake_up", "pat_refresh_weights"]
+
+
+def test_workers_have_the_methods_that_are_called() -> None:
+    """Calls go by name; `commands.py` is where both ends find it."""
+    constants = {value for name, value in vars(commands).items() if name.isupper()}
+    workers = {value for value in constants if isinstance(value, str)}
+    front_ends = {commands.SWITCH_COMMAND, commands.REPORT_COMMAND, commands.PROFILE_COMMAND}
+    assert workers - front_ends == commands.WORKER_METHODS
+    methods = {name for name in vars(PATWorkerMixin) if name.startswith("pat_")}
+    assert methods == commands.WORKER_METHODS

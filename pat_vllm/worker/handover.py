@@ -13,9 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.patches import forget_sampled_tokens, share_penalty_counts
 
 RequestState = Any
@@ -48,6 +50,32 @@ class Handover(Protocol):
 def handover_for(runner: Any) -> Handover:
     """The implementation for a runner."""
     return V2Handover() if hasattr(runner, "req_states") else V1Handover()
+
+
+def gather_states(
+    handover: Handover, runner: Any, command: SwitchCommand, rank: int, group: dist.ProcessGroup
+) -> dict[str, RequestState]:
+    """State of the requests that a switch brings to this rank, by id. Collective over `group`.
+
+    Args:
+        runner: that of the source layout on this rank.
+        rank: the global rank.
+        group: all ranks, over a CPU backend.
+    """
+    if not command.placement:
+        return {}
+    mine: dict[str, RequestState] = {}
+    if command.source.tp_rank_of(rank) == 0:
+        mine = handover.take(runner, command.placement)
+    gathered: list[dict[str, RequestState]] = [{}] * command.source.world_size
+    dist.all_gather_object(gathered, mine, group=group)
+    replica = command.target.replica_of(rank)
+    return {
+        request_id: state
+        for states in gathered
+        for request_id, state in states.items()
+        if command.placement[request_id] == replica
+    }
 
 
 def _finish(runner: Any, request_ids: set[str]) -> None:

@@ -39,6 +39,21 @@ class LayoutRuntime:
     kv_cache_config: KVCacheConfig | None = None
     connector: PATConnector | None = None
 
+    def check_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        """Check that the shared buffer is divided as vLLM itself would divide it for this tp.
+
+        Raises:
+            ValueError: a layer's KV cache is another one.
+        """
+        specs = self.runner.get_kv_cache_spec()
+        for group in kv_cache_config.kv_cache_groups:
+            for name in group.layer_names:
+                if specs[name] != group.kv_cache_spec:
+                    raise ValueError(
+                        f"layout {self.layout}: layer {name} has the KV cache {specs[name]}, where "
+                        f"PAT expects {group.kv_cache_spec}; this model cannot be used with PAT"
+                    )
+
     def register_kv(self, kv_cache_config: KVCacheConfig, buffer: SharedKVBuffer) -> None:
         """Give the layout its connector, with its views of the KV buffer."""
         config = copy.copy(self.config)

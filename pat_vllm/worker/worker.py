@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import home_layout, layouts_of, pat_config
+from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.messages import CallFailed, SwitchCommand, SwitchTimes, TransferRates
 from pat_vllm.executor.orphan import exit_when_orphaned
@@ -25,12 +24,10 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import device_of
-from pat_vllm.patches import install_tp_group, refuse_load_weights
-from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
-from pat_vllm.weights.materialized import MaterializedShards
-from pat_vllm.worker.handover import Handover, handover_for
+from pat_vllm.patches import install_tp_group
+from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
@@ -98,7 +95,6 @@ class PATWorkerMixin:
         layouts = layouts_of(engine_config)
         self._seed = engine_config.model_config.seed
         self._home = home_layout(engine_config)
-        self._packed = False
         self._buffer = SharedKVBuffer()
         self._runtimes = {
             layout: LayoutRuntime(
@@ -109,10 +105,8 @@ class PATWorkerMixin:
             for layout in layouts
         }
         self._base = self._runtimes[layouts[0]]
-        self._weights = self._weight_strategy(pat_config(engine_config).weights)
+        self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
         for runtime in self._runtimes.values():
-            loader = base_load_config if runtime is self._base else derived_load_config
-            runtime.config.load_config = loader(engine_config.load_config, self._weights)
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config):
                 runtime.runner = self._make_runner(runtime.config)
@@ -125,17 +119,6 @@ class PATWorkerMixin:
         """vLLM's model runner for this platform and config."""
         raise NotImplementedError
 
-    def _weight_strategy(self, name: str) -> WeightStrategy:
-        if name == "auto":
-            # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
-            # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
-            default_kernels = self.vllm_config.kernel_config.linear_backend == "auto"
-            fit = current_platform.is_cuda() and default_kernels
-            name = "inplace" if fit else "materialized"
-        if name == "inplace":
-            return InPlaceShards({one.tp: one.tp_rank_of(self.rank) for one in self._runtimes})
-        return MaterializedShards()
-
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""
         for runtime in self._runtimes.values():  # base first
@@ -147,8 +130,7 @@ class PATWorkerMixin:
                 engine = self.weight_transfer_engine
             else:
                 self._handover.share(self._base.runner, runtime.runner)
-        self._weights.release()
-        self._guard_packed_weights()
+        self._weights.finish_loading()
         self.weight_transfer_engine = engine
         self._activate(self._base)
 
@@ -172,7 +154,7 @@ class PATWorkerMixin:
             ratio = block_ratio(layout, self._base.layout, num_kv_heads)
             config = layout_kv_cache_config(kv_cache_config, ratio)
             self._activate(runtime)
-            _check_specs(config, runtime)
+            runtime.check_kv_cache(config)
             with set_current_vllm_config(runtime.config):
                 super().initialize_from_config(config)  # type: ignore[misc]
             runtime.register_kv(config, self._buffer)
@@ -246,22 +228,17 @@ class PATWorkerMixin:
     @torch.inference_mode()
     def pat_refresh_weights(self) -> None:
         """Give every other layout the base layout's weights as they are now. Collective."""
-        if len(self._runtimes) > 1 and not self._packed:
-            others = [one for one in self._runtimes.values() if one is not self._base]
-            self._weights.refresh(
-                self._base.runner.get_model(), [one.runner.get_model() for one in others]
-            )
-            self._weights.arrange(self._active.layout.tp)
-            self._synchronize_device()
+        self._weights.refresh(self._active.layout)
+        self._synchronize_device()
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """As in vLLM. While the memory is away, nothing must ask for rows to move."""
-        self._weights.arrange(self._base.layout.tp)
+        self._weights.arrange(self._base.layout)
         self._synchronize_device()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_if_packed()
+        self._weights.refuse_if_packed()
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -271,27 +248,8 @@ class PATWorkerMixin:
         super().update_weights(update_info)  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
-        self._refuse_if_packed()
+        self._weights.refuse_if_packed()
         super().start_weight_update()  # type: ignore[misc]
-
-    def _guard_packed_weights(self) -> None:
-        """Have every way to load new weights refused if they could not reach all layouts."""
-        model = self._base.runner.get_model()
-        try:
-            self._weights.check(model)
-        except ValueError:
-            self._packed = len(self._runtimes) > 1
-        if self._packed:
-            refuse_load_weights(model, self._refuse_if_packed)
-
-    def _refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
-        if self._packed:
-            raise RuntimeError(
-                "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
-                "kernels and freed the plain ones, from which those of the layouts "
-                f"tp={[layout.tp for layout in self._runtimes]} are derived. Updates need a GPU, "
-                "or one layout: pat.layouts=[N] with pat.base_tp=N."
-            )
 
     # ---------------------------------------------------------------- steps
 
@@ -324,30 +282,30 @@ class PATWorkerMixin:
     def _enter(self, runtime: LayoutRuntime) -> None:
         """Make a layout the active one, with its weights in place."""
         self._activate(runtime)
-        self._weights.arrange(runtime.layout.tp)
+        self._weights.arrange(runtime.layout)
 
     @torch.inference_mode()
-    def pat_switch(self, order: SwitchCommand) -> SwitchTimes:
+    def pat_switch(self, command: SwitchCommand) -> SwitchTimes:
         """Carry out a switch. Collective over all ranks; no step is in flight.
 
         Returns:
             What each part took on this rank.
         """
         clock = time.perf_counter
-        source, target = self._runtimes[order.source], self._runtimes[order.target]
+        source, target = self._runtimes[command.source], self._runtimes[command.target]
         assert source is self._active, f"rank {self.rank} is in {self._active.layout}"
 
         started = clock()
-        states = self._gather_states(order)
+        states = gather_states(self._handover, source.runner, command, self.rank, cpu_world_group())
         gathered = clock()
 
         with self._side.beside():
-            weight_bytes = self._weights.arrange(target.layout.tp)
+            weight_bytes = self._weights.arrange(target.layout)
         resharded = clock()
 
         kv_bytes = 0
-        if order.moves:
-            self._move_kv(source, target, order.moves)
+        if command.moves:
+            self._move_kv(source, target, command.moves)
             # The device may still be at it; the cost model is to learn what it really took.
             self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
@@ -357,7 +315,7 @@ class PATWorkerMixin:
 
         self._handover.clear(source.runner)
         self._activate(target)
-        seed_like(self._seed, order.switch_id, order.target.replica_of(self.rank))
+        seed_like(self._seed, command.switch_id, command.target.replica_of(self.rank))
         self._handover.give(target.runner, states)
         return SwitchTimes(
             states=gathered - started,
@@ -382,32 +340,3 @@ class PATWorkerMixin:
     def _synchronize_device(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-    def _gather_states(self, order: SwitchCommand) -> dict[str, Any]:
-        """Runner state of the requests that come to this rank."""
-        if not order.placement:
-            return {}
-        mine: dict[str, Any] = {}
-        if order.source.tp_rank_of(self.rank) == 0:
-            mine = self._handover.take(self._active.runner, order.placement)
-        gathered: list[dict[str, Any]] = [{}] * order.source.world_size
-        dist.all_gather_object(gathered, mine, group=cpu_world_group())
-        replica = order.target.replica_of(self.rank)
-        return {
-            request_id: state
-            for states in gathered
-            for request_id, state in states.items()
-            if order.placement[request_id] == replica
-        }
-
-
-def _check_specs(config: KVCacheConfig, runtime: LayoutRuntime) -> None:
-    """The shared buffer is divided as vLLM itself would divide it for this tp."""
-    specs = runtime.runner.get_kv_cache_spec()
-    for group in config.kv_cache_groups:
-        for name in group.layer_names:
-            if specs[name] != group.kv_cache_spec:
-                raise ValueError(
-                    f"layout {runtime.layout}: layer {name} has the KV cache {specs[name]}, where "
-                    f"PAT expects {group.kv_cache_spec}; this model cannot be used with PAT"
-                )

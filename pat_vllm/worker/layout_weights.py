@@ -1,0 +1,99 @@
+"""The weights of a worker's layouts: how they are loaded, where they lie, how they are renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import current_platform
+
+from pat_vllm.config import pat_config
+from pat_vllm.patches import refuse_load_weights
+from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
+from pat_vllm.weights.materialized import MaterializedShards
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from pat_vllm.layout import Layout
+    from pat_vllm.worker.runtime import LayoutRuntime
+
+
+class LayoutWeights:
+    """The weights of one rank, in the base layout and in those derived from it."""
+
+    def __init__(
+        self, config: VllmConfig, runtimes: Mapping[Layout, LayoutRuntime], rank: int
+    ) -> None:
+        """Have each layout's model loaded in PAT's way.
+
+        Args:
+            config: the engine's.
+            runtimes: the base layout first. Their model runners are not made yet.
+            rank: the global rank of this worker.
+        """
+        self._runtimes = tuple(runtimes.values())
+        self._base = self._runtimes[0]
+        self._strategy = _strategy(config, runtimes, rank)
+        self._packed = False
+        for runtime in self._runtimes:
+            loader = base_load_config if runtime is self._base else derived_load_config
+            runtime.config.load_config = loader(config.load_config, self._strategy)
+
+    def finish_loading(self) -> None:
+        """Free what only loading needed. Guard weights that cannot be updated against updates.
+
+        Raises:
+            ValueError: vLLM has made the weights unfit for the `weights` option.
+        """
+        self._strategy.release()
+        model = self._base.runner.get_model()
+        try:
+            self._strategy.check(model)
+        except ValueError:
+            self._packed = len(self._runtimes) > 1
+        if self._packed:
+            refuse_load_weights(model, self.refuse_if_packed)
+
+    def refuse_if_packed(self, *args: Any, **kwargs: Any) -> None:
+        """Raise RuntimeError if new weights could not be given to all layouts."""
+        if self._packed:
+            raise RuntimeError(
+                "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
+                "kernels and freed the plain ones, from which those of the layouts "
+                f"tp={[one.layout.tp for one in self._runtimes]} are derived. Updates need a GPU, "
+                "or one layout: pat.layouts=[N] with pat.base_tp=N."
+            )
+
+    def arrange(self, layout: Layout) -> int:
+        """Before `layout` runs, or new weights come to the base layout: put its rows in place.
+
+        Returns:
+            Bytes that came to another place.
+        """
+        return self._strategy.arrange(layout.tp)
+
+    def refresh(self, active: Layout) -> None:
+        """Give every other layout the base layout's weights; then put those of `active` in place.
+
+        Collective over all ranks.
+        """
+        if len(self._runtimes) > 1 and not self._packed:
+            base, *others = (one.runner.get_model() for one in self._runtimes)
+            self._strategy.refresh(base, others)
+            self._strategy.arrange(active.tp)
+
+
+def _strategy(
+    config: VllmConfig, runtimes: Mapping[Layout, LayoutRuntime], rank: int
+) -> WeightStrategy:
+    name = pat_config(config).weights
+    if name == "auto":
+        # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
+        # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
+        default_kernels = config.kernel_config.linear_backend == "auto"
+        name = "inplace" if current_platform.is_cuda() and default_kernels else "materialized"
+    if name == "inplace":
+        return InPlaceShards({layout.tp: layout.tp_rank_of(rank) for layout in runtimes})
+    return MaterializedShards()
