@@ -47,10 +47,11 @@ test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trai
 	$< $* .venv-$* $(PYTHON) $(VENV)
 	@touch $@
 
-lint: venv ## ruff and mypy
+lint: venv ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: venv ## Let ruff fix and format
 	$(BIN)/ruff check --fix .
