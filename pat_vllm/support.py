@@ -36,7 +36,7 @@ def prepare(vllm_config: Any) -> None:
     _check_heads(vllm_config, layouts_of(vllm_config))
     policy = pat_config(vllm_config).policy
     if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
-        # Whether it is of this engine shows later; that it is whole can be seen at once.
+        # Here it is checked to be whole. The scheduler checks that it is this engine's.
         Profile.load(Path(policy.profile))
 
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config

@@ -1,4 +1,4 @@
-"""The executor: vLLM's own, plus steps that go to one replica and a layout that can change."""
+"""The executor: vLLM's own, with steps that go to one replica and a layout that can change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _executors: weakref.WeakValueDictionary[str, PATExecutorMixin] = weakref.WeakVal
 def executor_of(vllm_config: VllmConfig) -> PATExecutorMixin:
     """The executor of the engine that this config belongs to.
 
-    vLLM builds the executor, then the scheduler, and does not introduce them; both get the same
+    vLLM builds the executor, then the scheduler, and gives neither the other. Both get the same
     config.
     """
     return _executors[vllm_config.instance_id]
@@ -71,7 +71,7 @@ R = TypeVar("R")
 def _fatal(
     method: Callable[Concatenate[PATExecutorMixin, P], R],
 ) -> Callable[Concatenate[PATExecutorMixin, P], R]:
-    """Whatever a method raises ends the engine; see `PATExecutorMixin.fail`."""
+    """Have an exception of a method end the engine; see `PATExecutorMixin.fail`."""
 
     @functools.wraps(method)
     def call(self: PATExecutorMixin, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -117,7 +117,7 @@ class PATExecutorMixin:
         lanes = Lanes(layouts_of(self.vllm_config), self._network)  # type: ignore[attr-defined]
         lanes.connect(self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),)))
         ready = self.collective_rpc(commands.LANES_READY, non_block=True)
-        # For a worker that dies now, this would wait for ever; the wait for its reply ends.
+        # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
         opened = threading.Event()
 
         def open_lanes() -> None:
@@ -140,8 +140,8 @@ class PATExecutorMixin:
     def fail(self) -> None:
         """Have vLLM end the engine, as when a worker has died. Idempotent.
 
-        An exception does not where it is raised in a call of the front end: vLLM's engine core
-        answers with it, and goes on.
+        An exception alone does not end it during a call of the front end: vLLM's engine core
+        answers with the exception and goes on.
         """
         self.is_failed = True
         callback, self.failure_callback = self.failure_callback, None
@@ -213,8 +213,8 @@ class PATExecutorMixin:
     def _refresh_weights(self) -> None:
         """Derive the weights of the other layouts again, if the base layout's may have changed.
 
-        Not while the engine sleeps, without its weights: a request that is aborted then is a step,
-        too.
+        Nothing is done while the engine sleeps, without its weights. A step can be made then, too,
+        to abort a request.
         """
         if self._stale and not self.is_sleeping:
             self.collective_rpc(commands.REFRESH_WEIGHTS)
@@ -285,7 +285,7 @@ class PATExecutorMixin:
         give_up = time.perf_counter() + _IDLE_WAIT_SECONDS
         while busy:
             for replica in busy:
-                # The last one that is waited for may block, as in vLLM.
+                # The wait for the only busy replica may block, as in vLLM.
                 alone = len(busy) == 1 and (wait_for_all or not idle) and not results
                 if (result := self._receive(replica, block=alone)) is not None:
                     results.append(result)

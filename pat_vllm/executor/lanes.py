@@ -1,9 +1,9 @@
-"""Message lanes: one broadcast ring per replica, so that replicas run freely.
+"""Message lanes: one broadcast ring per replica, so that replicas do not wait for each other.
 
-vLLM sends every RPC through one ring that all workers read in order; a worker in a long prefill
-would soon fill it and stop the others. Steps therefore travel in lanes: a lane reaches the ranks
-of one replica only. Control RPCs stay on vLLM's own path: the executor asks the workers to leave
-their lanes, makes the RPC, and sends them back (see `PATExecutorMixin.collective_rpc`).
+vLLM sends every RPC through one ring that all workers read in order. A worker in a long prefill
+would soon fill it and stop the others. Steps therefore travel in lanes, each of which reaches the
+ranks of one replica only. Control RPCs stay on vLLM's own path: the executor asks the workers to
+leave their lanes, makes the RPC, and sends the workers back (`PATExecutorMixin.collective_rpc`).
 
 Both directions are vLLM's `MessageQueue`: shared memory to ranks on the engine's node, TCP to
 others (`Network`).
@@ -80,8 +80,8 @@ class LocalReader:
 
     def ready(self) -> bool:
         """Whether a message waits to be received."""
-        # `MessageQueue.dequeue(timeout=0)` would do, but can lose a message that is too large
-        # for the ring: its slot is consumed before the socket has delivered the bytes.
+        # `MessageQueue.dequeue(timeout=0)` can lose a message that is too large for the ring: it
+        # consumes the slot before the socket has delivered the bytes.
         with self._mq.buffer.get_metadata(self._mq.current_idx) as flags:
             written, read = flags[0], flags[1]
         return bool(written and not read)
@@ -94,7 +94,7 @@ class LocalReader:
         poller.register(condition.read_cancel_socket, zmq.POLLIN)
 
     def woken(self, events: Mapping[zmq.Socket, int]) -> None:
-        """Take notice of what a poller woke up for."""
+        """Consume the announcement that a poller woke up for."""
         announcement = self._mq._spin_condition.local_notify_socket
         if announcement in events:
             announcement.recv(flags=zmq.NOBLOCK, copy=False)
@@ -103,8 +103,8 @@ class LocalReader:
 class RemoteReader:
     """The engine's end of a ring from a rank on another node.
 
-    vLLM's remote reader waits for its socket alone, for ever if the writer has died. This one can
-    be shut down from another thread, as a local one can.
+    vLLM's remote reader waits for its socket only, without end if the writer has died. This one can
+    be shut down from another thread, like a local one.
     """
 
     def __init__(self, mq: MessageQueue) -> None:
@@ -154,10 +154,10 @@ def reader_of(mq: MessageQueue | Reader) -> Reader:
 
 
 def wait_for_any(readers: Collection[Reader], timeout: float) -> None:
-    """Sleep until one of them may have a message, one is shut down, or time (seconds) is up.
+    """Sleep until one of them may have a message, one is shut down, or `timeout` seconds are over.
 
-    vLLM's own blocking read is for one ring, and spins on a core that the engine may have to
-    share with a worker; so would looking again and again.
+    vLLM's own blocking read waits for one ring, and spins on a core that the engine may share with
+    a worker.
     """
     poller = zmq.Poller()
     for reader in readers:
@@ -301,7 +301,7 @@ class WorkerLanes:
             try:
                 kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
             except TimeoutError:
-                # An actor has none: Ray ends it with its engine.
+                # A Ray actor has no parent process: Ray ends it with its engine.
                 parent = multiprocessing.parent_process()
                 if parent is not None and not parent.is_alive():
                     raise SystemExit("the engine process died") from None
@@ -319,7 +319,7 @@ class WorkerLanes:
                 self._answer(output)
 
     def _answer(self, output: Any) -> None:
-        # Once a thread finishes outputs, all go through it, for replies must keep their order.
+        # Replies must keep their order, so once a thread finishes outputs, all go through it.
         if isinstance(output, AsyncModelRunnerOutput) and self._finishing is None:
             self._finishing = queue.SimpleQueue()
             threading.Thread(target=self._finish, daemon=True, name="PATAsyncOutput").start()
@@ -331,7 +331,7 @@ class WorkerLanes:
     def _finish(self) -> None:
         """Wait for the device in another thread, so that the next step can be launched."""
         assert self._finishing is not None
-        # A new thread is on device 0, where it would make a CUDA context of its own.
+        # A new thread uses device 0, and would make a CUDA context there.
         current_platform.set_device(self._device)
         while True:
             self._reply.enqueue(_reply_to(self._finishing.get()))

@@ -50,11 +50,10 @@ def prepare_launch(vllm_config: VllmConfig, executor: Any) -> None:
 
 
 def _prepare_ray(parallel: ParallelConfig) -> None:
-    """Note in a config what only this process knows of its Ray cluster, and check it.
+    """Note the Ray cluster and placement group of this process in a config, and check them.
 
-    The engine core may be another process, which Ray knows nothing of: there it has to find the
-    same cluster and placement group again. vLLM passes both on from a Ray actor only, the cluster
-    by an environment variable, and not when VLLM_WORKER_MULTIPROC_METHOD=spawn is set.
+    The engine core may be another process, in which Ray is not initialized. It finds both in the
+    config.
     """
     import ray
 
@@ -67,7 +66,7 @@ def _prepare_ray(parallel: ParallelConfig) -> None:
     if group is not None and ray.util.placement_group_table(group)["state"] == "CREATED":
         from pat_vllm.executor.ray import place_ranks
 
-        # The executor does so again. Here a mistake is an error at once, in the caller's process.
+        # The executor checks again. Here a mistake is an error in the caller's process, at once.
         place_ranks(parallel)
 
 

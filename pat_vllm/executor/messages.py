@@ -51,7 +51,7 @@ class TransferRates:
 
 @dataclass(frozen=True)
 class CallFailed:
-    """A worker's reply to a call that failed, for a reason that is not PAT's."""
+    """A worker's reply to a call of the engine's user that failed."""
 
     error: str
 
@@ -66,8 +66,8 @@ class PATSchedulerOutput(SchedulerOutput):
     def of(cls, steps: dict[int, SchedulerOutput], in_flight: bool) -> PATSchedulerOutput:
         """Bundle the steps.
 
-        vLLM's engine loop takes zero scheduled tokens for "nothing to wait for", so while any
-        step is in flight, an earlier one included, the total is at least one.
+        vLLM's engine loop takes zero scheduled tokens for "nothing to wait for". So the total is at
+        least one while any step is in flight, including an earlier one.
         """
         output = cls(**vars(SchedulerOutput.make_empty()), steps=steps)
         tokens = sum(step.total_num_scheduled_tokens for step in steps.values())

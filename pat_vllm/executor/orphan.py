@@ -1,4 +1,4 @@
-"""Ends an engine whose front end was killed, and workers whose engine core was."""
+"""Ends an engine whose front end was killed, and workers whose engine core was killed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ _WORKER = "VllmWorker"
 """Beginnings of the names that vLLM gives to an engine core's process and to a worker's."""
 
 _GRACE_SECONDS = 5.0
-"""For an orderly end."""
+"""Time for an orderly end."""
 
 
 def end_when_orphaned(shutdown: Callable[[], None]) -> None:
     """In an engine core's own process, watch its parent: when that is gone, shut down and exit.
 
-    vLLM's engine core waits for requests for ever when its front end was killed and could not say
-    goodbye, and its workers keep their devices. A trainer that starts the next engine would find
-    them taken.
+    When its front end is killed, vLLM's engine core waits for requests without end, and its workers
+    keep their devices. A trainer that starts another engine finds the devices taken.
     """
     parent = multiprocessing.parent_process()
     if parent is None or not multiprocessing.current_process().name.startswith(_ENGINE_CORE):
@@ -45,10 +44,10 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
 
 
 def exit_when_orphaned() -> None:
-    """In a worker's own process, watch its parent: some time after that is gone, exit.
+    """In a worker's own process, watch its parent: some seconds after that is gone, exit.
 
-    A worker in the middle of a collective does not hear that it shall end, and would wait for the
-    other ranks for ever when the engine core was killed.
+    When the engine core is killed, a worker in the middle of a collective waits for the other ranks
+    without end.
     """
     if not multiprocessing.current_process().name.startswith(_WORKER):
         return
@@ -62,8 +61,8 @@ def exit_when_orphaned() -> None:
 
 def _when_gone(pid: int, end: Callable[[], None]) -> None:
     def watch() -> None:
-        # Not `parent.is_alive()`: siblings that were forked after this process would hold the
-        # pipe that it looks at.
+        # Not `parent.is_alive()`: it looks at a pipe, which siblings that were forked after this
+        # process would keep open.
         while os.getppid() == pid:
             time.sleep(_CHECK_SECONDS)
         end()

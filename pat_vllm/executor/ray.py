@@ -43,7 +43,7 @@ _WAIT_LOG_SECONDS = 10
 
 
 class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
-    """Adaptive tensor parallelism over Ray actors: all on one node, which need not be this one."""
+    """Adaptive tensor parallelism over Ray actors, all on one node, not necessarily this one."""
 
     supports_pp = False
     response_mqs: list[Any]
@@ -57,11 +57,11 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
             self._join_cluster()
             bundles = place_ranks(self.parallel_config)
             self._network = self._network_to(bundles[0])
-            # vLLM would take the first bundles, of whichever nodes.
+            # vLLM would take the first bundles, which may be on several nodes.
             with _environment(_BUNDLE_INDICES, ",".join(map(str, bundles))):
                 super()._init_executor()
         except BaseException:
-            # Actors that have started would hold their devices as long as this process lives.
+            # Actors that have started would keep their devices as long as this process lives.
             self.shutdown()
             raise
 
@@ -79,7 +79,7 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
         parallel.placement_group = group
 
     def _network_to(self, bundle: int) -> Network:
-        """How the ranks are reached, which are all on the node of a bundle."""
+        """How to reach the ranks, which are all on the node of a bundle."""
         node = placement_group_table(self.parallel_config.placement_group)["bundles_to_node_id"][
             bundle
         ]
@@ -91,7 +91,7 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
 
     def _post_init_executor(self) -> None:
         super()._post_init_executor()
-        # Replies to control RPCs have to be cancelled, too, when a worker has died.
+        # When a worker has died, replies to control RPCs must be cancelled, too.
         self.response_mqs = [reader_of(mq) for mq in self.response_mqs]
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels. Import this only where Triton is at hand.
+"""The Triton kernels. Import this module only where Triton is installed.
 
 All of them move 8-byte words in pairs: 16 bytes per access, neighbouring threads at neighbouring
 addresses, several accesses of a thread in flight before the first is used.

@@ -18,10 +18,10 @@ STAGING_BYTES = 16 << 20
 """Bound on the memory that a run takes beside the tensors, unless told otherwise."""
 
 _CPU_STAGING_BYTES = 512 << 10
-"""More is slower: with this much, a chunk of both sides and the staging stay in a core's cache."""
+"""A chunk of both sides and this much staging stay in a core's cache. More is slower."""
 
 _CHUNK_BYTES = 64 << 10
-"""Of each side, for one program of the kernel: long ranges and short ones keep all of them busy."""
+"""Bytes of each side for one program of the kernel. Long ranges occupy many programs."""
 
 _ACCESS_BYTES = 16
 
@@ -41,7 +41,7 @@ class RowSwap(NamedTuple):
 class ByteSwaps:
     """What `prepare` returns: swaps that can be run any number of times.
 
-    It holds the tensors' addresses, so they must stay where they are; it keeps them alive.
+    It holds the tensors' addresses, so the tensors must not move. It keeps them alive.
 
     Attributes:
         num_bytes: bytes that a run reads; it writes as many.
@@ -112,7 +112,7 @@ class _KernelRound:
             swap_kernel[(len(table),)](table, BLOCK=TILE, num_warps=WARPS)
 
         self._launch = launch
-        # Of nothing, so that it is compiled now.
+        # A launch without work compiles the kernel now.
         launch(torch.zeros_like(self._table[:1]))
 
     def __call__(self) -> None:

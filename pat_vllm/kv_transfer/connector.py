@@ -71,7 +71,7 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         self._carried = dict(carried)
 
     def withdraw(self) -> None:
-        """Whatever was announced and not allocated is to be recomputed."""
+        """Forget what was announced and not allocated. It will be recomputed."""
         self._carried.clear()
 
     def get_num_new_matched_tokens(

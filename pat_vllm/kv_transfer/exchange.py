@@ -73,7 +73,7 @@ class CollectiveTransport:
         self.depth = 2
         self._group = group
         self._device = device
-        # NCCL takes its memory at the first call: now, before vLLM counts what is left.
+        # NCCL takes its memory at its first call. Make it now, before vLLM counts what is left.
         one_each = torch.zeros(dist.get_world_size(group), device=device)
         dist.all_to_all_single(torch.empty_like(one_each), one_each, group=group)
         self._send_counts: list[int] = []
@@ -92,7 +92,7 @@ class CollectiveTransport:
         """See `Transport`."""
         self._send_counts, self._receive_counts = list(send_counts), list(receive_counts)
         num_bytes = (sum(send_counts) + sum(receive_counts)) * dtype.itemsize
-        # Ranks may differ in it, for they exchange layer after layer in any case.
+        # Ranks may differ in it: each exchanges one layer after the other in any case.
         self.depth = 2 if 2 * num_bytes <= room else 1
         self._free = deque(
             tuple(
@@ -186,14 +186,14 @@ class Exchange:
             source, target: views of one layer in the two layouts, [blocks, heads, tokens,
                 content], which tell the sizes; all layers must be alike.
 
-        Staging takes the bytes of one layer's moves; where a transport does not share memory, in
-        both directions, and of two layers' where these are not most of what a layer has. It is
-        needed even for bytes that stay on their rank, for both views lie over the same memory.
+        Staging takes the bytes of one layer's moves. A transport that does not share memory takes
+        them in both directions, and for two layers where the moves are a small part of a layer.
+        Bytes that stay on their rank are staged, too, because both views lie over the same memory.
         """
         source, target = _words(source), _words(target)
         packs = _staged(moves.sends, source, from_source=True)
         unpacks = _staged(moves.receives, target, from_source=False)
-        # A layer in each direction is what there is room for in any case (`executor/kv_memory.py`).
+        # There is always room for a layer in each direction (`kv_memory.py`).
         room = 2 * max(source.nbytes, target.nbytes)
         self._transport.prepare(packs.counts, unpacks.counts, source.dtype, room=room)
         self._staged = packs, unpacks
@@ -236,7 +236,7 @@ class Exchange:
         for _ in range(repeats):
             counts = [num_bytes] * ranks
             self._transport.prepare(counts, counts, memory.dtype, room=0)
-            # Not a barrier, for which torch takes a device by the rank where it knows no better.
+            # Not a barrier, for which torch may choose the device by the rank.
             dist.all_reduce(flag, group=self._group)
             self._synchronize()
             start = time.perf_counter()

@@ -34,7 +34,7 @@ class SharedKVBuffer:
     ) -> dict[str, torch.Tensor]:
         """Views of the buffer by layer: [blocks, heads, tokens, content] of the cache's dtype.
 
-        Their blocks are the scheduler's, whatever smaller blocks an attention kernel may use.
+        Their blocks are the scheduler's. An attention kernel may use smaller ones.
         """
         assert self.buffer is not None, "no KV cache is allocated yet"
         views: dict[str, torch.Tensor] = {}

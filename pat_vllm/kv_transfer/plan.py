@@ -15,7 +15,7 @@ from pat_vllm.layout import Layout
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """Where one migrating request's KV lies, and where it is to lie.
+    """Where one migrating request's KV lies, and where it goes.
 
     Block ids are local to the replica's pool; `source_blocks[i]` and `target_blocks[i]` hold the
     same tokens.
@@ -64,7 +64,7 @@ def head_routes(
     """Routes that fill every KV head of every rank of the target replica exactly once.
 
     Where several source ranks hold a head (replicated KV heads), the target rank itself is
-    preferred, for it needs no transfer; otherwise the holders take turns.
+    preferred, because it needs no transfer. Otherwise the holders take turns.
     """
     holders: dict[int, list[int]] = defaultdict(list)
     for rank in source.ranks_of(source_replica):

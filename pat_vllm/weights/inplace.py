@@ -21,8 +21,8 @@ class InPlaceShards:
     """The weights of the other layouts are views of the base layout's.
 
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
-    one is a block of rows, which `arrange` brings together where the matrix is a fused one. The
-    views stay where they are, so that compiled code and CUDA graphs may keep their addresses.
+    matrix is a block of rows; where the matrix is a fused one, `arrange` brings the rows together.
+    A view's address never changes, so that compiled code and CUDA graphs may keep it.
 
     At most one layout's blocks are together at a time. New weights may only be written while that
     is the base layout.
@@ -92,7 +92,7 @@ class InPlaceShards:
                     f"vLLM has packed {weight.name} for its kernels, so that the layouts cannot "
                     "share it: set pat.weights='materialized'"
                 )
-        # Now, for it takes longer than to make the moves.
+        # At start, because to work the moves out takes longer than to make them.
         self._moves = {
             (source, target): self._move(source, target)
             for source, target in permutations(self._tp_ranks, 2)

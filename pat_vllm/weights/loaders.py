@@ -42,7 +42,7 @@ class WeightStrategy(Protocol):
         ...
 
     def building(self) -> AbstractContextManager[None]:
-        """Context in which the model of another layout is constructed, to be filled after that."""
+        """Context in which the model of another layout is constructed; `fill` follows."""
         ...
 
     def fill(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class WeightStrategy(Protocol):
         ...
 
     def release(self) -> None:
-        """All layouts are filled, and vLLM has processed the weights for its kernels.
+        """To be called when all layouts are filled and vLLM has processed the weights.
 
         Raises:
             ValueError: that has made them unfit for this strategy.
@@ -62,7 +62,10 @@ class WeightStrategy(Protocol):
         ...
 
     def arrange(self, tp: int) -> int:
-        """Before the model of the layout `tp` runs, or new weights come to the base layout's.
+        """Put the weights of the layout `tp` in place.
+
+        To be called before that layout's model runs. Before new weights arrive, it is called for
+        the base layout.
 
         Returns:
             Bytes that came to another place.

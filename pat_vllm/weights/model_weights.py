@@ -59,8 +59,8 @@ class Weight:
     """One parameter or persistent buffer of a model.
 
     Attributes:
-        tensor: shares its storage with the parameter, and keeps it when vLLM gives the parameter
-            other data. One rank's shard under `partition`, or whole if that is None.
+        tensor: one rank's shard under `partition`, or the whole weight if that is None. It shares
+            its storage with the parameter, and keeps it when vLLM gives the parameter other data.
         module, attribute: where the model has it.
     """
 

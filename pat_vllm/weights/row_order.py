@@ -2,9 +2,9 @@
 
 The storage of a fused matrix holds q, k and v (or gate and up) end to end, so the shard of another
 layout is scattered over it. A layout needs its shard in consecutive rows, which always begin at the
-same row. Rows trade places for that, a few of them: one part of the shard usually stays where it is
-and the others come to it, and what lay there goes where they came from. The base layout's block is
-all rows in their original order, so the way back is no other than any way.
+same row. For that, a few rows trade places: one part of the shard usually stays where it is, the
+others come to it, and what lay there goes where they came from. The base layout's block is all rows
+in their original order, so that it is reached like any other layout's.
 """
 
 from __future__ import annotations

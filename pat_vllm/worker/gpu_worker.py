@@ -25,7 +25,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
     """vLLM's GPU worker with layouts."""
 
     def _make_model_runner(self) -> Any:
-        """None: vLLM's for all ranks as one group, which would never run. See `_make_runner`."""
+        """Return None: vLLM's runner for all ranks as one group would never run."""
         return None
 
     def _make_runner(self, config: VllmConfig) -> Any:
@@ -42,8 +42,8 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             and self._active is not self._base
             and self.vllm_config.model_config.enable_cumem_allocator
         ):
-            # vLLM asserts that its pool is empty when weights are loaded; the base layout's are
-            # in it. The derived ones belong there too, for sleep mode to find them.
+            # vLLM asserts that its pool is empty before weights are loaded, but the base layout's
+            # are in it. The derived ones go there, too, where sleep mode finds them.
             return get_mem_allocator_instance().use_memory_pool(tag=tag)
         return super()._maybe_get_memory_pool_context(tag)
 
@@ -56,7 +56,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def determine_available_memory(self) -> int:
         """As in vLLM, with what every layout takes to run, and with room for switches."""
-        # The base layout's last, for vLLM tells users what it measured last.
+        # The base layout comes last, because vLLM logs what it measured last.
         measured = [self._measure(runtime) for runtime in reversed(self._runtimes.values())]
         if self.cache_config.kv_cache_memory_bytes:
             return measured[-1].available
@@ -64,8 +64,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         return self.available_kv_cache_memory_bytes
 
     def _staged(self) -> float:
-        """Share of the KV cache that a switch stages in the worst case: a layer to be received, and
-        one to be sent to every rank that has the same KV heads."""
+        """Share of the KV cache that a switch stages in the worst case.
+
+        That is a layer to be received, and a layer to be sent to each rank that has the same KV
+        heads.
+        """
         if len(self._runtimes) == 1 or pat_config(self.vllm_config).kv_transfer == "recompute":
             return 0.0
         kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
@@ -88,11 +91,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         return times
 
     def _maybe_activate_jit_monitor(self) -> None:
-        """Not before all layouts are warm."""
+        """Do nothing until all layouts are warm."""
 
     def sleep(self, level: int = 1) -> None:
-        # vLLM keeps the buffers of the active layout's model through a level-2 sleep, which
-        # discards the weights pool; each layout's model has its own there.
+        # A level-2 sleep discards the weights pool, where each layout's model has its buffers. vLLM
+        # keeps the buffers of the active layout's model only.
         self._sleeping_buffers = {
             layout: {name: b.cpu().clone() for name, b in runtime.runner.model.named_buffers()}
             for layout, runtime in self._runtimes.items()

@@ -1,8 +1,8 @@
 """Handing requests from one vLLM model runner to another.
 
 The schedulers send a resumed request's blocks and tokens with its first step, as after a
-preemption. What is handed over here is only what a runner keeps to itself. One implementation
-for each of vLLM's model runners.
+preemption. Only what a runner keeps to itself is handed over here. There is one implementation for
+each of vLLM's model runners.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def _pack(token_ids: list[int] | None) -> np.ndarray | None:
 class V2Handover:
     """For `vllm.v1.worker.gpu.model_runner`: requests resume as new ones with their tokens.
 
-    The scheduler sends all tokens, from which the runner rebuilds penalties and the like, and
-    random numbers are a function of seed and position, so nothing needs to be taken along. A
-    request without a seed draws a new one, the same on all ranks of its replica, as their
-    generators are seeded alike at a switch. What could not be rebuilt are the prompt logprobs of a
-    half-computed prompt; the scheduler has such a prompt computed again.
+    No state is carried. The scheduler sends all tokens, from which the runner rebuilds penalties
+    and the like. Random numbers are a function of seed and position. A request without a seed draws
+    a new one, which is the same on all ranks of its replica, because a switch seeds their
+    generators alike. The prompt logprobs of a half-computed prompt cannot be rebuilt; the scheduler
+    has such a prompt computed again.
     """
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, None]:

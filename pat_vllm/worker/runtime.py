@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayoutRuntime:
-    """One layout on one rank. Its parts are made once and stay where they are.
+    """One layout on one rank. Its parts are made once, at start.
 
     Attributes:
         config: what a static vLLM engine of this tp would have.
@@ -84,8 +84,8 @@ def make_tp_group(layout: Layout, local_rank: int, backend: str) -> GroupCoordin
 def seed_like(seed: int, switch_id: int, replica: int) -> None:
     """Seed unseeded sampling: alike on the ranks of a replica, differently in each replica.
 
-    All ranks of a TP group sample, each with its own generators, and must draw alike. Replicas
-    must not, or the samples of one prompt would be copies.
+    All ranks of a TP group sample with generators of their own, and must draw the same numbers.
+    Replicas must draw different ones, or the samples of one prompt would be copies.
     """
     from vllm.utils.torch_utils import set_random_seed
 

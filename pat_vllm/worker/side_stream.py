@@ -1,4 +1,4 @@
-"""Work that a device does beside the work of its current stream."""
+"""A second stream, for work beside that of a device's current stream."""
 
 from __future__ import annotations
 

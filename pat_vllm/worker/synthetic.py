@@ -1,7 +1,8 @@
-"""Made-up requests: steps as vLLM's scheduler would send them, for warming up and for measuring.
+"""Synthetic requests: steps as vLLM's scheduler would send them, to warm up and to measure.
 
-A request's KV need not have been computed, for what is in it does not change what a step takes:
-one that decodes at once says, like one with a cached prompt, that all but its last token is.
+The values in the KV cache do not change how long a step takes, so a synthetic request need not
+compute its KV. One that decodes at once claims that all tokens but its last are computed, as a
+request with a cached prompt does.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ FIRST_BLOCK = 1
 
 @dataclass(frozen=True)
 class SyntheticRequest:
-    """A request that nobody made.
+    """A synthetic request.
 
     Attributes:
-        tokens: that the runner knows of before its first step, of which `computed` have KV.
+        tokens: number of tokens that the runner knows before the request's first step.
+        computed: how many of them have KV.
         blocks: KV blocks, enough for all its steps.
     """
 
@@ -45,11 +47,12 @@ def make_requests(
     """Requests with blocks of their own.
 
     Args:
-        prefix: of their ids.
-        lengths: tokens of each.
-        room: tokens that each will grow by at most.
+        prefix: prefix of their ids.
+        lengths: number of tokens of each request.
+        room: most tokens by which a request will grow.
+        block_size: tokens of a KV block.
         decoding: whether their first step decodes; otherwise it computes the whole prompt.
-        first_block: the blocks from there on are used.
+        first_block: id of the first block to use.
     """
     requests = []
     for index, length in enumerate(lengths):
@@ -115,7 +118,7 @@ def decode_step(requests: Sequence[SyntheticRequest], done: int) -> SchedulerOut
 
 
 def finish(requests: Iterable[SyntheticRequest]) -> SchedulerOutput:
-    """Tells a runner that requests have ended; nothing is computed."""
+    """A step that tells a runner that requests have ended, and computes nothing."""
     step = SchedulerOutput.make_empty()
     step.finished_req_ids = {request.request_id for request in requests}
     return step
@@ -125,7 +128,7 @@ def synthetic_kv(source: Layout, target: Layout, num_blocks: int) -> list[Reques
     """A block of KV from every replica of `source`, and one to every replica of `target`.
 
     Args:
-        num_blocks: of a replica of either.
+        num_blocks: KV blocks that a replica of either layout has at least.
     """
     found = []
     for i in range(max(source.replicas, target.replicas)):

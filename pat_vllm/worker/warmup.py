@@ -1,7 +1,7 @@
-"""Runs made-up requests through a layout, so that no first step of a user pays for it.
+"""Warms a layout up with synthetic requests, so that the first steps in it are not slower.
 
-Kernels are compiled for each class of batch size (1, 2, more) and communicators set themselves up
-at first use; a layout entered in mid-generation must have that behind it.
+Kernels are compiled for each class of batch size (1, 2, more), and communicators set themselves up
+at first use. Both must happen before a layout is entered during generation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def warm_up_moves(
     num_kv_heads: int,
     move: Callable[[LayoutRuntime, LayoutRuntime, Sequence[BlockMove]], None],
 ) -> None:
-    """Move made-up KV between every two layouts. All ranks call it.
+    """Move synthetic KV between every two layouts. All ranks call it.
 
     Args:
         move: moves blocks from one layout to another.

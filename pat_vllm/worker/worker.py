@@ -1,4 +1,4 @@
-"""A worker that keeps a runtime for each layout, of which one is active."""
+"""A worker that keeps a runtime for each layout. One of them is active."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _PROBE_BYTES = 1 << 20
-"""Sent to each rank to measure the exchange's bandwidth at start."""
-
+"""Bytes sent to each rank to measure the exchange's bandwidth at start."""
 
 _IN_EVERY_LAYOUT: set[str] = set()
 
@@ -67,8 +66,8 @@ def run_in_every_layout(method: str) -> None:
 class PATWorkerMixin:
     """What PAT adds to a vLLM worker of a platform.
 
-    vLLM's worker code runs as it is, once per layout where it builds something; `_activate` points
-    its attributes at a layout's objects before.
+    vLLM's worker code is not changed. Where it builds something, it runs once per layout. Before
+    that, `_activate` points the worker's attributes at the layout's objects.
     """
 
     # Of vLLM's worker, for the type checker.
@@ -88,7 +87,7 @@ class PATWorkerMixin:
     def init_device(self) -> None:
         """Join the world, then make each layout's group, config and model runner."""
         exit_when_orphaned()
-        # Of the node's devices: all ranks are on one node.
+        # All ranks are on one node, so this is the index among the node's devices.
         self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
         super().init_device()  # type: ignore[misc]
         engine_config = self.vllm_config
@@ -124,7 +123,7 @@ class PATWorkerMixin:
         for runtime in self._runtimes.values():  # base first
             self._activate(runtime)
             super().load_model(**kwargs)  # type: ignore[misc]
-            # vLLM does so later, with the engine's config, which no attention layer is in.
+            # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
                 engine = self.weight_transfer_engine
@@ -202,9 +201,12 @@ class PATWorkerMixin:
     ) -> Any:
         """Run a method of this worker, or a pickled function of it, in the base layout.
 
-        Weights arrive there, whatever layout is active: its model is what vLLM's and the trainers'
-        code then finds. Methods given to `run_in_every_layout` run in each; the base layout's
-        result is returned, or `CallFailed`. `pat_refresh_weights` has to follow before a step.
+        New weights come to the base layout's model, whichever layout is active: vLLM's and the
+        trainers' code finds that model. Methods given to `run_in_every_layout` run in each layout.
+        `pat_refresh_weights` must follow before the next step.
+
+        Returns:
+            The result in the base layout, or `CallFailed`.
         """
         if isinstance(method, str):
             function = getattr(self, method)
@@ -232,7 +234,7 @@ class PATWorkerMixin:
         self._synchronize_device()
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """As in vLLM. While the memory is away, nothing must ask for rows to move."""
+        """As in vLLM. Rows are put in the base layout's order before the memory is released."""
         self._weights.arrange(self._base.layout)
         self._synchronize_device()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
@@ -306,7 +308,7 @@ class PATWorkerMixin:
         kv_bytes = 0
         if command.moves:
             self._move_kv(source, target, command.moves)
-            # The device may still be at it; the cost model is to learn what it really took.
+            # The cost model learns from this time, so wait until the device has moved the bytes.
             self._side.wait_for_current()
             kv_bytes = self._exchange.bytes_sent
         moved = clock()
@@ -319,7 +321,7 @@ class PATWorkerMixin:
         self._handover.give(target.runner, states)
         return SwitchTimes(
             states=gathered - started,
-            # What it adds to the stall: on a device, rows of weights move while KV does.
+            # Rows of weights move beside the KV; this is what they add to the stall.
             weights=resharded - gathered + weights_done - moved,
             kv=moved - resharded,
             activate=clock() - weights_done,
