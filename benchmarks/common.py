@@ -201,7 +201,8 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
 
 def machine() -> dict[str, Any]:
     """Where and with what a measurement was made."""
-    module = f"benchmarks.{Path(sys.argv[0]).stem}"
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec else Path(sys.argv[0]).stem
     return record.machine(" ".join(["python", "-m", module, *sys.argv[1:]]), ROOT)
 
 

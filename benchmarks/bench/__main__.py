@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(pretty_exceptions_show_locals=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""OpenRLHF agent of `benchmarks.openrlhf_iteration`: every response has a length that is given."""
+"""OpenRLHF agent of `openrlhf_iteration`: every response has a length that is given."""
 
 from __future__ import annotations
 

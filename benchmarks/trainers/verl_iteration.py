@@ -1,6 +1,6 @@
 """verl's rollouts and weight pushes with PAT, against those with its own vLLM engines.
 
-    python -m benchmarks.verl_iteration
+    python -m benchmarks.trainers.verl_iteration
 
 Runs in the environment of `make test-verl`, on CPU with the tests' stand-ins. Three sides: verl's
 default of one engine with tensor parallelism over all devices, one engine per device, and PAT over
@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
 from benchmarks.common import PARK_SECONDS, ROOT, machine, write_results
-from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
@@ -72,7 +72,7 @@ def _enter_environment() -> None:
         return
     inside = variables() | {_INSIDE: "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     inside["PYTHONPATH"] = os.pathsep.join([inside["PYTHONPATH"], str(ROOT)])
-    arguments = ["-m", "benchmarks.verl_iteration", *sys.argv[1:]]
+    arguments = ["-m", "benchmarks.trainers.verl_iteration", *sys.argv[1:]]
     os.execve(sys.executable, [sys.executable, *arguments], inside)
 
 

@@ -1,6 +1,6 @@
 """OpenRLHF's rollouts and weight syncs with PAT, against those with its own engines.
 
-    python -m benchmarks.openrlhf_iteration
+    python -m benchmarks.trainers.openrlhf_iteration
 
 Runs in the environment of `make test-openrlhf`, on CPU with the tests' stand-ins. Three sides:
 OpenRLHF's default of one engine per device, one engine over all devices, and PAT over all devices.
@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.bench.workloads import BOUND, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
-from benchmarks.iteration import PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
 
 DEVICES = 2
 DEFAULT = f"default: {DEVICES} engines of tp=1"
@@ -85,7 +85,7 @@ def _enter_environment() -> None:
         "DS_ACCELERATOR": "cpu",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    arguments = ["-m", "benchmarks.openrlhf_iteration", *sys.argv[1:]]
+    arguments = ["-m", "benchmarks.trainers.openrlhf_iteration", *sys.argv[1:]]
     os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, **variables})
 
 

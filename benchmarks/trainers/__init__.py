@@ -1,0 +1,1 @@
+"""Iterations of the trainers with PAT, against those with their own engines."""
