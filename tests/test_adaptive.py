@@ -49,7 +49,7 @@ def make_profile(steps=None):
         SwitchSample(
             source=source,
             target=3 - source,
-            live=live,
+            num_seqs=live,
             tokens=100 * live,
             kv_bytes=live << 21,
             seconds=0.008 + 0.0006 * live,

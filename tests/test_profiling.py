@@ -17,16 +17,9 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.plan import (
-    EngineLimits,
-    ProfilePlan,
-    StepPoint,
-    SwitchPoint,
-    estimate,
-    from_wire,
-    to_wire,
-)
-from pat_vllm.profiling.profile import Profile, ProfileError, StepSample
+from pat_vllm.profiling.plan import ProfilePlan, estimate
+from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint, SwitchPoint
+from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
 from tests.engines import OPTIONS, Job, engine, run, scheduler_of
 from tests.models import random_model
 
@@ -115,7 +108,8 @@ def test_plans_measure_switches_both_ways(limits: EngineLimits) -> None:
 @given(limits())
 def test_points_survive_the_wire(limits: EngineLimits) -> None:
     for point in ProfilePlan.full(limits).points:
-        assert from_wire(json.loads(json.dumps(to_wire(point)))) == point
+        [values] = json.loads(json.dumps(POINTS.dump_python([point])))
+        assert POINTS.validate_python([values]) == [point]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +129,13 @@ def test_estimates_do_not_promise_too_much(point: StepPoint, least: float) -> No
         step(batch=0, context=0, longest=0, prefill=100, seconds=0.3, low=0.3, high=0.3),
     ]
     assert estimate(point, known) >= least * 0.999
+
+
+def test_older_files_name_the_requests_of_a_switch_otherwise() -> None:
+    values = {"source": 1, "target": 2, "tokens": 8, "kv_bytes": 0, "seconds": 0.1}
+    older = SwitchSample.model_validate({**values, "live": 3, "kv": 0.0, "weights": 0.0})
+    assert older.num_seqs == 3
+    assert SwitchSample.model_validate(older.model_dump()) == older
 
 
 # ---------------------------------------------------------------- the cache
@@ -202,7 +203,9 @@ def test_unfinished_profile_goes_on(tmp_path: Path) -> None:
     from pat_vllm.cli.profile import Partial
 
     path = tmp_path / "p.json.part"
-    points = [to_wire(StepPoint(tp, 1, 8, 1)) for tp in (1, 2)] + [to_wire(SwitchPoint(1, 2, 0, 0))]
+    points = POINTS.dump_python(
+        [StepPoint(1, 1, 8, 1), StepPoint(2, 1, 8, 1), SwitchPoint(1, 2, 0, 0)]
+    )
     partial = Partial.open(path, header())
     assert partial.missing(points) == points
     partial.add(points[:1], {"steps": [step(1).model_dump()], "switches": []})
@@ -305,19 +308,20 @@ def test_profiling_leaves_no_trace(llm: Any) -> None:
         steps=answer["steps"],
         switches=answer["switches"],
     )
-    asked = [from_wire(point) for point in points]
+    asked = POINTS.validate_python(points)
     assert len(made.steps) == sum(1 for point in asked if isinstance(point, StepPoint))
     for live in (0, 1, 8):
         for pair in ((1, 2), (2, 1)):
-            assert any((s.source, s.target, s.live) == (*pair, live) for s in made.switches)
-    assert all(s.kv_bytes == made.kv_bytes_per_token * s.live * 256 for s in made.switches), (
+            assert any((s.source, s.target, s.num_seqs) == (*pair, live) for s in made.switches)
+    assert all(s.kv_bytes == made.kv_bytes_per_token * s.num_seqs * 256 for s in made.switches), (
         "whole blocks of 32 tokens, 247 or so tokens each"
     )
 
 
 @pytest.mark.slow
 def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
-    from pat_vllm.profiling.runner import engine_limits, profile_engine
+    from pat_vllm.profiling.header import engine_limits
+    from pat_vllm.profiling.runner import profile_engine
 
     scheduler = scheduler_of(llm)
     config = llm.llm_engine.vllm_config
@@ -359,7 +363,7 @@ def test_load_or_measure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pat_vllm.profiling import engine_profile
+    from pat_vllm.profiling import load
 
     scheduler = scheduler_of(llm)
     config = llm.llm_engine.vllm_config
@@ -369,11 +373,11 @@ def test_load_or_measure(
         measured.append(1)
         return original(*args, **kwargs)
 
-    original = engine_profile.profile_engine
-    monkeypatch.setattr(engine_profile, "profile_engine", measure)
+    original = load.profile_engine
+    monkeypatch.setattr(load, "profile_engine", measure)
 
     def get(path: str | None = None) -> Profile:
-        return engine_profile.load_or_measure(
+        return load.load_or_measure(
             config, scheduler.replica_set.executor, scheduler.kv_cache_config, path
         )
 

@@ -115,7 +115,7 @@ def with_switch_cost(profile: Profile, seconds: float) -> Profile:
         SwitchSample(
             source=source,
             target=target,
-            live=1,
+            num_seqs=1,
             tokens=0,
             kv_bytes=0,
             seconds=seconds,

@@ -179,7 +179,7 @@ class Machine:
         return SwitchSample(
             source=source.tp,
             target=target.tp,
-            live=live,
+            num_seqs=live,
             tokens=tokens,
             kv_bytes=kv_bytes,
             seconds=fixed + kv + weights,

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
-from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS, from_wire
+from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
+from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
 
 _SLICE = 4
@@ -218,7 +219,7 @@ def _measure(
         task = progress.add_task("", total=len(points), completed=len(points) - len(waiting))
         while waiting and time.monotonic() - started < budget:
             part, waiting = waiting[:_SLICE], waiting[_SLICE:]
-            progress.update(task, description=str(from_wire(part[0])))
+            progress.update(task, description=str(POINTS.validate_python(part)[0]))
             (answer,) = llm.collective_rpc(PROFILE_COMMAND, args=(list(part), quick))
             partial.add(part, answer)
             progress.advance(task, len(part))
@@ -247,7 +248,7 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
         busy = [s for s in decodes if s.busy == layout.replicas] or decodes
         batches = [s.batch for s in decodes]
         contexts = [s.context // s.batch for s in decodes]
-        empty = [s.seconds for s in profile.switches if s.source == layout.tp and not s.live]
+        empty = [s.seconds for s in profile.switches if s.source == layout.tp and not s.num_seqs]
         rows.append(
             (
                 str(layout),

@@ -153,7 +153,7 @@ def _fit(samples: list[SwitchSample]) -> _Linear:
     """Least squares of the relative error; coefficients are never negative."""
     from scipy.optimize import nnls
 
-    features = np.array([[1.0, s.live, s.tokens] for s in samples])
+    features = np.array([[1.0, s.num_seqs, s.tokens] for s in samples])
     seconds = np.array([s.seconds for s in samples])
     # Columns differ by orders of magnitude.
     scale = np.maximum(features.max(axis=0), 1.0)

@@ -7,138 +7,21 @@ so that none is left without data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
 
 from pat_vllm.layout import Layout
+from pat_vllm.profiling.points import EngineLimits, Point, StepPoint, SwitchPoint
 from pat_vllm.profiling.profile import StepSample
 
-SHORT_CONTEXT = 64
-"""Tokens of a context whose attention hardly costs anything."""
-LONGEST_PROMPT = 512
-"""A longer prefill is made up of several prompts, as in a batch that arrives."""
 QUICK_SECONDS = 20.0
 """Default time for a quick profile at an engine's start."""
 FULL_SECONDS = 900.0
 """Default time for a full profile."""
 
-_MOST_STEPS = 16
-"""Decode steps at a point; contexts grow by as much."""
-_LEAST_STEPS = 3
 _ASSUMED_STEP = 0.25
 """Seconds of a step, as long as nothing is known of the engine."""
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """What an engine can be asked to do.
-
-    Attributes:
-        layouts: base first.
-        max_num_seqs: requests that a replica runs at once.
-        max_batch_tokens: tokens that a step of a replica may compute.
-        max_model_len: tokens of the longest context.
-        block_size: tokens in a KV block.
-        blocks: KV blocks that requests of a replica can have, by tp.
-    """
-
-    layouts: tuple[Layout, ...]
-    max_num_seqs: int
-    max_batch_tokens: int
-    max_model_len: int
-    block_size: int
-    blocks: Mapping[int, int]
-
-    @property
-    def room(self) -> int:
-        """Decode steps for which a point's contexts leave room."""
-        return max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
-
-    def longest_context(self, tp: int, batch: int) -> int:
-        """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
-        in_memory = self.blocks[tp] // batch * self.block_size
-        return min(self.max_model_len, in_memory) - self.room - 1
-
-    def most_requests(self, tp: int) -> int:
-        """Requests with short contexts that a replica can run at once."""
-        each = -(-(self.short + self.room + 1) // self.block_size)
-        most = min(self.max_num_seqs, self.max_batch_tokens, self.blocks[tp] // each)
-        return max(1, most)
-
-    @property
-    def short(self) -> int:
-        """The short context, tokens."""
-        # A quarter of a small model's, so that there is a longer one to compare with.
-        return max(1, min(SHORT_CONTEXT, (self.max_model_len - self.room - 1) // 4))
-
-    def prompts(self, tokens: int) -> list[int]:
-        """Lengths of the prompts that make up a prefill of `tokens` tokens."""
-        longest = max(1, min(LONGEST_PROMPT, self.max_model_len - 2))
-        full, rest = divmod(tokens, longest)
-        return [longest] * full + [rest] * bool(rest)
-
-    def allows(self, point: StepPoint) -> bool:
-        """Whether a replica can make such a step."""
-        prompts = self.prompts(point.prefill)
-        contexts = [c + self.room + 1 for c in point.contexts]
-        blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
-        return (
-            0 < point.batch + len(prompts) <= self.max_num_seqs
-            and point.batch + point.prefill <= self.max_batch_tokens
-            and max(contexts, default=0) <= self.max_model_len
-            and blocks <= self.blocks[point.tp]
-        )
-
-
-@dataclass(frozen=True)
-class StepPoint:
-    """A step to be measured, in each of `busy` replicas at the same time.
-
-    Attributes:
-        batch: requests that decode, each with `context` tokens to begin with.
-        longest: tokens of one of them, where it is longer than the others; else 0.
-        prefill: prompt tokens computed beside them.
-    """
-
-    tp: int
-    batch: int
-    context: int
-    busy: int
-    longest: int = 0
-    prefill: int = 0
-
-    @property
-    def contexts(self) -> list[int]:
-        """Tokens of each context at the first step."""
-        if not self.batch:
-            return []
-        return [*[self.context] * (self.batch - 1), max(self.context, self.longest)]
-
-    def __str__(self) -> str:
-        parts = [f"{self.batch} x {self.context} tokens"] if self.batch else []
-        if self.longest > self.context:
-            parts.append(f"one of {self.longest}")
-        if self.prefill:
-            parts.append(f"prefill of {self.prefill}")
-        return f"tp={self.tp}, {self.busy} busy: {', '.join(parts)}"
-
-
-@dataclass(frozen=True)
-class SwitchPoint:
-    """A switch to be measured, with `live` requests of `context` tokens."""
-
-    source: int
-    target: int
-    live: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"switch tp={self.source} -> {self.target}: {self.live} x {self.context} tokens"
-
-
-Point = StepPoint | SwitchPoint
 
 
 @dataclass(frozen=True)
@@ -222,9 +105,9 @@ def _possible(limits: EngineLimits, point: Point) -> bool:
         return limits.allows(point)
     for tp in (point.source, point.target):
         replicas = next(layout.replicas for layout in limits.layouts if layout.tp == tp)
-        each = -(-point.live // replicas)
+        each = -(-point.num_seqs // replicas)
         # The request with the most blocks decides; a replica may get one more than its share.
-        if point.live and (
+        if point.num_seqs and (
             each > limits.most_requests(tp) or point.context > limits.longest_context(tp, each)
         ):
             return False
@@ -345,23 +228,23 @@ def _mixed(limits: EngineLimits, layout: Layout) -> list[Point]:
 
 
 def _switches(sizes: Sequence[tuple[int, int]]) -> Round:
-    """Switches from a layout to every other, with (live requests, 1 for short, 2 for medium)."""
+    """Switches from a layout to every other, with (requests, 1 for short, 2 for medium)."""
 
     def points(limits: EngineLimits, layout: Layout) -> list[Point]:
         pairs = [pair for pair in permutations(limits.layouts, 2) if pair[0] == layout]
         made: list[Point] = []
-        for live, kind in sizes:
+        for num_seqs, kind in sizes:
             for source, target in pairs:
                 context = limits.short
-                if kind == 2 and live:
+                if kind == 2 and num_seqs:
                     context = max(
                         limits.short,
                         min(
-                            limits.longest_context(end.tp, -(-live // end.replicas)) // 2
+                            limits.longest_context(end.tp, -(-num_seqs // end.replicas)) // 2
                             for end in (source, target)
                         ),
                     )
-                made.append(SwitchPoint(source.tp, target.tp, live, context if live else 0))
+                made.append(SwitchPoint(source.tp, target.tp, num_seqs, context if num_seqs else 0))
         return made
 
     return points
@@ -395,17 +278,3 @@ def estimate(point: Point, known: Iterable[StepSample]) -> float:
     work = point.batch + point.prefill / 4
     context = sum(point.contexts) + point.prefill
     return min(s.seconds * max(1.0, work / s.batch, 0.25 * context / s.context) for s in same)
-
-
-# ---------------------------------------------------------------- wire format
-
-
-def to_wire(point: Point) -> dict[str, Any]:
-    """As plain values."""
-    return {"kind": "step" if isinstance(point, StepPoint) else "switch", **asdict(point)}
-
-
-def from_wire(values: Mapping[str, Any]) -> Point:
-    """Inverse of `to_wire`."""
-    rest = {name: value for name, value in values.items() if name != "kind"}
-    return StepPoint(**rest) if values["kind"] == "step" else SwitchPoint(**rest)

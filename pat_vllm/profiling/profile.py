@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pat_vllm.layout import Layout
 
@@ -85,7 +85,7 @@ class SwitchSample(_Strict):
     """Time of one switch.
 
     Attributes:
-        live: requests that were carried with their KV.
+        num_seqs: requests that were carried with their KV (`live` in older files).
         tokens: tokens of their contexts, summed.
         kv_bytes: KV bytes moved, over all ranks.
         seconds: the stall, without the steps in flight that a switch lets finish.
@@ -95,7 +95,7 @@ class SwitchSample(_Strict):
 
     source: Positive
     target: Positive
-    live: Count
+    num_seqs: Count = Field(validation_alias=AliasChoices("num_seqs", "live"))
     tokens: Count
     kv_bytes: Count
     seconds: Seconds

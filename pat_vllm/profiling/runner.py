@@ -1,8 +1,8 @@
-"""Measures steps and switches of a real engine, with made-up requests.
+"""Measures steps and switches of a real engine, with synthetic requests.
 
-Runs in the engine core, while no request is live, and sends its steps down the executor's own
-lanes: what it measures includes dispatch, collectives, sampling, and whatever the replicas take
-from each other. A step's time is the time from one finished step of a replica to its next.
+It runs in the engine core, while no request is live, and sends its steps down the executor's own
+lanes. So its times include dispatch, collectives, sampling, and whatever the replicas take from
+each other. A step's time is the time from one finished step of a replica to its next.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.config import layouts_of
 from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.plan import (
-    EngineLimits,
-    ProfilePlan,
-    StepPoint,
-    SwitchPoint,
-    estimate,
-)
+from pat_vllm.profiling.header import engine_limits
+from pat_vllm.profiling.plan import ProfilePlan, estimate
+from pat_vllm.profiling.points import EngineLimits, StepPoint, SwitchPoint
 from pat_vllm.profiling.profile import StepSample, SwitchSample
 from pat_vllm.routing import Placed, spread
-from pat_vllm.worker.layout_config import block_ratio
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     SyntheticRequest,
@@ -53,7 +47,7 @@ Progress = Callable[[int, int, str], None]
 """Called before each point with (points done, points in all, what comes next)."""
 
 _Allotted = dict[int, list[SyntheticRequest]]
-"""Made-up requests by replica."""
+"""Synthetic requests by replica."""
 
 _LEAST_TIMES = 3
 """Step times, over all replicas, below which a point is never left."""
@@ -77,26 +71,6 @@ class Samples:
     switches: tuple[SwitchSample, ...]
     skipped: int
     seconds: float
-
-
-def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
-    """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
-    layouts = layouts_of(vllm_config)
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-    assert model is not None
-    heads = model.get_total_num_kv_heads()
-    return EngineLimits(
-        layouts=layouts,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_batch_tokens=scheduler.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
-        blocks={
-            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], heads)
-            - FIRST_BLOCK
-            for layout in layouts
-        },
-    )
 
 
 def profile_engine(
@@ -135,7 +109,7 @@ class _Profiler:
         assert config.model_config is not None
         self._executor = executor
         self._plan = plan
-        self._epoch = switch_id
+        self._switch_id = switch_id
         self._limits = engine_limits(config, kv_cache_config)
         self._layouts = {layout.tp: layout for layout in self._limits.layouts}
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
@@ -273,17 +247,18 @@ class _Profiler:
 
     def _go(self, layout: Layout) -> None:
         """Make the workers forget all requests and seed them as the engine would."""
-        self._executor.switch(SwitchCommand(self._epoch, self._executor.layout, layout))
+        self._executor.switch(SwitchCommand(self._switch_id, self._executor.layout, layout))
 
     def _measure_switch(self, point: SwitchPoint) -> None:
         source, target = self._layouts[point.source], self._layouts[point.target]
         self._enter(source)
-        if not point.live:
+        if not point.num_seqs:
             self._enter(target)
             return
         prefix = self._prefix()
         requests = [
-            Placed(f"{prefix}-{i}", i % source.replicas, point.context) for i in range(point.live)
+            Placed(f"{prefix}-{i}", i % source.replicas, point.context)
+            for i in range(point.num_seqs)
         ]
         before = self._allot(requests, {r.request_id: r.replica for r in requests}, source)
         after = self._allot(requests, spread(requests, source, target), target)
@@ -313,13 +288,15 @@ class _Profiler:
         placement = spread(requests, source, target)
         blocks = _request_blocks(before, after)
         moves = tuple(plan_moves(source, target, self._num_kv_heads, blocks))
-        times = self._executor.switch(SwitchCommand(self._epoch, source, target, moves, placement))
+        times = self._executor.switch(
+            SwitchCommand(self._switch_id, source, target, moves, placement)
+        )
         seconds = time.perf_counter() - begun + made
         self._switches.append(
             SwitchSample(
                 source=source.tp,
                 target=target.tp,
-                live=len(requests),
+                num_seqs=len(requests),
                 tokens=sum(r.context for r in requests),
                 kv_bytes=sum(t.kv_bytes for t in times),
                 seconds=seconds,

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.commands import PROFILE_COMMAND, REPORT_COMMAND, SWITCH_COMMAND
-from pat_vllm.profiling.engine_profile import profile_command
+from pat_vllm.profiling import load
 
 if TYPE_CHECKING:
     from pat_vllm.scheduler.scheduler import PATScheduler
@@ -24,7 +24,9 @@ def register_commands(scheduler: PATScheduler) -> None:
             raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
         controller.go_home_if_idle()
         scheduler.reset_prefix_cache()  # its memory is overwritten
-        return profile_command(
+        if points is None:
+            return load.describe(active.executor, scheduler.kv_cache_config, quick)
+        return load.measure(
             active.executor,
             scheduler.kv_cache_config,
             points,

@@ -14,7 +14,7 @@ from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.patches import preempt_carried
 from pat_vllm.predictor.cost import TransferCost
-from pat_vllm.profiling.engine_profile import load_or_measure
+from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.layout_controller import LayoutController

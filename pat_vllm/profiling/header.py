@@ -1,0 +1,58 @@
+"""What a profile says of its engine besides the samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.config import layouts_of
+from pat_vllm.profiling.key import profile_key, title
+from pat_vllm.profiling.points import EngineLimits
+from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token
+from pat_vllm.worker.synthetic import FIRST_BLOCK
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
+    """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
+    layouts = layouts_of(vllm_config)
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    assert model is not None
+    heads = model.get_total_num_kv_heads()
+    return EngineLimits(
+        layouts=layouts,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_batch_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        blocks={
+            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], heads)
+            - FIRST_BLOCK
+            for layout in layouts
+        },
+    )
+
+
+def profile_header(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+    """The fields of a `Profile` that describe its engine, as JSON values.
+
+    What is sent to a front end compares equal to what is read from a file.
+    """
+    limits = engine_limits(vllm_config, kv_cache_config)
+    base = limits.layouts[0]
+    assert vllm_config.model_config is not None
+    return {
+        "kind": "measured",
+        "title": title(vllm_config),
+        "key": profile_key(vllm_config),
+        "ranks": base.world_size,
+        "layouts": [layout.tp for layout in limits.layouts],
+        "max_num_seqs": limits.max_num_seqs,
+        "max_batch_tokens": limits.max_batch_tokens,
+        "kv_tokens": {str(tp): tokens for tp, tokens in limits.kv_tokens.items()},
+        "kv_bytes_per_token": kv_bytes_per_token(
+            kv_cache_config, base, vllm_config.model_config.get_total_num_kv_heads()
+        ),
+    }
