@@ -25,7 +25,7 @@ def scheduler_with(pool: BlockPool, requests: dict[str, list[Any]]) -> Any:
 
 
 def make(kept: BlockPools, **kind: Any) -> BlockPool:
-    with kept.offered():
+    with kept.reused():
         return kv_cache_coordinator.BlockPool(**{**KIND, "metrics_collector": None, **kind})
 
 
@@ -71,6 +71,6 @@ def test_large_pools_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_makes_its_own_outside() -> None:
     kept = BlockPools()
-    with pytest.raises(KeyError), kept.offered():
+    with pytest.raises(KeyError), kept.reused():
         raise KeyError
     assert kv_cache_coordinator.BlockPool is BlockPool

@@ -27,7 +27,7 @@ class BlockPools:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], list[BlockPool]] = defaultdict(list)
 
-    def offered(self) -> AbstractContextManager[None]:
+    def reused(self) -> AbstractContextManager[None]:
         """Inside, new schedulers get kept pools where there are any of their kind."""
         return block_pools_from(self._take)
 

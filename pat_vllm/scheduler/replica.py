@@ -118,7 +118,7 @@ class ReplicaFactory:
             self._configs[layout] = self._configure(layout)
         config, kv_cache_config = self._configs[layout]
         scheduler_cls = config.scheduler_config.get_scheduler_cls()
-        with self._pools.offered():
+        with self._pools.reused():
             replicas = [
                 Replica(
                     index,
