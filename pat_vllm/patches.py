@@ -43,7 +43,12 @@ def _replace(
     original = getattr(owner, name)
     if getattr(original, _PATCHED, False):
         return
-    replacement: Any = functools.wraps(original)(wrap(original))
+    inner = wrap(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
     setattr(replacement, _PATCHED, True)
     setattr(owner, name, staticmethod(replacement) if static else replacement)
 
