@@ -450,7 +450,7 @@ def test_results_are_json():
         "source": "tp1dp2",
         "target": "tp2dp1",
         "reason": "policy",
-        "live": 1,
+        "num_seqs": 1,
         "seconds": 2.0,
         "quiesce": 0.0,
     }
