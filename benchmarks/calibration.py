@@ -18,12 +18,12 @@ from benchmarks.common import RESULTS, machine, table, write_results
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
 
-BOUND = 24_576
+MAX_TOKENS = 24_576
 KINDS: dict[str, Callable[[int], LengthTrace]] = {
-    "deepscaler": lambda seed: traces.deepscaler(128, BOUND, seed),
-    "log-normal": lambda seed: traces.lognormal(128, 2000, 1.0, BOUND, seed),
-    "two modes": lambda seed: traces.two_mode(128, bound=BOUND, seed=seed),
-    "uniform": lambda seed: traces.uniform(128, 1000, 8000, BOUND, seed),
+    "deepscaler": lambda seed: traces.deepscaler(128, MAX_TOKENS, seed),
+    "log-normal": lambda seed: traces.lognormal(128, 2000, 1.0, MAX_TOKENS, seed),
+    "two modes": lambda seed: traces.two_mode(128, max_tokens=MAX_TOKENS, seed=seed),
+    "uniform": lambda seed: traces.uniform(128, 1000, 8000, MAX_TOKENS, seed),
 }
 
 

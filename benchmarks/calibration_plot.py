@@ -96,7 +96,7 @@ def calibration_figure(batches: Sequence[LengthTrace], path: Path) -> Calibratio
 
 def replay(batches: Sequence[LengthTrace], model: LengthModel | None = None) -> list[Prediction]:
     """Predictions at several moments of each batch. Each live request gains a token per tick."""
-    model = model or LengthModel(max(batch.bound for batch in batches))
+    model = model or LengthModel(max(batch.max_tokens for batch in batches))
     random = np.random.default_rng(0)
     predictions = []
     for number, batch in enumerate(batches):
@@ -124,18 +124,18 @@ def replay(batches: Sequence[LengthTrace], model: LengthModel | None = None) -> 
 def tell(model: LengthModel, batch: LengthTrace, index: int) -> None:
     """Tell the model that this response finished."""
     length = batch.lengths[index]
-    model.finished(batch.groups[index], length, length < batch.bound)
+    model.finished(batch.groups[index], length, length < batch.max_tokens)
 
 
 def live_at(batch: LengthTrace, tick: int) -> LiveRequests:
     """The requests with more than `tick` tokens, with `tick` generated."""
     longer = np.array(batch.lengths) > tick
     count = int(longer.sum())
-    prompt = np.array(batch.prompts, np.int64)[longer]
+    prompt = np.array(batch.num_prompt_tokens, np.int64)[longer]
     return LiveRequests(
         num_prompt_tokens=prompt,
         num_output_tokens=np.full(count, tick, np.int64),
-        max_tokens=np.full(count, batch.bound, np.int64),
+        max_tokens=np.full(count, batch.max_tokens, np.int64),
         exact=np.zeros(count, np.bool_),
         group=np.array(batch.groups, np.int64)[longer],
         replica=np.zeros(count, np.int64),

@@ -9,18 +9,20 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pat_vllm.layout import Layout
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """A value that cannot be changed and takes no unknown fields."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StaticPolicyConfig(_Strict):
+class StaticPolicyConfig(StrictModel):
     """Stay in one layout."""
 
     kind: Literal["static"]
     tp: int = Field(ge=1)
 
 
-class SchedulePolicyConfig(_Strict):
+class SchedulePolicyConfig(StrictModel):
     """With at most K live requests, be in the layout with tensor parallelism `switch_at[K]`."""
 
     kind: Literal["schedule"]
@@ -37,7 +39,7 @@ class SchedulePolicyConfig(_Strict):
         return switch_at
 
 
-class PredictorPolicyConfig(_Strict):
+class PredictorPolicyConfig(StrictModel):
     """Switch when the predicted saving exceeds the predicted cost.
 
     Attributes:
@@ -61,7 +63,7 @@ PolicyConfig = Annotated[
 ]
 
 
-class PATConfig(_Strict):
+class PATConfig(StrictModel):
     """Options of the adaptive-tensor-parallelism executor.
 
     Attributes:

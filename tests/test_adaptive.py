@@ -89,7 +89,7 @@ def long_tail(seed):
     """The paper's lengths, 64 times shorter."""
     trace = traces.deepscaler(128, 64 * BOUND, seed)
     lengths = tuple(max(1, round(length / 64)) for length in trace.lengths)
-    return replace(trace, lengths=lengths, bound=BOUND, prompts=(20,) * 128)
+    return replace(trace, lengths=lengths, max_tokens=BOUND, num_prompt_tokens=(20,) * 128)
 
 
 WORKLOADS = {
@@ -222,7 +222,7 @@ def test_a_burst_into_one_group_goes_back_to_replicas(profile, truth):
         lengths=tail.lengths + burst.lengths,
         arrivals=(0.0,) * 2 + (3.0,) * 100,
         groups=tuple(range(102)),
-        prompts=(20,) * 102,
+        num_prompt_tokens=(20,) * 102,
     )
     policy = policy_of(profile)
     simulate_batches(batches("long"), policy, truth, ReplicaCapacity.of(profile))

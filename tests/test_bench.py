@@ -19,7 +19,7 @@ from benchmarks.bench.report import content_of, markdown
 from benchmarks.bench.run import BenchSettings, Measurements, engine_options, judge_workload, sides
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.bench.serve import Served, requests_of, run_of
-from benchmarks.bench.workloads import BOUND, PROMPT_TOKENS, WORKLOADS, choose
+from benchmarks.bench.workloads import MAX_TOKENS, PROMPT_TOKENS, WORKLOADS, choose
 from benchmarks.engine_process import EngineProcess
 from benchmarks.paper.oracle import oracle
 from benchmarks.record import Summary
@@ -61,9 +61,14 @@ def test_workloads_are_bounded_and_repeatable(name, scale):
     # Repeats and seeds draw new lengths, of as many requests.
     for other in (workload.trace(2, scale, seed=3), workload.trace(1, scale, seed=4)):
         assert len(other) == len(first)
-        assert other.prompts != first.prompts
-    assert max(first.lengths) <= first.bound == BOUND * scale
-    assert PROMPT_TOKENS[0] <= min(first.prompts) <= max(first.prompts) <= PROMPT_TOKENS[1]
+        assert other.num_prompt_tokens != first.num_prompt_tokens
+    assert max(first.lengths) <= first.max_tokens == MAX_TOKENS * scale
+    assert (
+        PROMPT_TOKENS[0]
+        <= min(first.num_prompt_tokens)
+        <= max(first.num_prompt_tokens)
+        <= PROMPT_TOKENS[1]
+    )
     assert (max(first.arrivals) > 0) == workload.waits
 
 
@@ -73,13 +78,13 @@ def lengths_of(name, repeats=range(1, 41)):
 
 def test_workloads_have_the_shapes_that_they_claim():
     lognormal = lengths_of("lognormal")
-    share = sum(n > BOUND / 3 for n in lognormal) / len(lognormal)
+    share = sum(n > MAX_TOKENS / 3 for n in lognormal) / len(lognormal)
     assert 0.09 < share < 0.13  # DeepScaleR: 10.85 %
-    assert 0.012 < sum(n == BOUND for n in lognormal) / len(lognormal) < 0.032  # 2.19 %
+    assert 0.012 < sum(n == MAX_TOKENS for n in lognormal) / len(lognormal) < 0.032  # 2.19 %
     two_mode = lengths_of("two_mode")
-    late = sum(n >= 2 / 3 * BOUND for n in two_mode) / len(two_mode)
+    late = sum(n >= 2 / 3 * MAX_TOKENS for n in two_mode) / len(two_mode)
     assert 0.06 < late < 0.13
-    assert statistics.median(two_mode) < BOUND / 10
+    assert statistics.median(two_mode) < MAX_TOKENS / 10
     straggler = sorted(WORKLOADS["straggler"].trace(1).lengths)
     assert straggler[-1] > 7 * straggler[-2]
     short, middle = (statistics.median(lengths_of("shift", [r])) for r in (1, 2))
@@ -178,10 +183,11 @@ def a_decision(at, source=ONE, target=TWO, live=2, stay=5.0, go=4.0, why="saving
     )
 
 
-def a_trace(lengths, arrivals=None, bound=200):
+def a_trace(lengths, arrivals=None, max_tokens=200):
     n = len(lengths)
     arrivals = (0.0,) * n if arrivals is None else arrivals
-    return LengthTrace("made up", tuple(lengths), tuple(arrivals), tuple(range(n)), (8,) * n, bound)
+    groups = tuple(range(n))
+    return LengthTrace("made up", tuple(lengths), tuple(arrivals), groups, (8,) * n, max_tokens)
 
 
 def test_a_run_is_what_happened_since_the_batch_before():
@@ -439,13 +445,15 @@ def test_sides_differ_in_nothing_but_pats_options(tmp_path):
         parsed = PATConfig.parse(one.pop("additional_config")["pat"])
         if name == PAT:
             # Lengths are fixed by max_tokens, which the predictor must not see.
-            assert parsed.policy == PredictorPolicyConfig(length_bound=BOUND)
+            assert parsed.policy == PredictorPolicyConfig(length_bound=MAX_TOKENS)
         else:
             assert parsed.policy == StaticPolicyConfig(kind="static", tp=tp_of[name])
             assert [str(layout) for layout in parsed.resolve_layouts(2)] == [name]
     assert options["tp1dp2"] == options["tp2dp1"] == options[PAT]
     longest = max(
-        p + n for t in settings_.traces() for p, n in zip(t.prompts, t.lengths, strict=True)
+        p + n
+        for t in settings_.traces()
+        for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)
     )
     assert options[PAT]["max_model_len"] == longest
     assert options[PAT]["max_num_seqs"] == 128

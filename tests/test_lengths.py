@@ -234,7 +234,7 @@ def test_exact_requests_teach_nothing() -> None:
     [
         lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
         lambda seed: traces.two_mode(128, seed=seed),
-        lambda seed: traces.uniform(128, 500, 4000, bound=8192, seed=seed),
+        lambda seed: traces.uniform(128, 500, 4000, max_tokens=8192, seed=seed),
         lambda seed: traces.deepscaler(seed=seed),
         lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
     ],
@@ -268,7 +268,7 @@ def test_drift_is_followed() -> None:
 def test_a_group_informs_its_running_response() -> None:
     model = LengthModel(32768)
     for seed in range(4):
-        learn(model, traces.grpo(16, 8, 0.3, 1.0, bound=32768, seed=seed))
+        learn(model, traces.grpo(16, 8, 0.3, 1.0, max_tokens=32768, seed=seed))
     assert model.theta > 0.5
     for _ in range(7):
         model.finished(1, 300, True)
@@ -280,7 +280,7 @@ def test_a_group_informs_its_running_response() -> None:
 def test_running_siblings_count_as_censored() -> None:
     model = LengthModel(32768)
     for seed in range(4):
-        learn(model, traces.grpo(16, 8, 0.3, 1.0, bound=32768, seed=seed))
+        learn(model, traces.grpo(16, 8, 0.3, 1.0, max_tokens=32768, seed=seed))
     alone = make_live([100], 32768, group=[0])
     among = make_live([100] + [5000] * 7, 32768, group=[0] * 8)
     assert model.sample(among, 64)[0].mean() > 1.5 * model.sample(alone, 64)[0].mean()

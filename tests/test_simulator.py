@@ -59,15 +59,15 @@ class Linear:
         return (self.switch + 1e-3 * tokens) if source != target else 0.0
 
 
-def batch(*lengths, prompt=4, arrivals=None, groups=None, bound=100_000):
+def batch(*lengths, prompt=4, arrivals=None, groups=None, max_tokens=100_000):
     count = len(lengths)
     return LengthTrace(
         name="test",
         lengths=tuple(lengths),
         arrivals=tuple(arrivals or (0.0,) * count),
         groups=tuple(groups or range(count)),
-        prompts=(prompt,) * count,
-        bound=bound,
+        num_prompt_tokens=(prompt,) * count,
+        max_tokens=max_tokens,
     )
 
 
@@ -218,7 +218,7 @@ def test_a_batch_after_another():
 
 def test_a_cut_response_is_not_complete():
     policy = Recorder(LayoutSchedule(TWO))
-    simulate(batch(3, 5, bound=5), policy, Constant(), FREE)
+    simulate(batch(3, 5, max_tokens=5), policy, Constant(), FREE)
     finished = [told for told in policy.told if told[0] == "finished"]
     assert [told[4] for told in finished] == [True, False]
 
@@ -450,7 +450,7 @@ def test_results_are_json():
         "source": "tp1dp2",
         "target": "tp2dp1",
         "reason": "policy",
-        "live": 1,
+        "num_seqs": 1,
         "seconds": 2.0,
         "quiesce": 0.0,
     }

@@ -46,7 +46,7 @@ def test_two_modes() -> None:
 
 def test_uniform_includes_its_limits() -> None:
     trace = traces.uniform(2000, 5, 9)
-    assert set(trace.lengths) == {5, 6, 7, 8, 9} and trace.bound == 9
+    assert set(trace.lengths) == {5, 6, 7, 8, 9} and trace.max_tokens == 9
 
 
 def test_straggler() -> None:
@@ -68,9 +68,9 @@ def test_shifted_medians() -> None:
 
 
 def test_grpo_groups_are_correlated() -> None:
-    trace = traces.grpo(2000, 4, 0.5, 1.0, bound=10_000_000)
+    trace = traces.grpo(2000, 4, 0.5, 1.0, max_tokens=10_000_000)
     assert trace.groups[:5] == (0, 0, 0, 0, 1)
-    assert len(set(trace.prompts[:4])) == 1
+    assert len(set(trace.num_prompt_tokens[:4])) == 1
     logs = np.log(trace.lengths).reshape(2000, 4)
     assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.8, abs=0.03)
 
@@ -100,9 +100,16 @@ def test_one_length_per_line(tmp_path: Path, text: str) -> None:
 
 def test_json_needs_only_lengths(tmp_path: Path) -> None:
     path = tmp_path / "some.json"
-    path.write_text('{"lengths": [4, 9], "bound": 12, "arrivals": [0, 1.5]}')
+    path.write_text('{"lengths": [4, 9], "max_tokens": 12, "arrivals": [0, 1.5]}')
     trace = load_trace(path)
-    assert (trace.name, trace.bound, trace.arrivals) == ("some", 12, (0.0, 1.5))
+    assert (trace.name, trace.max_tokens, trace.arrivals) == ("some", 12, (0.0, 1.5))
+
+
+def test_files_with_the_earlier_names_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text('{"lengths": [4, 9], "prompts": [7, 8], "bound": 12}')
+    trace = load_trace(path)
+    assert (trace.max_tokens, trace.num_prompt_tokens) == (12, (7, 8))
 
 
 @pytest.mark.parametrize(
@@ -111,16 +118,16 @@ def test_json_needs_only_lengths(tmp_path: Path) -> None:
         ("a.csv", "", "no lengths"),
         ("a.txt", "length\n3\nmany\n", "line 3 must be one length in tokens, got 'many'"),
         ("a.txt", "3 4\n5 6\n", "line 2"),
-        ("a.txt", "0\n", "must be 1 to bound"),
+        ("a.txt", "0\n", "must be 1 to max_tokens"),
         ("a.json", "{", "Expecting"),
         ("a.json", "[1]", "expected a JSON object"),
         ("a.json", '{"lengths": [1.5]}', "lengths must be a list of whole numbers"),
         ("a.json", '{"lengths": [1], "colour": 1}', "unknown"),
-        ("a.json", '{"lengths": [9], "bound": 8}', "bound=8"),
-        ("a.json", '{"lengths": [9], "bound": "8"}', "bound must be"),
+        ("a.json", '{"lengths": [9], "max_tokens": 8}', "max_tokens=8"),
+        ("a.json", '{"lengths": [9], "max_tokens": "8"}', "max_tokens must be"),
         ("a.json", '{"lengths": [9], "groups": [1, 2]}', "1 lengths but 2 groups"),
         ("a.json", '{"lengths": [9], "arrivals": [-1]}', "0 or more seconds"),
-        ("a.json", '{"lengths": [9], "prompts": [0]}', "at least 1 token"),
+        ("a.json", '{"lengths": [9], "num_prompt_tokens": [0]}', "at least 1"),
     ],
 )
 def test_bad_files_say_why(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,5 +132,6 @@ def _course(
 
 
 def _name(layout: str) -> str:
-    replicas = layout.partition("dp")[2]
+    # Layouts were called 1x2 in older files.
+    *_, replicas = re.split("dp|x", layout)
     return f"static {layout}" + (" (one group)" if replicas == "1" else f" ({replicas} replicas)")

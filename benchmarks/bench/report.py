@@ -38,7 +38,7 @@ def content_of(
             "repeats": settings.repeats,
             "scale": settings.scale,
             "seed": settings.seed,
-            "bound": settings.bound,
+            "max_tokens": settings.max_tokens,
             "model": {
                 key: config[key]
                 for key in (

@@ -32,7 +32,7 @@ from benchmarks.bench.judgement import Judgement, judge
 from benchmarks.bench.report import content_of, markdown
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.bench.serve import Request, Served, requests_of, run_of, serve
-from benchmarks.bench.workloads import BOUND, SCALES, Workload
+from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from benchmarks.record import machine, results_dir
 from pat_vllm.cli.demo import demo_model, model_config
@@ -76,9 +76,9 @@ class BenchSettings:
     seed: int
 
     @property
-    def bound(self) -> int:
+    def max_tokens(self) -> int:
         """Longest response, tokens."""
-        return max(1, round(BOUND * SCALES[self.scale]))
+        return max(1, round(MAX_TOKENS * SCALES[self.scale]))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -109,7 +109,7 @@ def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
         }
         for layout in settings.layouts
     }
-    return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": settings.bound}}}
+    return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": settings.max_tokens}}}
 
 
 def engine_options(
@@ -125,7 +125,8 @@ def engine_options(
         ValueError: the model's context is too short.
     """
     batches = [
-        [p + n for p, n in zip(t.prompts, t.lengths, strict=True)] for t in settings.traces()
+        [p + n for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
+        for t in settings.traces()
     ]
     longest = max(max(contexts) for contexts in batches)
     limit = config.get("max_position_embeddings", longest)

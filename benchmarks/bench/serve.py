@@ -89,7 +89,7 @@ def requests_of(trace: LengthTrace, vocab: int, seed: int) -> tuple[Request, ...
     return tuple(
         Request(prompt(group, tokens), length, arrival)
         for group, tokens, length, arrival in zip(
-            trace.groups, trace.prompts, trace.lengths, trace.arrivals, strict=True
+            trace.groups, trace.num_prompt_tokens, trace.lengths, trace.arrivals, strict=True
         )
     )
 

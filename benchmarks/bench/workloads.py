@@ -16,12 +16,12 @@ import numpy as np
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
 
-BOUND = 320
+MAX_TOKENS = 320
 """Longest response of any workload, tokens. The predictor is told it for all of them."""
 PROMPT_TOKENS = (8, 32)
 """Shortest and longest prompt: responses are what this measures."""
 
-# Shape of DeepScaleR's lengths, as `traces.deepscaler` has it, in units of the bound.
+# Shape of DeepScaleR's lengths, as `traces.deepscaler` has it, in units of max_tokens.
 _MEDIAN = 1443 / 24576
 _SIGMA = 1.406
 
@@ -57,9 +57,12 @@ class Workload:
         prompts = np.random.default_rng((own, 3)).integers(
             *PROMPT_TOKENS, size=len(trace), endpoint=True
         )
-        bound = max(1, round(BOUND * scale))
+        max_tokens = max(1, round(MAX_TOKENS * scale))
         return replace(
-            trace, name=self.name, prompts=tuple(int(tokens) for tokens in prompts), bound=bound
+            trace,
+            name=self.name,
+            num_prompt_tokens=tuple(int(tokens) for tokens in prompts),
+            max_tokens=max_tokens,
         )
 
 
@@ -68,14 +71,14 @@ def _count(requests: int, scale: float) -> int:
 
 
 def _lognormal(repeat: int, scale: float, seed: int) -> LengthTrace:
-    bound = BOUND * scale
-    return traces.lognormal(_count(128, scale), bound * _MEDIAN, _SIGMA, round(bound), seed)
+    longest = MAX_TOKENS * scale
+    return traces.lognormal(_count(128, scale), longest * _MEDIAN, _SIGMA, round(longest), seed)
 
 
 def _two_mode(repeat: int, scale: float, seed: int) -> LengthTrace:
-    bound = BOUND * scale
+    longest = MAX_TOKENS * scale
     return traces.two_mode(
-        _count(64, scale), median=24 * scale, sigma=0.6, long_share=0.09, bound=round(bound),
+        _count(64, scale), median=24 * scale, sigma=0.6, long_share=0.09, max_tokens=round(longest),
         seed=seed,
     )  # fmt: skip
 
@@ -95,7 +98,7 @@ def _straggler(repeat: int, scale: float, seed: int) -> LengthTrace:
 
 def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
     count = _count(40, scale)
-    batch = traces.lognormal(count, 48 * scale, 0.7, round(BOUND * scale), seed)
+    batch = traces.lognormal(count, 48 * scale, 0.7, round(MAX_TOKENS * scale), seed)
     # Bursts that come, in the mean, when the ones before are about half done.
     random = np.random.default_rng((seed, 2))
     arrivals: list[float] = []
@@ -109,7 +112,7 @@ def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
 def _shift(repeat: int, scale: float, seed: int) -> LengthTrace:
     # Two alike, then two of the other kind: right after a change, and once it was learnt.
     median = (16, 48)[repeat // 2 % 2]
-    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(BOUND * scale), seed)
+    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(MAX_TOKENS * scale), seed)
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -117,14 +120,14 @@ WORKLOADS: Mapping[str, Workload] = {
     for workload in (
         Workload(
             "lognormal",
-            "128 requests, log-normal with the shape of DeepScaleR: 11% above a third of the bound "
-            f"of {BOUND} tokens, 2% at it",
+            "128 requests, log-normal with the shape of DeepScaleR: 11% above a third of "
+            f"max_tokens ({MAX_TOKENS}), 2% at it",
             _lognormal,
         ),
         Workload(
             "two_mode",
             "64 requests like reasoning: most around 24 tokens, 9% in the last third before the "
-            "bound or at it",
+            "max_tokens or at it",
             _two_mode,
         ),
         Workload("uniform_short", "128 requests of 16 to 32 tokens", _uniform(128, 16, 32)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import Tuning
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, SwitchSample
-from pat_vllm.simulator.compare import Comparison, PolicyResult, Progress, Replayer
+from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import FixedSwitches, ProfileTruth
@@ -49,7 +49,7 @@ def compare_with_paper(
     expensive: float = SWITCH_SECONDS,
     paper_home: Layout | None = None,
     warm_up: Sequence[LengthTrace] = (),
-    progress: Progress = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> PaperComparison:
     """Replay batches under every policy.
 
@@ -63,7 +63,7 @@ def compare_with_paper(
     layouts, capacity = profile.all_layouts, ReplicaCapacity.of(profile)
     cheap = ProfileTruth(profile)
     costly = FixedSwitches(cheap, expensive)
-    prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.prompts))
+    prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.num_prompt_tokens))
     static = replayer.replay_static(cheap)
     paper = PaperPolicy(
         layouts,

@@ -193,7 +193,7 @@ class _Search:
     def _step_times(self) -> np.ndarray:
         """Step time in the fastest layout by the number of live requests, [requests + 1]."""
         order = np.argsort(-np.asarray(self._trace.lengths), kind="stable")
-        prompts = np.asarray(self._trace.prompts)[order]
+        prompts = np.asarray(self._trace.num_prompt_tokens)[order]
         generated = np.asarray(self._trace.lengths)[order]
         fastest = np.zeros(len(order) + 1)
         for live in range(1, len(order) + 1):

@@ -41,7 +41,7 @@ class PaperSetting:
         model: name in `figures.MODEL_SHAPES`.
         gpu: name in `figures.gpu_names()`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
-        bound: maximum response, tokens.
+        max_tokens: longest response.
         speedup: end to end, as published; None where it was not.
         generation: change of the generation time, as published.
     """
@@ -50,7 +50,7 @@ class PaperSetting:
     model: str
     gpu: str
     ranks: int
-    bound: int
+    max_tokens: int
     speedup: float | None = None
     generation: float | None = None
 

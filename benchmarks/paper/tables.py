@@ -80,14 +80,16 @@ def simulate_settings(
                 status.update(f"simulating {setting.title}: {text}")
 
             profile = named_profile(setting.model, setting.gpu, setting.ranks)
-            batches = [traces.deepscaler(requests, setting.bound, seed + i) for i in range(seeds)]
+            batches = [
+                traces.deepscaler(requests, setting.max_tokens, seed + i) for i in range(seeds)
+            ]
             comparison = compare_with_paper(
                 profile,
                 batches,
                 title=setting.title,
-                lengths=traces.deepscaler(SAMPLE, setting.bound, seed + _SAMPLE_SEED).lengths,
+                lengths=traces.deepscaler(SAMPLE, setting.max_tokens, seed + _SAMPLE_SEED).lengths,
                 paper_home=_baseline(profile),
-                warm_up=[traces.deepscaler(requests, setting.bound, seed + seeds)],
+                warm_up=[traces.deepscaler(requests, setting.max_tokens, seed + seeds)],
                 progress=progress,
             )
             results.append((setting, comparison))

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.bench.workloads import BOUND, WORKLOADS, Workload
+from benchmarks.bench.workloads import MAX_TOKENS, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
 from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
 
@@ -40,7 +40,7 @@ _WORDS = ("how", "many", "apples", "has", "Anna", "if", "the", "river", "is", "b
 
 
 @dataclass
-class Side:
+class OpenRLHFSide:
     """A way to make rollouts.
 
     Attributes:
@@ -108,7 +108,7 @@ def measure(workload: Workload, static: Sequence[str], repeats: int, seed: int) 
         for name, (count, tp) in _SHAPES.items():
             if name in static:
                 engines[name] = _start(path, count, tp)
-        sides = {name: Side(made, _sync_group(made)) for name, made in engines.items()}
+        sides = {name: OpenRLHFSide(made, _sync_group(made)) for name, made in engines.items()}
         for repeat in range(repeats + 1):
             batch = _batch(workload, repeat, seed)
             order = list(sides)
@@ -125,7 +125,7 @@ def _start(path: str, engines: int, tp: int, pat: bool = False) -> list[Any]:
     from pat_openrlhf.engines import PatEngines
 
     stock = vllm_engine.RolloutRayActor
-    policy = {"kind": "predictor", "length_bound": BOUND}
+    policy = {"kind": "predictor", "length_bound": MAX_TOKENS}
     vllm_engine.RolloutRayActor = _Options(PatEngines({"policy": policy}) if pat else stock)
     made = create_vllm_engines(
         num_engines=engines,
@@ -197,7 +197,7 @@ def _batch(workload: Workload, repeat: int, seed: int) -> list[tuple[Any, ...]]:
 
 
 def _turn(
-    side: Side, batch: list[tuple[Any, ...]], tokenizer: Any, weights: Any, count: bool
+    side: OpenRLHFSide, batch: list[tuple[Any, ...]], tokenizer: Any, weights: Any, count: bool
 ) -> None:
     """A sync and a rollout."""
     import ray

@@ -38,7 +38,7 @@ _INSIDE = "PAT_BENCHMARK_INSIDE"
 
 
 @dataclass
-class Side:
+class VerlSide:
     """A way to make rollouts."""
 
     server: Server
@@ -85,7 +85,7 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, T
 
     model = demo_model(ROOT / ".models")
     # `max_tokens` would tell the predictor each length.
-    policy = f"{{kind:predictor,length_bound:{traces[0].bound}}}"
+    policy = f"{{kind:predictor,length_bound:{traces[0].max_tokens}}}"
     pat = f"engine_kwargs.vllm.additional_config.pat.policy={policy}"
     with ray_cluster(gpus=(1 + len(static)) * RANKS):
         # The first: it measures its profile while nothing else runs.
@@ -101,16 +101,16 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, T
     return {name: sides[name].times for name in (*static, PAT)}
 
 
-def _start(model: Path, *overrides: str, **options: Any) -> Side:
+def _start(model: Path, *overrides: str, **options: Any) -> VerlSide:
     """Servers of verl over all devices, with the same limits on each side."""
     kv = f"engine_kwargs.vllm.kv_cache_memory_bytes={_KV_BYTES}"
     # Of a weight that is larger than a bucket verl sends no part.
     bucket = {"checkpoint_engine.update_weights_bucket_megabytes": 320}
     limits: dict[str, Any] = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    return Side(start(model, kv, *overrides, **bucket, **limits, **options))
+    return VerlSide(start(model, kv, *overrides, **bucket, **limits, **options))
 
 
-def _turn(side: Side, model: Path, trace: LengthTrace, repeat: int) -> None:
+def _turn(side: VerlSide, model: Path, trace: LengthTrace, repeat: int) -> None:
     """A push and a rollout; that of repeat 0 does not count."""
     prompts = _prompts(trace)
     server = side.server
@@ -140,7 +140,7 @@ def _prompts(trace: LengthTrace) -> list[list[int]]:
     """`SAMPLES` requests for each prompt, which has the tokens that the trace gives its first."""
     rng = random.Random(str(trace.lengths))
     prompts: list[list[int]] = []
-    for tokens in trace.prompts[::SAMPLES]:
+    for tokens in trace.num_prompt_tokens[::SAMPLES]:
         prompts += [[rng.randrange(300, 4000) for _ in range(tokens)]] * SAMPLES
     return prompts[: len(trace)]
 

@@ -16,19 +16,21 @@ from pat_vllm.simulator.traces import LengthTrace
 
 Generator = Callable[[int, int, int], LengthTrace]
 GENERATORS: Mapping[str, Generator] = {
-    "deepscaler": lambda requests, bound, seed: traces.deepscaler(requests, bound, seed),
-    "log-normal": lambda requests, bound, seed: traces.lognormal(
-        requests, bound / 16, 1.2, bound, seed
+    "deepscaler": lambda requests, max_tokens, seed: traces.deepscaler(requests, max_tokens, seed),
+    "log-normal": lambda requests, max_tokens, seed: traces.lognormal(
+        requests, max_tokens / 16, 1.2, max_tokens, seed
     ),
-    "two-mode": lambda requests, bound, seed: traces.two_mode(
-        requests, median=bound / 16, bound=bound, seed=seed
+    "two-mode": lambda requests, max_tokens, seed: traces.two_mode(
+        requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
     ),
-    "uniform": lambda requests, bound, seed: traces.uniform(requests, 1, bound, seed=seed),
-    "straggler": lambda requests, bound, seed: traces.straggler(
-        requests, max(1, bound // 16), bound, seed=seed
+    "uniform": lambda requests, max_tokens, seed: traces.uniform(
+        requests, 1, max_tokens, seed=seed
     ),
-    "grpo": lambda requests, bound, seed: traces.grpo(
-        max(1, requests // 8), 8, 0.6, 1.0, median=bound / 16, bound=bound, seed=seed
+    "straggler": lambda requests, max_tokens, seed: traces.straggler(
+        requests, max(1, max_tokens // 16), max_tokens, seed=seed
+    ),
+    "grpo": lambda requests, max_tokens, seed: traces.grpo(
+        max(1, requests // 8), 8, 0.6, 1.0, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
     ),
 }
 """Synthetic workloads by name: made by (requests, longest response in tokens, seed)."""
@@ -99,7 +101,7 @@ def title_of(profile: Profile, batches: list[LengthTrace]) -> str:
     first = batches[0]
     return (
         f"{profile.title}; {first.name}, {len(batches)} x {len(first)} requests of up to "
-        f"{first.bound:,} tokens"
+        f"{first.max_tokens:,} tokens"
     )
 
 

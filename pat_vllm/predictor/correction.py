@@ -48,7 +48,7 @@ _REOPEN = 4.0
 """Factor by which the uncertainty grows with each further one."""
 
 
-class _Size:
+class _SizeCorrection:
     """What is known of one tensor-parallel size: its batch parts and their variances."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class OnlineCorrection:
         self.version = 0
         self.observed = 0
         self._spread = _SPREAD
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _SizeCorrection] = {}
         # The machine's part comes first, then those of the sizes.
         self._index: dict[int, int] = {}
         self._values = [0.0]
@@ -157,8 +157,8 @@ class OnlineCorrection:
         self.observed += 1
         self._announce(tp, size, i)
 
-    def _add(self, tp: int) -> _Size:
-        size = self._sizes[tp] = _Size()
+    def _add(self, tp: int) -> _SizeCorrection:
+        size = self._sizes[tp] = _SizeCorrection()
         self._index[tp] = len(self._values)
         self._values.append(0.0)
         for row in self._covariance:
@@ -166,7 +166,7 @@ class OnlineCorrection:
         self._covariance.append([0.0] * (len(self._values) - 1) + [_SIZE])
         return size
 
-    def _reopen(self, tp: int, size: _Size, i: int, f: float) -> None:
+    def _reopen(self, tp: int, size: _SizeCorrection, i: int, f: float) -> None:
         """Doubt what was known: of a layout that was hardly seen, its model; else the machine
         most, for it changes and a model's error does not."""
         variances, covariance, own = size.variances, self._covariance, self._index[tp]
@@ -194,7 +194,7 @@ class OnlineCorrection:
         if variance > most:
             self._widen(index, sqrt(most / variance))
 
-    def _announce(self, tp: int, size: _Size, i: int) -> None:
+    def _announce(self, tp: int, size: _SizeCorrection, i: int) -> None:
         machine, sizes = self._announced
         value, bins = sizes.get(tp) or (0.0, [0.0] * _BINS)
         common = self._common(tp) - machine - value

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import KNEES
-
-Floats = NDArray[np.float64]
 
 _NEAR = 1.12
 """Nodes closer than this factor become one."""

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pat_vllm.predictor.correction import OnlineCorrection
+from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes, monotone
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
-
-Floats = NDArray[np.float64]
 
 FORMAT = 1
 """Version of the JSON format."""
@@ -64,7 +63,7 @@ _STALE = 0.005
 """Relative change of a correction from which on the corrected grid is made anew."""
 
 
-class _Size:
+class _SizeModel:
     """The compiled model of one tensor-parallel size.
 
     `values` and `supported` are the uncorrected grid, [busy, batch, context] and [batch, context].
@@ -113,7 +112,7 @@ class _Size:
         }
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> _Size:
+    def from_json(cls, content: dict[str, Any]) -> _SizeModel:
         return cls(
             StepBase.from_json(content["base"]),
             content["busy"],
@@ -131,7 +130,7 @@ class StepTimeModel:
     """
 
     def __init__(
-        self, sizes: dict[int, _Size], booster: str | None, correction: OnlineCorrection
+        self, sizes: dict[int, _SizeModel], booster: str | None, correction: OnlineCorrection
     ) -> None:
         self._sizes = sizes
         self._booster = booster
@@ -221,7 +220,7 @@ class StepTimeModel:
         """Grows whenever a correction has changed by more than ~3 % since it last did."""
         return self._correction.version
 
-    def _current(self, tp: int) -> _Size:
+    def _current(self, tp: int) -> _SizeModel:
         """The model of a size, its grid corrected by what was observed until lately."""
         size = self._sizes[tp]
         version, observed = size.seen
@@ -254,7 +253,7 @@ class StepTimeModel:
                 f"step-time model has format {content.get('format')!r}, this version reads "
                 f"{FORMAT}; fit it again from its profile"
             )
-        sizes = {int(tp): _Size.from_json(size) for tp, size in content["sizes"].items()}
+        sizes = {int(tp): _SizeModel.from_json(size) for tp, size in content["sizes"].items()}
         model = cls(sizes, content["booster"], OnlineCorrection.from_json(content["correction"]))
         for tp, size in sizes.items():
             size.correct(tp, model._correction, stale=0.0)
@@ -305,7 +304,7 @@ def _fit_residual(learnable: Sequence[tuple[StepBase, list[StepSample]]]) -> Any
 
 def _compile(
     tp: int, base: StepBase, decodes: Sequence[StepSample], replicas: int, booster: Any
-) -> _Size:
+) -> _SizeModel:
     """Evaluate base and residual on a grid and make it monotone."""
     sizes = [s.batch for s in decodes]
     means = [max(s.context, 1) / s.batch for s in decodes]
@@ -324,7 +323,7 @@ def _compile(
     near = (mean >= min(means) / _SLACK) & (mean <= max(means) * _SLACK)
     supported = near & (inside[0] == axes[1][0])
     values = monotone(values, supported)
-    return _Size(
+    return _SizeModel(
         base, [float(b) for b in busy], batch.tolist(), context.tolist(), values, supported
     )
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
+from pat_vllm.config import StrictModel
 from pat_vllm.layout import Layout
 
 FORMAT = 1
@@ -50,11 +51,7 @@ class StepShape:
     busy: int = 1
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StepSample(_Strict):
+class StepSample(StrictModel):
     """Time of one step of one replica; see `StepShape` for the meaning of the fields.
 
     A sample with `batch` 0 is a prefill of `prefill` tokens and nothing else.
@@ -81,7 +78,7 @@ class StepSample(_Strict):
         return StepShape(self.batch, self.context, self.longest, self.prefill, self.busy)
 
 
-class SwitchSample(_Strict):
+class SwitchSample(StrictModel):
     """Time of one switch.
 
     Attributes:
@@ -103,7 +100,7 @@ class SwitchSample(_Strict):
     weights: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Profile(_Strict):
+class Profile(StrictModel):
     """What steps and switches take on one engine.
 
     Attributes:

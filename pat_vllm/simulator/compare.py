@@ -20,9 +20,6 @@ from pat_vllm.simulator.truth import ProfileTruth, Truth
 PAT = "PAT"
 """Label of this project's policy."""
 
-Progress = Callable[[str], None]
-"""Is told the label of the policy that is replayed next."""
-
 
 @dataclass(frozen=True)
 class PolicyResult:
@@ -120,12 +117,13 @@ class Replayer:
     Attributes:
         profile: of the engine.
         warm_up: batches before, from which policies learn and which are not reported.
+        progress: is told the label of the policy that is replayed next.
     """
 
     profile: Profile
     batches: Sequence[LengthTrace]
     warm_up: Sequence[LengthTrace] = ()
-    progress: Progress = lambda text: None
+    progress: Callable[[str], None] = lambda text: None
 
     def replay(self, label: str, policy: Policy, truth: Truth) -> PolicyResult:
         """The batches under a policy.
@@ -147,7 +145,7 @@ class Replayer:
 
     def adaptive(self, profile: Profile, tuning: Tuning | None = None) -> AdaptivePolicy:
         """PAT's default policy, which believes `profile` and has seen no length yet."""
-        max_tokens = max(batch.bound for batch in self.batches)
+        max_tokens = max(batch.max_tokens for batch in self.batches)
         # The time that planning takes here is not the simulated engine's.
         return AdaptivePolicy.of(
             profile, bound=max_tokens, tuning=tuning or Tuning(), timer=lambda: 0.0
@@ -159,7 +157,7 @@ def compare(
     batches: Sequence[LengthTrace],
     *,
     title: str,
-    progress: Progress = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
     """Replay batches under every static layout and under PAT."""
     replayer = Replayer(profile, batches, progress=progress)

@@ -69,11 +69,11 @@ class SimulatedRequests:
 
     def __init__(self, trace: LengthTrace, began: float) -> None:
         """None has started; arrivals count from `began`."""
-        self.num_prompt_tokens = [int(tokens) for tokens in trace.prompts]
+        self.num_prompt_tokens = [int(tokens) for tokens in trace.num_prompt_tokens]
         self.length = [int(tokens) for tokens in trace.lengths]
         self.group = [int(group) for group in trace.groups]
         self.arrival = [began + float(at) for at in trace.arrivals]
-        self.max_tokens = int(trace.bound)
+        self.max_tokens = int(trace.max_tokens)
         self.num_output_tokens = [0] * len(self.length)
         self.num_computed_tokens = [0] * len(self.length)
         self.finished = [math.nan] * len(self.length)

@@ -96,7 +96,7 @@ class SimulatedRun:
                     "source": str(switch.source),
                     "target": str(switch.target),
                     "reason": switch.reason,
-                    "live": switch.num_seqs,
+                    "num_seqs": switch.num_seqs,
                     "seconds": switch.seconds,
                     "quiesce": switch.quiesce,
                 }

@@ -1,6 +1,6 @@
 """Batches of response lengths: synthetic ones, and files. Pure.
 
-Lengths are in tokens. A length equal to the trace's bound is a response that ran into it.
+Lengths are in tokens. A length equal to the trace's `max_tokens` is a response that ran into it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ _PROMPT = (64, 512)
 _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
 
+_EARLIER_NAMES = {"prompts": "num_prompt_tokens", "bound": "max_tokens"}
+"""What fields of a trace file were called before; files with these names can still be read."""
+
 _DEEPSCALER_MEDIAN = 1443.0
 _DEEPSCALER_SIGMA = 1.406
 
@@ -32,11 +35,11 @@ class LengthTrace:
 
     Attributes:
         name: what the trace is called in tables and figures.
-        lengths: tokens of each response, 1 to `bound`.
+        lengths: tokens of each response, 1 to `max_tokens`.
         arrivals: when each request arrives, in seconds; all zeros for a batch.
         groups: equal for requests with equal prompts.
-        prompts: tokens of each prompt.
-        bound: tokens after which a response is cut short.
+        num_prompt_tokens: of each request.
+        max_tokens: tokens after which a response is cut short.
 
     Raises:
         ValueError: a value is out of range, or the tuples differ in size.
@@ -46,26 +49,26 @@ class LengthTrace:
     lengths: tuple[int, ...]
     arrivals: tuple[float, ...]
     groups: tuple[int, ...]
-    prompts: tuple[int, ...]
-    bound: int
+    num_prompt_tokens: tuple[int, ...]
+    max_tokens: int
 
     def __post_init__(self) -> None:
         count = len(self.lengths)
         if not count:
             raise ValueError(f"trace {self.name!r} has no lengths")
-        for field in ("arrivals", "groups", "prompts"):
+        for field in ("arrivals", "groups", "num_prompt_tokens"):
             if len(getattr(self, field)) != count:
                 raise ValueError(
                     f"trace {self.name!r} has {count} lengths but "
                     f"{len(getattr(self, field))} {field}"
                 )
-        if not 1 <= min(self.lengths) <= max(self.lengths) <= self.bound:
+        if not 1 <= min(self.lengths) <= max(self.lengths) <= self.max_tokens:
             raise ValueError(
-                f"lengths of trace {self.name!r} must be 1 to bound={self.bound}, "
+                f"lengths of trace {self.name!r} must be 1 to max_tokens={self.max_tokens}, "
                 f"got {min(self.lengths)} to {max(self.lengths)}"
             )
-        if min(self.prompts) < 1:
-            raise ValueError(f"prompts of trace {self.name!r} must be at least 1 token")
+        if min(self.num_prompt_tokens) < 1:
+            raise ValueError(f"num_prompt_tokens of trace {self.name!r} must be at least 1")
         if not all(math.isfinite(at) and at >= 0 for at in self.arrivals):
             raise ValueError(f"arrivals of trace {self.name!r} must be 0 or more seconds")
 
@@ -77,29 +80,31 @@ class LengthTrace:
         cls,
         name: str,
         lengths: Iterable[float],
-        bound: int,
+        max_tokens: int,
         seed: int,
         groups: Sequence[int] | None = None,
     ) -> LengthTrace:
         """A batch: `lengths` are rounded and bounded, prompts drawn, one per group."""
-        cut = tuple(min(bound, max(1, round(length))) for length in lengths)
+        cut = tuple(min(max_tokens, max(1, round(length))) for length in lengths)
         groups = range(len(cut)) if groups is None else groups
         # A stream of its own, so that prompts do not change with how lengths are drawn.
         random = np.random.default_rng((seed, 1))
         tokens = random.integers(*_PROMPT, size=max(groups, default=0) + 1, endpoint=True)
         prompts = tuple(int(tokens[group]) for group in groups)
-        return cls(name, cut, (0.0,) * len(cut), tuple(groups), prompts, bound)
+        return cls(name, cut, (0.0,) * len(cut), tuple(groups), prompts, max_tokens)
 
     def save(self, path: Path) -> None:
         """Write as JSON, for `load_trace`."""
         Path(path).write_text(json.dumps(asdict(self)) + "\n")
 
 
-def lognormal(requests: int, median: float, sigma: float, bound: int, seed: int = 0) -> LengthTrace:
+def lognormal(
+    requests: int, median: float, sigma: float, max_tokens: int, seed: int = 0
+) -> LengthTrace:
     """Log-normal lengths; `sigma` is the standard deviation of their logarithm."""
     random = np.random.default_rng(seed)
     drawn = median * np.exp(sigma * random.standard_normal(requests))
-    return LengthTrace.batch("log-normal", drawn, bound, seed)
+    return LengthTrace.batch("log-normal", drawn, max_tokens, seed)
 
 
 def two_mode(
@@ -107,47 +112,47 @@ def two_mode(
     median: float = 1000,
     sigma: float = 0.6,
     long_share: float = 0.1,
-    bound: int = 16384,
+    max_tokens: int = 16384,
     seed: int = 0,
 ) -> LengthTrace:
-    """Like reasoning: log-normal ones, and a share that ends in the last third before the bound
+    """Like reasoning: log-normal ones, and a share that ends in the last third before `max_tokens`
     or runs into it (a tenth of that share)."""
     random = np.random.default_rng(seed)
     usual = median * np.exp(sigma * random.standard_normal(requests))
-    late = bound * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, requests)
+    late = max_tokens * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, requests)
     drawn = np.where(random.random(requests) < long_share, late, usual)
-    return LengthTrace.batch("two modes", drawn, bound, seed)
+    return LengthTrace.batch("two modes", drawn, max_tokens, seed)
 
 
 def uniform(
-    requests: int, low: int, high: int, bound: int | None = None, seed: int = 0
+    requests: int, low: int, high: int, max_tokens: int | None = None, seed: int = 0
 ) -> LengthTrace:
     """All lengths from `low` to `high` equally likely."""
     drawn = np.random.default_rng(seed).integers(low, high, requests, endpoint=True)
-    return LengthTrace.batch("uniform", drawn, bound or high, seed)
+    return LengthTrace.batch("uniform", drawn, max_tokens or high, seed)
 
 
 def straggler(
-    requests: int, usual: int, longest: int, bound: int | None = None, seed: int = 0
+    requests: int, usual: int, longest: int, max_tokens: int | None = None, seed: int = 0
 ) -> LengthTrace:
     """All lengths within 5% of `usual` but one, at a random place, of `longest`."""
     random = np.random.default_rng(seed)
     drawn = usual * random.uniform(0.95, 1.05, requests)
     drawn[random.integers(requests)] = longest
-    return LengthTrace.batch("straggler", drawn, bound or max(usual, longest), seed)
+    return LengthTrace.batch("straggler", drawn, max_tokens or max(usual, longest), seed)
 
 
 def staggered(
     requests: int,
     median: float,
     sigma: float,
-    bound: int,
+    max_tokens: int,
     interval: float,
     poisson: bool = True,
     seed: int = 0,
 ) -> LengthTrace:
     """Log-normal lengths; requests arrive `interval` seconds apart, on average or exactly."""
-    batch = lognormal(requests, median, sigma, bound, seed)
+    batch = lognormal(requests, median, sigma, max_tokens, seed)
     random = np.random.default_rng((seed, 2))
     gaps = random.exponential(interval, requests) if poisson else np.full(requests, interval)
     arrivals: Floats = np.cumsum(gaps) - gaps[0]
@@ -155,12 +160,12 @@ def staggered(
 
 
 def shifted(
-    medians: Sequence[float], requests: int, sigma: float, bound: int, seed: int = 0
+    medians: Sequence[float], requests: int, sigma: float, max_tokens: int, seed: int = 0
 ) -> tuple[LengthTrace, ...]:
     """A log-normal batch for each of `medians`."""
     return tuple(
         replace(
-            lognormal(requests, median, sigma, bound, seed * 100_003 + number),
+            lognormal(requests, median, sigma, max_tokens, seed * 100_003 + number),
             name=f"median {median:g}",
         )
         for number, median in enumerate(medians)
@@ -173,7 +178,7 @@ def grpo(
     within_sigma: float,
     between_sigma: float,
     median: float = 1000,
-    bound: int = 16384,
+    max_tokens: int = 16384,
     seed: int = 0,
 ) -> LengthTrace:
     """`samples` responses to each of `prompts` prompts, with correlated log-normal lengths.
@@ -184,16 +189,16 @@ def grpo(
     groups: Ints = np.repeat(np.arange(prompts), samples)
     logs = between_sigma * random.standard_normal(prompts)[groups]
     logs += within_sigma * random.standard_normal(len(groups))
-    return LengthTrace.batch("GRPO", median * np.exp(logs), bound, seed, groups.tolist())
+    return LengthTrace.batch("GRPO", median * np.exp(logs), max_tokens, seed, groups.tolist())
 
 
-def deepscaler(requests: int = 128, bound: int = 24576, seed: int = 0) -> LengthTrace:
+def deepscaler(requests: int = 128, max_tokens: int = 24576, seed: int = 0) -> LengthTrace:
     """Log-normal with median 1443 and sigma 1.406, after the shares PAT reports for DeepScaleR.
 
     These make 10.85% of responses longer than 8192 tokens and 2.19%, that is 2.8 of 128, reach
     24576: the unique log-normal distribution for which both are so.
     """
-    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, bound, seed)
+    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, max_tokens, seed)
     return replace(batch, name="DeepScaleR-like")
 
 
@@ -220,18 +225,19 @@ def load_trace(path: Path) -> LengthTrace:
 def _from_json(stem: str, data: Any) -> LengthTrace:
     if not isinstance(data, dict) or "lengths" not in data:
         raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
+    data = {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
     known = LengthTrace.__dataclass_fields__
     unknown = set(data) - set(known)
     if unknown:
         raise ValueError(f"unknown {sorted(unknown)}; allowed are {', '.join(known)}")
-    for field in ("lengths", "groups", "prompts", "arrivals"):
+    for field in ("lengths", "groups", "num_prompt_tokens", "arrivals"):
         allowed = (int, float) if field == "arrivals" else (int,)
         values = data.get(field, [])
         if not isinstance(values, list) or any(type(value) not in allowed for value in values):
             kind = "numbers" if field == "arrivals" else "whole numbers"
             raise ValueError(f"{field} must be a list of {kind}")
-    if type(data.get("bound", 0)) is not int:
-        raise ValueError(f"bound must be a whole number, got {data['bound']!r}")
+    if type(data.get("max_tokens", 0)) is not int:
+        raise ValueError(f"max_tokens must be a whole number, got {data['max_tokens']!r}")
     return _from_fields(stem, data)
 
 
@@ -243,8 +249,8 @@ def _from_fields(stem: str, data: dict[str, Any]) -> LengthTrace:
         lengths=lengths,
         arrivals=tuple(map(float, data.get("arrivals", (0.0,) * count))),
         groups=tuple(data.get("groups", range(count))),
-        prompts=tuple(data.get("prompts", (_FILE_PROMPT,) * count)),
-        bound=data.get("bound", max(lengths, default=1)),
+        num_prompt_tokens=tuple(data.get("num_prompt_tokens", (_FILE_PROMPT,) * count)),
+        max_tokens=data.get("max_tokens", max(lengths, default=1)),
     )
 
 
