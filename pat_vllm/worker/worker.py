@@ -202,10 +202,7 @@ class PATWorkerMixin:
 
     def pat_resolved_kernels(self) -> ResolvedKernels:
         """What this rank chose where the engine's configuration leaves the choice to it."""
-        inplace = isinstance(self._weights, InPlaceShards)
-        return ResolvedKernels(
-            self._base.attention_backends, "inplace" if inplace else "materialized"
-        )
+        return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
 
     # ---------------------------------------------------------------- weight updates
 
