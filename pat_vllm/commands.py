@@ -14,6 +14,7 @@ SWITCH = "pat_switch"
 CALL_IN_BASE = "pat_call_in_base"
 REFRESH_WEIGHTS = "pat_refresh_weights"
 TRANSFER_RATES = "pat_transfer_rates"
+RESOLVED_KERNELS = "pat_resolved_kernels"
 WORKER_METHODS = frozenset(
     {
         OPEN_LANES,
@@ -23,5 +24,6 @@ WORKER_METHODS = frozenset(
         CALL_IN_BASE,
         REFRESH_WEIGHTS,
         TRANSFER_RATES,
+        RESOLVED_KERNELS,
     }
 )

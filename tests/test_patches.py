@@ -131,13 +131,13 @@ def test_weights_are_refused_where_the_model_is_asked_itself() -> None:
         def load_weights(self, weights: Any) -> str:
             return "loaded"
 
-    class Weights:
+    class Worker:
         def refuse(self, *args: Any) -> None:
             raise RuntimeError("cannot be updated")
 
     model: Any = Model()
     for _ in range(2):
-        patches.refuse_load_weights(model, Weights().refuse)
+        patches.refuse_load_weights(model, Worker().refuse)
     with pytest.raises(RuntimeError, match="cannot be updated"):
         model.load_weights([])
     assert model.load_weights.__wrapped__([]) == "loaded"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.executor.messages import ResolvedKernels
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.plan import ProfilePlan, estimate
@@ -236,6 +238,94 @@ def test_command_refuses_layouts(layouts: str) -> None:
     assert result.exit_code == 2, result.output
 
 
+# ---------------------------------------------------------------- the key
+
+RESOLVED = ResolvedKernels(("CPU_ATTN",), "materialized")
+
+
+def _engine_config() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(random_model("qwen3")), enforce_eager=True, max_model_len=64
+    ).create_engine_config()
+
+
+def _key(monkeypatch: pytest.MonkeyPatch, change: str) -> dict[str, Any]:
+    """The key of an engine, with `OWNER.FIELD=VALUE` or the variable `NAME=VALUE` changed.
+
+    A value is JSON, or `not` for the opposite.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from pat_vllm.profiling.key import profile_key
+
+    config, resolved = _engine_config(), RESOLVED
+    name, _, value = change.partition("=")
+    match name.split("."):
+        case ["resolved", "attention"]:
+            resolved = replace(resolved, attention=tuple(value.split(",")))
+        case ["resolved", "weights"]:
+            resolved = replace(resolved, weights="inplace")
+        case ["attention_config", "backend"]:
+            config.attention_config.backend = AttentionBackendEnum[value]
+        case [owner, field]:
+            part = getattr(config, owner)
+            setattr(part, field, not getattr(part, field) if value == "not" else json.loads(value))
+        case [variable] if variable:
+            monkeypatch.setenv(variable, value)
+    return profile_key(config, resolved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        'kernel_config.linear_backend="triton"',
+        'kernel_config.linear_backend_per_quant={"mxfp4": "triton"}',
+        'kernel_config.moe_backend="triton"',
+        "attention_config.backend=TRITON_ATTN",
+        "attention_config.flash_attn_version=2",
+        "resolved.attention=CPU_ATTN,TRITON_ATTN",
+        "resolved.weights=inplace",
+        'model_config.quantization="fp8"',
+        "parallel_config.disable_custom_all_reduce=not",
+        "VLLM_KV_CACHE_LAYOUT=HND",
+        "VLLM_ROCM_USE_AITER=1",
+        "VLLM_USE_FLASHINFER_SAMPLER=0",
+        "VLLM_DISABLED_KERNELS=MarlinLinearKernel",
+        "VLLM_BATCH_INVARIANT=1",
+        "NCCL_P2P_DISABLE=1",
+    ],
+)
+def test_key_tells_engines_with_other_kernels_apart(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    usual = _key(monkeypatch, "")
+    other = _key(monkeypatch, change)
+    assert other != usual
+    with pytest.raises(ProfileError, match="another engine"):
+        profile(usual).check(other, "p.json")
+    assert json.loads(json.dumps(other)) == other
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_PORT",
+        "VLLM_CACHE_ROOT",
+        "VLLM_NCCL_SO_PATH",
+        "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR",
+        "NCCL_SOCKET_IFNAME",
+    ],
+)
+def test_key_has_no_paths_and_names(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    from pat_vllm.profiling.key import kernel_environment
+
+    assert kernel_environment({variable: "here"}) == {}
+
+
 # ---------------------------------------------------------------- a real engine
 
 MODEL = "qwen3"
@@ -366,7 +456,6 @@ def test_load_or_measure(
     from pat_vllm.profiling import load
 
     scheduler = scheduler_of(llm)
-    config = llm.llm_engine.vllm_config
     measured: list[int] = []
 
     def measure(*args: Any, **kwargs: Any) -> Any:
@@ -377,9 +466,7 @@ def test_load_or_measure(
     monkeypatch.setattr(load, "profile_engine", measure)
 
     def get(path: str | None = None) -> Profile:
-        return load.load_or_measure(
-            config, scheduler.replica_set.executor, scheduler.kv_cache_config, path
-        )
+        return load.load_or_measure(scheduler.replica_set.executor, scheduler.kv_cache_config, path)
 
     first = get()
     scheduler.reset_prefix_cache()

@@ -28,7 +28,12 @@ from pat_vllm.executor.calls import (
     read_together,
 )
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
-from pat_vllm.executor.messages import SwitchCommand, SwitchTimes, TransferRates
+from pat_vllm.executor.messages import (
+    ResolvedKernels,
+    SwitchCommand,
+    SwitchTimes,
+    TransferRates,
+)
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
 
@@ -350,6 +355,12 @@ class PATExecutorMixin:
                 tp: min(r.prefill_rate[tp] for r in rates) for tp in rates[0].prefill_rate
             },
         )
+
+    def resolved_kernels(self) -> ResolvedKernels:
+        """What the workers chose by themselves; all of them choose alike."""
+        first, *_ = self.collective_rpc(commands.RESOLVED_KERNELS)
+        assert isinstance(first, ResolvedKernels)
+        return first
 
 
 class _Finished(Future):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
@@ -47,6 +48,19 @@ class TransferRates:
 
     bandwidth: float
     prefill_rate: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class ResolvedKernels:
+    """What a worker chose where the engine's configuration leaves the choice to it.
+
+    Attributes:
+        attention: names of the layers' attention backends, each once, sorted.
+        weights: PAT's weight strategy.
+    """
+
+    attention: tuple[str, ...]
+    weights: Literal["inplace", "materialized"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from pat_vllm.executor.executor import PATExecutorMixin
+
 
 def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
     """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
@@ -35,18 +37,20 @@ def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
     )
 
 
-def profile_header(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
+def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
     """The fields of a `Profile` that describe its engine, as JSON values.
 
     What is sent to a front end compares equal to what is read from a file.
     """
+    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
     limits = engine_limits(vllm_config, kv_cache_config)
+    key = profile_key(vllm_config, executor.resolved_kernels())
     base = limits.layouts[0]
     assert vllm_config.model_config is not None
     return {
         "kind": "measured",
-        "title": title(vllm_config),
-        "key": profile_key(vllm_config),
+        "title": title(key),
+        "key": key,
         "ranks": base.world_size,
         "layouts": [layout.tp for layout in limits.layouts],
         "max_num_seqs": limits.max_num_seqs,

@@ -1,21 +1,31 @@
-"""For what a profile holds: everything that changes how long an engine's steps take."""
+"""For what a profile holds: everything that changes how long an engine's steps take.
+
+A difference that the key misses makes an engine decide by another engine's times, silently. One
+that does not matter only costs another measurement. So the key rather names too much.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
-from pat_vllm.config import layouts_of, pat_config
+from pat_vllm.config import layouts_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from pat_vllm.executor.messages import ResolvedKernels
 
 _SIZES = (
     "num_hidden_layers",
@@ -29,17 +39,40 @@ _SIZES = (
     "hidden_act",
 )
 """What Hugging Face configs call the sizes of a dense decoder."""
-_THREADS = ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS")
+_THREADS = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS")
 """Environment variables that place the ranks of a CPU engine on its cores."""
+_LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "deep-gemm", "amd-aiter")
+"""Distributions with kernels that vLLM takes where they are installed."""
+_COLLECTIVES = (
+    "NCCL_ALGO",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+    "NCCL_NVLS_ENABLE",
+)
+"""Environment variables that change how fast ranks exchange activations."""
+_KERNEL_WORDS = frozenset(
+    """
+    AITER ALLREDUCE ATTN ATTENTION AWQ B12X CUDAGRAPH CUTLASS DEEPEP EXPERTS FLA FLASH
+    FLASHINFER FP4 FP8 GDN GEMM HPC HUMMING INDUCTOR INT4 INVARIANT KERNEL KERNELS LAYOUT MARLIN
+    MFMA MLA MOE MXFP4 MXFP8 NCCL NVFP4 OINK PRECISION PYNCCL REDUCE SAMPLER SPARSE TRITON WNA16
+    ZENTORCH
+    """.split()  # noqa: SIM905
+)
+"""Words in the names of vLLM's environment variables that select kernels."""
 
 
-def profile_key(vllm_config: VllmConfig) -> dict[str, Any]:
+def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str, Any]:
     """The key of an engine's profile: JSON values, without names and paths of this machine.
 
     The same engine has the same key whether its core runs in its caller's process or in its own.
+
+    Args:
+        resolved: what the workers chose where `vllm_config` leaves the choice to them.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    compilation = vllm_config.compilation_config
+    compilation, kernels = vllm_config.compilation_config, vllm_config.kernel_config
     assert model is not None
     eager = bool(model.enforce_eager)
     key: dict[str, Any] = {
@@ -48,7 +81,14 @@ def profile_key(vllm_config: VllmConfig) -> dict[str, Any]:
         "hardware": hardware(),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
         "layouts": [layout.tp for layout in layouts_of(vllm_config)],
-        "weights": pat_config(vllm_config).weights,
+        "weights": resolved.weights,
+        "attention_backends": list(resolved.attention),
+        "attention": _differences(vllm_config.attention_config),
+        "linear_backend": kernels.linear_backend,
+        "linear_backend_per_quant": dict(kernels.linear_backend_per_quant or {}),
+        "moe_backend": kernels.moe_backend,
+        "quantization": model.quantization and str(model.quantization),
+        "custom_all_reduce": not vllm_config.parallel_config.disable_custom_all_reduce,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "max_model_len": model.max_model_len,
@@ -57,17 +97,32 @@ def profile_key(vllm_config: VllmConfig) -> dict[str, Any]:
         "enforce_eager": eager,
         "compiled": not eager and os.environ.get("TORCHDYNAMO_DISABLE") != "1",
         "cudagraph_mode": "NONE" if eager else _name(compilation.cudagraph_mode),
+        # A captured batch is padded to the next of these sizes.
+        "cudagraph_sizes": [] if eager else list(compilation.cudagraph_capture_sizes or ()),
+        "compilation_passes": {} if eager else _differences(compilation.pass_config),
         "async_scheduling": bool(scheduler.async_scheduling),
         "runner": 2 if vllm_config.use_v2_model_runner else 1,
         "versions": {
             "vllm": vllm_version,
             "torch": str(torch.__version__),
             "pat_vllm": __version__,
+            **_installed(_LIBRARIES),
         },
+        "environment": kernel_environment(os.environ),
     }
     if current_platform.is_cpu():
         key["threads"] = {name: os.environ.get(name) for name in _THREADS}
     return key
+
+
+def kernel_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that select kernels or collectives, as far as they are set; no paths."""
+    names = [
+        name
+        for name in envs.environment_variables
+        if _KERNEL_WORDS & set(name.split("_")) and not name.endswith(("_PATH", "_DIR"))
+    ]
+    return {name: environment[name] for name in (*names, *_COLLECTIVES) if name in environment}
 
 
 def hardware() -> str:
@@ -78,9 +133,8 @@ def hardware() -> str:
     return f"{_cpu_name()}, {usable} cores"
 
 
-def title(vllm_config: VllmConfig) -> str:
+def title(key: Mapping[str, Any]) -> str:
     """One line for people: model, hardware, ranks."""
-    key = profile_key(vllm_config)
     model = key["model"]
     return (
         f"{model['architecture']}, {model.get('num_hidden_layers')} layers of "
@@ -93,6 +147,26 @@ def _model(hf_config: Any) -> dict[str, Any]:
     names = getattr(hf_config, "architectures", None) or [getattr(hf_config, "model_type", "")]
     sizes = {name: getattr(hf_config, name, None) for name in _SIZES}
     return {"architecture": str(names[0]), **{k: v for k, v in sizes.items() if v is not None}}
+
+
+def _differences(config: Any) -> dict[str, str]:
+    """Fields of one of vLLM's configurations that are not as by default, as text."""
+    usual = type(config)()
+    values = {
+        field.name: (getattr(config, field.name), getattr(usual, field.name))
+        for field in dataclasses.fields(config)
+    }
+    return {name: _name(value) for name, (value, default) in values.items() if value != default}
+
+
+def _installed(distributions: Sequence[str]) -> dict[str, str]:
+    versions = {}
+    for name in distributions:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _name(value: Any) -> str:

@@ -17,7 +17,6 @@ from vllm.logger import init_logger
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.header import engine_limits, profile_header
-from pat_vllm.profiling.key import profile_key
 from pat_vllm.profiling.plan import ProfilePlan
 from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile
@@ -33,7 +32,6 @@ logger = init_logger(__name__)
 
 
 def load_or_measure(
-    vllm_config: VllmConfig,
     executor: PATExecutorMixin,
     kv_cache_config: KVCacheConfig,
     path: str | None,
@@ -54,8 +52,8 @@ def load_or_measure(
         ProfileError: the named file is damaged, or was made for another engine.
     """
     begun = time.perf_counter()
-    key = profile_key(vllm_config)
-    limits = engine_limits(vllm_config, kv_cache_config)
+    header = profile_header(executor, kv_cache_config)
+    key = header["key"]
     if path is not None:
         profile = Profile.load(Path(path))
         profile.check(key, path)
@@ -66,12 +64,12 @@ def load_or_measure(
     else:
         samples = profile_engine(
             executor,
-            ProfilePlan.quick(limits),
+            _plan(executor, kv_cache_config, quick=True),
             kv_cache_config,
             seconds_to_make=seconds_to_make,
         )
         profile = Profile(
-            **profile_header(vllm_config, kv_cache_config),
+            **header,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             steps=samples.steps,
             switches=samples.switches,
@@ -87,7 +85,8 @@ def load_or_measure(
             samples.skipped,
             kept,
         )
-    return profile.model_copy(update={"kv_tokens": limits.kv_tokens})
+    kv_tokens = {int(tp): tokens for tp, tokens in header["kv_tokens"].items()}
+    return profile.model_copy(update={"kv_tokens": kv_tokens})
 
 
 def describe(
@@ -101,10 +100,9 @@ def describe(
     Returns:
         The profile's `header` and the plan's `points`.
     """
-    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
-    plan = _plan(vllm_config, kv_cache_config, quick)
+    plan = _plan(executor, kv_cache_config, quick)
     return {
-        "header": profile_header(vllm_config, kv_cache_config),
+        "header": profile_header(executor, kv_cache_config),
         "points": POINTS.dump_python(list(plan.points)),
     }
 
@@ -127,8 +125,7 @@ def measure(
     Returns:
         The `steps` and `switches` measured.
     """
-    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
-    plan = _plan(vllm_config, kv_cache_config, quick)
+    plan = _plan(executor, kv_cache_config, quick)
     samples = profile_engine(
         executor,
         plan.part(POINTS.validate_python(points)),
@@ -142,6 +139,7 @@ def measure(
     }
 
 
-def _plan(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, quick: bool) -> ProfilePlan:
+def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> ProfilePlan:
+    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
     limits = engine_limits(vllm_config, kv_cache_config)
     return ProfilePlan.quick(limits) if quick else ProfilePlan.full(limits)

@@ -82,7 +82,6 @@ class PATScheduler(SchedulerInterface):
             config,
             layouts,
             lambda path: load_or_measure(
-                vllm_config,
                 executor,
                 kv_cache_config,
                 path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.platforms import current_platform
 
@@ -40,6 +40,11 @@ class LayoutWeights:
         for runtime in self._runtimes:
             loader = base_load_config if runtime is self._base else derived_load_config
             runtime.config.load_config = loader(config.load_config, self._strategy)
+
+    @property
+    def strategy(self) -> Literal["inplace", "materialized"]:
+        """The option `weights`, resolved."""
+        return "inplace" if isinstance(self._strategy, InPlaceShards) else "materialized"
 
     def finish_loading(self) -> None:
         """Free what only loading needed. Guard weights that cannot be updated against updates.

@@ -10,6 +10,7 @@ import torch
 import vllm.distributed.parallel_state as parallel_state
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
@@ -38,6 +39,13 @@ class LayoutRuntime:
     runner: Any = None
     kv_cache_config: KVCacheConfig | None = None
     connector: PATConnector | None = None
+
+    @property
+    def attention_backends(self) -> tuple[str, ...]:
+        """Names of the attention backends that vLLM chose, each once, sorted."""
+        layers = self.config.compilation_config.static_forward_context.values()
+        attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
+        return tuple(sorted({layer.get_attn_backend().get_name() for layer in attention}))
 
     def check_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Check that the shared buffer is divided as vLLM itself would divide it for this tp.

@@ -17,7 +17,13 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
-from pat_vllm.executor.messages import CallFailed, SwitchCommand, SwitchTimes, TransferRates
+from pat_vllm.executor.messages import (
+    CallFailed,
+    ResolvedKernels,
+    SwitchCommand,
+    SwitchTimes,
+    TransferRates,
+)
 from pat_vllm.executor.orphan import exit_when_orphaned
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
@@ -193,6 +199,10 @@ class PATWorkerMixin:
     def pat_transfer_rates(self) -> TransferRates:
         """Rates that this rank measured while warming up."""
         return self._rates
+
+    def pat_resolved_kernels(self) -> ResolvedKernels:
+        """What this rank chose where the engine's configuration leaves the choice to it."""
+        return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
 
     # ---------------------------------------------------------------- weight updates
 
