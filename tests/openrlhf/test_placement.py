@@ -62,12 +62,12 @@ def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], li
 
         actor: Any = ray.remote(num_cpus=0)(Engine)
         engine = actor.options(scheduling_strategy=in_bundle(bundles[0])).remote()
-        found = ray.get(engine.gpus.remote(), timeout=60)
+        found = ray.get(engine.gpus.remote())
         said = [
             own_gpu.options(num_gpus=share, scheduling_strategy=in_bundle(bundle)).remote()
             for bundle in bundles
         ]
-        return found, ray.get(said, timeout=60)
+        return found, ray.get(said)
     finally:
         ray.util.remove_placement_group(group)
 

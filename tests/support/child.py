@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,23 +81,3 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def run_while_it_speaks(
-    command: Sequence[str], silence: float = SILENCE, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, however long it takes, unless it is silent for `silence` seconds.
-
-    Args:
-        options: of `subprocess.Popen`.
-
-    Returns:
-        Its exit status and, as `stdout`, its output with errors.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        child = Child(command, Path(folder, "log"), silence, **options)
-        try:
-            status = child.wait()
-            return subprocess.CompletedProcess(command, status, child.output)
-        finally:
-            child.kill()
