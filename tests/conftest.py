@@ -3,6 +3,7 @@
 import os
 
 import hypothesis
+import pytest
 
 # The same examples in every run, so that a red one is of the change; other ones on request.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -29,3 +30,13 @@ for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 # It would override an engine's own `kv_cache_memory_bytes`.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+CEILING = 900
+"""Seconds for a test that starts engines, its fixtures included: against those that hang, and far
+above what honest work takes on a slow machine."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(CEILING))

@@ -87,8 +87,13 @@ def _belongs_to_no_engine(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return True
-    # Ray's own processes are there before; it starts workers in advance.
-    servers = ("resource_tracker", "ray::IDLE", "multiprocessing.forkserver")
+    # Ray starts workers in advance, and names them when they are ready.
+    servers = (
+        "resource_tracker",
+        "multiprocessing.forkserver",
+        "ray::IDLE",
+        "default_worker.py",
+    )
     return any(server in command for server in servers)
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -27,11 +26,12 @@ import pytest
 import pat_vllm
 from tests.engines import OPTIONS
 from tests.models import random_model
+from tests.support.child import Child
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 60.0
-"""Seconds after which whatever is waited for has failed."""
+PATIENCE = 300.0
+"""Seconds, a hundred times what anything that is waited for takes."""
 STREAMS = 8
 TOKENS = 240
 
@@ -51,7 +51,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def run(loop: asyncio.Runner) -> Callable[[Coroutine[Any, Any, Any]], Any]:
-    return lambda coroutine: loop.run(asyncio.wait_for(coroutine, 2 * PATIENCE))
+    return loop.run
 
 
 async def stop(llm: Any) -> None:
@@ -330,7 +330,6 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.log = log
         options = {
             "dtype": "float32",
             "max-model-len": 2048,
@@ -354,27 +353,19 @@ class Server:
             "VLLM_LOGGING_LEVEL": "INFO",
         }
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        self.child = Child(command, log, env=environment)
         self.family: list[psutil.Process] = []
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            with contextlib.suppress(OSError):
-                self.get("/health")
-                main = psutil.Process(self.process.pid)
-                self.family = [main, *main.children(recursive=True)]
-                return
-            time.sleep(0.2)
-        raise AssertionError(self.log.read_text()[-3000:])
+        self.child.wait_for(self._is_healthy, "it answers")
+        main = psutil.Process(self.child.process.pid)
+        self.family = [main, *main.children(recursive=True)]
+
+    def _is_healthy(self) -> bool:
+        with contextlib.suppress(OSError):
+            self.get("/health")
+            return True
+        return False
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
@@ -397,15 +388,15 @@ class Server:
 
     def stop(self) -> int:
         """Ask it to stop, as Ctrl-C does; its exit status."""
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=PATIENCE)
+        self.child.process.send_signal(signal.SIGINT)
+        return self.child.wait()
 
     def kill(self) -> None:
         """End what is left, after a failure."""
-        for process in self.family or [psutil.Process(self.process.pid)]:
+        self.child.kill()
+        for process in self.family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(timeout=PATIENCE)
 
 
 @pytest.fixture
@@ -416,8 +407,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         server.wait_until_ready()
         yield server
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server.kill()
+        server.kill()
 
 
 async def complete(client: Any, index: int, tokens: int, stream: bool) -> tuple[str, int]:
@@ -505,7 +495,7 @@ def test_vllm_serve(server: Server) -> None:
     assert server.metric("vllm:num_preemptions_total") == 0
     assert server.metric("vllm:num_requests_running") == 0
 
-    log = server.log.read_text()
+    log = server.child.output
     assert "PAT switched tp1dp2 -> tp2dp1 (policy)" in log
     assert "(forced) with" in log
     assert len(server.family) >= 4  # front end, engine core, two workers

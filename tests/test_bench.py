@@ -607,7 +607,6 @@ def test_unknown_names_are_refused_before_anything_starts():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_bench_runs_real_engines(tmp_path, monkeypatch):
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

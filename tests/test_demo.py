@@ -251,7 +251,6 @@ def test_a_failed_engine_shows_its_last_words():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_demo_end_to_end(tmp_path, monkeypatch):
     # As a user has it, rather than as conftest.py sets it: a core for each rank.
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 SIZES = (1, 2, 4, 8)
 
 
-@pytest.mark.timeout(600)
 def test_every_ordered_pair_of_layouts() -> None:
     """What is sampled after each switch is what the static target layout gives to that token."""
     options: dict[str, Any] = {"kv_transfer": "migrate", "weights": "inplace"}

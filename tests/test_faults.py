@@ -19,9 +19,10 @@ from tests.engines import Job, engine, engine_processes, run, scheduler_of
 
 pytestmark = pytest.mark.slow
 
-FAILED_WITHIN = 30.0
-"""Seconds from a worker's death to vLLM's error."""
-GONE_WITHIN = 60.0
+FAILED_WITHIN = 150.0
+"""Seconds from a worker's death to vLLM's error. It is noticed as such: vLLM would give up waiting
+for an answer after twice as long."""
+GONE_WITHIN = 150.0
 """Seconds from the error until the last process is gone; vLLM's engine core collects garbage."""
 
 
@@ -137,7 +138,8 @@ def test_a_killed_front_end_takes_its_engine_along():
     before = engine_processes()
     process.start()
     try:
-        assert ready.wait(200)
+        while not ready.wait(1):
+            assert process.is_alive()
         spawned = engine_processes(before)
         assert len(spawned) >= 4
     finally:

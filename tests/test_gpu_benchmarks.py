@@ -86,7 +86,7 @@ def test_measuring_needs_neither_vllm_nor_pydantic():
         "import sys, benchmarks.gpu.__main__\n"
         "assert not {'vllm', 'pydantic', 'typer', 'psutil', 'triton'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, check=True)
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):

@@ -183,9 +183,7 @@ print("light")
 @pytest.mark.slow
 def test_plugin_imports_nothing_that_vllm_has_not() -> None:
     """Neither its module nor loading it nor a stock engine imports the rest of PAT."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=200
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("light\n")
 

@@ -348,7 +348,6 @@ def command_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]
         [sys.executable, "-c", "from pat_vllm.cli import app; app()", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=180,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "COLUMNS": "120"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

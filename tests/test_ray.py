@@ -27,12 +27,12 @@ from tests.test_switch import make_case
 
 ray = pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 HERE, ELSEWHERE = 4, 2
 """GPUs of the tests' own node, and of the other one."""
-GONE_WITHIN = 60.0
+GONE_WITHIN = test_faults.GONE_WITHIN
 
 
 @pytest.fixture(scope="module")

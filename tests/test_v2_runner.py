@@ -2,8 +2,8 @@
 
 V2 needs Triton, here its interpreter, and vLLM decides at import whether there is one. So the
 engines run in a process of their own (`python -m tests.test_v2_runner OUT`), which writes down what
-came back, and the tests compare. What is generated across switches must be what one layout
-generates, log-probabilities to 1e-4.
+came back, run by run. Each test waits for the runs that it compares. What is generated across
+switches must be what one layout generates, log-probabilities to 1e-4.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from typing import Any
 import pytest
 
 from tests.engines import engine
+from tests.support.child import Child
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-TIMEOUT = 280
 SUPPORT = Path(__file__).parent / "support" / "v2_on_cpu"
 CHUNK = 48
 """Tokens of a step, one and a half blocks: a longer prompt takes several steps."""
@@ -91,19 +90,30 @@ ABORTS = {"aborted": 12, "long, aborted": 8}
 
 
 def main(out: str) -> None:
-    """Run every case and write its outcomes and switches to the file `out`."""
-    results: dict[str, Any] = {}
+    """Run every case; append its outcomes and switches to the file `out`, a line for each run."""
+
+    def done(kind: str, run: str, result: Any) -> None:
+        print(f"V2, {kind}, {run}: done", flush=True)
+        with open(out, "a") as file:
+            file.write(json.dumps([kind, run, result]) + "\n")
+
+    print("V2, migrate: the engine starts", flush=True)
     with start_engine("migrate") as llm:
-        results["migrate"] = {run: generate(llm, SWITCHES[run]) for run in RUNS["migrate"]}
-        score(llm, results["migrate"])
+        made: dict[str, Any] = {}
+        for run in RUNS["migrate"]:
+            made[run] = generate(llm, SWITCHES[run])
+            done("migrate", run, made[run])
+        for run in made:
+            done("scores", run, score(llm, run, made[run]["outcomes"]))
+    print("V2, async: the engine starts", flush=True)
     restore = schedule_asynchronously()
     with start_engine("recompute") as llm:
         restore()
         for kind in ("async, recompute", "async, migrate"):
             # Starting an engine with the other option would take longer than the run.
             scheduler_of(llm).controller.transfer.mode = kind.removeprefix("async, ")
-            results[kind] = {run: generate(llm, SWITCHES[run]) for run in RUNS[kind]}
-    Path(out).write_text(json.dumps(results))
+            for run in RUNS[kind]:
+                done(kind, run, generate(llm, SWITCHES[run]))
 
 
 def start_engine(kv_transfer: str) -> AbstractContextManager[Any]:
@@ -199,8 +209,8 @@ def outcome(output: Any) -> dict[str, Any]:
     }
 
 
-def score(llm: Any, runs: Mapping[str, Any]) -> None:
-    """Add the log-probabilities of generated tokens as prompts of the engine's home layout.
+def score(llm: Any, run: str, outcomes: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Log-probabilities of a run's generated tokens as prompts of the engine's home layout.
 
     Of all requests of a run in one layout; of the unseeded ones of every run, as the others
     generate the same in each.
@@ -208,26 +218,44 @@ def score(llm: Any, runs: Mapping[str, Any]) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-    for label, run in runs.items():
-        names = [n for n in run["outcomes"] if n in UNSEEDED or label == "static tp=2"]
-        prompts = [requests()[name][0] for name in names]
-        sequences = [p + run["outcomes"][n]["tokens"] for n, p in zip(names, prompts, strict=True)]
-        outputs = llm.generate(
-            [{"prompt_token_ids": tokens} for tokens in sequences], params, use_tqdm=False
-        )
-        run["scores"] = {}
-        for name, prompt, tokens, output in zip(names, prompts, sequences, outputs, strict=True):
-            generated = list(zip(output.prompt_logprobs, tokens, strict=True))[len(prompt) :]
-            run["scores"][name] = [one[token].logprob for one, token in generated]
+    names = [name for name in outcomes if name in UNSEEDED or run == "static tp=2"]
+    prompts = [requests()[name][0] for name in names]
+    sequences = [p + outcomes[n]["tokens"] for n, p in zip(names, prompts, strict=True)]
+    outputs = llm.generate(
+        [{"prompt_token_ids": tokens} for tokens in sequences], params, use_tqdm=False
+    )
+    scores = {}
+    for name, prompt, tokens, output in zip(names, prompts, sequences, outputs, strict=True):
+        generated = list(zip(output.prompt_logprobs, tokens, strict=True))[len(prompt) :]
+        scores[name] = [one[token].logprob for one, token in generated]
+    return scores
 
 
 # ---------------------------------------------------------------- in the process of the tests
 
 
+class Results:
+    """What the child has written down, and will."""
+
+    def __init__(self, child: Child, out: Path) -> None:
+        self._child = child
+        self._out = out
+
+    def made(self) -> dict[tuple[str, str], Any]:
+        """By kind and run, as far as they are done."""
+        lines = self._out.read_text().split("\n")[:-1] if self._out.exists() else []
+        return {(kind, run): result for kind, run, result in map(json.loads, lines)}
+
+    def of(self, kind: str, run: str) -> Any:
+        """A run's result, which may be still to come."""
+        self._child.wait_for(lambda: (kind, run) in self.made(), f"{kind}, {run}")
+        return self.made()[kind, run]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all engines generated, by engine and run."""
-    out = tmp_path_factory.mktemp("v2") / "results.json"
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """What the engines generate, in a process that works on while tests look at what is done."""
+    folder = tmp_path_factory.mktemp("v2")
     root = Path(__file__).parents[1]
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -235,22 +263,22 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "VLLM_CPU_OMP_THREADS_BIND": "0|1",
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(root), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_v2_runner", str(out)],
-        cwd=root,
-        env=environment,
-        timeout=TIMEOUT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads(out.read_text())
+    out = folder / "results.jsonl"
+    command = [sys.executable, "-m", "tests.test_v2_runner", str(out)]
+    child = Child(command, folder / "log", cwd=root, env=environment)
+    found = Results(child, out)
+    try:
+        yield found
+        if found.made().keys() >= set(CASES):
+            assert child.wait() == 0, child.tail()
+    finally:
+        child.kill()
 
 
 @pytest.mark.parametrize("kind, run", CASES)
 def test_outputs_are_those_of_one_layout(results, kind, run):
-    expected = results["migrate"]["static tp=1"]["outcomes"]
-    made = results[kind][run]
+    expected = results.of("migrate", "static tp=1")["outcomes"]
+    made = results.of(kind, run)
     assert made["v2"]
     assert made["asynchronous"] == kind.startswith("async")
     assert made["outcomes"].keys() == expected.keys() == requests().keys() - ABORTS.keys()
@@ -267,15 +295,16 @@ def test_outputs_are_those_of_one_layout(results, kind, run):
 @pytest.mark.parametrize("run", RUNS["migrate"])
 def test_teacher_forced_log_probabilities(results, run):
     """Also of unseeded requests: ranks that drew different tokens would not compute the same."""
-    made = results["migrate"][run]
-    assert made["scores"].keys() >= UNSEEDED
-    for request, scores in made["scores"].items():
-        sampled = [one[0] for one in made["outcomes"][request]["logprobs"]]
+    outcomes = results.of("migrate", run)["outcomes"]
+    found = results.of("scores", run)
+    assert found.keys() >= UNSEEDED
+    for request, scores in found.items():
+        sampled = [one[0] for one in outcomes[request]["logprobs"]]
         assert sampled == pytest.approx(scores, abs=TOLERANCE), request
 
 
 def test_the_batch_asks_for_what_it_should(results):
-    static = results["migrate"]["static tp=1"]["outcomes"]
+    static = results.of("migrate", "static tp=1")["outcomes"]
     assert static["min_tokens"]["finish_reason"] == "stop"
     assert len(static["min_tokens"]["tokens"]) == MIN_TOKENS + 1
     assert STOP not in static["min_tokens"]["tokens"][:-1]
@@ -283,14 +312,15 @@ def test_the_batch_asks_for_what_it_should(results):
     assert len(set(static["penalties"]["tokens"])) > 12
     prompt, _ = requests()["prompt_logprobs"]
     assert len(static["prompt_logprobs"]["prompt_logprobs"]) == len(prompt) - 1
-    for made in results["migrate"].values():
-        same_prompt = [made["outcomes"][name]["tokens"] for name in sorted(UNSEEDED)]
+    for run in RUNS["migrate"]:
+        outcomes = results.of("migrate", run)["outcomes"]
+        same_prompt = [outcomes[name]["tokens"] for name in sorted(UNSEEDED)]
         assert same_prompt[0] != same_prompt[1]
 
 
 @pytest.mark.parametrize("kind, run", [case for case in CASES if "static" not in case[1]])
 def test_requests_were_carried_as_asked_for(results, kind, run):
-    switches = results[kind][run]["switches"]
+    switches = results.of(kind, run)["switches"]
     migrated = sum(one for _, one, _ in switches)
     recomputed = sum(one for _, _, one in switches)
     if kind.endswith("recompute"):

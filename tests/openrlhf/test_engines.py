@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 
-pytestmark = pytest.mark.timeout(200)  # importing OpenRLHF and vLLM takes a while
-
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -19,16 +18,22 @@ def cluster() -> Iterator[None]:
     """Two nodes with three GPUs each, in Ray's books only."""
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray's sockets lie in it, and their paths must be short.
-    with tempfile.TemporaryDirectory(
-        prefix="pat-", dir="/tmp", ignore_cleanup_errors=True
-    ) as folder:
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="pat-", dir="/tmp", ignore_cleanup_errors=True
+        ) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # Where `Cluster` writes down its address. In Ray's default folder, other programs of this
+        # user would read it, and that folder exists only where Ray ran before.
+        patch.setenv("RAY_TMPDIR", folder)
         options = {"num_cpus": 8, "num_gpus": 3, "include_dashboard": False}
-        nodes = Cluster(initialize_head=True, head_node_args=options | {"temp_dir": folder})
-        nodes.add_node(num_cpus=8, num_gpus=3)
-        ray.init(address=nodes.address)
+        nodes = Cluster(initialize_head=True, head_node_args=options)
         try:
+            nodes.add_node(num_cpus=8, num_gpus=3)
+            ray.init(address=nodes.address)
             yield
         finally:
             ray.shutdown()
@@ -62,12 +67,12 @@ def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], li
 
         actor: Any = ray.remote(num_cpus=0)(Engine)
         engine = actor.options(scheduling_strategy=in_bundle(bundles[0])).remote()
-        found = ray.get(engine.gpus.remote(), timeout=60)
+        found = ray.get(engine.gpus.remote())
         said = [
             own_gpu.options(num_gpus=share, scheduling_strategy=in_bundle(bundle)).remote()
             for bundle in bundles
         ]
-        return found, ray.get(said, timeout=60)
+        return found, ray.get(said)
     finally:
         ray.util.remove_placement_group(group)
 

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.child import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "integrations" / "openrlhf" / "examples" / "reinforce.sh"
@@ -28,8 +29,9 @@ COLOCATED = (
 )
 """Training and rollouts share two GPUs, weights go by CUDA IPC, and each side sleeps."""
 
-_GONE_SECONDS = 60
-_PATIENCE = 400
+_GONE_SECONDS = 150
+_SILENCE = 300
+"""Seconds. A dozen processes import OpenRLHF, DeepSpeed and vLLM at once."""
 _ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,12 +45,12 @@ _ENVIRONMENT = {
 class Training:
     """A run of the example, and what it has printed so far."""
 
-    process: subprocess.Popen[bytes]
+    child: Child
     work: Path
 
     @property
     def log(self) -> str:
-        return (self.work / "log").read_bytes().decode(errors="replace")
+        return self.child.output
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -68,15 +70,11 @@ class Training:
 
     def wait_for(self, text: str, times: int = 1) -> None:
         """Until `text` has been printed so often."""
-        give_up = time.monotonic() + _PATIENCE
-        while self.log.count(text) < times:
-            assert self.process.poll() is None, f"ended too early:\n{self.tail()}"
-            assert time.monotonic() < give_up, f"no {text!r}:\n{self.tail()}"
-            time.sleep(0.2)
+        self.child.wait_for(lambda: self.log.count(text) >= times, repr(text))
 
     def succeed(self) -> None:
         """To the end of the training."""
-        assert self.process.wait(_PATIENCE) == 0, self.tail()
+        assert self.child.wait() == 0, self.tail()
 
     def tail(self) -> str:
         """The first errors, and the last that was printed."""
@@ -113,22 +111,15 @@ def training(
         prefix="pat-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:
         work = Path(folder)
-        with open(work / "log", "wb") as log:
-            run = Training(
-                subprocess.Popen(
-                    [str(EXAMPLE), "--vllm.pat", json.dumps(pat), *arguments],
-                    stdout=log,
-                    stderr=log,
-                    env=_environment(work) | environment,
-                ),
-                work,
-            )
+        command = [str(EXAMPLE), "--vllm.pat", json.dumps(pat), *arguments]
+        child = Child(command, work / "log", _SILENCE, env=_environment(work) | environment)
+        run = Training(child, work)
         try:
             yield run
         finally:
-            for process in [run.process, *run.processes()]:
+            for process in run.processes():
                 process.kill()
-            run.process.wait()
+            child.kill()
 
 
 def _environment(work: Path) -> dict[str, str]:

@@ -36,13 +36,13 @@ class Server:
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine to its end."""
-        return self._loop.run_until_complete(asyncio.wait_for(work, timeout=240))
+        return self._loop.run_until_complete(work)
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of the server's actor."""
         import ray
 
-        return ray.get(getattr(self.actor, method).remote(*args), timeout=120)
+        return ray.get(getattr(self.actor, method).remote(*args))
 
     async def generate(
         self, prompt: Sequence[int], client: Any = None, **sampling: Any

@@ -19,8 +19,6 @@ from verl.workers.rollout import replica as verl_replica
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
 
-pytestmark = pytest.mark.timeout(200)  # importing verl and vLLM takes a while
-
 
 def test_verl_finds_the_entry_point() -> None:
     from pat_verl.adapter import PatServerAdapter

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,10 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.child import Child
 from tests.verl.environment import ROOT
 
 EXAMPLE = ROOT / "integrations" / "verl" / "examples" / "grpo.sh"
 _MARK = "PAT_TEST_RUN"
+_SILENCE = 300
+"""Seconds. A dozen processes import verl and vLLM at once."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,14 @@ class Step:
 class Run:
     """A run of the example: its output so far, its processes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, ray: Path, mark: str) -> None:
-        self.process = process
-        self._log = log
+    def __init__(self, child: Child, ray: Path, mark: str) -> None:
+        self.child = child
         self._ray = ray
         self._mark = f"{_MARK}={mark}".encode()
 
     @property
     def output(self) -> str:
-        return self._log.read_text(errors="replace")
+        return self.child.output
 
     def printed(self) -> str:
         """What Ray's workers printed, before Ray forwards it."""
@@ -59,25 +60,13 @@ class Run:
         """PAT's line about each rollout."""
         return re.findall(r"PAT rollout \d+ of replica 0, weights of step \d+: (.*)", self.output)
 
-    def wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Until something holds.
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Until something holds."""
+        self.child.wait_for(condition, what)
 
-        Raises:
-            TimeoutError: it does not after that many seconds; or the process has ended.
-        """
-        give_up = time.monotonic() + seconds
-        while not condition():
-            ended = self.process.poll() is not None
-            if (ended and not condition()) or time.monotonic() > give_up:
-                raise TimeoutError(f"{'ended' if ended else 'stuck'}:\n{self.output[-8000:]}")
-            time.sleep(0.05)
-
-    def ended(self, seconds: float) -> int:
+    def ended(self) -> int:
         """The exit status, when it has ended by itself."""
-        self.wait(lambda: self.process.poll() is not None, seconds)
-        status = self.process.poll()
-        assert status is not None
-        return status
+        return self.child.wait()
 
     def processes(self) -> dict[int, str]:
         """All processes of the run that live, with their names."""
@@ -125,24 +114,18 @@ def grpo(*arguments: str) -> Iterator[Run]:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONUNBUFFERED": "1",
         }
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [
-                    str(EXAMPLE),
-                    "+ray_kwargs.ray_init.address=local",
-                    f"+ray_kwargs.ray_init._temp_dir={ray}",
-                    *arguments,
-                ],
-                env=inside,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )
-        run = Run(process, log, ray, mark)
+        command = [
+            str(EXAMPLE),
+            "+ray_kwargs.ray_init.address=local",
+            f"+ray_kwargs.ray_init._temp_dir={ray}",
+            *arguments,
+        ]
+        child = Child(command, log, _SILENCE, env=inside)
+        run = Run(child, ray, mark)
         try:
             yield run
         finally:
             for pid in run.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            process.wait()
+            child.kill()
