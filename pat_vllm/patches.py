@@ -375,6 +375,4 @@ def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
     other layouts cannot be given them. Trainers call the model's method themselves. Missing seam:
     a worker is not asked before that.
     """
-    _replace(
-        model, "load_weights", lambda original: lambda *args, **kwargs: refuse(*args, **kwargs)
-    )
+    _replace(model, "load_weights", lambda original: refuse)
