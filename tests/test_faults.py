@@ -200,6 +200,7 @@ def test_a_switch_that_cannot_be_planned_is_undone(small_engine, monkeypatch):
 
     told = []
     llm.provoked = "no plan today"
+    errors, began = pat_vllm.report(llm).errors, time.monotonic()
 
     def before_step(step):
         if step in (3, 9):
@@ -214,8 +215,10 @@ def test_a_switch_that_cannot_be_planned_is_undone(small_engine, monkeypatch):
     assert {n: o.token_ids for n, o in outcomes.items()} == {
         n: o.token_ids for n, o in expected.items()
     }
-    assert "no plan today" in pat_vllm.report(llm).refused[-1].why
-    assert pat_vllm.report(llm).layout.tp == 1
+    report = pat_vllm.report(llm, since=began)
+    assert ["no plan today" in one.why for one in report.refused] == [True, True]
+    assert report.errors - errors == 2
+    assert report.layout.tp == 1
 
 
 def test_weights_are_left_alone_while_the_engine_sleeps(small_engine, monkeypatch):

@@ -131,7 +131,6 @@ def test_history_keeps_changes_and_first_steps():
     assert report.steps[TWO].steps == 3
     assert report.steps[TWO].median == 0.125
     assert report.steps[TWO].seconds == 0.75
-
     assert report.errors == 0
 
 

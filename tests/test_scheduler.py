@@ -135,6 +135,8 @@ def test_a_known_reason_refuses_before_a_step_waits(
     step(scheduler)
     assert scheduler.controller.request(2) is False
     assert drained == []
+    report = scheduler.controller.report()
+    assert report.refused[-1].expected and report.errors == 0
     session.resumable = False
     assert scheduler.controller.request(2) is True
     assert drained == [True]

@@ -48,9 +48,6 @@ class Records(Generic[_R]):
         self._records: deque[_R] = deque(maxlen=limit)
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def append(self, record: _R) -> None:
         """Add a record, not earlier than the others."""
         with self._lock:

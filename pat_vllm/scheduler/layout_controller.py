@@ -176,10 +176,10 @@ class LayoutController:
     # ---------------------------------------------------------------- what was done
 
     def report(self, since: float = -math.inf) -> Report:
-        """State and history of the engine. May be called beside the engine's thread.
+        """State and history of the engine. May be called from every thread.
 
         Args:
-            since: records before this time are left out, seconds on the monotonic clock.
+            since: seconds on the monotonic clock; earlier records are left out.
         """
         if self.on_engine_thread:
             self.go_home_if_idle()
