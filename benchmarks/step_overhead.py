@@ -146,7 +146,7 @@ def _predictor() -> Any:
 
     profile = modelled_profile("llama-3.1-8b", "H100", RANKS)
     dear = tuple(one.model_copy(update={"seconds": 1e6}) for one in profile.switches)
-    return AdaptivePolicy.of(profile.model_copy(update={"switches": dear}), bound=8000)
+    return AdaptivePolicy(profile.model_copy(update={"switches": dear}), bound=8000)
 
 
 def _parts() -> dict[str, float]:

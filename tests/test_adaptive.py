@@ -8,9 +8,11 @@ import pytest
 from benchmarks.paper.oracle import oracle
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
+from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -106,7 +108,7 @@ def batches(name):
 
 
 def policy_of(profile, bound=BOUND, **options):
-    return AdaptivePolicy.of(profile, bound=bound, timer=lambda: 0.0, **options)
+    return AdaptivePolicy(profile, bound=bound, timer=lambda: 0.0, **options)
 
 
 def run(policy, truth, profile, name):
@@ -300,3 +302,48 @@ def test_a_report_only_reads(profile, monkeypatch):
 
     monkeypatch.setattr(LengthModel, "_refresh", estimate)
     assert policy.report().responses == 1
+
+
+def test_an_engines_cost_model_is_told_of_switches_by_the_engine(profile):
+    """And by the policy where it is the policy's own, as in a simulation."""
+    told = []
+
+    class Costs(CostModel):
+        def observe(self, report):
+            told.append(report)
+
+    costs = Costs()
+    policy = policy_of(profile, costs=costs)
+    source, target = profile.all_layouts
+    assert costs.seconds(source, target, 8, 800) > 0, "it has the profile"
+    report = SwitchReport(
+        **dict.fromkeys(SwitchReport.__dataclass_fields__, 0.0)
+        | {"source": source, "target": target, "reason": "policy", "num_seqs": 8, "tokens": 800}
+        | {"seconds": 1.0, "migrated": 8}
+    )
+    policy.switched(report)
+    assert told == []
+    own = policy_of(profile)
+    before = own._costs.seconds(source, target, 8, 800)
+    own.switched(report)
+    assert own._costs.seconds(source, target, 8, 800) > before
+
+
+def test_a_refusal_leaves_the_back_off_to_the_engine(profile, truth):
+    """Asked again, the policy asks for the same switch again."""
+    wanted = []
+
+    class Refusing(AdaptivePolicy):
+        def choose(self, state):
+            target = super().choose(state)
+            if target == state.layout:
+                return target
+            wanted.append((state.now, target))
+            self.refused(state.now)
+            return state.layout
+
+    policy = Refusing(profile, bound=BOUND, timer=lambda: 0.0)
+    runs = run(policy, truth, profile, "long tail")
+    assert not [s for one in runs for s in one.switches if s.reason == "policy"]
+    gaps = [after - before for (before, _), (after, _) in zip(wanted, wanted[1:], strict=False)]
+    assert min(gaps) < 0.5

@@ -4,8 +4,9 @@ import pytest
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.predictor.state import LiveState
-from pat_vllm.scheduler.make_policy import make_policy
 
 
 def layouts(options, world_size=4):
@@ -76,7 +77,9 @@ def unused(*_):
 
 def policy_of(options):
     config = PATConfig.parse({"policy": options})
-    return make_policy(config, config.resolve_layouts(4), profile=unused, bound=512)
+    return make_policy(
+        config, config.resolve_layouts(4), profile=unused, costs=CostModel(), bound=512
+    )
 
 
 def test_schedule_policy_follows_its_table_both_ways():

@@ -105,7 +105,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
 
     def new_policy() -> AdaptivePolicy:
         # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
-        return AdaptivePolicy.of(profile, bound=512, timer=lambda: 0.0)
+        return AdaptivePolicy(profile, bound=512, timer=lambda: 0.0)
 
     monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
     # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.

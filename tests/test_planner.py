@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.planner import Limits, Planner, course
+from pat_vllm.predictor.planner import Planner, course
 from pat_vllm.predictor.state import LiveRequests
 
 RANKS = 4
 LAYOUTS = (Layout(1, 4), Layout(2, 2), Layout(4, 1))
-UNLIMITED = Limits(1024, {layout.tp: 10**9 for layout in LAYOUTS})
+MEMORY = {layout.tp: 10**9 for layout in LAYOUTS}
+
+
+def make_planner(step, switch, max_num_seqs=1024, kv_tokens=MEMORY):
+    return Planner(LAYOUTS, step, switch, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens)
 
 
 def steps(base, slope):
@@ -78,7 +82,7 @@ tables = st.fixed_dictionaries({tp: st.floats(0.001, 0.1) for tp in (1, 2, 4)})
     start=st.sampled_from(LAYOUTS),
 )
 def test_the_plan_is_the_cheapest_of_all_paths(remaining, base, slope, fixed, per_token, start):
-    planner = Planner(LAYOUTS, steps(base, slope), costs(fixed, per_token), UNLIMITED)
+    planner = make_planner(steps(base, slope), costs(fixed, per_token))
     ahead = course(requests([10 + i for i in range(len(remaining))]), np.array(remaining))
     plan = planner.plan(start, ahead)
     total = brute_force(planner, start, ahead)
@@ -106,7 +110,7 @@ def crossover():
 
 
 def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not():
-    planner = Planner(LAYOUTS, crossover(), costs(0.05), UNLIMITED)
+    planner = make_planner(crossover(), costs(0.05))
     full = course(requests([50] * 64), np.full((64, 4), 100))
     tail = course(requests([50] * 2), np.full((2, 4), 500))
     assert planner.plan(LAYOUTS[0], full).best == LAYOUTS[0]
@@ -116,7 +120,7 @@ def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not():
 
 def test_several_switches_pay_where_each_does():
     """64 requests end one by one: every layout has its time."""
-    planner = Planner(LAYOUTS, crossover(), costs(1e-4), UNLIMITED)
+    planner = make_planner(crossover(), costs(1e-4))
     remaining = np.tile(np.arange(1, 65)[:, None] * 20, (1, 4))
     where = Layout(1, 4)
     path = [where]
@@ -129,12 +133,12 @@ def test_several_switches_pay_where_each_does():
 
 
 def test_what_a_replica_cannot_hold_waits():
-    one_at_a_time = Limits(1, {1: 10**9, 2: 10**9, 4: 10**9})
-    little_memory = Limits(1024, {1: 10**9, 2: 10**9, 4: 100})
-    free = Planner(LAYOUTS, crossover(), costs(0), UNLIMITED)
+    one_at_a_time = {"max_num_seqs": 1}
+    little_memory = {"kv_tokens": MEMORY | {4: 100}}
+    free = make_planner(crossover(), costs(0))
     ahead = course(requests([50] * 8), np.full((8, 1), 100))
     for limits in (one_at_a_time, little_memory):
-        bound = Planner(LAYOUTS, crossover(), costs(0), limits)
+        bound = make_planner(crossover(), costs(0), **limits)
         assert (
             bound.step_seconds(LAYOUTS[2], ahead)[-1] > 2 * free.step_seconds(LAYOUTS[2], ahead)[-1]
         )
@@ -142,7 +146,7 @@ def test_what_a_replica_cannot_hold_waits():
 
 def test_expected_requests_shorten_the_horizon():
     """A switch that pays within 20 s does not pay when a burst comes in one that undoes it."""
-    planner = Planner(LAYOUTS, crossover(), costs(0.5), UNLIMITED)
+    planner = make_planner(crossover(), costs(0.5))
     ahead = course(requests([50] * 2), np.full((2, 4), 1000))
     assert planner.plan(LAYOUTS[0], ahead).best == LAYOUTS[2]
     soon = planner.plan(LAYOUTS[0], ahead, horizon=1.0, afterwards=LAYOUTS[0])
@@ -153,7 +157,7 @@ def test_expected_requests_shorten_the_horizon():
 
 
 def test_optimism_is_about_one_layout():
-    planner = Planner(LAYOUTS, crossover(), costs(0.01), UNLIMITED)
+    planner = make_planner(crossover(), costs(0.01))
     ahead = course(requests([50] * 64), np.full((64, 4), 100))
     plain = planner.plan(LAYOUTS[0], ahead)
     hoped = planner.plan(LAYOUTS[0], ahead, optimism={LAYOUTS[2]: 0.5})

@@ -129,7 +129,7 @@ def test_recomputing_gives_the_same(case, monkeypatch):
             monkeypatch.setattr(
                 scheduler_of(llm).controller.transfer,
                 "choose",
-                lambda num_tokens, tp, ways=ways: rng.choice(ways),
+                lambda *request, ways=ways: rng.choice(ways),
             )
             before = len(pat_vllm.report(llm).switches)
             outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
@@ -183,7 +183,7 @@ def test_random_switch_storm(case, monkeypatch):
     monkeypatch.setattr(
         scheduler_of(llm).controller.transfer,
         "choose",
-        lambda num_tokens, tp: rng.choice(("migrate", "migrate", "recompute")),
+        lambda *request: rng.choice(("migrate", "migrate", "recompute")),
     )
     jobs = batch(0) | {
         name.replace("r", "late"): Job(job.prompt, job.sampling, arrives=rng.randint(1, 40))

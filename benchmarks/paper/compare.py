@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.paper.oracle import oracle
 from benchmarks.paper.policy import SWITCH_SECONDS, LimitedPolicy, PaperPolicy
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import Tuning
 from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
 from pat_vllm.simulator.replica import ReplicaCapacity

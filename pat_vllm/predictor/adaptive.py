@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,59 +20,22 @@ from pat_vllm.predictor.arrivals import Arrivals
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.lengths import LengthModel
-from pat_vllm.predictor.planner import Course, Limits, Plan, Planner, course
+from pat_vllm.predictor.planner import Course, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
+from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """How careful the policy is.
-
-    Attributes:
-        samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
-        margin: predicted saving, after the switch's cost, that it takes: this many times the cost,
-        least_saving: and this share of the predicted remaining time.
-        regret_margin: in place of `margin`, to go back to where the last switch came from.
-        dwell: a switch holds for this many times its cost before the next may pay.
-        stall_share: all switches together take at most this share of the time, unless
-        clear_saving: the next one saves this many times its cost.
-        probe_factor: a layout without real steps may be this many times faster than predicted.
-        probe_saving: a probe needs this share of the remaining time to gain, were it so,
-        probe_budget: all probes together may lose this share of the time that the engine has
-            worked, if the predictions are right.
-        probe_steps: steps of a probe.
-        planning_share: of the time that may go into planning.
-        observing_share: of the time that may go into learning from steps.
-    """
-
-    samples: int = 1024
-    margin: float = 0.5
-    least_saving: float = 0.02
-    regret_margin: float = 2.0
-    dwell: float = 5.0
-    stall_share: float = 0.03
-    clear_saving: float = 4.0
-    probe_factor: float = 2.0
-    probe_saving: float = 0.10
-    probe_budget: float = 0.015
-    probe_steps: int = 4
-    planning_share: float = 0.004
-    observing_share: float = 0.002
-
-
 _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
-
-_AFTER_REFUSAL = 1.0
-"""Seconds before a switch is tried again that could not be made."""
 
 _HOME_GAIN = 0.005
 """Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
@@ -86,29 +48,48 @@ class AdaptivePolicy(Policy):
 
     def __init__(
         self,
-        layouts: tuple[Layout, ...],
-        steps: StepTimeModel,
-        lengths: LengthModel,
-        costs: CostModel,
-        limits: Limits,
-        tuning: Tuning = Tuning(),
-        timer: Callable[[], float] = time.perf_counter,
+        profile: Profile,
+        *,
+        bound: int,
+        costs: CostModel | None = None,
         lengths_file: Path | None = None,
+        tuning: Tuning | None = None,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Join the models.
+        """The policy of a profile's engine.
 
         Args:
-            layouts: base first.
+            bound: longest possible response, tokens.
+            costs: the engine's cost model, which the engine tells of its switches. None makes one
+                of the policy's own, which the policy tells of them.
+            lengths_file: what is learnt about lengths is read from here if it exists, and kept
+                here between engines.
             timer: measures this policy's own work, which is bounded; a simulator that wants
                 reproducible runs passes one that stands still.
-            lengths_file: where the length model is kept between engines, or None.
+
+        Raises:
+            ValueError: `lengths_file` cannot be read.
         """
+        layouts = profile.all_layouts
+        tuning = tuning or Tuning()
         self.home = layouts[0]
         self._base = layouts[0]
-        self._steps = steps
-        self._lengths = lengths
-        self._costs = costs
-        self._planner = Planner(layouts, steps.seconds, costs.seconds, limits)
+        self._steps = StepTimeModel.fit(profile)
+        if lengths_file is not None and lengths_file.exists():
+            self._lengths = LengthModel.load(lengths_file, bound=bound)
+        else:
+            self._lengths = LengthModel(bound)
+        self._own_costs = costs is None
+        self._costs = costs or CostModel()
+        self._costs.fit(profile)
+        self._planner = Planner(
+            layouts,
+            self._steps.seconds,
+            self._costs.seconds,
+            max_num_seqs=profile.max_num_seqs,
+            kv_tokens=profile.kv_tokens,
+        )
+        self._prober = Prober(self._planner, tuning)
         self._arrivals = Arrivals()
         self._decisions = Decisions()
         self._tuning = tuning
@@ -128,50 +109,13 @@ class AdaptivePolicy(Policy):
         self._stalled = 0.0
         self._last_switch: SwitchReport | None = None
         self._skip = 0
-        self._probing = 0
-        self._probes: dict[Layout, int] = {}
-        self._probe_spent = 0.0
-        self._busy_before = 0.0
+        self._worked_before = 0.0
         self._plans = 0
         self._planning = 0.0
         self._slowest_plan = 0.0
         self._steps_seen = 0
         self._error: Mapping[Layout, tuple[int, float]] = {}
         self._shifted = False
-
-    @classmethod
-    def of(
-        cls,
-        profile: Profile,
-        *,
-        bound: int,
-        kv_transfer: str = "auto",
-        lengths_file: Path | None = None,
-        tuning: Tuning = Tuning(),
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> AdaptivePolicy:
-        """The policy of a profile's engine.
-
-        Args:
-            bound: longest possible response, tokens.
-            lengths_file: lengths learnt earlier are read from here if it exists, and kept here.
-
-        Raises:
-            ValueError: `lengths_file` cannot be read.
-        """
-        lengths = LengthModel(bound)
-        if lengths_file is not None and lengths_file.exists():
-            lengths = LengthModel.load(lengths_file, bound=bound)
-        return cls(
-            profile.all_layouts,
-            StepTimeModel.fit(profile),
-            lengths,
-            CostModel.of(profile, kv_transfer),
-            Limits(profile.max_num_seqs, profile.kv_tokens),
-            tuning,
-            timer,
-            lengths_file,
-        )
 
     # ---------------------------------------------------------------- what happens
 
@@ -186,8 +130,7 @@ class AdaptivePolicy(Policy):
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(layout, seconds)
         self._steps_seen += 1
-        if self._probing:
-            self._probing -= 1
+        self._prober.stepped()
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
             return
@@ -199,12 +142,13 @@ class AdaptivePolicy(Policy):
         seen = (count + 1, total + abs(predicted - seconds) / seconds)
         self._error = {**self._error, layout: seen}
         self._steps.observe(layout.tp, shape, seconds)
-        if not self._probing:  # a probe is there to observe
+        if not self._prober.active:  # a probe is there to observe
             took = self._timer() - started
             self._next_observation = now + took / self._tuning.observing_share
 
     def switched(self, report: SwitchReport) -> None:
-        self._costs.observe(report)
+        if self._own_costs:
+            self._costs.observe(report)
         self._decisions.switched(report)
         self._skip = report.target.replicas
         if report.reason == "idle":
@@ -213,8 +157,7 @@ class AdaptivePolicy(Policy):
         self._stalled += report.seconds - report.quiesce
 
     def refused(self, now: float) -> None:
-        self._probing = 0
-        self._next_plan = now + _AFTER_REFUSAL
+        self._prober.stop()
 
     def idle(self, now: float) -> None:
         self._decisions.idle()
@@ -225,11 +168,11 @@ class AdaptivePolicy(Policy):
         self._choose_home()
         self._planned = None
         if self._begun is not None:
-            self._busy_before += now - self._begun
+            self._worked_before += now - self._begun
         self._begun = None
         self._last_switch = None
         self._stalled = 0.0
-        self._probing = 0
+        self._prober.stop()
         self._peak = 0
         self._review = self._next_plan = -math.inf
 
@@ -284,7 +227,7 @@ class AdaptivePolicy(Policy):
 
     def _due(self, state: LiveState) -> bool:
         """Whether it is time to plan: something has changed, and planning was not just done."""
-        if state.now < self._next_plan or self._probing:
+        if state.now < self._next_plan or self._prober.active:
             return False
         if self._steps_seen < _PATIENCE and self._compared < _TRUSTED_STEPS:
             return False
@@ -327,6 +270,22 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, ahead)
 
+    def _probe(self, state: LiveState, ahead: Course) -> Layout:
+        """A few steps in a layout that was never tried, if much may be gained and little lost."""
+        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
+        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
+            return state.layout
+        seen = {layout: count for layout, (count, _) in self._error.items()}
+        worked = self._worked_before
+        if self._begun is not None:
+            worked += state.now - self._begun
+        probe = self._prober.find(state, ahead, seen, worked)
+        if probe is None:
+            return state.layout
+        layout, hoped = probe
+        self._note(state, hoped, layout, "probe", fired=True)
+        return layout
+
     def _plan(self, state: LiveState, ahead: Course, prompts: int) -> Plan:
         plan = self._planner.plan(state.layout, ahead, prompts=prompts)
         gap = self._arrivals.gap(state.now)
@@ -366,43 +325,6 @@ class AdaptivePolicy(Policy):
     def _is_probe(self, switch: SwitchReport) -> bool:
         last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
         return last is not None and last.why == "probe" and last.target == switch.target
-
-    def _probe(self, state: LiveState, ahead: Course) -> Layout:
-        """A few steps in a layout that was never tried, if much may be gained and little lost.
-
-        A profile may be wrong about a layout, and only real steps in it can tell.
-        """
-        tuning = self._tuning
-        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
-        if self._steps.evidence(state.layout.tp, batch) < tuning.probe_steps:
-            return state.layout
-        for layout in self._planner.layouts:
-            if layout == state.layout or self._probes.get(layout, 0) >= 2:
-                continue
-            if self._error.get(layout, (0, 0.0))[0] >= 2 * tuning.probe_steps:
-                continue
-            hoped = self._planner.plan(
-                state.layout, ahead, optimism={layout: 1 / tuning.probe_factor}
-            )
-            slower = hoped.step[layout] * tuning.probe_factor - hoped.step[state.layout]
-            price = 2 * hoped.cost[layout] + tuning.probe_steps * max(0.0, slower)
-            gain = hoped.never - hoped.go[layout]
-            if (
-                hoped.best == layout
-                and gain > tuning.probe_saving * hoped.never
-                and price < self._probe_budget(state.now)
-            ):
-                self._probe_spent += price
-                self._probes[layout] = self._probes.get(layout, 0) + 1
-                self._probing = (1 + tuning.probe_steps) * min(layout.replicas, state.num_seqs)
-                self._note(state, hoped, layout, "probe", fired=True)
-                return layout
-        return state.layout
-
-    def _probe_budget(self, now: float) -> float:
-        """Seconds that probes may still lose."""
-        busy = self._busy_before + now - (now if self._begun is None else self._begun)
-        return self._tuning.probe_budget * busy - self._probe_spent
 
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:

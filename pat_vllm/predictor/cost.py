@@ -1,10 +1,14 @@
-"""What a switch costs, and what carrying one request through it costs. Pure."""
+"""What a switch costs, and how its requests take their KV along. Pure.
+
+One model answers both questions, so that requests are carried the way that was predicted.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -15,132 +19,159 @@ from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.reporting import SwitchReport
 
 Number = TypeVar("Number", float, Floats)
+Way = Literal["migrate", "recompute"]
 
 _SMOOTHING = 0.5
 """Weight of the newest measurement in the running averages."""
 _MAX_CORRECTION = 20.0
-"""Most that past switches may correct the profile's costs, as a factor either way."""
+"""Most that past switches may correct the costs, as a factor either way."""
+_LEAST_EXCHANGE = 1 << 20
+"""Bytes of KV below which an exchange says more about its latency than about its bandwidth."""
 
 
 @dataclass(frozen=True)
-class TransferCost:
-    """Analytic cost of the two ways to carry a request's KV.
-
-    migrate   = tokens * kv_bytes_per_token / bandwidth
-    recompute = tokens / prefill_rate
-
-    Both are linear in the tokens, as measured rates are averages over tokens; the fixed cost of a
-    switch is paid either way and does not enter the comparison.
+class CarryRates:
+    """What carrying KV takes per token, as an engine measures at its start.
 
     Attributes:
-        kv_bytes_per_token: KV bytes of one token over all layers and KV heads.
-        bandwidth: bytes per second that an exchange moves.
-        prefill_rate: tokens per second that a replica of the target layout prefills, by tp.
+        migrate: seconds to move a token's KV, by all ranks together.
+        recompute: seconds to prefill a token again in one replica while all of them prefill, by tp.
     """
 
-    kv_bytes_per_token: int
-    bandwidth: float
-    prefill_rate: dict[int, float]
+    migrate: float = 0.0
+    recompute: Mapping[int, float] = field(default_factory=dict)
 
-    def migrate_seconds(self, tokens: int) -> float:
-        """Seconds to move the KV of `tokens` tokens."""
-        return tokens * self.kv_bytes_per_token / self.bandwidth
+    @classmethod
+    def of(
+        cls, kv_bytes_per_token: int, bandwidth: float, prefill_rate: Mapping[int, float]
+    ) -> CarryRates:
+        """From measured rates.
 
-    def recompute_seconds(self, tokens: int, tp: int) -> float:
-        """Seconds to prefill `tokens` tokens again in the target layout."""
-        return tokens / self.prefill_rate[tp]
-
-    def cheaper(self, tokens: int, tp: int) -> Literal["migrate", "recompute"]:
-        """The cheaper way for a request with `tokens` computed tokens."""
-        migrate = self.migrate_seconds(tokens)
-        return "migrate" if migrate <= self.recompute_seconds(tokens, tp) else "recompute"
-
-    def with_exchange(self, num_bytes: int, seconds: float) -> TransferCost:
-        """The model after an exchange that moved `num_bytes` in `seconds`."""
-        if num_bytes <= 0 or seconds <= 0:
-            return self
-        bandwidth = self.bandwidth + _SMOOTHING * (num_bytes / seconds - self.bandwidth)
-        return replace(self, bandwidth=bandwidth)
+        Args:
+            kv_bytes_per_token: over all layers and KV heads.
+            bandwidth: bytes per second that an exchange moves, over all ranks.
+            prefill_rate: tokens per second of one replica, by tp.
+        """
+        return cls(
+            kv_bytes_per_token / bandwidth, {tp: 1 / rate for tp, rate in prefill_rate.items()}
+        )
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """Seconds of a switch between two layouts, linear in the live requests and their tokens."""
+    """Seconds of a switch between two layouts, linear in the requests and their tokens."""
 
     fixed: float
     per_request: float
     per_token: float
 
-    def seconds(self, live: Number, tokens: Number) -> Number:
-        return self.fixed + self.per_request * live + self.per_token * tokens
+    def seconds(self, num_seqs: Number, tokens: Number) -> Number:
+        return self.fixed + self.per_request * num_seqs + self.per_token * tokens
 
 
 class CostModel:
-    """Seconds that a switch takes away from generation.
+    """Seconds that a switch takes away from generation, and the cheaper way to carry each request.
 
-    quiesce + plan + reshard + hand-over + migrate or recompute each request, which is linear in
-    the requests and their tokens for each pair of layouts. The coefficients come from a profile's
-    switches; past switches of this engine correct them by a factor per pair.
+    A switch drains, plans, reshards, hands over, and carries the requests' KV. All of that is
+    linear in the requests and their tokens, for each pair of layouts. A profile's switches give the
+    coefficients. Without a profile only the KV is known, from the rates measured at start. Past
+    switches of the engine correct either by a factor per pair.
+
+    KV is carried by migrating it, or by recomputing it in the target layout, where replicas work
+    side by side as far as there is a request for each. Both ways are linear in the tokens. So the
+    cheaper way is the same for all requests of a switch, and its rate times all tokens is the sum
+    over the requests.
+
+    Attributes:
+        mode: "auto" takes the cheaper way; the others always take theirs.
     """
 
     def __init__(
         self,
-        samples: tuple[SwitchSample, ...],
-        recompute_per_token: dict[int, float] | None = None,
+        mode: Literal["auto", "migrate", "recompute"] = "auto",
+        rates: CarryRates | None = None,
     ) -> None:
-        """Fit.
-
-        Args:
-            samples: measured or modelled switches; a pair without any takes the most expensive
-                coefficients of the others, and is free when there are none at all.
-            recompute_per_token: seconds to prefill a token again in a layout, by tp; None where
-                KV is always migrated.
-        """
-        self._recompute = recompute_per_token or {}
-        by_pair: dict[tuple[int, int], list[SwitchSample]] = defaultdict(list)
-        for sample in samples:
-            by_pair[sample.source, sample.target].append(sample)
-        self._linear = {pair: _fit(of_pair) for pair, of_pair in by_pair.items()}
-        known = self._linear.values()
-        self._unknown = _Linear(
-            max((one.fixed for one in known), default=0.0),
-            max((one.per_request for one in known), default=0.0),
-            max((one.per_token for one in known), default=0.0),
-        )
+        """A model that knows no switch yet. Without `rates` all KV is migrated, at no cost."""
+        rates = rates or CarryRates()
+        self.mode = mode
+        self._recompute = dict(rates.recompute)
+        self._by_pair: dict[tuple[int, int], _Linear] = {}
+        self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
         self._log_correction: dict[tuple[int, int], float] = {}
 
     @classmethod
-    def of(cls, profile: Profile, kv_transfer: str = "auto") -> CostModel:
+    def of(
+        cls, profile: Profile, mode: Literal["auto", "migrate", "recompute"] = "auto"
+    ) -> CostModel:
         """The model of a profile's engine."""
-        rates: dict[int, float] = {}
-        for sample in profile.steps:
-            if not sample.batch and sample.prefill and sample.busy == profile.ranks // sample.tp:
-                rate = sample.prefill / sample.seconds * sample.busy
-                rates[sample.tp] = max(rate, rates.get(sample.tp, 0.0))
-        recompute = {tp: 1 / rate for tp, rate in rates.items()}
-        return cls(profile.switches, None if kv_transfer == "migrate" else recompute)
+        model = cls(mode)
+        model.fit(profile)
+        return model
 
-    def seconds(self, source: Layout, target: Layout, live: Number, tokens: Number) -> Number:
-        """The stall of a switch with `live` requests of `tokens` tokens of context together."""
-        pair = (source.tp, target.tp)
-        linear = self._linear.get(pair, self._unknown)
-        correction = math.exp(self._log_correction.get(pair, 0.0))
-        recompute = self._recompute.get(target.tp, math.inf)
-        # Each request takes the cheaper way, and both ways are linear in its tokens.
-        carried = min(correction * linear.per_token, recompute) * tokens
-        return correction * (linear.fixed + linear.per_request * live) + carried
+    def fit(self, profile: Profile) -> None:
+        """Take what a profile says in place of the rates measured at start.
+
+        A pair of layouts without any switch takes the most expensive coefficients of the others.
+        """
+        by_pair: dict[tuple[int, int], list[SwitchSample]] = defaultdict(list)
+        for sample in profile.switches:
+            by_pair[sample.source, sample.target].append(sample)
+        self._by_pair = {pair: _fit(samples) for pair, samples in by_pair.items()}
+        if known := self._by_pair.values():
+            self._other_pairs = _Linear(
+                max(one.fixed for one in known),
+                max(one.per_request for one in known),
+                max(one.per_token for one in known),
+            )
+        measured: dict[int, float] = {}
+        for step in profile.steps:
+            if not step.batch and step.prefill and step.busy == profile.ranks // step.tp:
+                per_token = step.seconds / step.prefill
+                measured[step.tp] = min(per_token, measured.get(step.tp, math.inf))
+        self._recompute.update(measured)
+
+    def seconds(self, source: Layout, target: Layout, num_seqs: Number, tokens: Number) -> Number:
+        """The stall of a switch with `num_seqs` requests of `tokens` tokens of context together."""
+        linear, correction = self._linear(source, target)
+        fixed = correction * (linear.fixed + linear.per_request * num_seqs)
+        migrate, in_one_replica = self._per_token(source, target)
+        recompute = in_one_replica / np.clip(num_seqs, 1, target.replicas)
+        if self.mode == "migrate":
+            return fixed + migrate * tokens
+        if self.mode == "recompute":
+            return fixed + recompute * tokens
+        return fixed + np.minimum(migrate, recompute) * tokens
+
+    def choose(self, num_tokens: int, source: Layout, target: Layout, num_seqs: int) -> Way:
+        """How a request takes its KV along, of `num_seqs` that are carried.
+
+        Args:
+            num_tokens: of the request, with KV in memory. Both ways are linear in them, so that
+                they do not matter as yet.
+        """
+        if self.mode != "auto":
+            return self.mode
+        migrate, in_one_replica = self._per_token(source, target)
+        recompute = in_one_replica / max(1, min(num_seqs, target.replicas))
+        return "migrate" if migrate <= recompute else "recompute"
 
     def observe(self, report: SwitchReport) -> None:
-        """Learn from a switch.
+        """Learn from a switch. The engine, or whoever plays one, calls this once for each.
 
-        The steps in flight that it let finish are no cost: they produced tokens.
+        The steps in flight that the switch let finish are no cost: they produced tokens.
         """
-        if report.recomputed or not report.num_seqs:
-            return  # part of the price is paid later, or nothing was moved at all
+        if not report.num_seqs or (report.migrated and report.recomputed):
+            return  # nothing was carried, or some this way and some that
         pair = (report.source.tp, report.target.tp)
-        linear = self._linear.get(pair, self._unknown)
-        predicted = linear.seconds(report.num_seqs, report.tokens)
-        real = report.seconds - report.quiesce
+        linear, _ = self._linear(report.source, report.target)
+        if self._by_pair:
+            # What recomputing takes is paid after the switch.
+            predicted = linear.seconds(report.num_seqs, 0 if report.recomputed else report.tokens)
+            real = report.seconds - report.quiesce
+        elif report.kv_bytes >= _LEAST_EXCHANGE:
+            predicted, real = linear.per_token * report.tokens, report.kv
+        else:
+            return
         if predicted <= 0 or real <= 0:
             return
         limit = math.log(_MAX_CORRECTION)
@@ -148,8 +179,24 @@ class CostModel:
         old = self._log_correction.get(pair)
         self._log_correction[pair] = ratio if old is None else old + _SMOOTHING * (ratio - old)
 
+    def _linear(self, source: Layout, target: Layout) -> tuple[_Linear, float]:
+        """The coefficients of a pair, and the factor that corrects them."""
+        pair = (source.tp, target.tp)
+        linear = self._by_pair.get(pair, self._other_pairs)
+        return linear, math.exp(self._log_correction.get(pair, 0.0))
 
-def _fit(samples: list[SwitchSample]) -> _Linear:
+    def _per_token(self, source: Layout, target: Layout) -> tuple[float, float]:
+        """Seconds to migrate a token, and to recompute it in one replica.
+
+        Where nothing is known of its prefill, a layout is taken to recompute no faster than KV
+        migrates to it.
+        """
+        linear, correction = self._linear(source, target)
+        migrate = correction * linear.per_token
+        return migrate, self._recompute.get(target.tp, migrate * target.replicas)
+
+
+def _fit(samples: Sequence[SwitchSample]) -> _Linear:
     """Least squares of the relative error; coefficients are never negative."""
     from scipy.optimize import nnls
 

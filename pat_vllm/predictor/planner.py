@@ -36,14 +36,6 @@ SwitchSeconds = Callable[[Layout, Layout, Floats, Floats], Floats]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a replica can hold: requests that run at once, and KV tokens by tp."""
-
-    max_num_seqs: int
-    kv_tokens: Mapping[int, int]
-
-
-@dataclass(frozen=True)
 class Course:
     """How a batch is expected to thin out: groups of numbers of live requests, few ones first.
 
@@ -145,12 +137,25 @@ class Planner:
     """Finds the cheapest path of layouts."""
 
     def __init__(
-        self, layouts: Sequence[Layout], step: StepSeconds, switch: SwitchSeconds, limits: Limits
+        self,
+        layouts: Sequence[Layout],
+        step: StepSeconds,
+        switch: SwitchSeconds,
+        *,
+        max_num_seqs: int,
+        kv_tokens: Mapping[int, int],
     ) -> None:
+        """Plan for an engine.
+
+        Args:
+            max_num_seqs: requests that a replica runs at once.
+            kv_tokens: tokens whose KV a replica's memory holds, by tp.
+        """
         self.layouts = tuple(layouts)
         self._step = step
         self._switch = switch
-        self._limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._kv_tokens = kv_tokens
 
     def step_seconds(self, layout: Layout, course: Course) -> Floats:
         """Seconds in which every live request gets a token, in each group of a course.
@@ -161,8 +166,8 @@ class Planner:
         busy = np.minimum(layout.replicas, np.ceil(course.live))
         batch = np.maximum(1.0, course.live / busy)
         mean_context = course.context / course.live
-        held = self._limits.kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
-        running = np.minimum(batch, np.clip(held, 1.0, self._limits.max_num_seqs))
+        held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
+        running = np.minimum(batch, np.clip(held, 1.0, self._max_num_seqs))
         seconds = self._step(layout.tp, running, running * mean_context, course.longest, 0, busy)
         return seconds * (batch / running)
 

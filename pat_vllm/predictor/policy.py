@@ -45,7 +45,11 @@ class Policy:
         """The engine has switched, for whatever reason."""
 
     def refused(self, now: float) -> None:
-        """The switch that was asked for could not be made."""
+        """The switch that was asked for could not be made.
+
+        The engine asks no policy again for a while (`REFUSED_BACK_OFF` of its layout controller),
+        so that none needs a pause of its own.
+        """
 
     def idle(self, now: float) -> None:
         """No request is left."""

@@ -20,9 +20,9 @@ from pat_vllm.scheduler.switch import PlanningFailed, SwitchRefused, switch
 
 if TYPE_CHECKING:
     from pat_vllm.layout import Layout
+    from pat_vllm.predictor.cost import CostModel
     from pat_vllm.scheduler.monitor import Monitor
     from pat_vllm.scheduler.replica_set import ReplicaSet
-    from pat_vllm.scheduler.transfer import ConfiguredTransfer
 
 logger = init_logger(__name__)
 
@@ -49,7 +49,7 @@ class LayoutController:
         self,
         active: ReplicaSet,
         monitor: Monitor,
-        transfer: ConfiguredTransfer,
+        transfer: CostModel,
         layouts: Sequence[Layout],
     ) -> None:
         self.layouts = tuple(layouts)

@@ -13,18 +13,17 @@ from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.patches import preempt_carried
-from pat_vllm.predictor.cost import TransferCost
+from pat_vllm.predictor.cost import CarryRates, CostModel
+from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.layout_controller import LayoutController
-from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.stats import merge_stats, whole_engine
-from pat_vllm.scheduler.transfer import ConfiguredTransfer
 from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -78,15 +77,18 @@ class PATScheduler(SchedulerInterface):
             include_finished_set=include_finished_set,
             log_stats=log_stats,
         )
+        rates = executor.transfer_rates()
+        kv_bytes = kv_bytes_per_token(kv_cache_config, layouts[0], factory.num_kv_heads)
+        costs = CostModel(
+            config.kv_transfer, CarryRates.of(kv_bytes, rates.bandwidth, rates.prefill_rate)
+        )
         policy = make_policy(
             config,
             layouts,
             lambda path: load_or_measure(
-                executor,
-                kv_cache_config,
-                path,
-                seconds_to_make=factory.seconds_to_make,
+                executor, kv_cache_config, path, seconds_to_make=factory.seconds_to_make
             ),
+            costs,
             bound=model.max_model_len,
         )
         for layout in layouts:
@@ -100,17 +102,7 @@ class PATScheduler(SchedulerInterface):
             monitor=monitor,
             depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
         )
-        rates = executor.transfer_rates()
-        cost = TransferCost(
-            kv_bytes_per_token=kv_bytes_per_token(
-                kv_cache_config, layouts[0], factory.num_kv_heads
-            ),
-            bandwidth=rates.bandwidth,
-            prefill_rate=dict(rates.prefill_rate),
-        )
-        self.controller = LayoutController(
-            self.replica_set, monitor, ConfiguredTransfer(config.kv_transfer, cost), layouts
-        )
+        self.controller = LayoutController(self.replica_set, monitor, costs, layouts)
         self.monitor = monitor
         register_commands(self)
 

@@ -15,7 +15,7 @@ Until the workers are called nothing is lost: a plan that fails is undone, and A
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -44,8 +44,10 @@ logger = init_logger(__name__)
 class KVTransfer(Protocol):
     """Decides how a request takes its KV along."""
 
-    def choose(self, num_tokens: int, tp: int) -> Literal["migrate", "recompute"]:
-        """For a request with `num_tokens` computed tokens, in a target layout of `tp`."""
+    def choose(
+        self, num_tokens: int, source: Layout, target: Layout, num_seqs: int
+    ) -> Literal["migrate", "recompute"]:
+        """For one of `num_seqs` requests, which has `num_tokens` computed tokens."""
         ...
 
 
@@ -136,7 +138,12 @@ def switch(
     quiesce = clock.lap()
 
     # 3. Plan.
-    carried = [c for replica in active.replicas for c in _carried(replica, target, transfer)]
+    num_seqs = active.num_seqs
+
+    def way(num_tokens: int) -> Literal["migrate", "recompute"]:
+        return transfer.choose(num_tokens, source, target, num_seqs)
+
+    carried = [c for replica in active.replicas for c in _carried(replica, way)]
     undo = [_Undo.of(c.request) for c in carried]
     fresh: list[Replica] = []
     try:
@@ -222,7 +229,9 @@ def _check(active: ReplicaSet) -> None:
                 )
 
 
-def _carried(replica: Replica, target: Layout, transfer: KVTransfer) -> list[Carried]:
+def _carried(
+    replica: Replica, way: Callable[[int], Literal["migrate", "recompute"]]
+) -> list[Carried]:
     """The unfinished requests of a replica, in the order in which they are to be served."""
     scheduler = replica.scheduler
     carried = []
@@ -237,7 +246,7 @@ def _carried(replica: Replica, target: Layout, transfer: KVTransfer) -> list[Car
                 started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
                 migrates=computed > 0
                 and not _must_recompute(scheduler, request)
-                and transfer.choose(computed, target.tp) == "migrate",
+                and way(computed) == "migrate",
             )
         )
     return carried

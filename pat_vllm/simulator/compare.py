@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import AdaptivePolicy, Tuning
+from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -147,9 +148,7 @@ class Replayer:
         """PAT's default policy, which believes `profile` and has seen no length yet."""
         max_tokens = max(batch.max_tokens for batch in self.batches)
         # The time that planning takes here is not the simulated engine's.
-        return AdaptivePolicy.of(
-            profile, bound=max_tokens, tuning=tuning or Tuning(), timer=lambda: 0.0
-        )
+        return AdaptivePolicy(profile, bound=max_tokens, tuning=tuning, timer=lambda: 0.0)
 
 
 def compare(

@@ -36,7 +36,7 @@ class ProfileTruth:
         from pat_vllm.predictor.step_time import StepTimeModel
 
         self._steps = StepTimeModel.fit(profile)
-        self._switches = CostModel.of(profile, kv_transfer="migrate")
+        self._switches = CostModel.of(profile, mode="migrate")
 
     def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
         return self._steps.step(tp, shape)

@@ -12,6 +12,7 @@ from pat_vllm.config import (
     StaticPolicyConfig,
 )
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, SchedulePolicy, StayPolicy
 from pat_vllm.profiling.profile import Profile
 
@@ -20,6 +21,7 @@ def make_policy(
     config: PATConfig,
     layouts: Sequence[Layout],
     profile: Callable[[str | None], Profile],
+    costs: CostModel,
     bound: int,
 ) -> Policy:
     """Make the policy.
@@ -28,6 +30,7 @@ def make_policy(
         layouts: the engine's, base first.
         profile: reads the profile from a named file, or gets the engine's own; called only by a
             policy that predicts.
+        costs: the engine's. A policy that predicts gives it the profile, and predicts with it.
         bound: longest possible response, tokens.
 
     Raises:
@@ -48,9 +51,9 @@ def make_policy(
             # Its models are imported by the engines that use them.
             from pat_vllm.predictor.adaptive import AdaptivePolicy
 
-            return AdaptivePolicy.of(
+            return AdaptivePolicy(
                 profile(options.profile),
                 bound=options.length_bound or bound,
-                kv_transfer=config.kv_transfer,
+                costs=costs,
                 lengths_file=Path(options.lengths_file) if options.lengths_file else None,
             )

@@ -1,0 +1,75 @@
+"""A few steps in a layout that was never tried. Pure.
+
+A profile may be wrong about a layout, and only real steps in it can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.planner import Course, Plan, Planner
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.predictor.tuning import Tuning
+
+_MOST_PROBES = 2
+"""Probes of one layout."""
+
+
+class Prober:
+    """Finds layouts that are worth a probe, and bounds what probes may lose."""
+
+    def __init__(self, planner: Planner, tuning: Tuning) -> None:
+        self._planner = planner
+        self._tuning = tuning
+        self._made: dict[Layout, int] = {}
+        self._spent = 0.0
+        self._steps_left = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether a probe has not made all of its steps yet."""
+        return self._steps_left > 0
+
+    def stepped(self) -> None:
+        """A replica made a step."""
+        self._steps_left = max(0, self._steps_left - 1)
+
+    def stop(self) -> None:
+        """The probe ends early: its switch was refused, or no request is left."""
+        self._steps_left = 0
+
+    def find(
+        self, state: LiveState, ahead: Course, seen: Mapping[Layout, int], worked: float
+    ) -> tuple[Layout, Plan] | None:
+        """Begin a probe if much may be gained by one and little lost.
+
+        Args:
+            ahead: of the present batch.
+            seen: steps that were compared with their prediction, by layout.
+            worked: seconds that the engine has worked, of which probes may lose a share.
+
+        Returns:
+            The layout, and the plan in which it is as fast as one may hope; None for no probe.
+        """
+        tuning = self._tuning
+        for layout in self._planner.layouts:
+            if layout == state.layout or self._made.get(layout, 0) >= _MOST_PROBES:
+                continue
+            if seen.get(layout, 0) >= 2 * tuning.probe_steps:
+                continue
+            optimism = {layout: 1 / tuning.probe_factor}
+            hoped = self._planner.plan(state.layout, ahead, optimism=optimism)
+            slower = hoped.step[layout] * tuning.probe_factor - hoped.step[state.layout]
+            price = 2 * hoped.cost[layout] + tuning.probe_steps * max(0.0, slower)
+            gain = hoped.never - hoped.go[layout]
+            if (
+                hoped.best == layout
+                and gain > tuning.probe_saving * hoped.never
+                and price < tuning.probe_budget * worked - self._spent
+            ):
+                self._spent += price
+                self._made[layout] = self._made.get(layout, 0) + 1
+                self._steps_left = (1 + tuning.probe_steps) * min(layout.replicas, state.num_seqs)
+                return layout, hoped
+        return None

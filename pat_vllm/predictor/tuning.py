@@ -1,0 +1,41 @@
+"""How careful the policy is that predicts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How careful the policy is.
+
+    Attributes:
+        samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
+        margin: predicted saving, after the switch's cost, that it takes: this many times the cost,
+        least_saving: and this share of the predicted remaining time.
+        regret_margin: in place of `margin`, to go back to where the last switch came from.
+        dwell: a switch holds for this many times its cost before the next may pay.
+        stall_share: all switches together take at most this share of the time, unless
+        clear_saving: the next one saves this many times its cost.
+        probe_factor: a layout without real steps may be this many times faster than predicted.
+        probe_saving: a probe needs this share of the remaining time to gain, were it so,
+        probe_budget: all probes together may lose this share of the time that the engine has
+            worked, if the predictions are right.
+        probe_steps: steps of a probe.
+        planning_share: of the time that may go into planning.
+        observing_share: of the time that may go into learning from steps.
+    """
+
+    samples: int = 1024
+    margin: float = 0.5
+    least_saving: float = 0.02
+    regret_margin: float = 2.0
+    dwell: float = 5.0
+    stall_share: float = 0.03
+    clear_saving: float = 4.0
+    probe_factor: float = 2.0
+    probe_saving: float = 0.10
+    probe_budget: float = 0.015
+    probe_steps: int = 4
+    planning_share: float = 0.004
+    observing_share: float = 0.002
