@@ -1,7 +1,9 @@
 """The predictor policy in the simulator: what it gains, and what wrong predictions cost it."""
 
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -316,11 +318,9 @@ def test_an_engines_cost_model_is_told_of_switches_by_the_engine(profile):
     policy = policy_of(profile, costs=costs)
     source, target = profile.all_layouts
     assert costs.seconds(source, target, 8, 800) > 0, "it has the profile"
-    report = SwitchReport(
-        **dict.fromkeys(SwitchReport.__dataclass_fields__, 0.0)
-        | {"source": source, "target": target, "reason": "policy", "num_seqs": 8, "tokens": 800}
-        | {"seconds": 1.0, "migrated": 8}
-    )
+    values: dict[str, Any] = dict.fromkeys(SwitchReport.__dataclass_fields__, 0.0)
+    values |= {"source": source, "target": target, "reason": "policy", "seconds": 1.0}
+    report = SwitchReport(**values | {"num_seqs": 8, "migrated": 8, "tokens": 800})
     policy.switched(report)
     assert told == []
     own = policy_of(profile)
@@ -345,5 +345,5 @@ def test_a_refusal_leaves_the_back_off_to_the_engine(profile, truth):
     policy = Refusing(profile, bound=BOUND, timer=lambda: 0.0)
     runs = run(policy, truth, profile, "long tail")
     assert not [s for one in runs for s in one.switches if s.reason == "policy"]
-    gaps = [after - before for (before, _), (after, _) in zip(wanted, wanted[1:], strict=False)]
+    gaps = [after - before for (before, _), (after, _) in pairwise(wanted)]
     assert min(gaps) < 0.5

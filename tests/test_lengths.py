@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import pickle
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -484,21 +485,57 @@ def test_single_requests_add_up() -> None:
     assert model.survival(300) == pytest.approx(0.5, abs=0.12)
 
 
-def test_memory_is_bounded_and_calls_are_fast() -> None:
+def calls_of(function: Callable[[], object]) -> int:
+    """Function calls, Python's and C's, that a call makes: its work, on any machine."""
+    count = 0
+
+    def on_event(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(on_event)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def told_of(responses: int, groups: int = 1 << 40) -> LengthModel:
+    """A model in the middle of a batch, after so many responses."""
     model = LengthModel(16384)
-    started = time.perf_counter()
-    for index in range(10000):
-        model.finished(index, 1 + index % 5000, True)
-    assert (time.perf_counter() - started) / 10000 < 50e-6
-    live = make_live([100] * 128, 16384)
-    model.sample(live, 16)
-    best = 1.0
-    for _ in range(20):
-        started = time.perf_counter()
+    for index in range(responses):
+        model.finished(index % groups, 1 + index % 5000, True)
+    return model
+
+
+def test_memory_is_bounded() -> None:
+    sizes = [len(pickle.dumps(told_of(responses))) for responses in (1, 5_000, 20_000)]
+    assert max(sizes) < 1.01 * min(sizes)
+
+
+def test_a_finished_response_takes_as_little_work_after_many() -> None:
+    few, many = told_of(10), told_of(20_000)
+    work = calls_of(lambda: few.finished(0, 100, True))
+    assert work == calls_of(lambda: many.finished(0, 100, True)) < 20
+
+
+@pytest.mark.parametrize("groups", [1 << 40, 8], ids=["single", "siblings"])
+def test_predictions_make_as_many_calls_for_many_requests(groups: int) -> None:
+    """Arrays do the work: no loop over requests, futures or tokens."""
+    model = told_of(2_000, groups)
+    model.end_of_batch()
+    for index in range(500):
+        model.finished(index % groups, 1 + index % 5000, True)
+
+    def predict(live: LiveRequests) -> None:
         model.observe_running(live)
         model.sample(live, 16)
-        best = min(best, time.perf_counter() - started)
-    assert best < 2e-3
+
+    few, many = (make_live([100] * count, 16384, group=[0] * count) for count in (8, 512))
+    for live in (few, many):
+        predict(live)  # draws and grids are kept
+    assert calls_of(lambda: predict(few)) == calls_of(lambda: predict(many)) < 500
 
 
 def test_calibration_figure(tmp_path: Path) -> None:
