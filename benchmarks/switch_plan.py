@@ -54,7 +54,7 @@ def _measure(live: int, repeats: int) -> dict[str, list[dict[str, float]]]:
 
     config, stock = engine_config(1)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
-    scheduler.controller.transfer.mode = "migrate"
+    scheduler.controller.costs.mode = "migrate"
 
     def step() -> None:
         output = scheduler.schedule()

@@ -27,7 +27,7 @@ def carried(
     """The commands of some switches between which requests run, with pools that are too small."""
     config, stock = engine_config(8, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
-    scheduler.controller.transfer.mode = "migrate"
+    scheduler.controller.costs.mode = "migrate"
     commands: list[SwitchCommand] = []
     admitted: list[Admitted] = []
     make_switch = EXECUTOR.switch

@@ -109,7 +109,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
 
     monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
     # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
-    monkeypatch.setattr(scheduler.controller.transfer, "mode", "migrate")
+    monkeypatch.setattr(scheduler.controller.costs, "mode", "migrate")
     jobs = long_tail(seed=1)
     outcomes = run(llm, jobs, before_step=settle)
     report = pat_vllm.report(llm)

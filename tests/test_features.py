@@ -251,7 +251,7 @@ def runs(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
     results = {}
     for name, script in RUNS.items():
         # What `kv_transfer` sets.
-        scheduler.controller.transfer.mode = "recompute" if "recomputing" in name else "migrate"
+        scheduler.controller.costs.mode = "recompute" if "recomputing" in name else "migrate"
         before = len(pat_vllm.report(llm).switches)
         results[name] = run(llm, jobs, script)
         switches = [s for s in pat_vllm.report(llm).switches[before:] if s.num_seqs]
@@ -259,7 +259,7 @@ def runs(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
         carried = "recomputed" if "recomputing" in name else "migrated"
         # Before the first step there is nothing to carry but the queue.
         assert sum(getattr(switch, carried) > 0 for switch in switches) >= len(script) - 2
-    scheduler.controller.transfer.mode = "migrate"
+    scheduler.controller.costs.mode = "migrate"
     return results
 
 

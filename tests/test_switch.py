@@ -127,7 +127,7 @@ def test_recomputing_gives_the_same(case, monkeypatch):
     for source, target in itertools.permutations(sizes, 2):
         for ways in (("recompute",), ("recompute", "migrate")):
             monkeypatch.setattr(
-                scheduler_of(llm).controller.transfer,
+                scheduler_of(llm).controller.costs,
                 "choose",
                 lambda *request, ways=ways: rng.choice(ways),
             )
@@ -181,7 +181,7 @@ def test_random_switch_storm(case, monkeypatch):
     llm, sizes, static = case
     rng = random.Random(4)
     monkeypatch.setattr(
-        scheduler_of(llm).controller.transfer,
+        scheduler_of(llm).controller.costs,
         "choose",
         lambda *request: rng.choice(("migrate", "migrate", "recompute")),
     )

@@ -111,7 +111,7 @@ def main(out: str) -> None:
         restore()
         for kind in ("async, recompute", "async, migrate"):
             # Starting an engine with the other option would take longer than the run.
-            scheduler_of(llm).controller.transfer.mode = kind.removeprefix("async, ")
+            scheduler_of(llm).controller.costs.mode = kind.removeprefix("async, ")
             for run in RUNS[kind]:
                 done(kind, run, generate(llm, SWITCHES[run]))
 

@@ -49,14 +49,14 @@ class LayoutController:
         self,
         active: ReplicaSet,
         monitor: Monitor,
-        transfer: CostModel,
+        costs: CostModel,
         layouts: Sequence[Layout],
     ) -> None:
         self.layouts = tuple(layouts)
         self.switch_id = 0
         self._active = active
         self._monitor = monitor
-        self.transfer = transfer
+        self.costs = costs
         self._forced = False
         self._was_busy = False
         self._back_off_until = 0.0
@@ -200,7 +200,7 @@ class LayoutController:
             return True
         try:
             replicas, report = switch(
-                active, target, self.transfer, switch_id=self.switch_id + 1, reason=reason
+                active, target, self.costs, switch_id=self.switch_id + 1, reason=reason
             )
         except SwitchRefused as refused:
             logger.warning("PAT stays in %s, no switch to %s: %s", active.layout, target, refused)
@@ -224,7 +224,7 @@ class LayoutController:
         self.switch_id += 1
         self._forced = reason == "forced"
         active.replace(target, replicas)
-        self.transfer.observe(report)
+        self.costs.observe(report)
         self._monitor.switched(report, replicas)
         return True
 

@@ -15,9 +15,9 @@ Until the workers are called nothing is lost: a plan that fails is undone, and A
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -36,19 +36,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from pat_vllm.predictor.cost import CostModel
     from pat_vllm.scheduler.replica_set import ReplicaSet
 
 logger = init_logger(__name__)
-
-
-class KVTransfer(Protocol):
-    """Decides how a request takes its KV along."""
-
-    def choose(
-        self, num_tokens: int, source: Layout, target: Layout, num_seqs: int
-    ) -> Literal["migrate", "recompute"]:
-        """For one of `num_seqs` requests, which has `num_tokens` computed tokens."""
-        ...
 
 
 class SwitchRefused(Exception):
@@ -108,13 +99,13 @@ class _Undo:
 
 
 def switch(
-    active: ReplicaSet, target: Layout, transfer: KVTransfer, *, switch_id: int, reason: str
+    active: ReplicaSet, target: Layout, costs: CostModel, *, switch_id: int, reason: str
 ) -> tuple[list[Replica], SwitchReport]:
     """Carry every unfinished request of the active layout to layout `target`.
 
     Args:
         active: the replicas of the active layout; `ReplicaSet.replace` is for the caller to call.
-        transfer: migrate or recompute, for each request.
+        costs: chooses for each request whether it takes its KV along or computes it again.
         switch_id: number of this switch.
         reason: for the report.
 
@@ -138,15 +129,11 @@ def switch(
     quiesce = clock.lap()
 
     # 3. Plan.
-    num_seqs = active.num_seqs
-
-    def way(num_tokens: int) -> Literal["migrate", "recompute"]:
-        return transfer.choose(num_tokens, source, target, num_seqs)
-
-    carried = [c for replica in active.replicas for c in _carried(replica, way)]
-    undo = [_Undo.of(c.request) for c in carried]
+    undo: list[_Undo] = []
     fresh: list[Replica] = []
     try:
+        carried = _carried(active, target, costs)
+        undo = [_Undo.of(c.request) for c in carried]
         fresh = active.make(target)
         placement = spread(
             [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
@@ -229,26 +216,27 @@ def _check(active: ReplicaSet) -> None:
                 )
 
 
-def _carried(
-    replica: Replica, way: Callable[[int], Literal["migrate", "recompute"]]
-) -> list[Carried]:
-    """The unfinished requests of a replica, in the order in which they are to be served."""
-    scheduler = replica.scheduler
+def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carried]:
+    """The unfinished requests, by replica, in the order in which they are to be served."""
+    num_seqs = active.num_seqs
     carried = []
-    for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
-        computed = request.num_computed_tokens
-        carried.append(
-            Carried(
-                request=request,
-                replica=replica.index,
-                computed=computed,
-                # A worker knows what runs, and what was preempted after it had run.
-                started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
-                migrates=computed > 0
-                and not _must_recompute(scheduler, request)
-                and way(computed) == "migrate",
+    for replica in active.replicas:
+        scheduler = replica.scheduler
+        for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
+            computed = request.num_computed_tokens
+            way = costs.choose(computed, active.layout, target, num_seqs)
+            carried.append(
+                Carried(
+                    request=request,
+                    replica=replica.index,
+                    computed=computed,
+                    # A worker knows what runs, and what was preempted after it had run.
+                    started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
+                    migrates=computed > 0
+                    and way == "migrate"
+                    and not _must_recompute(scheduler, request),
+                )
             )
-        )
     return carried
 
 
