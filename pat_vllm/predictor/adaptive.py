@@ -1,8 +1,9 @@
-"""The policy that decides by prediction: the default of an engine, and the simulator's. Pure.
+"""The policy that decides by prediction. Engines take it by default. Pure.
 
-It joins the models: how long steps take (`StepTimeModel`), how long responses will still be
-(`LengthModel`), what a switch takes (`CostModel`), when more requests come (`Arrivals`), and what
-follows from that (`Planner`). Here is when to plan, and when to trust a plan enough to switch.
+It joins the models: how long steps take (`StepTimeModel`), how many tokens responses still have to
+generate (`LengthModel`), what a switch costs (`CostModel`), when more requests come (`Arrivals`).
+The `Planner` makes a plan from them. This module says when to plan, and whether a plan is sure
+enough to switch.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class AdaptivePolicy(Policy):
         return sum(count for count, _ in self._error.values())
 
     def _last_arrival_plan(self) -> float:
-        """Since when requests arrive without a pause and without a plan."""
+        """When the last plan was made, or when the batch began if that was later."""
         return max(self._last_plan, self._begun if self._begun is not None else -math.inf)
 
     def _decide(self, state: LiveState) -> Layout:
@@ -271,7 +272,7 @@ class AdaptivePolicy(Policy):
         return self._probe(state, ahead)
 
     def _probe(self, state: LiveState, ahead: Course) -> Layout:
-        """A few steps in a layout that was never tried, if much may be gained and little lost."""
+        """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
         batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
         if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
             return state.layout
@@ -300,7 +301,7 @@ class AdaptivePolicy(Policy):
         )
 
     def _verdict(self, state: LiveState, plan: Plan) -> str:
-        """Why the best plan's switch is made ("saving"), or is not."""
+        """Why the best plan's switch is made ("saving"), or why it is not."""
         tuning = self._tuning
         target = plan.best
         cost, saving = plan.cost[target], plan.never - plan.go[target]
@@ -356,7 +357,7 @@ class AdaptivePolicy(Policy):
         )
 
     def _choose_home(self) -> None:
-        """Wait for the next batch in the layout in which one like the last would best begin."""
+        """Choose the home layout: the one in which a batch like the last would best begin."""
         if not self._peak:
             return
         fresh = np.zeros(self._peak, np.int64)

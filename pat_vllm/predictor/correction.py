@@ -167,8 +167,11 @@ class OnlineCorrection:
         return size
 
     def _reopen(self, tp: int, size: _SizeCorrection, i: int, f: float) -> None:
-        """Doubt what was known: of a layout that was hardly seen, its model; else the machine
-        most, for it changes and a model's error does not."""
+        """Forget part of what was learnt.
+
+        Of a layout with few steps, the model is doubted. Otherwise the machine is doubted most,
+        because a machine changes and a model's error does not.
+        """
         variances, covariance, own = size.variances, self._covariance, self._index[tp]
         common = covariance[0][0] + 2 * covariance[0][own] + covariance[own][own]
         known = common + (1 - f) * variances[i] + f * variances[i + 1]

@@ -1,4 +1,4 @@
-"""The record of decisions, and what became of them. Pure."""
+"""The record of decisions, with what really happened after each. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DECISIONS = 2_000
 _STEPS = 16
 """Steps before and after a switch whose median is reported."""
 _REPEAT_SECONDS = 1.0
-"""A switch that is nearly made again and again, for the same reason, is noted this often."""
+"""A switch that is not made, again and again for the same reason, is noted this often."""
 
 
 class Decisions:

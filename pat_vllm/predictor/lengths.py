@@ -1,4 +1,4 @@
-"""How long the running responses will still be. Pure."""
+"""Predicts how many tokens the running responses still have to generate. Pure."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
 
 _PRIOR_FADES = 64
-"""Ends after which the prior weighs half as much,"""
+"""Ended responses after which the prior weighs half as much."""
 
 _LEAST_PRIOR = 0.2
-"""and the least share of its weight that remains."""
+"""Least share of the prior's weight that remains."""
 
 _PRIOR_MEDIAN = 1 / 8
-"""Its median, as a share of the bound."""
+"""Median of the prior, as a share of the bound."""
 
 _RECENT = 4096
 """Finished responses of a batch that are remembered one by one, as siblings of running ones."""

@@ -7,7 +7,7 @@ plan is a layout for each number of live requests, and its expected time adds up
 
 The expectations come from sampled futures of the live requests. The best plan follows by dynamic
 programming from the last response backwards, over as many switches as pay, in any direction. It
-uses nothing that will not be known when its time comes.
+uses only what will be known by then.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Planner:
         return seconds * (batch / running)
 
     def fastest(self, course: Course, more: float) -> Layout:
-        """Where a token takes least, were there `more` live requests than now."""
+        """The layout in which a token takes least time, with `more` live requests than now."""
         now = course.most[-1]
         busier = Course(
             live=np.array([now + more]),

@@ -198,8 +198,11 @@ class StepTimeModel:
         return size.corrected.at(shape.batch, shape.context, shape.busy) + size.factor * extra
 
     def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
-        """Learn from a real step. Steps with prefill teach nothing: their time depends on how the
-        prompts are cut, and they are few."""
+        """Learn from a real step.
+
+        Steps with prefill are left out: their time depends on how the prompts are cut, and they
+        are few.
+        """
         if shape.prefill or not shape.batch or not seconds > 0:
             return
         size = self._sizes[tp]

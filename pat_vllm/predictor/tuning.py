@@ -11,19 +11,22 @@ class Tuning:
 
     Attributes:
         samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
-        margin: predicted saving, after the switch's cost, that it takes: this many times the cost,
-        least_saving: and this share of the predicted remaining time.
-        regret_margin: in place of `margin`, to go back to where the last switch came from.
-        dwell: a switch holds for this many times its cost before the next may pay.
-        stall_share: all switches together take at most this share of the time, unless
-        clear_saving: the next one saves this many times its cost.
-        probe_factor: a layout without real steps may be this many times faster than predicted.
-        probe_saving: a probe needs this share of the remaining time to gain, were it so,
+        margin: a switch must save this many times its cost, after the cost is paid.
+        least_saving: it must also save this share of the predicted remaining time.
+        regret_margin: takes the place of `margin` for a switch back to where the last one came
+            from.
+        dwell: a switch holds for this many times its cost before the next one may be made.
+        stall_share: all switches together take at most this share of the time.
+        clear_saving: `stall_share` does not bind a switch that saves this many times its cost.
+        probe_factor: a layout without real steps is taken to be at most this many times faster
+            than predicted.
+        probe_saving: a probe must promise this share of the remaining time, were the layout so
+            much faster.
         probe_budget: all probes together may lose this share of the time that the engine has
             worked, if the predictions are right.
         probe_steps: steps of a probe.
-        planning_share: of the time that may go into planning.
-        observing_share: of the time that may go into learning from steps.
+        planning_share: share of the time that may go into planning.
+        observing_share: share of the time that may go into learning from steps.
     """
 
     samples: int = 1024

@@ -35,7 +35,7 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 def find(key: Mapping[str, Any]) -> Profile | None:
     """The cached profile for a key, if there is one.
 
-    A damaged file says nothing about the engine: it is reported and taken for missing.
+    A damaged file is reported and counts as missing.
     """
     path = cache_path(key)
     if not path.exists():

@@ -1,8 +1,8 @@
 """What to measure of an engine, and in which order. Pure.
 
-A plan lists points, the most informative first, so that it can end at any of them: when its time
-is used up, what is left out is what matters least. Points come in rounds that visit every layout,
-so that none is left without data.
+A plan lists points, the most informative first. It can end at any of them: when its time is used
+up, the points that matter least are left out. Points come in rounds. Each round visits every
+layout, so that every layout has data.
 """
 
 from __future__ import annotations
