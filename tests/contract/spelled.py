@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.device_communicators import flashinfer_all_reduce
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -47,18 +47,6 @@ def classes_that_vllm_makes() -> tuple[Any, ...]:
     return scheduler, executors, workers, stock, connector, loaders
 
 
-def constructors(
-    scheduler: SchedulerInterface, ours: PATScheduler, loader: BaseModelLoader
-) -> tuple[Any, ...]:
-    """vLLM calls ours as its own; a type checker lets a subclass have another."""
-    make = scheduler.__init__  # type: ignore[misc]
-    make = ours.__init__  # type: ignore[misc]
-    load = loader.__init__  # type: ignore[misc]
-    for one in (BaseLayoutLoader(loader.load_config), DerivedLayoutLoader(loader.load_config)):
-        load = one.__init__  # type: ignore[misc]
-    return make, load
-
-
 def schedulers_of_replicas(config: VllmConfig, kv: KVCacheConfig, other: Any) -> Scheduler:
     """`ReplicaFactory` passes its keywords on."""
     return Scheduler(
@@ -73,14 +61,8 @@ def schedulers_of_replicas(config: VllmConfig, kv: KVCacheConfig, other: Any) ->
     )
 
 
-def connectors(config: VllmConfig, kv: KVCacheConfig) -> None:
-    """vLLM's factory calls it so."""
-    PATConnector(config, KVConnectorRole.SCHEDULER, kv)
-
-
-def worker_methods(gpu: Worker, cpu: CPUWorker) -> tuple[Any, ...]:
+def worker_methods(gpu: Worker) -> tuple[Any, ...]:
     """Named in `collective_rpc`."""
-    gpu = cpu
     return (
         *(gpu.check_health, gpu.discard, gpu.execute_dummy_batch, gpu.get_supported_tasks),
         *(gpu.profile, gpu.reset_encoder_cache, gpu.reset_mm_cache, gpu.shutdown, gpu.sleep),
