@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pat_vllm.commands import REPORT_COMMAND, SWITCH_COMMAND
 from pat_vllm.patches import serialize_sends
 from pat_vllm.reporting import Report
 
+if TYPE_CHECKING:
+    from vllm.entrypoints.llm import LLM
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-def switch(llm: Any, tp: int) -> bool:
+
+def switch(llm: LLM, tp: int) -> bool:
     """Switch an `LLM` to the layout with tensor parallelism `tp` now, mid-generation too.
 
     May be called from another thread while `generate` runs, or between `step()`s. The layout
@@ -28,7 +32,7 @@ def switch(llm: Any, tp: int) -> bool:
     return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
 
-def report(llm: Any, since: float = -math.inf) -> Report:
+def report(llm: LLM, since: float = -math.inf) -> Report:
     """What an `LLM` with PAT has done: switches, what they moved and cost, unfinished requests.
 
     May be called from another thread while `generate` runs, or between `step()`s.
@@ -44,11 +48,11 @@ def report(llm: Any, since: float = -math.inf) -> Report:
     return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
-async def switch_async(llm: Any, tp: int) -> bool:
+async def switch_async(llm: AsyncLLM, tp: int) -> bool:
     """`switch` for an `AsyncLLM`."""
     return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
 
 
-async def report_async(llm: Any, since: float = -math.inf) -> Report:
+async def report_async(llm: AsyncLLM, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
     return Report.from_json((await llm.collective_rpc(REPORT_COMMAND, args=(since,)))[0])

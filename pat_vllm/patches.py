@@ -28,9 +28,13 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.entrypoints.llm import LLM
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
 _PATCHED = "_pat_patch"
 """Attribute that marks a replaced method."""
@@ -80,7 +84,7 @@ def log_through_vllm() -> None:
     logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
 
 
-def serialize_sends(llm: Any) -> None:
+def serialize_sends(llm: LLM) -> None:
     """Put a lock around the sends of an `LLM`'s client.
 
     Without it: two threads write to one ZMQ socket, which is not made for that. vLLM's synchronous
@@ -282,7 +286,7 @@ def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinato
     vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
 
 
-def report_weights_memory(runner: Any, num_bytes: int) -> None:
+def report_weights_memory(runner: RunnerV1 | RunnerV2, num_bytes: int) -> None:
     """Have a model runner say that its weights take `num_bytes`.
 
     Without it: vLLM's worker sizes the KV cache by the weights of the active layout's runner, and
@@ -291,7 +295,7 @@ def report_weights_memory(runner: Any, num_bytes: int) -> None:
     runner.model_memory_usage = num_bytes
 
 
-def forget_sampled_tokens(batch: Any) -> None:
+def forget_sampled_tokens(batch: InputBatch) -> None:
     """Make the input batch of a Model Runner V1 forget the tokens that it sampled last.
 
     Without it: with asynchronous scheduling, the batch gives them to a request that comes back
@@ -304,13 +308,14 @@ def forget_sampled_tokens(batch: Any) -> None:
     batch.async_copy_ready_event = None
 
 
-def share_penalty_counts(runner: Any, base: Any) -> None:
+def share_penalty_counts(runner: RunnerV2, base: RunnerV2) -> None:
     """Have a Model Runner V2 use the penalty counters of `base`.
 
     Without it: each layout keeps a counter for each token of the vocabulary and each request. Only
     one layout has requests at any time, and a request that has penalties begins by writing its
     own. Missing seam: a sampler that takes given counters.
     """
+    assert runner.sampler is not None and base.sampler is not None
     own, shared = runner.sampler.penalties_state, base.sampler.penalties_state
     own.output_bin_counts = shared.output_bin_counts
     own.prompt_bin_mask = shared.prompt_bin_mask
@@ -333,7 +338,7 @@ def keep_plain_weights(model: nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, LinearBase):
-            module._cpu_skip_gemm_dispatch = True  # vLLM's own word for it
+            module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
         elif isinstance(module, VocabParallelEmbedding):
             module.quant_method = _plain_embedding()()
 
@@ -347,7 +352,7 @@ def _plain_embedding() -> type:
         """vLLM's method for embeddings, without the packing."""
 
         def process_weights_after_loading(self, layer: nn.Module) -> None:
-            layer.cpu_linear = torch.nn.functional.linear
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[attr-defined]
 
     return PlainEmbedding
 

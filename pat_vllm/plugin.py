@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches import log_through_vllm, patch_get_class
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 BACKEND = "pat"
 """Value of `distributed_executor_backend` that asks for PAT."""
@@ -35,7 +38,7 @@ def register() -> None:
     log_through_vllm()
 
 
-def _executor_class(vllm_config: Any, stock: Callable[[Any], type]) -> type:
+def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
     """The executor class of a config, which is prepared for PAT if PAT is asked for.
 
     Args:

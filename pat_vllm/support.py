@@ -6,11 +6,14 @@ Runs in the front end before any worker starts, so that a mistake is a clear err
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import PredictorPolicyConfig, layouts_of, pat_config
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.profiling.profile import Profile
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
@@ -20,7 +23,7 @@ WORKER_CLS = {
 """PAT's worker class for each of vLLM's own."""
 
 
-def prepare(vllm_config: Any) -> None:
+def prepare(vllm_config: VllmConfig) -> None:
     """Check a config for PAT and put PAT's worker and scheduler in. Idempotent.
 
     Raises:
@@ -70,7 +73,7 @@ def _platform_worker() -> str:
     )
 
 
-def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
+def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Options that PAT cannot serve, as (option, value, what is allowed)."""
     import vllm.envs as envs
 
@@ -78,14 +81,13 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
     model = vllm_config.model_config
     found: list[tuple[str, Any, str]] = []
 
-    for option in (
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "nnodes",
-    ):
-        value = getattr(parallel, option)
+    for option, value in {
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "data_parallel_size": parallel.data_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "nnodes": parallel.nnodes,
+    }.items():
         if value != 1:
             found.append((option, value, "1 (PAT itself makes replicas of the N ranks)"))
     ranks = parallel.world_size
@@ -108,15 +110,15 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
         found.append(("enable_lora", True, "False"))
     if vllm_config.cache_config.kv_offloading_size is not None:
         found.append(("kv_offloading_size", vllm_config.cache_config.kv_offloading_size, "None"))
-    for option in (
-        "speculative_config",
-        "kv_transfer_config",
-        "ec_transfer_config",
-        "kv_events_config",
-    ):
-        value = getattr(vllm_config, option, None)
-        if value is not None and getattr(value, "enable_kv_cache_events", True):
-            found.append((option, value, "None"))
+    events = vllm_config.kv_events_config
+    for option, config in {
+        "speculative_config": vllm_config.speculative_config,
+        "kv_transfer_config": vllm_config.kv_transfer_config,
+        "ec_transfer_config": vllm_config.ec_transfer_config,
+        "kv_events_config": events if events and events.enable_kv_cache_events else None,
+    }.items():
+        if config is not None:
+            found.append((option, config, "None"))
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         found.append(("kv_cache_dtype", cache_dtype, "auto, float16, bfloat16, float32"))
@@ -152,7 +154,7 @@ def _unsupported(vllm_config: Any) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _check_heads(vllm_config: Any, layouts: tuple[Layout, ...]) -> None:
+def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
     model = vllm_config.model_config
     if model is None:
         return

@@ -15,12 +15,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import LiveSample, Report, SwitchReport
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 _TAIL_LINES = 40
 """Of a failed engine's output, for the error message."""
@@ -204,8 +207,8 @@ def serve(spec: RunSpec) -> RunResult:
     return RunResult(started, began, seconds, outputs, report(llm))
 
 
-def _generate(llm: Any, batch: Batch) -> tuple[tuple[int, ...], ...]:
-    from vllm import SamplingParams
+def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
+    from vllm import SamplingParams, TokensPrompt
 
     params = [
         SamplingParams(
@@ -217,7 +220,7 @@ def _generate(llm: Any, batch: Batch) -> tuple[tuple[int, ...], ...]:
         )
         for i, length in enumerate(batch.lengths)
     ]
-    prompts = [{"prompt_token_ids": list(prompt)} for prompt in batch.prompts]
+    prompts = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in batch.prompts]
     answers = llm.generate(prompts, params, use_tqdm=False)
     return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
 

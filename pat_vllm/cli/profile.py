@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -28,6 +28,9 @@ from pat_vllm.config import PATConfig
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
 from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 _SLICE = 4
 """Points that the engine measures between two saves: a few seconds."""
@@ -183,7 +186,7 @@ def take_profile(
 
 
 @contextmanager
-def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[Any]:
+def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
     # Nothing that decides the ranks' speed is set here: the profile is for engines that are
     # started from the same environment.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -199,7 +202,7 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[Any]:
 
 def _measure(
     console: Console,
-    llm: Any,
+    llm: LLM,
     partial: Partial,
     points: Sequence[Any],
     quick: bool,

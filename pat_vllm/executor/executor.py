@@ -29,6 +29,8 @@ from pat_vllm.executor.calls import (
 )
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.messages import (
+    PATGrammarOutput,
+    PATSchedulerOutput,
     ResolvedKernels,
     SwitchCommand,
     SwitchTimes,
@@ -39,9 +41,11 @@ from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor as _Base
     from vllm.v1.outputs import ModelRunnerOutput
-
-    from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
+else:
+    _Base = object  # vLLM's executor is the next base of the class that mixes this in
 
 _IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
@@ -89,23 +93,18 @@ def _fatal(
     return call
 
 
-class PATExecutorMixin:
+class PATExecutorMixin(_Base):
     """What PAT adds to a vLLM executor that speaks `MultiprocExecutor`'s protocol."""
 
     is_pat = True
-    # vLLM's.
-    is_sleeping: bool
-    is_failed: bool
     failure_callback: Callable[[], None] | None
-    response_mqs: list[Any]
-    futures_queue: deque[Any]
     _network = Network()
 
     # ---------------------------------------------------------------- start and stop
 
     def _post_init_executor(self) -> None:
-        super()._post_init_executor()  # type: ignore[misc]
-        config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        super()._post_init_executor()
+        config = self.vllm_config
         self.layout: Layout = home_layout(config)
         self._lanes: Lanes | None = None
         self._in_lanes = False
@@ -118,8 +117,8 @@ class PATExecutorMixin:
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
-        super().compile_or_warm_up_model()  # type: ignore[misc]
-        lanes = Lanes(layouts_of(self.vllm_config), self._network)  # type: ignore[attr-defined]
+        super().compile_or_warm_up_model()
+        lanes = Lanes(layouts_of(self.vllm_config), self._network)
         lanes.connect(self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),)))
         ready = self.collective_rpc(commands.LANES_READY, non_block=True)
         # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
@@ -140,7 +139,7 @@ class PATExecutorMixin:
         if (lanes := getattr(self, "_lanes", None)) is not None:
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
     def fail(self) -> None:
         """Have vLLM end the engine, as when a worker has died. Idempotent.
@@ -163,7 +162,7 @@ class PATExecutorMixin:
         """Let front ends call `command` in the engine-core process as `collective_rpc(name)`."""
         self._commands[name] = command
 
-    def collective_rpc(
+    def collective_rpc(  # type: ignore[override]  # vLLM's further options are passed on
         self,
         method: Any,
         timeout: float | None = None,
@@ -191,7 +190,7 @@ class PATExecutorMixin:
             options["non_block"] = True
         if unique_reply_rank is not None:
             options["unique_reply_rank"] = unique_reply_rank
-        send = super().collective_rpc  # type: ignore[misc]
+        send = super().collective_rpc
         if self._lanes is None or keeps_weights(method):
             return send(method, timeout, args, kwargs, **options)
         self._stale = True
@@ -205,7 +204,8 @@ class PATExecutorMixin:
         self._raise_if_failed()
         self._leave_lanes()
         self._read_earlier_replies()
-        ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
+        ring = self.rpc_broadcast_mq
+        assert ring is not None
         ring.enqueue((method, args, {}, None))  # each rank replies
         return read_together(method, self.response_mqs, self._raise_if_failed)
 
@@ -234,16 +234,16 @@ class PATExecutorMixin:
     def _enter_lanes(self) -> None:
         if not self._in_lanes:
             self._refresh_weights()
-            ring = self.rpc_broadcast_mq  # type: ignore[attr-defined]
+            ring = self.rpc_broadcast_mq
+            assert ring is not None
             ring.enqueue((commands.SERVE_LANE, (), {}, _NO_REPLY_RANK))
             self._in_lanes = True
 
     # ---------------------------------------------------------------- steps
 
-    def execute_model(
-        self, scheduler_output: PATSchedulerOutput, non_block: bool = False
-    ) -> Future[None] | None:
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Start each replica's step in its own lane. The outputs come from `sample_tokens`."""
+        assert isinstance(scheduler_output, PATSchedulerOutput)
         self._raise_if_failed()
         for replica, step in scheduler_output.steps.items():
             self._send(replica, EXECUTE, step)
@@ -255,19 +255,17 @@ class PATExecutorMixin:
         # Without a step in flight there is nothing to sample, and vLLM takes this for the output.
         return completed(None if scheduler_output.total_num_scheduled_tokens else [])
 
-    def sample_tokens(
-        self, grammar_output: PATGrammarOutput | None, non_block: bool = False
-    ) -> Any:
+    def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         """Sample in the replicas whose steps were started last.
 
         Returns:
             The steps that have finished (`list[StepResult]`), of any replica; at least one,
             except that an idle replica bounds the wait. With `non_block`, a future of them.
         """
+        assert isinstance(grammar_output, PATGrammarOutput | None)
+        of_replica = grammar_output.of_replica if grammar_output else {}
         for replica in self._unsampled:
-            self._send(
-                replica, SAMPLE, grammar_output.of_replica.get(replica) if grammar_output else None
-            )
+            self._send(replica, SAMPLE, of_replica.get(replica))
         self._unsampled.clear()
         return _Finished(self) if non_block else self.finished()
 

@@ -11,6 +11,7 @@ others (`Network`).
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import queue
 import threading
@@ -139,7 +140,7 @@ class RemoteReader:
                 left = min(left, give_up - time.monotonic())
                 if left <= 0:
                     raise TimeoutError
-            self._mq.remote_socket.poll(timeout=1e3 * left)
+            self._mq.remote_socket.poll(timeout=math.ceil(1e3 * left))
         return self._mq.dequeue(timeout=0)
 
 

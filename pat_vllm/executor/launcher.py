@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pat_vllm.config import pat_config
 from pat_vllm.patches import note_ray_address
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
+    from vllm.v1.executor.abstract import Executor
 
 
 def executor_class(vllm_config: VllmConfig) -> type:
@@ -30,7 +31,7 @@ def executor_class(vllm_config: VllmConfig) -> type:
     return PATExecutor
 
 
-def prepare_launch(vllm_config: VllmConfig, executor: Any) -> None:
+def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:
     """Check an engine's executor class against its options, and note what it needs to start.
 
     Raises:

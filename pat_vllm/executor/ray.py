@@ -111,6 +111,7 @@ def place_ranks(parallel: ParallelConfig) -> list[int]:
         ValueError: see `choose_bundles`.
     """
     group = parallel.placement_group
+    assert group is not None
     node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     nodes = {
         bundle: node_of_bundle[bundle]

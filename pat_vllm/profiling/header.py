@@ -42,7 +42,7 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
 
     What is sent to a front end compares equal to what is read from a file.
     """
-    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
+    vllm_config = executor.vllm_config
     limits = engine_limits(vllm_config, kv_cache_config)
     key = profile_key(vllm_config, executor.resolved_kernels())
     base = limits.layouts[0]

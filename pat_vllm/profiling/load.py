@@ -23,7 +23,6 @@ from pat_vllm.profiling.profile import Profile
 from pat_vllm.profiling.runner import profile_engine
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
@@ -140,6 +139,6 @@ def measure(
 
 
 def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> ProfilePlan:
-    vllm_config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
+    vllm_config = executor.vllm_config
     limits = engine_limits(vllm_config, kv_cache_config)
     return ProfilePlan.quick(limits) if quick else ProfilePlan.full(limits)

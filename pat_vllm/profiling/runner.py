@@ -36,7 +36,6 @@ from pat_vllm.worker.synthetic import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
@@ -105,7 +104,7 @@ class _Profiler:
         switch_id: int,
         seconds_to_make: Callable[[Layout], float] | None,
     ) -> None:
-        config: VllmConfig = executor.vllm_config  # type: ignore[attr-defined]
+        config = executor.vllm_config
         assert config.model_config is not None
         self._executor = executor
         self._plan = plan

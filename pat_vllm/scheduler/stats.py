@@ -40,15 +40,12 @@ def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> N
     into.reset |= other.reset
     if not (other.requests or other.preempted_requests):
         return  # as in most steps: nothing was admitted, so nothing was looked up
-    for name in (
-        "requests",
-        "queries",
-        "hits",
-        "preempted_requests",
-        "preempted_queries",
-        "preempted_hits",
-    ):
-        setattr(into, name, getattr(into, name) + getattr(other, name))
+    into.requests += other.requests
+    into.queries += other.queries
+    into.hits += other.hits
+    into.preempted_requests += other.preempted_requests
+    into.preempted_queries += other.preempted_queries
+    into.preempted_hits += other.preempted_hits
     into.hits_by_source = dict(Counter(into.hits_by_source) + Counter(other.hits_by_source))
 
 

@@ -117,7 +117,7 @@ class BaseLayoutLoader(BaseModelLoader):
         self, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """For vLLM's `reload_weights`; a loader that cannot read weights again lacks it."""
-        return self.loader.get_all_weights(model_config, model)
+        return self.loader.get_all_weights(model_config, model)  # type: ignore[attr-defined]
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         # An unsupported model should fail before its weights are read, which may take minutes.

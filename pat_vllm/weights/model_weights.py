@@ -102,6 +102,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
                 yield Weight(full_name, parameter.data, None, 1, 0, module, name)
             else:
                 partition = _partition(full_name, module, layer, name, parameter)
+                assert isinstance(module, LinearBase | VocabParallelEmbedding)
                 tp, tp_rank = (module.tp_size, module.tp_rank) if partition else (1, 0)
                 yield Weight(full_name, parameter.data, partition, tp, tp_rank, module, name)
         for name, buffer in module.named_buffers(recurse=False):
@@ -158,19 +159,20 @@ def _partition(
             "this model loads it in a way of its own, and cannot be used with PAT, or vLLM has "
             "packed it for its kernels, and its plain values are gone."
         )
-    if layer is RowParallelLinear:
+    if isinstance(module, RowParallelLinear):
         return EvenPartition((module.input_size,), dim=1) if name == "weight" else None
-    if layer is QKVParallelLinear:
+    if isinstance(module, QKVParallelLinear):
         return QKVPartition(
             module.total_num_heads,
             module.total_num_kv_heads,
             module.head_size,
             module.v_head_size,
         )
-    if layer is MergedColumnParallelLinear:
+    if isinstance(module, MergedColumnParallelLinear):
         return EvenPartition(tuple(module.output_sizes))
-    if layer is ColumnParallelLinear:
+    if isinstance(module, ColumnParallelLinear):
         return EvenPartition((module.output_size,))
+    assert isinstance(module, VocabParallelEmbedding)  # the last of `SHARDED_LAYERS`
     if module.num_added_embeddings:
         raise ValueError(
             f"{full_name} has {module.num_added_embeddings} embeddings added to the model's own: "

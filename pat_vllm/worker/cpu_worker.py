@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -11,11 +11,13 @@ from pat_vllm.worker.worker import PATWorkerMixin
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pat_vllm.worker.runtime import ModelRunner
+
 
 class PATCPUWorker(PATWorkerMixin, CPUWorker):
     """vLLM's CPU worker with layouts."""
 
-    def _make_runner(self, config: VllmConfig) -> Any:
+    def _make_runner(self, config: VllmConfig) -> ModelRunner:
         if config.use_v2_model_runner:
             from vllm.v1.worker.cpu.model_runner import CPUModelRunner as RunnerV2
 

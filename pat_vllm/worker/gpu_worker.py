@@ -18,7 +18,7 @@ from pat_vllm.worker.worker import PATWorkerMixin
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from pat_vllm.worker.runtime import LayoutRuntime
+    from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
 
 
 class PATGPUWorker(PATWorkerMixin, Worker):
@@ -28,7 +28,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         """Return None: vLLM's runner for all ranks as one group would never run."""
         return None
 
-    def _make_runner(self, config: VllmConfig) -> Any:
+    def _make_runner(self, config: VllmConfig) -> ModelRunner:
         # vLLM's own choice of runner, made for the config that the worker holds.
         self.vllm_config, engine_config = config, self.vllm_config
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.patches import forget_sampled_tokens, share_penalty_counts
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    from pat_vllm.worker.runtime import ModelRunner
 
 RequestState = Any
 """One request's state in transit; made and read by the same implementation."""
@@ -47,13 +53,17 @@ class Handover(Protocol):
         ...
 
 
-def handover_for(runner: Any) -> Handover:
+def handover_for(runner: ModelRunner) -> Handover:
     """The implementation for a runner."""
     return V2Handover() if hasattr(runner, "req_states") else V1Handover()
 
 
 def gather_states(
-    handover: Handover, runner: Any, command: SwitchCommand, rank: int, group: dist.ProcessGroup
+    handover: Handover,
+    runner: ModelRunner,
+    command: SwitchCommand,
+    rank: int,
+    group: dist.ProcessGroup,
 ) -> dict[str, RequestState]:
     """State of the requests that a switch brings to this rank, by id. Collective over `group`.
 
@@ -78,7 +88,7 @@ def gather_states(
     }
 
 
-def _finish(runner: Any, request_ids: set[str]) -> None:
+def _finish(runner: ModelRunner, request_ids: set[str]) -> None:
     """Tell a runner, in vLLM's own way, that requests have finished."""
     if request_ids:
         step = SchedulerOutput.make_empty()
@@ -104,7 +114,7 @@ class V1Handover:
         {"prompt_token_ids", "output_token_ids", "generator", "block_ids", "num_computed_tokens"}
     )
 
-    def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, _V1State]:
+    def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
         for request_id in request_ids:
             state: CachedRequestState | None = runner.requests.get(request_id)
@@ -123,7 +133,7 @@ class V1Handover:
             )
         return states
 
-    def give(self, runner: Any, states: Mapping[str, _V1State]) -> None:
+    def give(self, runner: RunnerV1, states: Mapping[str, _V1State]) -> None:
         for request_id, packed in states.items():
             generator = None
             if packed.generator_state is not None:
@@ -141,11 +151,11 @@ class V1Handover:
             if packed.num_prompt_logprobs is not None:
                 runner.num_prompt_logprobs[request_id] = packed.num_prompt_logprobs
 
-    def clear(self, runner: Any) -> None:
+    def clear(self, runner: RunnerV1) -> None:
         _finish(runner, set(runner.requests))
         forget_sampled_tokens(runner.input_batch)
 
-    def share(self, base: Any, runner: Any) -> None:
+    def share(self, base: RunnerV1, runner: RunnerV1) -> None:
         return
 
 
@@ -163,14 +173,14 @@ class V2Handover:
     has such a prompt computed again.
     """
 
-    def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, None]:
+    def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, None]:
         return {}
 
-    def give(self, runner: Any, states: Mapping[str, None]) -> None:
+    def give(self, runner: RunnerV2, states: Mapping[str, None]) -> None:
         return
 
-    def clear(self, runner: Any) -> None:
+    def clear(self, runner: RunnerV2) -> None:
         _finish(runner, set(runner.req_states.req_id_to_index))
 
-    def share(self, base: Any, runner: Any) -> None:
+    def share(self, base: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, base)

@@ -29,6 +29,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
     # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
+    assert isinstance(vllm_config.additional_config, dict)
     config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
@@ -73,13 +74,13 @@ def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
 
 
 def _narrow(spec: KVCacheSpec, ratio: int) -> KVCacheSpec:
-    plain = type(spec) is FullAttentionSpec and (
-        spec.sliding_window is None
-        and spec.attention_chunk_size is None
-        and spec.num_head_slots is None
-        and spec.page_size_padded is None
-    )
-    if not plain:
+    if (
+        type(spec) is not FullAttentionSpec
+        or spec.sliding_window is not None
+        or spec.attention_chunk_size is not None
+        or spec.num_head_slots is not None
+        or spec.page_size_padded is not None
+    ):
         raise ValueError(f"PAT supports plain full attention only, but the KV cache is {spec}")
     return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import vllm.distributed.parallel_state as parallel_state
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    ModelRunner: TypeAlias = RunnerV1 | RunnerV2
 
 
 @dataclass
@@ -36,7 +40,7 @@ class LayoutRuntime:
     layout: Layout
     config: VllmConfig
     group: GroupCoordinator
-    runner: Any = None
+    runner: ModelRunner = None  # type: ignore[assignment]
     kv_cache_config: KVCacheConfig | None = None
     connector: PATConnector | None = None
 

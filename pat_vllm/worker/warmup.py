@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -18,6 +18,7 @@ from pat_vllm.worker.synthetic import add_new, decode_step, finish, make_request
 
 if TYPE_CHECKING:
     from pat_vllm.worker.runtime import LayoutRuntime
+    from pat_vllm.worker.worker import PATWorkerMixin
 
 BATCH_SIZES = (1, 2, 3)
 """Decode batches to run; `torch.compile` specializes on 1, and on 2 where it becomes dynamic."""
@@ -26,7 +27,7 @@ PREFILL_TOKENS = 256
 """Length of the prompt whose prefill is timed, where the engine's limits allow it."""
 
 
-def warm_up(worker: Any, num_blocks: int, block_size: int, use_v2: bool) -> float:
+def warm_up(worker: PATWorkerMixin, num_blocks: int, block_size: int, use_v2: bool) -> float:
     """Run prefills and decode steps in the worker's active layout. All ranks of a replica call it.
 
     Returns:
@@ -68,7 +69,7 @@ def warm_up_moves(
 
 
 def _run(
-    worker: Any, prompts: list[int], block_size: int, use_v2: bool, decode_steps: int
+    worker: PATWorkerMixin, prompts: list[int], block_size: int, use_v2: bool, decode_steps: int
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
     requests = make_requests("pat-warm-up", prompts, decode_steps + 1, block_size, decoding=False)
@@ -81,7 +82,7 @@ def _run(
     return seconds
 
 
-def _step(worker: Any, step: SchedulerOutput) -> None:
+def _step(worker: PATWorkerMixin, step: SchedulerOutput) -> None:
     output = worker.execute_model(step)
     if output is None:
         output = worker.sample_tokens(None)

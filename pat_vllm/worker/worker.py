@@ -48,6 +48,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.device_communicators.shm_broadcast import Handle
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+
+    from pat_vllm.worker.runtime import ModelRunner
+else:
+    _Base = object  # vLLM's worker is the next base of the class that mixes this in
 
 logger = init_logger(__name__)
 
@@ -69,23 +74,14 @@ def run_in_every_layout(method: str) -> None:
     _IN_EVERY_LAYOUT.add(method)
 
 
-class PATWorkerMixin:
+class PATWorkerMixin(_Base):
     """What PAT adds to a vLLM worker of a platform.
 
     vLLM's worker code is not changed. Where it builds something, it runs once per layout. Before
     that, `_activate` points the worker's attributes at the layout's objects.
     """
 
-    # Of vLLM's worker, for the type checker.
-    vllm_config: VllmConfig
-    model_runner: Any
-    rank: int
     local_rank: int
-    device: torch.device
-    cache_config: Any
-    compilation_config: Any
-    parallel_config: Any
-    load_config: Any
     weight_transfer_engine: Any
 
     # ---------------------------------------------------------------- start
@@ -95,7 +91,7 @@ class PATWorkerMixin:
         exit_when_orphaned()
         # All ranks are on one node, so this is the index among the node's devices.
         self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
-        super().init_device()  # type: ignore[misc]
+        super().init_device()
         engine_config = self.vllm_config
         layouts = layouts_of(engine_config)
         self._seed = engine_config.model_config.seed
@@ -120,7 +116,7 @@ class PATWorkerMixin:
         self._side = SideStream(self.device)
         self._activate(self._base)
 
-    def _make_runner(self, config: VllmConfig) -> Any:
+    def _make_runner(self, config: VllmConfig) -> ModelRunner:
         """vLLM's model runner for this platform and config."""
         raise NotImplementedError
 
@@ -128,7 +124,7 @@ class PATWorkerMixin:
         """Load the base layout from disk, and derive the others from it."""
         for runtime in self._runtimes.values():  # base first
             self._activate(runtime)
-            super().load_model(**kwargs)  # type: ignore[misc]
+            super().load_model(**kwargs)
             # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
@@ -143,13 +139,13 @@ class PATWorkerMixin:
         """As in vLLM, whose versions give it different arguments, in every layout's config."""
         for runtime in self._runtimes.values():
             self._activate(runtime)
-            super().set_kv_cache_layout(*args, **kwargs)  # type: ignore[misc]
+            super().set_kv_cache_layout(*args, **kwargs)
         self._activate(self._base)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         for runtime in self._runtimes.values():
             self._activate(runtime)
-            super().update_max_model_len(max_model_len)  # type: ignore[misc]
+            super().update_max_model_len(max_model_len)
         self._activate(self._base)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -161,12 +157,12 @@ class PATWorkerMixin:
             self._activate(runtime)
             runtime.check_kv_cache(config)
             with set_current_vllm_config(runtime.config):
-                super().initialize_from_config(config)  # type: ignore[misc]
+                super().initialize_from_config(config)
             runtime.register_kv(config, self._buffer)
         self._activate(self._base)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        inner = super()._maybe_get_memory_pool_context(tag)  # type: ignore[misc]
+        inner = super()._maybe_get_memory_pool_context(tag)
         return self._buffer.allocation(inner) if tag == "kv_cache" else inner
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -176,7 +172,7 @@ class PATWorkerMixin:
         for layout, runtime in self._runtimes.items():
             self._enter(runtime)
             with set_current_vllm_config(runtime.config):
-                times = super().compile_or_warm_up_model()  # type: ignore[misc]
+                times = super().compile_or_warm_up_model()
             language_model += times.language_model
             encoder += times.encoder
             assert runtime.kv_cache_config is not None
@@ -247,21 +243,21 @@ class PATWorkerMixin:
         """As in vLLM. Rows are put in the base layout's order before the memory is released."""
         self._weights.arrange(self._base.layout)
         self._synchronize_device()
-        super().sleep(*args, **kwargs)  # type: ignore[misc]
+        super().sleep(*args, **kwargs)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights.refuse_if_packed()
-        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        super().reload_weights(*args, **kwargs)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """As in vLLM, which would look for a rank's entry of a list by the base layout's config."""
         if isinstance(update_info, list):
             update_info = update_info[self.rank]
-        super().update_weights(update_info)  # type: ignore[misc]
+        super().update_weights(update_info)
 
     def start_weight_update(self) -> None:
         self._weights.refuse_if_packed()
-        super().start_weight_update()  # type: ignore[misc]
+        super().start_weight_update()
 
     # ---------------------------------------------------------------- steps
 
@@ -276,7 +272,7 @@ class PATWorkerMixin:
 
     def pat_serve_lane(self) -> None:
         """Run the steps of the active layout's lane, until asked to leave it."""
-        self._lanes.serve(self._active.layout, self)  # type: ignore[arg-type]
+        self._lanes.serve(self._active.layout, self)
 
     # ---------------------------------------------------------------- switching
 
@@ -284,7 +280,7 @@ class PATWorkerMixin:
         """Make a layout the one that vLLM's worker code sees."""
         install_tp_group(runtime.group)
         self._active = runtime
-        self.model_runner = runtime.runner
+        self.model_runner = runtime.runner  # type: ignore[assignment]
         self.vllm_config = runtime.config
         self.parallel_config = runtime.config.parallel_config
         self.cache_config = runtime.config.cache_config
@@ -350,5 +346,6 @@ class PATWorkerMixin:
         target.connector.clear_connector_metadata()
 
     def _synchronize_device(self) -> None:
+        assert self.device is not None
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -1,173 +1,171 @@
-"""What vLLM does that we rely on: pieces of its source, and what it asks objects of ours for."""
+"""What vLLM does that we rely on, and no type says: patterns in its source."""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.contract.names import LINEAR, RING, WORKERS
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+LINEAR = "vllm.model_executor.layers.linear"
+RING = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Something that vLLM does, as a pattern in its source without comments (`ast.unparse`)."""
-
-    owner: str
-    by: str
-    pattern: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """An object of ours that vLLM's code uses in the place of its own.
+    """Something that vLLM does.
 
     Attributes:
-        users: vLLM's classes whose code does.
-        expression: what the object is called there.
-        ours: our class, dotted; it and its bases have to have whatever is asked for.
+        owner: the class, method or function that does it, dotted.
+        pattern: is found in its source without comments (`ast.unparse`).
+        why: what of ours rests on it.
     """
 
-    users: tuple[str, ...]
-    expression: str
-    ours: str
+    owner: str
+    pattern: str
+    why: str
 
 
 TEXTS = (
     Text(
         "vllm.v1.worker.utils.allocate_kv_cache",
-        "kv_transfer.kv_buffer",
         r"torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)",
         "the one allocation that the shared buffer answers",
     ),
     Text(
-        f"{WORKERS[0]}.initialize_from_config",
-        "worker.worker",
+        f"{WORKER}.initialize_from_config",
         r"_maybe_get_memory_pool_context\(tag='kv_cache'\)",
         "the context around it",
     ),
     Text(
-        f"{WORKERS[0]}.load_model",
-        "worker.gpu_worker",
+        f"{WORKER}.load_model",
         r"_maybe_get_memory_pool_context\(tag='weights'\)",
         "the pool in which sleep mode finds weights",
     ),
     Text(
-        f"{WORKERS[0]}._maybe_get_memory_pool_context",
-        "worker.gpu_worker",
+        f"{WORKER}._maybe_get_memory_pool_context",
         r"get_mem_allocator_instance\(\)(?s:.*)assert allocator\.get_current_usage\(\) == 0",
         "vLLM wants the weights' pool empty, and the base layout's weights are in it",
     ),
     Text(
         "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.__init__",
-        "scheduler.block_pools",
         r"self\.block_pool = BlockPool\(\s*num_gpu_blocks=[^()]*,\s*enable_caching=[^()]*,\s*"
         r"hash_block_size=[^()]*,\s*enable_kv_cache_events=[^()]*,\s*metrics_collector=[^()]*\)",
         "a scheduler's block pool is made here, from these",
     ),
     Text(
-        f"{WORKERS[0]}.sleep",
-        "worker.gpu_worker",
+        f"{WORKER}.sleep",
         r"(?s)if level == 2:.*model = self\.model_runner\.model\b.*model\.named_buffers\(\)",
         "a level-2 sleep keeps the buffers of one model",
     ),
     Text(
-        f"{WORKERS[0]}._make_model_runner",
-        "worker.gpu_worker",
+        f"{WORKER}._make_model_runner",
         r"self\.vllm_config\b",
         "the runner is made for the config that the worker holds",
     ),
     Text(
         "vllm.model_executor.model_loader.base_loader.BaseModelLoader.load_model",
-        "weights.loaders",
         r"(?s)self\.load_weights\(model, model_config\).*\n\s+process_weights_after_loading\(",
         "weights are still plain when the loader has read them",
     ),
     Text(
         "vllm.v1.executor.multiproc_executor.WorkerProc._execute_worker_rpc",
-        "executor.executor",
         r"(?s)method, args, kwargs, output_rank = rpc_request.*"
         r"output_rank is None or self\.rank == output_rank",
         "an order to serve a lane is never answered",
     ),
     Text(
         f"{RING}.MessageQueue",
-        "executor.lanes",
         r"(?s)read_flag = metadata_buffer\[self\.local_reader_rank \+ 1\]\s+"
         r"written_flag = metadata_buffer\[0\]",
         "whether a reply waits is read from the ring's flags",
     ),
     Text(
         "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator.__init__",
-        "worker.runtime",
         r"unique_name\.startswith\('tp'\)",
         "the groups that get shared-memory collectives are known by name",
     ),
     Text(
         "vllm.distributed.parallel_state.get_tp_group",
-        "worker.runtime",
         r"return _TP\b",
         "layers look their group up at each call",
     ),
     Text(
         "vllm.distributed.parallel_state.get_etp_group",
-        "worker.runtime",
         r"return _ETP\b",
         "same",
     ),
     Text(
         "vllm.v1.engine.core.EngineCore.step",
-        "executor.executor",
         r"(?s)execute_model\(scheduler_output, non_block=True\).*model_output = future\.result\(\)"
         r"\s+if model_output is None:\s+model_output = self\.model_executor\.sample_tokens\(",
         "None from `execute_model` asks for `sample_tokens`",
     ),
     Text(
         "vllm.v1.engine.core.EngineCore.step_with_batch_queue",
-        "executor.messages",
         r"model_executed = scheduler_output\.total_num_scheduled_tokens > 0",
         "no tokens: nothing to wait for",
     ),
     Text(
         "vllm.v1.executor.multiproc_executor.WorkerProc.make_worker_process",
-        "executor.orphan",
         r"name=f'VllmWorker-\{rank\}'",
         "how a worker knows that it has a process of its own",
     ),
     Text(
         "vllm.v1.engine.utils.CoreEngineProcManager.__init__",
-        "executor.orphan",
         r"'EngineCore'",
         "how an engine core knows that it has a process of its own",
     ),
     Text(
         "vllm.config.vllm.VllmConfig",
-        "plugin",
         r"Executor\.get_class\(self\)",
         "the patched method sees every config in the front end",
     ),
     Text(
         f"{LINEAR}.UnquantizedLinearMethod.process_weights_after_loading",
-        "weights.inplace",
         r"'_cpu_skip_gemm_dispatch'",
         "CPU linear layers with this keep plain weights",
     ),
     Text(
         "vllm.model_executor.layers.utils.cpu_unquantized_gemm",
-        "weights.inplace",
         r"layer\.cpu_linear\(",
         "what an embedding multiplies with on CPU",
     ),
+    Text(
+        "vllm.v1.engine.core.EngineCore.__init__",
+        r"(?s)self\.scheduler: SchedulerInterface = Scheduler\("
+        r"vllm_config=[^=]*, kv_cache_config=[^=]*, structured_output_manager=[^=]*, "
+        r"include_finished_set=[^=]*, log_stats=[^=]*, block_size=[^=]*, hash_block_size=[^=]*\)\n",
+        "how `PATScheduler` is made",
+    ),
 )
 
-REPLACED = (
-    Replaced(
-        ("vllm.v1.engine.core.EngineCore", "vllm.v1.engine.core.EngineCoreProc"),
-        "self.scheduler",
-        "pat_vllm.scheduler.scheduler.PATScheduler",
-    ),
-    Replaced(
-        ("vllm.v1.engine.core.EngineCore", "vllm.v1.engine.core.EngineCoreProc"),
-        "self.model_executor",
-        "pat_vllm.executor.executor.PATExecutor",
-    ),
-)
+
+def check_texts(root: Path, instead: Mapping[Path, Path] | None = None) -> Iterator[str]:
+    """What the vLLM in the folder `root` does not do any more.
+
+    Args:
+        instead: files to be read in the place of vLLM's own.
+    """
+    for text in TEXTS:
+        found = _find(root, text.owner, instead or {})
+        if found is None:
+            yield f"{text.owner} does not exist ({text.why})"
+        elif not re.search(text.pattern, ast.unparse(found)):
+            yield f"{text.owner} does not contain {text.pattern!r} any more ({text.why})"
+
+
+def _find(root: Path, dotted: str, instead: Mapping[Path, Path]) -> ast.AST | None:
+    """The definition of a dotted name, in the module that its first parts name."""
+    path, parts = root, dotted.split(".")
+    while parts and not (file := path / f"{parts[0]}.py").is_file():
+        path /= parts.pop(0)
+    if not parts:
+        return None
+    found: ast.AST | None = ast.parse(instead.get(file, file).read_text())
+    for name in parts[1:]:
+        body = getattr(found, "body", [])
+        found = next((node for node in body if getattr(node, "name", None) == name), None)
+    return found

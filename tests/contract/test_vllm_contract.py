@@ -1,130 +1,98 @@
-"""Every name and signature of vLLM's that we rely on is there, in each version that we support.
+"""Our code fits each vLLM that we support: its types, and what it does that no type says.
 
 vLLM's source is read, never imported, so this also covers versions and builds that cannot be
-installed here. What "rely on" means is in `own.py` (found in our source), `names.py` and
-`behaviour.py` (listed).
+installed here. mypy finds our uses by itself, wherever our code says of which class of vLLM's an
+object is; where it cannot, `spelled.py` and `behaviour.py` list them.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterable
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from pat_vllm.plugin import TESTED_VLLM
-from tests.contract.behaviour import REPLACED, TEXTS
-from tests.contract.listed import (
-    check_listed,
-    check_listed_calls,
-    check_replaced,
-    check_text,
-    stale,
-    unlisted,
-)
-from tests.contract.names import NAMES
-from tests.contract.own import (
-    Checked,
-    check_calls,
-    check_names,
-    check_subclass,
-    our_modules,
-    subclasses,
-)
-from tests.contract.source import Package
+from tests.contract.behaviour import check_texts
+from tests.contract.checker import CACHE, FOLDERS, ROOT, Found, check
 from tests.contract.wheels import Unavailable, vllm_sources
 
 INSTALLED = "installed"
 PUBLISHED = ("0.32.0", "0.33.0")
+SUPPORTED = (INSTALLED, *PUBLISHED)
 
-KNOWN_DIFFERENCES = {
-    ("0.32.0", "vllm.v1.core.sched.interface.SchedulerInterface.has_request"): (
-        "new in 0.33; 0.32 does not ask `PATScheduler.has_request` (scheduler/scheduler.py)"
-    ),
+NOT_OVERRIDDEN = {
+    ("0.32.0", "has_request"): "new in 0.33; 0.32 does not ask `PATScheduler.has_request`",
 }
-"""What is not alike in the versions, by version and name, and where our code copes with it."""
+"""Methods of ours that replace one of vLLM's in other versions than this one."""
 
-FILES = our_modules()
-BY_NAME = {file.module.name: file for file in FILES}
-SUBCLASSES = subclasses(FILES)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @cache
-def package(version: str) -> Package:
-    """A vLLM, by version.
+def sources(version: str) -> Path:
+    """The folder that holds a vLLM.
 
     Raises:
         Unavailable: it is neither cached nor to be had.
     """
     if version != INSTALLED:
-        return Package("vllm", f"vLLM {version}", (vllm_sources(version),))
+        return vllm_sources(version)
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    distributions = importlib.metadata.packages_distributions()["vllm"]
-    label = f"{distributions[0]} {importlib.metadata.version(distributions[0])}"
-    return Package("vllm", label, (Path(spec.origin).parents[1],))
+    # mypy wants nothing of site-packages on its path.
+    link = CACHE / "sources" / "vllm"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(spec.origin).parent)
+    return link.parent
 
 
 @cache
-def overrides() -> list[set[str]]:
-    """For each of our subclasses, what it overrides in any version that can be had."""
-    found: list[set[str]] = [set() for _ in SUBCLASSES]
-    for version in (INSTALLED, *PUBLISHED):
-        try:
-            vllm = package(version)
-        except Unavailable:
-            continue
-        for names, sub in zip(found, SUBCLASSES, strict=True):
-            names |= sub.overrides(vllm)
-    return found
+def found(version: str) -> Found:
+    return check(sources(version), CACHE / version)
 
 
-@pytest.fixture(params=[INSTALLED, *PUBLISHED])
-def vllm(request: pytest.FixtureRequest) -> Package:
+def number(version: str) -> str:
+    if version != INSTALLED:
+        return version
+    return importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
+
+
+@pytest.fixture(params=SUPPORTED)
+def version(request: pytest.FixtureRequest) -> str:
     try:
-        return package(request.param)
+        sources(request.param)
     except Unavailable as why:
         pytest.skip(f"vLLM {request.param} was NOT checked: {why}")
+    return request.param
 
 
-def everything(vllm: Package) -> list[Checked]:
-    """Everything that we rely on, checked."""
-    found: list[Checked] = []
-    for file in FILES:
-        found += check_names(file, vllm)
-        found += check_calls(file, vllm)
-    for sub, names in zip(SUBCLASSES, overrides(), strict=True):
-        found += check_subclass(sub, vllm, names)
-    for row in NAMES:
-        found += check_listed(row, BY_NAME, vllm)
-    found += check_listed_calls(NAMES, BY_NAME, vllm)
-    found += [check_text(text, BY_NAME, vllm) for text in TEXTS]
-    for replaced in REPLACED:
-        found += check_replaced(replaced, SUBCLASSES, vllm)
-    return found
+def test_our_code_has_the_types_of_vllm(version: str) -> None:
+    problems = found(version).problems
+    assert not problems, f"vLLM {version} does not have what PAT uses:\n" + "\n".join(problems)
 
 
-def known(one: Checked, vllm: Package) -> bool:
-    return any(
-        vllm.label.endswith(version) and one.name == name for version, name in KNOWN_DIFFERENCES
-    )
+def test_vllm_does_what_we_rely_on(version: str) -> None:
+    problems = list(check_texts(sources(version)))
+    assert not problems, f"vLLM {version} does something else:\n" + "\n".join(problems)
 
 
-def problems(checked: Iterable[Checked], vllm: Package) -> list[str]:
-    """Lines: who of us, what of vLLM's, what is wrong with it."""
-    broken = (one for one in checked if one.problem and not known(one, vllm))
-    return list(dict.fromkeys(f"{one.where}: {one.name} {one.problem}" for one in broken))
-
-
-# -------------------------------------------------------------------- the contract
-
-
-def test_what_we_rely_on_is_there(vllm: Package) -> None:
-    found = problems(everything(vllm), vllm)
-    assert not found, f"{vllm.label} does not have what PAT uses:\n" + "\n".join(found)
+def test_what_we_override_is_called_so(version: str) -> None:
+    """A method that replaces one of vLLM's in another version would not be called in this one."""
+    anywhere: frozenset[str] = frozenset()
+    for other in SUPPORTED:
+        try:
+            anywhere |= found(other).overrides
+        except Unavailable:
+            continue
+    gone = {line.rpartition(" ")[2]: line for line in anywhere - found(version).overrides}
+    known = {name for of, name in NOT_OVERRIDDEN if number(version).startswith(of)}
+    assert gone.keys() == known, f"vLLM {version} has none of {list(gone.values())}"
 
 
 def test_every_tested_version_is_read() -> None:
@@ -133,46 +101,11 @@ def test_every_tested_version_is_read() -> None:
     assert {tuple(map(int, v.split(".")[:2])) for v in PUBLISHED} == supported
 
 
-def test_known_differences_are_still_there() -> None:
-    try:
-        versions = {version: package(version) for version in PUBLISHED}
-    except Unavailable as why:
-        pytest.skip(f"the known differences were NOT checked: {why}")
-    for (version, name), where in KNOWN_DIFFERENCES.items():
-        found = everything(versions[version])
-        assert any(one.name == name and one.problem for one in found), (
-            f"vLLM {version}, {name}: no difference any more ({where})"
-        )
-
-
-# -------------------------------------------------------------------- the list
-
-
-def test_no_listed_name_is_unused() -> None:
-    assert [line for row in NAMES for line in stale(row, BY_NAME)] == []
-
-
-def test_no_used_name_is_unlisted() -> None:
-    found = list(unlisted(BY_NAME, [*NAMES, *TEXTS], package(INSTALLED)))
-    assert found == [], "add what is vLLM's to names.py, what is not to NOT_VLLMS there"
-
-
-def test_found_in_our_source() -> None:
-    """What must be among the checked, if the search itself works."""
-    names = {one.name for one in everything(package(INSTALLED))}
-    assert names >= {
-        "vllm.distributed.parallel_state._TP",
-        "vllm.distributed.parallel_state._ETP",
-        "vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
-        "vllm.v1.request.RequestStatus.WAITING_FOR_REMOTE_KVS",
-        "vllm.platforms.interface.Platform.ray_device_key",
-        "vllm.v1.worker.gpu_worker.Worker",
-        "vllm.v1.worker.gpu_worker.Worker._make_model_runner",
-        "vllm.v1.executor.multiproc_executor.MultiprocExecutor.rpc_broadcast_mq",
-        "vllm.v1.executor.ray_executor_v2.RayExecutorV2._init_executor",
-        "vllm.v1.core.sched.scheduler.Scheduler.schedule(...)",
-        "vllm.v1.engine.core.EngineCore: self.scheduler.update_from_output",
-        "parallel_state.init_model_parallel_group(...)",
-        "NewRequestData(...)",
-        "KVTransferConfig(...)",
-    }
+def test_what_is_listed_is_used() -> None:
+    """`spelled.py` has no name that our code does not have any more."""
+    ours = "\n".join(f.read_text() for folder in FOLDERS for f in folder.glob("pat_*/**/*.py"))
+    used = set(re.findall(r"\w+", ours))
+    listed = ast.parse((ROOT / "tests" / "contract" / "spelled.py").read_text())
+    names = {n.attr for n in ast.walk(listed) if isinstance(n, ast.Attribute)}
+    names |= {k.arg for k in ast.walk(listed) if isinstance(k, ast.keyword) and k.arg}
+    assert names <= used

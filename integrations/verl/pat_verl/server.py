@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
@@ -15,6 +15,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, switch_async
 from pat_vllm.reporting import Report, describe_awaited
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)  # as verl does for its own server
@@ -135,7 +138,7 @@ class PatHttpServer(vLLMHttpServer):
             ) from error
 
 
-def _accept_wait_for_inflight_requests(engine: Any) -> None:
+def _accept_wait_for_inflight_requests(engine: AsyncLLM) -> None:
     """Let an engine's `pause_generation` take the argument that verl gives it.
 
     Without it: `abort_all_requests` fails with vLLM >= 0.32, where `mode` has replaced
@@ -152,4 +155,4 @@ def _accept_wait_for_inflight_requests(engine: Any) -> None:
             kwargs["mode"] = "wait" if wait_for_inflight_requests else "abort"
         await original(**kwargs)
 
-    engine.pause_generation = pause_generation
+    engine.pause_generation = pause_generation  # type: ignore[method-assign]

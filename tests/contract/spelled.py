@@ -1,0 +1,128 @@
+"""What our code names where a type checker does not see it: in strings, in what others call, on
+objects whose type is another library's. `checker.py` has mypy check this file with ours; it is
+never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.device_communicators import flashinfer_all_reduce
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_worker import Worker
+
+from pat_vllm.executor.executor import PATExecutor
+from pat_vllm.executor.ray import PATRayExecutor
+from pat_vllm.kv_transfer.connector import PATConnector
+from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.weights.loaders import BaseLayoutLoader, DerivedLayoutLoader
+from pat_vllm.worker.cpu_worker import PATCPUWorker
+from pat_vllm.worker.gpu_worker import PATGPUWorker
+
+
+def classes_that_vllm_makes() -> tuple[Any, ...]:
+    """By a dotted name or from a registry. None of them may be abstract."""
+    scheduler: type[SchedulerInterface] = PATScheduler
+    executors: list[type[Executor]] = [PATExecutor, PATRayExecutor]
+    workers: list[type[Worker]] = [PATCPUWorker, PATGPUWorker]
+    stock: list[type[Worker]] = [CPUWorker, Worker]  # their names select ours
+    connector: type[KVConnectorBase_V1] = PATConnector
+    loaders: list[type[BaseModelLoader]] = [BaseLayoutLoader, DerivedLayoutLoader]
+    return scheduler, executors, workers, stock, connector, loaders
+
+
+def schedulers_of_replicas(config: VllmConfig, kv: KVCacheConfig, other: Any) -> Scheduler:
+    """`ReplicaFactory` passes its keywords on."""
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=1,
+        hash_block_size=1,
+        mm_registry=other,
+        include_finished_set=False,
+        log_stats=False,
+    )
+
+
+def worker_methods(gpu: Worker) -> tuple[Any, ...]:
+    """Named in `collective_rpc`."""
+    return (
+        *(gpu.check_health, gpu.discard, gpu.execute_dummy_batch, gpu.get_supported_tasks),
+        *(gpu.profile, gpu.reset_encoder_cache, gpu.reset_mm_cache, gpu.shutdown, gpu.sleep),
+        *(gpu.synchronize_device, gpu.wake_up),
+    )
+
+
+def assigned(worker: Worker, executor: MultiprocExecutor) -> tuple[Any, ...]:
+    """What our subclasses assign, and vLLM's code reads."""
+    return (
+        *(worker.local_rank, worker.weight_transfer_engine, worker.model_runner),
+        *(worker.vllm_config, worker.parallel_config, worker.cache_config),
+        *(worker.compilation_config, worker.load_config, worker.available_kv_cache_memory_bytes),
+        *(executor.is_failed, executor.failure_callback, executor.response_mqs),
+        *(executor.supports_pp, executor.uses_ray),
+    )
+
+
+def in_strings(
+    client: SyncMPClient, runner: RunnerV2, output: AsyncModelRunnerOutput, model: ModelConfig
+) -> tuple[Any, ...]:
+    """For `getattr` and its like."""
+    return (
+        *(client._send_input, runner.req_states, output.get_output),
+        *(flashinfer_all_reduce._fi_ar_workspace, flashinfer_all_reduce._fi_ar_quant_workspace),
+        flashinfer_all_reduce._fi_ar_workspace_failed,
+        flashinfer_all_reduce._fi_ar_quant_workspace_failed,
+    )
+
+
+def weight_loaders(
+    linear: LinearBase,
+    column: ColumnParallelLinear,
+    row: RowParallelLinear,
+    vocab: VocabParallelEmbedding,
+) -> tuple[Any, ...]:
+    """Asked for by name."""
+    return (
+        *(column.weight_loader, column.weight_loader_v2, row.weight_loader, row.weight_loader_v2),
+        *(vocab.weight_loader, linear.disable_tp),
+    )
+
+
+def engine_arguments() -> EngineArgs:
+    """Keywords that travel in a mapping."""
+    return EngineArgs(
+        model="",
+        dtype="float32",
+        tensor_parallel_size=1,
+        distributed_executor_backend="pat",
+        additional_config={},
+        enforce_eager=True,
+        max_model_len=1,
+        max_num_seqs=1,
+    )
+
+
+async def of_trainers(engine: AsyncLLM) -> tuple[Any, ...]:
+    """Of the engines that the trainers' classes hold, whose types are theirs."""
+    await engine.abort("")
+    await engine.check_health()
+    await engine.pause_generation(mode="abort")
+    return (await engine.collective_rpc("", args=()), engine.output_processor.external_req_ids)
