@@ -73,7 +73,7 @@ class RealExecutor(PATExecutor):
         self.is_failed = False
         self.failure_callback = Mock()
         self.rpc_broadcast_mq = Mock()
-        self.futures_queue = deque()
+        self.futures_queue: deque[Any] = deque()
 
 
 @pytest.fixture(params=["multiproc", "ray", "ray, another node"])
