@@ -152,8 +152,8 @@ BREAKS = {
         "v1/engine/core.py",
         "self.scheduler.has_requests()",
         "self.scheduler.has_any_requests()",
-        '"SchedulerInterface" has no attribute "has_any_requests"',
-        "vLLM's engine core",
+        '"PATScheduler" has no attribute "has_any_requests"',
+        "/engine_core.py:",
     ),
     "a name in a string": Break(
         "v1/worker/gpu_worker.py",
@@ -199,10 +199,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_break_is_reported(what: str, report: list[str]) -> None:
     one = BREAKS[what]
-    assert any(line.startswith(one.user) and one.message in line for line in report), report
+    assert any(one.user in line and one.message in line for line in report), report
 
 
-def test_only_breaks_are_reported(report: list[str]) -> None:
-    """So none of the reports above is there anyway."""
-    sound = found(INSTALLED)
-    assert not sound.problems and not list(check_texts(sources(INSTALLED)))
+def test_nothing_is_reported_without_a_break() -> None:
+    assert found(INSTALLED).problems == ()
+    assert not list(check_texts(sources(INSTALLED)))
