@@ -1,6 +1,9 @@
-"""Environment for vLLM's CPU build. It has to be set before anything imports vLLM."""
+"""Environment for vLLM's CPU build, which has to be set before anything imports vLLM; limits."""
 
+import atexit
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -40,3 +43,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(CEILING))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> Iterator[None]:
+    """What lives on is not looked at again: vLLM collects garbage when it loads a model, and with
+    all that it imports each time takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+
+
+# Or libraries that check for it at exit report leaks.
+atexit.register(gc.unfreeze)

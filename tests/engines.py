@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from tests.models import random_model
-from tests.support.fork_server import start_workers_from_server
+from tests.support.fork_server import start_from_server
 
 OPTIONS: dict[str, Any] = {
     # Strict equality between layouts is possible in float32 only.
@@ -33,6 +33,7 @@ def engine(
     ranks: int,
     pat: Mapping[str, Any] | None,
     in_process: bool = True,
+    from_server: bool = True,
     **options: Any,
 ) -> Iterator[Any]:
     """A vLLM `LLM` over `ranks` ranks: with PAT and its options, or stock where `pat` is None.
@@ -40,11 +41,13 @@ def engine(
     Args:
         in_process: keep vLLM's engine core in this process, so that it makes a step exactly when
             the test makes one; otherwise it runs freely in a process of its own, as for users.
+        from_server: start its processes from a server, sooner than for users
+            (`tests/support/fork_server.py`).
     """
     from vllm import LLM
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
-    start_workers_from_server()
+    start_from_server(from_server)
     if pat is not None:
         # What a test does not ask for must not happen: the default would decide by itself.
         pat = {"policy": {"kind": "static", "tp": pat.get("base_tp", 1)}, **pat}

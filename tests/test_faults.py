@@ -74,7 +74,8 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
     # Lets a test function travel to the workers.
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     before = engine_processes()
-    with engine("qwen3", 2, pat, in_process=False) as llm:
+    local = pat.get("launcher") != "ray"
+    with engine("qwen3", 2, pat, in_process=False, from_server=local) as llm:
         spawned = engine_processes(before)
         assert len(spawned) >= 3
         pat_vllm.switch(llm, tp=tp)
@@ -125,7 +126,7 @@ def test_a_switch_that_fails_ends_the_engine(in_process, monkeypatch):
 
 def front_end(ready):
     """Runs in a process of its own, until that is killed."""
-    with engine("qwen3", 2, {}, in_process=False):
+    with engine("qwen3", 2, {}, in_process=False, from_server=False):
         ready.set()
         threading.Event().wait()
 

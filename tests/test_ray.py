@@ -182,7 +182,7 @@ class Host:
 
     def start(self, ranks: int, pat: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Start an engine; returns where its workers are and what they hold."""
-        self._engine = engine("qwen3", ranks, pat, in_process=False, **options)
+        self._engine = engine("qwen3", ranks, pat, in_process=False, from_server=False, **options)
         self._llm = self._engine.__enter__()
         return {
             "pid": os.getpid(),
@@ -266,7 +266,7 @@ def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
                 with pytest.raises(ray.exceptions.ActorDiedError):
                     ray.get(working, timeout=GONE_WITHIN)
             else:
-                (core,) = [one for one in processes if one.name() == "VLLM::EngineCore"]
+                (core,) = [one for one in front.children() if "EngineCor" in one.name()]
                 core.kill()
                 processes.remove(front)
             _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)

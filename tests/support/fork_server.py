@@ -1,7 +1,8 @@
-"""Workers of engines in this process start from a server that has already imported vLLM.
+"""Engine cores and workers start from a server that has already imported vLLM.
 
-A worker spends most of its start on imports: eight seconds, in which a small engine's tests could
-have run. What a worker does is not changed, and neither is its environment.
+Each spends most of its start on imports: eight seconds, in which a small engine's tests could have
+run; and then on collecting garbage among what it has imported. What they do is not changed, and
+neither is their environment.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from typing import Any
 
 _PRELOADED = [
     "pat_vllm.worker.cpu_worker",
+    "pat_vllm.scheduler.scheduler",
+    "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.qwen3",
+    # The last one.
+    "tests.support.frozen",
 ]
 
 
@@ -27,20 +33,35 @@ def preload() -> None:
     multiprocessing.set_forkserver_preload(_PRELOADED)
 
 
+_from_server = False
+
+
+def start_from_server(yes: bool = True) -> None:
+    """To be called before an engine is made; the server starts with the first process.
+
+    Args:
+        yes: or the engine's processes start as they do for users.
+    """
+    global _from_server
+    _from_server = yes
+    if yes:
+        _patch()
+
+
 @functools.cache
-def start_workers_from_server() -> None:
-    """To be called before an engine is made; the server starts with the first worker."""
-    import vllm.v1.executor.multiproc_executor as module
+def _patch() -> None:
+    import vllm.v1.engine.utils as cores
+    import vllm.v1.executor.multiproc_executor as workers
 
     preload()
     context = multiprocessing.get_context("forkserver")
-    stock = module.get_mp_context
+    stock = workers.get_mp_context
 
     def get_mp_context() -> Any:
-        stock()  # vLLM's own preparations
-        return _Context(context)
+        own = stock()  # with vLLM's own preparations
+        return _Context(context) if _from_server else own
 
-    module.get_mp_context = get_mp_context
+    cores.get_mp_context = workers.get_mp_context = get_mp_context
 
 
 class _Context:
@@ -57,7 +78,19 @@ class _Context:
         return getattr(self._context, name)
 
 
-def _run(environment: Mapping[str, str], target: Callable[..., None], **arguments: Any) -> None:
+def _run(
+    environment: Mapping[str, str], target: Callable[..., None], *args: Any, **arguments: Any
+) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    target(**arguments)
+    # The operating system's parent is the server. PAT ends a process whose parent is another one
+    # than the process that started it.
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    pid = parent.pid
+    os.getppid = lambda: pid
+    # An engine core's workers come from the same server, whose address it knows: it must not start
+    # one of its own.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    start_from_server()
+    target(*args, **arguments)
