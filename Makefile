@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-verl test-openrlhf lint format bench bench-switch clean
+.PHONY: help venv demo test test-all test-fast test-verl test-openrlhf lint format bench bench-switch clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -31,11 +31,14 @@ $(STAMP): pyproject.toml
 demo: venv ## A long-tail batch that switches layout while it runs
 	$(BIN)/pat-vllm demo
 
-test: venv ## Every test that needs no GPU
+test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly
+	$(BIN)/python -m pytest -m "not gpu and not nightly"
+
+test-all: venv test-verl test-openrlhf ## For before a release: also what is marked nightly, and both trainers whole
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-fast: venv ## The pure tests: no engine is started
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not nightly"
 
 test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer
 	$(VERL_VENV)/bin/python -m pytest $(SLICE) tests/verl

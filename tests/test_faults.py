@@ -59,8 +59,15 @@ def die_soon(worker):
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
-@pytest.mark.parametrize("sabotage", [die_soon, die_in_exchange])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("tp", "sabotage"),
+    [
+        (1, die_soon),
+        (2, die_soon),
+        (2, die_in_exchange),
+        pytest.param(1, die_in_exchange, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_dead_worker_fails_the_engine_and_leaves_nothing(sabotage, tp, monkeypatch):
     """Killed in mid-generation, or in mid-switch: vLLM's own error, soon, and no process left."""
     assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)

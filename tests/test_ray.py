@@ -138,8 +138,10 @@ def all_gpus_are_free() -> bool:
 
 @pytest.fixture(
     scope="module",
-    params=[("llama_gqa", 2, True), ("llama_few_kv", 4, False)],
-    ids=["two-on-another-node", "four"],
+    params=[
+        pytest.param(("llama_gqa", 2, True), id="two-on-another-node"),
+        pytest.param(("llama_few_kv", 4, False), id="four", marks=pytest.mark.nightly),
+    ],
 )
 def case(request: Any, cluster: Any) -> Iterator[Any]:
     model, ranks, elsewhere = request.param
@@ -160,7 +162,10 @@ def case(request: Any, cluster: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("sabotage", "tp", "elsewhere"),
-    [(test_faults.die_soon, 1, False), (test_faults.die_in_exchange, 2, True)],
+    [
+        pytest.param(test_faults.die_soon, 1, False, marks=pytest.mark.nightly),
+        (test_faults.die_in_exchange, 2, True),
+    ],
 )
 def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
     sabotage: Any, tp: int, elsewhere: bool, cluster: Any, monkeypatch: pytest.MonkeyPatch
@@ -250,27 +255,29 @@ def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) ->
     assert until(all_gpus_are_free)
 
 
-@pytest.mark.parametrize("victim", ["front end", "engine core"])
-def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
-    """Its front end, an actor here, or its core, which owns the workers' actors."""
+def test_a_killed_engine_leaves_nothing(cluster: Any) -> None:
+    """First its core, which owns the workers' actors; then, of another one, its front end."""
     before = engine_processes()
     with group_of([{"GPU": 1, "CPU": 0.1}] * 2) as group:
         with host_in(group, 0, VLLM_RAY_PER_WORKER_GPUS="0.5") as host:
-            front = psutil.Process(ray.get(host.start.remote(2, {}))["pid"])
-            processes = engine_processes(before)
-            assert front in processes
-            assert len(processes) >= 4
-            working = host.generate.remote([480] * 4)
-            if victim == "front end":
-                front.kill()
-                with pytest.raises(ray.exceptions.ActorDiedError):
-                    ray.get(working, timeout=GONE_WITHIN)
-            else:
-                (core,) = [one for one in front.children() if "EngineCor" in one.name()]
-                core.kill()
-                processes.remove(front)
-            _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
-            assert not alive
+            for victim in ("engine core", "front end"):
+                front = psutil.Process(ray.get(host.start.remote(2, {}))["pid"])
+                processes = engine_processes(before)
+                assert front in processes
+                assert len(processes) >= 4
+                working = host.generate.remote([480] * 4)
+                if victim == "front end":
+                    front.kill()
+                    with pytest.raises(ray.exceptions.ActorDiedError):
+                        ray.get(working, timeout=GONE_WITHIN)
+                else:
+                    (core,) = [one for one in front.children() if "EngineCor" in one.name()]
+                    core.kill()
+                    with pytest.raises(Exception, match="EngineDeadError"):
+                        ray.get(working, timeout=GONE_WITHIN)
+                    processes.remove(front)
+                _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
+                assert not alive, victim
     assert until(all_gpus_are_free)
 
 

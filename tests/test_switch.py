@@ -48,7 +48,42 @@ def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]
     return jobs
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: "-".join(map(str, c)))
+NIGHTLY = {
+    "test_recomputing_gives_the_same",
+    "test_teacher_forced_log_probabilities_after_a_switch",
+    "test_half_prefilled_and_waiting_requests_are_carried",
+    "test_a_layout_asked_for_after_a_batch_holds_for_the_next",
+    "test_an_idle_engine_returns_to_its_base_layout",
+}
+"""What takes long on four ranks. For every change it runs on two, and from tp=2 to tp=4 and back."""
+LONG = CASES[3]
+ONLY = {
+    "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3]],
+    "test_one_group_is_a_stock_engine": [CASES[1]],
+}
+"""Tests for some of the cases, all of them with weights in place."""
+
+
+def pytest_generate_tests(metafunc):
+    if "case" not in metafunc.fixturenames:
+        return
+    name = metafunc.function.__name__
+    metafunc.parametrize(
+        "case",
+        [
+            pytest.param(
+                one,
+                id="-".join(map(str, one)),
+                marks=[pytest.mark.nightly] if name in NIGHTLY and one == LONG else [],
+            )
+            for one in ONLY.get(name, CASES)
+        ],
+        indirect=True,
+        scope="module",
+    )
+
+
+@pytest.fixture(scope="module")
 def case(request):
     """See `make_case`. A module that runs these tests on another kind of engine has its own."""
     model, ranks, base_tp, weights = request.param
@@ -242,3 +277,50 @@ def test_an_idle_engine_returns_to_its_base_layout(case):
     run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: sizes[-1]}))
     llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
     assert pat_vllm.report(llm).layout.tp == sizes[0]
+
+
+# ---------------------------------------------------------------- weights in place
+
+
+def weight_bytes(worker: Any) -> tuple[int, int]:
+    """Bytes of the weights of all layouts of a rank, and of its base layout alone."""
+
+    def storages(runtimes: Any) -> dict[int, int]:
+        found = {}
+        for runtime in runtimes:
+            model = runtime.runner.get_model()
+            for tensor in [*model.parameters(), *model.buffers()]:
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+        return found
+
+    layouts = list(worker._runtimes.values())
+    return sum(storages(layouts).values()), sum(storages(layouts[:1]).values())
+
+
+def test_the_layouts_take_the_memory_of_one(case):
+    llm, sizes, _ = case
+    for tp in reversed(sizes):
+        pat_vllm.switch(llm, tp=tp)
+        for every, base in llm.collective_rpc(weight_bytes):
+            print(f"tp={tp}: weights of all layouts / base layout's: {every / base:.4f}")
+            assert base > 100_000
+            assert every <= 1.02 * base
+
+
+def test_one_group_is_a_stock_engine(case):
+    """With plain weights on both sides. A batch cut in two is rounded otherwise."""
+    _, _, static = case
+    plain: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
+    with engine("qwen2", 2, None, max_num_batched_tokens=1000, **plain) as llm:
+        stock = run(llm, batch())
+    replicas, group = static[1], static[2]
+    for name, one in stock.items():
+        assert group[name].token_ids == one.token_ids == replicas[name].token_ids
+        assert group[name].logprobs == pytest.approx(one.logprobs, abs=1e-5)
+    apart = max(
+        abs(a - b)
+        for name, one in stock.items()
+        for a, b in zip(one.logprobs, replicas[name].logprobs, strict=True)
+    )
+    print(f"log-probabilities of six requests together and of three and three: {apart:.2e} apart")

@@ -1,9 +1,9 @@
 """PAT with vLLM's Model Runner V2, CUDA's default, on CPU.
 
 V2 needs Triton, here its interpreter, and vLLM decides at import whether there is one. So the
-engines run in a process of their own (`python -m tests.test_v2_runner OUT`), which writes down what
-came back, run by run. Each test waits for the runs that it compares. What is generated across
-switches must be what one layout generates, log-probabilities to 1e-4.
+engines run in a process of their own (`python -m tests.test_v2_runner OUT RUN...`), which writes
+down what came back, run by run. Each test waits for the runs that it compares. What is generated
+across switches must be what one layout generates, log-probabilities to 1e-4.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,14 @@ RUNS = {
 }
 """Runs by way of scheduling and what becomes of KV."""
 CASES = [(kind, run) for kind, runs in RUNS.items() for run in runs]
+NIGHTLY = "all the time"
+
+
+def but_nightly(cases: Sequence[Any]) -> list[Any]:
+    """Cases for `pytest.mark.parametrize`: kinds and runs, or runs."""
+    marks = [[pytest.mark.nightly] if NIGHTLY in case else [] for case in cases]
+    split = [(case,) if isinstance(case, str) else case for case in cases]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(split, marks, strict=True)]
 
 
 def requests() -> dict[str, tuple[list[int], dict[str, Any]]]:
@@ -89,8 +97,11 @@ ABORTS = {"aborted": 12, "long, aborted": 8}
 # ---------------------------------------------------------------- in the process of the engines
 
 
-def main(out: str) -> None:
-    """Run every case; append its outcomes and switches to the file `out`, a line for each run."""
+def main(out: str, *wanted: str) -> None:
+    """Run the cases of the runs that are wanted.
+
+    Outcomes and switches are appended to the file `out`, a line for each run.
+    """
 
     def done(kind: str, run: str, result: Any) -> None:
         print(f"V2, {kind}, {run}: done", flush=True)
@@ -100,7 +111,7 @@ def main(out: str) -> None:
     print("V2, migrate: the engine starts", flush=True)
     with start_engine("migrate") as llm:
         made: dict[str, Any] = {}
-        for run in RUNS["migrate"]:
+        for run in [run for run in RUNS["migrate"] if run in wanted]:
             made[run] = generate(llm, SWITCHES[run])
             done("migrate", run, made[run])
         for run in made:
@@ -112,7 +123,7 @@ def main(out: str) -> None:
         for kind in ("async, recompute", "async, migrate"):
             # Starting an engine with the other option would take longer than the run.
             scheduler_of(llm).controller.costs.mode = kind.removeprefix("async, ")
-            for run in RUNS[kind]:
+            for run in [run for run in RUNS[kind] if run in wanted]:
                 done(kind, run, generate(llm, SWITCHES[run]))
 
 
@@ -253,7 +264,9 @@ class Results:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
     """What the engines generate, in a process that works on while tests look at what is done."""
     folder = tmp_path_factory.mktemp("v2")
     root = Path(__file__).parents[1]
@@ -264,18 +277,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(root), os.environ.get("PYTHONPATH", "")]),
     }
     out = folder / "results.jsonl"
-    command = [sys.executable, "-m", "tests.test_v2_runner", str(out)]
+    mine = [item for item in request.session.items if item.path == request.path]
+    nightly = any(item.get_closest_marker("nightly") for item in mine)
+    wanted = [run for run in SWITCHES if nightly or run != NIGHTLY]
+    command = [sys.executable, "-m", "tests.test_v2_runner", str(out), *wanted]
     child = Child(command, folder / "log", cwd=root, env=environment)
     found = Results(child, out)
     try:
         yield found
-        if found.made().keys() >= set(CASES):
+        if found.made().keys() >= {(kind, run) for kind, run in CASES if run in wanted}:
             assert child.wait() == 0, child.tail()
     finally:
         child.kill()
 
 
-@pytest.mark.parametrize("kind, run", CASES)
+@pytest.mark.parametrize("kind, run", but_nightly(CASES))
 def test_outputs_are_those_of_one_layout(results, kind, run):
     expected = results.of("migrate", "static tp=1")["outcomes"]
     made = results.of(kind, run)
@@ -292,7 +308,7 @@ def test_outputs_are_those_of_one_layout(results, kind, run):
             assert outcome["finish_reason"] == static["finish_reason"], request
 
 
-@pytest.mark.parametrize("run", RUNS["migrate"])
+@pytest.mark.parametrize("run", but_nightly(RUNS["migrate"]))
 def test_teacher_forced_log_probabilities(results, run):
     """Also of unseeded requests: ranks that drew different tokens would not compute the same."""
     outcomes = results.of("migrate", run)["outcomes"]
@@ -312,13 +328,15 @@ def test_the_batch_asks_for_what_it_should(results):
     assert len(set(static["penalties"]["tokens"])) > 12
     prompt, _ = requests()["prompt_logprobs"]
     assert len(static["prompt_logprobs"]["prompt_logprobs"]) == len(prompt) - 1
-    for run in RUNS["migrate"]:
+    for run in set(RUNS["migrate"]) - {NIGHTLY}:
         outcomes = results.of("migrate", run)["outcomes"]
         same_prompt = [outcomes[name]["tokens"] for name in sorted(UNSEEDED)]
         assert same_prompt[0] != same_prompt[1]
 
 
-@pytest.mark.parametrize("kind, run", [case for case in CASES if "static" not in case[1]])
+@pytest.mark.parametrize(
+    "kind, run", but_nightly([case for case in CASES if "static" not in case[1]])
+)
 def test_requests_were_carried_as_asked_for(results, kind, run):
     switches = results.of(kind, run)["switches"]
     migrated = sum(one for _, one, _ in switches)
@@ -339,4 +357,4 @@ def close(values: list[list[float]]) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
