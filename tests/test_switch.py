@@ -55,7 +55,7 @@ NIGHTLY = {
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next",
     "test_an_idle_engine_returns_to_its_base_layout",
 }
-"""What takes long on four ranks. For every change it runs on two, and from tp=2 to tp=4 and back."""
+"""What takes long on four ranks. For every change it runs on two, and between tp=2 and tp=4."""
 LONG = CASES[3]
 ONLY = {
     "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3]],

@@ -91,6 +91,6 @@ def _run(
     os.getppid = lambda: pid
     # An engine core's workers come from the same server, whose address it knows: it must not start
     # one of its own.
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
     start_from_server()
     target(*args, **arguments)
