@@ -43,10 +43,31 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    _resize_compile_ranges(config, vllm_config)
     _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
+    """Compile for the ranges of batch sizes that vLLM has for the tp of `config`.
+
+    Up to which size vLLM fuses all-reduces with norms depends on the tp. It adds its own ends of
+    ranges to the user's, so the user's are those that it would not have added for the engine.
+    """
+    ranges = engine.compilation_config.compile_ranges_endpoints
+    if ranges is None:
+        return
+    of_engine = copy.copy(engine)
+    of_engine.compilation_config = copy.copy(engine.compilation_config)
+    of_engine.compilation_config.compile_ranges_endpoints = None
+    of_engine._set_compile_ranges()
+    added = of_engine.compilation_config.compile_ranges_endpoints or []
+    if config.parallel_config.tensor_parallel_size == 1:
+        config.compilation_config.pass_config.fuse_allreduce_rms = False
+    config.compilation_config.compile_ranges_endpoints = sorted(set(ranges) - set(added))
+    config._set_compile_ranges()
 
 
 def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:

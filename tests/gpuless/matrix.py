@@ -1,8 +1,10 @@
-"""From the specs of a KV cache to every layout's views of it, on the platforms of GPUs.
+"""What vLLM and PAT decide on the platforms of GPUs. A program that prints a line of JSON per case.
 
-Run as a program, which prints one line of JSON for each case: an attention backend, a model runner,
-a model. vLLM's own code chooses the backend and says what the KV cache is, how large its blocks are
-and how they lie; PAT's worker does the rest. Tensors are on the meta device.
+KV caches: from their specs to every layout's views, by attention backend, model runner and model.
+vLLM's own code chooses the backend and says what the KV cache is, how large its blocks are and how
+they lie; PAT's worker does the rest. Tensors are on the meta device.
+
+Compile ranges: those of each layout, and of stock vLLM at its tp.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ ROCM = (
     "ROCM_AITER_UNIFIED_ATTN",
 )
 RUNNERS = ("v1", "v2")
+GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000])
+"""Ends of compile ranges that a user has given."""
 NUM_LAYERS = 3
 KV_BYTES = 1 << 30
 
@@ -64,6 +68,9 @@ def _cases_of(platform: str) -> None:
 
     # vLLM looks at each new model class in a process of its own, which takes long.
     registry._run_in_subprocess = lambda fn: fn()  # type: ignore[assignment]
+    for given in GIVEN_ENDS:
+        for tp, (of_layout, of_stock) in _compile_ranges(given).items():
+            print(json.dumps(["compile ranges", platform, given, tp, of_layout, of_stock]))
     for backend in ROCM if platform == "rocm" else CUDA:
         for runner in RUNNERS:
             for model in MODELS:
@@ -139,7 +146,30 @@ def _serve(backend: str, runner: str, model: str) -> dict[str, Any]:
     }
 
 
-def _engine_config(backend: str, runner: str, model: str) -> Any:
+def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
+    """Of each layout, and of stock vLLM at its tp: compile ranges, and whether norms are fused."""
+    from pat_vllm.config import layouts_of
+    from pat_vllm.worker.layout_config import layout_config
+
+    options = {"max_num_batched_tokens": 16384, "compilation_config": {}}
+    if given is not None:
+        options["compilation_config"] = {"compile_ranges_endpoints": given}
+
+    def decided(config: Any) -> Any:
+        compilation = config.compilation_config
+        ranges = [(one.start, one.end) for one in compilation.get_compile_ranges()]
+        return [ranges, bool(compilation.pass_config.fuse_allreduce_rms)]
+
+    engine = _engine_config("default", "v2", "gqa", **options)
+    found = {}
+    for layout in layouts_of(engine):
+        stock = {"tensor_parallel_size": layout.tp, "distributed_executor_backend": "mp"}
+        static = _engine_config("default", "v2", "gqa", **options, **stock)
+        found[layout.tp] = decided(layout_config(engine, layout)), decided(static)
+    return found
+
+
+def _engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     heads, kv_heads, block_size = MODELS[model]
@@ -158,15 +188,16 @@ def _engine_config(backend: str, runner: str, model: str) -> Any:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(described))
-        return EngineArgs(
-            model=directory,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            block_size=block_size,
-            tensor_parallel_size=8,
-            distributed_executor_backend="pat",
-            attention_backend=None if backend == "default" else backend.split(",")[0],
-        ).create_engine_config()
+        defaults = {
+            "model": directory,
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "block_size": block_size,
+            "tensor_parallel_size": 8,
+            "distributed_executor_backend": "pat",
+            "attention_backend": None if backend == "default" else backend.split(",")[0],
+        }
+        return EngineArgs(**(defaults | options)).create_engine_config()
 
 
 def _runner(kind: str, config: Any) -> Any:

@@ -74,6 +74,7 @@ def become(name: str, gpus: int = 8) -> None:
     """Make this process's vLLM one of a machine with `gpus` GPUs of a platform."""
     sys.meta_path.insert(0, _StubFinder())
     _stub_operators()
+    import vllm.utils.flashinfer as flashinfer
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
@@ -118,6 +119,10 @@ def become(name: str, gpus: int = 8) -> None:
 
     # All of vLLM's modules hold this one object.
     current_platform.__class__ = Platform
+    # Answers from before.
+    for answer in vars(flashinfer).values():
+        if callable(getattr(type(answer), "cache_clear", None)):
+            answer.cache_clear()
     # This one chooses kernels by the platform when it is imported.
     sys.modules.pop("vllm.v1.attention.backends.fa_utils", None)
     assert current_platform.is_rocm() == (name == "rocm")

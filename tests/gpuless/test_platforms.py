@@ -1,4 +1,4 @@
-"""On GPUs' platforms, each attention backend serves every layout or is refused with a remedy."""
+"""What is decided on GPUs' platforms: who serves KV caches, and for which batches is compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpuless.matrix import CUDA, MODELS, ROCM, RUNNERS, SHUFFLED
+from tests.gpuless.matrix import CUDA, GIVEN_ENDS, MODELS, ROCM, RUNNERS, SHUFFLED
 from tests.gpuless.platforms import PLATFORMS
 from tests.support.child import Child
 
@@ -30,8 +30,8 @@ REFUSED = {"ROCM_ATTN": "ROCM_ATTN", "B12X": "B12X", SHUFFLED: "AiterFlashAttent
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
-    """What the child says of each (platform, backend, runner, model)."""
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What the child says, case by case."""
     path = os.pathsep.join([str(V2_ON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")])
     child = Child(
         [sys.executable, "-m", "tests.gpuless.matrix"],
@@ -43,10 +43,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dic
         assert child.wait() == 0, child.tail()
     finally:
         child.kill()
-    lines = [json.loads(line) for line in child.output.splitlines() if line.startswith("{")]
-    return {
-        tuple(one[key] for key in ("platform", "backend", "runner", "model")): one for one in lines
-    }
+    return [json.loads(line) for line in child.output.splitlines() if line[:1] in ("{", "[")]
+
+
+@pytest.fixture(scope="module")
+def cases(lines: list[Any]) -> dict[tuple[str, ...], dict[str, Any]]:
+    """By platform, backend, runner and model."""
+    keys = ("platform", "backend", "runner", "model")
+    return {tuple(one[key] for key in keys): one for one in lines if isinstance(one, dict)}
 
 
 CASES = [
@@ -84,3 +88,24 @@ def test_a_case_can_see_what_blackwell_does(
     """FlashInfer's large blocks there: it says other sizes with a config than without."""
     assert cases["sm100", "FLASHINFER", "v2", "large blocks"]["kernel_blocks"] == [128]
     assert cases["sm90", "FLASHINFER", "v2", "large blocks"]["kernel_blocks"] == [64]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_layout_compiles_for_the_ranges_of_stock_vllm(lines: list[Any], platform: str) -> None:
+    seen = 0
+    for line in lines:
+        if isinstance(line, list) and line[:2] == ["compile ranges", platform]:
+            _, _, given, tp, of_layout, of_stock = line
+            assert of_layout == of_stock, (given, tp)
+            seen += 1
+    assert seen == len(GIVEN_ENDS) * 4
+
+
+def test_ranges_differ_by_tp_on_hopper(lines: list[Any]) -> None:
+    ranges = {
+        line[3]: line[5]
+        for line in lines
+        if isinstance(line, list) and line[:3] == ["compile ranges", "sm90", None]
+    }
+    assert len({str(of_stock) for of_stock in ranges.values()}) == 4
+    assert [fused for _, fused in ranges.values()] == [False, True, True, True]
