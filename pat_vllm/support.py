@@ -13,7 +13,7 @@ from pat_vllm.layout import Layout, device_of
 from pat_vllm.profiling.profile import Profile
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import AttentionConfig, VllmConfig
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
@@ -21,6 +21,10 @@ WORKER_CLS = {
     "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.worker.gpu_worker.PATGPUWorker",
 }
 """PAT's worker class for each of vLLM's own."""
+
+_PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
+"""vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
+divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
 
 
 def prepare(vllm_config: VllmConfig) -> None:
@@ -58,6 +62,19 @@ def prepare(vllm_config: VllmConfig) -> None:
             f"{scheduler.scheduler_cls!r} is set; leave it unset"
         )
     scheduler.scheduler_cls = SCHEDULER_CLS
+    _choose_attention_backend(vllm_config.attention_config)
+
+
+def _choose_attention_backend(attention: AttentionConfig) -> None:
+    """On ROCm, take the backend that serves every GPU, unless the user has chosen one.
+
+    vLLM's own first choice, ROCM_ATTN, keeps keys and values apart: no layouts can share them.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if current_platform.is_rocm() and attention.backend is None:
+        attention.backend = AttentionBackendEnum.TRITON_ATTN
 
 
 def _platform_worker() -> str:
@@ -119,6 +136,9 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     }.items():
         if config is not None:
             found.append((option, config, "None"))
+    backend = vllm_config.attention_config.backend
+    if backend is not None and backend.name in _PACKED_HEADS:
+        found.append(("attention_backend", backend.name, "TRITON_ATTN"))
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
         found.append(("kv_cache_dtype", cache_dtype, "auto, float16, bfloat16, float32"))

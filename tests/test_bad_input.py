@@ -162,6 +162,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         dict(kv_cache_dtype="fp8"),
         ["kv_cache_dtype='fp8'", "allowed: auto, float16, bfloat16, float32"],
     ),
+    "an attention backend that packs KV heads": (
+        "llama",
+        dict(attention_backend="ROCM_ATTN"),
+        ["attention_backend='ROCM_ATTN'", "allowed: TRITON_ATTN"],
+    ),
     "another KV connector": (
         "llama",
         dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")),

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.config import pat_config
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
+
+KV_LAYOUTS = tuple(
+    layout.name for layout in KVCacheLayout if layout.is_layer_compact and layout.is_block_compact
+)
+"""Names of vLLM's KV cache layouts that PAT can serve.
+
+A block of a layer is one run of bytes, which may be divided among `ratio` smaller blocks, and a
+layer takes the same bytes with either.
+"""
 
 
 def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> VllmConfig:
@@ -33,10 +43,31 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    _resize_compile_ranges(config, vllm_config)
     _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
+    """Compile for the ranges of batch sizes that vLLM has for the tp of `config`.
+
+    Up to which size vLLM fuses all-reduces with norms depends on the tp. It adds its own ends of
+    ranges to the user's, so the user's are those that it would not have added for the engine.
+    """
+    ranges = engine.compilation_config.compile_ranges_endpoints
+    if ranges is None:
+        return
+    of_engine = copy.copy(engine)
+    of_engine.compilation_config = copy.copy(engine.compilation_config)
+    of_engine.compilation_config.compile_ranges_endpoints = None
+    of_engine._set_compile_ranges()
+    added = of_engine.compilation_config.compile_ranges_endpoints or []
+    if config.parallel_config.tensor_parallel_size == 1:
+        config.compilation_config.pass_config.fuse_allreduce_rms = False
+    config.compilation_config.compile_ranges_endpoints = sorted(set(ranges) - set(added))
+    config._set_compile_ranges()
 
 
 def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:
@@ -55,32 +86,42 @@ def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
     the workers, which view one buffer, and by the schedulers, so that both agree.
 
     Raises:
-        ValueError: a KV cache group is not plain full attention, or blocks of several layers are
-            interleaved, so that layouts would not alias layer by layer.
+        ValueError: a KV cache group is not plain full attention, or a block is not one run of bytes
+            beside the other blocks of its layer, so that layouts would not alias layer by layer.
     """
     config = copy.deepcopy(base)
     config.num_blocks = base.num_blocks * ratio
+    blocks_of = {}
     for group in config.kv_cache_groups:
-        group.kv_cache_spec = _narrow(group.kv_cache_spec, ratio)
+        spec = group.kv_cache_spec
+        blocks_of.update(dict.fromkeys(group.layer_names, spec.page_size_bytes))
+        group.kv_cache_spec = _narrow(spec, ratio)
     for tensor in config.kv_cache_tensors:
-        if len(tensor.layers) > 1 and tensor.block_stride > tensor.layer_stride:
+        block = blocks_of[tensor.layers[0]]
+        if tensor.block_stride != block or (
+            len(tensor.layers) > 1 and tensor.layer_stride != block * base.num_blocks
+        ):
             raise ValueError(
-                "PAT needs a KV cache whose layers are contiguous (layer-compact), but the "
-                f"resolved layout {config.kv_cache_layout!r} packs the layers of a block together; "
-                "set VLLM_KV_CACHE_LAYOUT=LBNHC or LBHNC"
+                "PAT needs a KV cache in which each block of a layer is one run of bytes and the "
+                "blocks of a layer follow each other, which they do not in the resolved layout "
+                f"{config.kv_cache_layout!r}; set VLLM_KV_CACHE_LAYOUT={' or '.join(KV_LAYOUTS)}"
             )
         tensor.block_stride //= ratio
     return config
 
 
+def is_plain_attention(spec: KVCacheSpec) -> TypeGuard[FullAttentionSpec]:
+    """Whether layouts can share such a KV cache: full attention, with a slot for each KV head."""
+    return type(spec) is FullAttentionSpec and (
+        spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and spec.num_head_slots is None
+        and spec.page_size_padded is None
+    )
+
+
 def _narrow(spec: KVCacheSpec, ratio: int) -> KVCacheSpec:
-    if (
-        type(spec) is not FullAttentionSpec
-        or spec.sliding_window is not None
-        or spec.attention_chunk_size is not None
-        or spec.num_head_slots is not None
-        or spec.page_size_padded is not None
-    ):
+    if not is_plain_attention(spec):
         raise ValueError(f"PAT supports plain full attention only, but the KV cache is {spec}")
     return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
 

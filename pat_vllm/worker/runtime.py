@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -15,11 +16,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
+from pat_vllm.worker.layout_config import KV_LAYOUTS, is_plain_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.parallel_state import GroupCoordinator
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
@@ -47,9 +49,46 @@ class LayoutRuntime:
     @property
     def attention_backends(self) -> tuple[str, ...]:
         """Names of the attention backends that vLLM chose, each once, sorted."""
-        layers = self.config.compilation_config.static_forward_context.values()
-        attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
-        return tuple(sorted({layer.get_attn_backend().get_name() for layer in attention}))
+        backends = [layer.get_attn_backend() for layer in self._attention_layers.values()]
+        return tuple(sorted({backend.get_name() for backend in backends}))
+
+    @property
+    def _attention_layers(self) -> dict[str, AttentionLayerBase]:
+        layers = self.config.compilation_config.static_forward_context
+        return {name: one for name, one in layers.items() if isinstance(one, AttentionLayerBase)}
+
+    def check_kv_cache_specs(self, specs: Mapping[str, KVCacheSpec]) -> None:
+        """Check that layouts can share a KV cache of these specs, by layer.
+
+        Raises:
+            ValueError: they cannot; names the attention backend and what helps.
+        """
+        for name, spec in specs.items():
+            if is_plain_attention(spec):
+                continue
+            backend = self._attention_layers[name].get_attn_backend()
+            remedy = ""
+            if getattr(spec, "num_head_slots", None) is not None:
+                remedy = "; set attention_backend='TRITON_ATTN'"
+            raise ValueError(
+                "PAT supports plain full attention with a slot for each KV head only, but the "
+                f"attention backend {backend.get_name()} ({backend.__name__}) keeps {spec} for "
+                f"layer {name}{remedy}"
+            )
+
+    def check_kv_cache_layouts(self, names: Sequence[str]) -> list[str]:
+        """Those of vLLM's KV cache layouts that PAT can serve, too.
+
+        Raises:
+            ValueError: none; names the attention backends and what helps.
+        """
+        if served := [name for name in names if name in KV_LAYOUTS]:
+            return served
+        raise ValueError(
+            f"PAT serves the KV cache layouts {', '.join(KV_LAYOUTS)}, but the attention backends "
+            f"{', '.join(self.attention_backends)} only {', '.join(names)}; set "
+            "attention_backend='TRITON_ATTN'"
+        )
 
     def check_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Check that the shared buffer is divided as vLLM itself would divide it for this tp.
@@ -59,11 +98,15 @@ class LayoutRuntime:
         """
         specs = self.runner.get_kv_cache_spec()
         for group in kv_cache_config.kv_cache_groups:
+            expected = group.kv_cache_spec
             for name in group.layer_names:
-                if specs[name] != group.kv_cache_spec:
+                # FlashInfer's alignment depends on the config that is current, and there was none
+                # when vLLM collected the specs. Blocks that follow each other need none.
+                alignment = expected.block_stride_alignment
+                if replace(specs[name], block_stride_alignment=alignment) != expected:
                     raise ValueError(
                         f"layout {self.layout}: layer {name} has the KV cache {specs[name]}, where "
-                        f"PAT expects {group.kv_cache_spec}; this model cannot be used with PAT"
+                        f"PAT expects {expected}; this model cannot be used with PAT"
                     )
 
     def register_kv(self, kv_cache_config: KVCacheConfig, buffer: SharedKVBuffer) -> None:

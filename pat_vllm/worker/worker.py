@@ -47,7 +47,7 @@ from pat_vllm.worker.warmup import warm_up, warm_up_moves
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.device_communicators.shm_broadcast import Handle
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
     from pat_vllm.worker.runtime import ModelRunner
@@ -134,6 +134,16 @@ class PATWorkerMixin(_Base):
         self._weights.finish_loading()
         self.weight_transfer_engine = engine
         self._activate(self._base)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """As in vLLM. Refuses a KV cache that layouts cannot share."""
+        specs = super().get_kv_cache_spec()
+        self._active.check_kv_cache_specs(specs)
+        return specs
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """As in vLLM, without the KV cache layouts that PAT cannot serve."""
+        return self._active.check_kv_cache_layouts(super().get_supported_kv_cache_layouts())
 
     def set_kv_cache_layout(self, *args: Any, **kwargs: Any) -> None:
         """As in vLLM, whose versions give it different arguments, in every layout's config."""

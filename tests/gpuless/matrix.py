@@ -1,0 +1,260 @@
+"""What vLLM and PAT decide on the platforms of GPUs. A program that prints a line of JSON per case.
+
+KV caches: from their specs to every layout's views, by attention backend, model runner and model.
+vLLM's own code chooses the backend and says what the KV cache is, how large its blocks are and how
+they lie; PAT's worker does the rest. Tensors are on the meta device.
+
+Compile ranges: those of each layout, and of stock vLLM at its tp.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+MODELS = {
+    "gqa": (32, 8, 16),
+    "replicated": (32, 4, 16),
+    "mha": (32, 32, 16),
+    "large blocks": (32, 8, 128),
+}
+"""Attention heads, KV heads, and tokens in a block; engines have 8 ranks."""
+
+CUDA = ("default", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "B12X")
+SHUFFLED = "ROCM_AITER_FA, shuffled"
+ROCM = (
+    "default",
+    "TRITON_ATTN",
+    "ROCM_ATTN",
+    "ROCM_AITER_FA",
+    SHUFFLED,
+    "ROCM_AITER_UNIFIED_ATTN",
+)
+RUNNERS = ("v1", "v2")
+GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000])
+"""Ends of compile ranges that a user has given."""
+NUM_LAYERS = 3
+KV_BYTES = 1 << 30
+
+
+def main() -> None:
+    import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all platforms
+    from tests.gpuless.platforms import PLATFORMS
+
+    for platform in PLATFORMS:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                _cases_of(platform)
+                status = 0
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0, platform
+
+
+def _cases_of(platform: str) -> None:
+    from tests.gpuless.platforms import become
+
+    become(platform)
+    import vllm.model_executor.models.registry as registry
+    from vllm._aiter_ops import rocm_aiter_ops as ops
+
+    # vLLM looks at each new model class in a process of its own, which takes long.
+    registry._run_in_subprocess = lambda fn: fn()  # type: ignore[assignment]
+    for given in GIVEN_ENDS:
+        for tp, (of_layout, of_stock) in _compile_ranges(given).items():
+            print(json.dumps(["compile ranges", platform, given, tp, of_layout, of_stock]))
+    for backend in ROCM if platform == "rocm" else CUDA:
+        for runner in RUNNERS:
+            for model in MODELS:
+                case = {"platform": platform, "backend": backend, "runner": runner, "model": model}
+                shuffled = mock.Mock(return_value=backend == SHUFFLED)
+                try:
+                    with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
+                        case |= _serve(backend, runner, model)
+                except ValueError as error:
+                    case["refused"] = str(error)
+                print(json.dumps(case), flush=True)
+
+
+def _serve(backend: str, runner: str, model: str) -> dict[str, Any]:
+    """Which backend serves an engine, and what each layout sees of its KV cache, by tp."""
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from pat_vllm.config import layouts_of
+    from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+    from pat_vllm.worker.gpu_worker import PATGPUWorker
+    from pat_vllm.worker.layout_config import layout_config
+    from pat_vllm.worker.runtime import LayoutRuntime
+
+    engine = _engine_config(backend, runner, model)
+    worker: Any = PATGPUWorker.__new__(PATGPUWorker)
+    worker._buffer = SharedKVBuffer()
+    worker._runtimes = {}
+    for layout in layouts_of(engine):
+        config = layout_config(engine, layout)
+        with set_current_vllm_config(config):
+            context = {f"layers.{i}.attn": _Attention(config) for i in range(NUM_LAYERS)}
+        config.compilation_config.static_forward_context = context
+        current_platform.update_block_size_for_backend(config)
+        group: Any = None
+        made = LayoutRuntime(layout, config, group, _runner(runner, config))
+        worker._runtimes[layout] = made
+    worker._base = next(iter(worker._runtimes.values()))
+
+    def activate(runtime: LayoutRuntime) -> None:
+        worker._active, worker.model_runner = runtime, runtime.runner
+        worker.vllm_config = runtime.config
+
+    worker._activate = activate
+    activate(worker._base)
+
+    # vLLM's engine core, which has no current config...
+    specs = worker.get_kv_cache_spec()
+    names = worker.get_supported_kv_cache_layouts()
+    layout = resolve_kv_cache_layout(engine, [names], list(specs.values()))
+    worker.set_kv_cache_layout(layout.name)
+    (kv_cache_config,) = get_kv_cache_configs(engine, [specs], [KV_BYTES])
+    kv_cache_config.kv_cache_layout = layout.name
+    # ... and its worker process, which has the engine's.
+    with (
+        set_current_vllm_config(engine),
+        mock.patch.object(Worker, "initialize_from_config", _initialize_from_config),
+        mock.patch.object(Worker, "_maybe_get_memory_pool_context", mock.MagicMock()),
+    ):
+        worker.initialize_from_config(kv_cache_config)
+    chosen = worker._base.config.compilation_config.static_forward_context["layers.0.attn"]
+    return {
+        "served_by": chosen.attn_backend.__name__,
+        "kv_layout": layout.name,
+        "views": {
+            runtime.layout.tp: [tuple(v.shape[:2]) for v in runtime.connector.kv_caches.values()]
+            for runtime in worker._runtimes.values()
+        },
+        "kernel_blocks": worker.kernel_blocks,
+    }
+
+
+def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
+    """Of each layout, and of stock vLLM at its tp: compile ranges, and whether norms are fused."""
+    from pat_vllm.config import layouts_of
+    from pat_vllm.worker.layout_config import layout_config
+
+    options = {"max_num_batched_tokens": 16384, "compilation_config": {}}
+    if given is not None:
+        options["compilation_config"] = {"compile_ranges_endpoints": given}
+
+    def decided(config: Any) -> Any:
+        compilation = config.compilation_config
+        ranges = [(one.start, one.end) for one in compilation.get_compile_ranges()]
+        return [ranges, bool(compilation.pass_config.fuse_allreduce_rms)]
+
+    engine = _engine_config("default", "v2", "gqa", **options)
+    found = {}
+    for layout in layouts_of(engine):
+        stock = {"tensor_parallel_size": layout.tp, "distributed_executor_backend": "mp"}
+        static = _engine_config("default", "v2", "gqa", **options, **stock)
+        found[layout.tp] = decided(layout_config(engine, layout)), decided(static)
+    return found
+
+
+def _engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    heads, kv_heads, block_size = MODELS[model]
+    described = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+    }
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(described))
+        defaults = {
+            "model": directory,
+            "skip_tokenizer_init": True,
+            "dtype": "bfloat16",
+            "block_size": block_size,
+            "tensor_parallel_size": 8,
+            "distributed_executor_backend": "pat",
+            "attention_backend": None if backend == "default" else backend.split(",")[0],
+        }
+        return EngineArgs(**(defaults | options)).create_engine_config()
+
+
+def _runner(kind: str, config: Any) -> Any:
+    """Says of the KV cache what one of vLLM's model runners says."""
+    if kind == "v2":
+        from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+        return SimpleNamespace(get_kv_cache_spec=lambda: get_kv_cache_spec(config))
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner: Any = SimpleNamespace(vllm_config=config, shared_kv_cache_layers={})
+    runner.get_kv_cache_spec = lambda: GPUModelRunner.get_kv_cache_spec(runner)
+    return runner
+
+
+def _Attention(config: Any) -> Any:
+    """vLLM's attention layer, without the kernels that its constructor asks for."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionType
+    from vllm.v1.attention.selector import get_attn_backend
+
+    model, parallel = config.model_config, config.parallel_config
+    layer: Any = Attention.__new__(Attention)
+    vars(layer).update(
+        attn_backend=get_attn_backend(model.get_head_size(), model.dtype, "auto"),
+        attn_type=AttentionType.DECODER,
+        kv_cache_dtype="auto",
+        kv_cache_torch_dtype=model.dtype,
+        kv_sharing_target_layer_name=None,
+        sliding_window=None,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_size=model.get_head_size(),
+        head_size_v=model.get_head_size(),
+    )
+    return layer
+
+
+def _initialize_from_config(worker: Any, kv_cache_config: Any) -> None:
+    """What vLLM's worker and its model runner do, as far as the KV cache goes."""
+    from vllm.v1.worker.utils import allocate_kv_cache, prepare_kernel_block_sizes
+
+    context = worker.vllm_config.compilation_config.static_forward_context
+    groups = [
+        [
+            SimpleNamespace(
+                backend=context[group.layer_names[0]].attn_backend,
+                kv_cache_spec=group.kv_cache_spec,
+            )
+        ]
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    sizes = prepare_kernel_block_sizes(kv_cache_config, groups)
+    worker.kernel_blocks = sizes
+    with worker._maybe_get_memory_pool_context("kv_cache"):
+        layout = worker.vllm_config.cache_config.get_resolved_kv_cache_layout()
+        allocate_kv_cache(kv_cache_config, "meta", layout, sizes)
+
+
+if __name__ == "__main__":
+    main()
