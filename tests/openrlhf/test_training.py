@@ -18,8 +18,8 @@ IN_SYNC = 1e-3
 """Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
 differently, which is 1e-4 of it; weights of the step before are 1e-1."""
 
-TWICE = ("--train.num_episodes", "2")
-"""All prompts twice: eight steps."""
+THREE_STEPS = ("--data.max_samples", "24")
+"""Of the four of the example, each of 8 prompts."""
 
 
 def in_sync(run: Training) -> list[bool]:
@@ -52,16 +52,16 @@ def test_colocated_over_multiprocessing():
 
 
 def test_separated_over_multiprocessing_then_a_broken_sync_and_a_killed_worker():
-    """Four steps in sync; then the weights reach the base layout only, which the check sees.
+    """Two steps in sync; then the weights reach the base layout only, which the check sees.
 
     Then a worker is killed in a rollout: the trainer fails, says why, and leaves nothing behind.
     """
     # Large enough for most of a rollout to be made in the layout whose weights are old then.
     pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"16": 2}}, "launcher": "mp"}
-    with training(*TWICE, pat=pat, PAT_TEST_BREAK_SYNC="layouts@4") as run:
-        run.wait_for("Global step", times=5)
-        assert in_sync(run)[:5] == [True] * 4 + [False], run.steps
-        assert len(run.rollouts) >= 5 and all(run.switches()), run.rollouts
+    with training(pat=pat, PAT_TEST_BREAK_SYNC="layouts@2") as run:
+        run.wait_for("Global step", times=3)
+        assert in_sync(run)[:3] == [True] * 2 + [False], run.steps
+        assert len(run.rollouts) >= 3 and all(run.switches()), run.rollouts
         assert "RayWorkerProc" not in run.log
         # In the middle of the next rollout, which cannot end before the worker is killed.
         run.wait_for("(policy)", times=run.log.count("(policy)") + 1)
@@ -75,11 +75,11 @@ def test_separated_over_multiprocessing_then_a_broken_sync_and_a_killed_worker()
 
 
 def test_colocated_over_ray_and_then_a_broken_sync():
-    """Four steps in sync; then weights are dropped in the sync, which the check sees."""
-    with training(*COLOCATED, *TWICE, PAT_TEST_BREAK_SYNC="weights@4") as run:
+    """Two steps in sync; then weights are dropped in the sync, which the check sees."""
+    with training(*COLOCATED, PAT_TEST_BREAK_SYNC="weights@2") as run:
         run.succeed()
-        assert in_sync(run)[:5] == [True] * 4 + [False], run.steps
-        assert len(run.rollouts) == 8 and all(run.switches()), run.rollouts
+        assert in_sync(run)[:3] == [True] * 2 + [False], run.steps
+        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
         assert "RayWorkerProc" in run.log
 
 
@@ -89,26 +89,25 @@ def test_the_predictor_learns_from_step_to_step():
     # The agent's limit of a response is to count as its natural end.
     pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 200}}
     arguments = ("--train.agent_func_path", str(agent), "--data.max_len", "400")
-    with training(*arguments, pat=pat) as run:
+    with training(*arguments, *THREE_STEPS, pat=pat) as run:
         run.succeed()
-        assert in_sync(run) == [True] * 4, run.steps
+        assert in_sync(run) == [True] * 3, run.steps
         learnt = [
             re.search(r"learnt from (\d+) responses in (\d+) batches, siblings ([\d.]+)", line)
             for line in run.rollouts
         ]
         assert all(learnt), run.rollouts
         assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
-            (32 * step, step) for step in range(1, 5)
+            (32 * step, step) for step in range(1, 4)
         ]
         assert learnt[-1] is not None and float(learnt[-1][3]) > 0.3, run.rollouts
 
 
 def test_partial_rollouts():
     """Weights arrive in the middle of a rollout, which computes its KV again and goes on."""
-    with training(
-        *("--train.async_enable", "--train.partial_rollout_enable", "--data.max_len", "400")
-    ) as run:
+    partial = ("--train.async_enable", "--train.partial_rollout_enable", "--data.max_len", "400")
+    with training(*partial, *THREE_STEPS) as run:
         run.succeed()
-        assert len(run.steps) == 4 and all(run.switches()), run.rollouts
+        assert len(run.steps) == 3 and all(run.switches()), run.rollouts
         # Of the weights at the start; every later one mixes old weights and new.
         assert in_sync(run)[0], run.steps
