@@ -63,7 +63,7 @@ def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
     of_engine.compilation_config = copy.copy(engine.compilation_config)
     of_engine.compilation_config.compile_ranges_endpoints = None
     of_engine._set_compile_ranges()
-    added = of_engine.compilation_config.compile_ranges_endpoints or []
+    added: list[int] = of_engine.compilation_config.compile_ranges_endpoints or []
     if config.parallel_config.tensor_parallel_size == 1:
         config.compilation_config.pass_config.fuse_allreduce_rms = False
     config.compilation_config.compile_ranges_endpoints = sorted(set(ranges) - set(added))
