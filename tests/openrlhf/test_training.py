@@ -89,16 +89,16 @@ def test_the_predictor_learns_from_step_to_step():
     # The agent's limit of a response is to count as its natural end.
     pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 200}}
     arguments = ("--train.agent_func_path", str(agent), "--data.max_len", "400")
-    with training(*arguments, *THREE_STEPS, pat=pat) as run:
+    with training(*arguments, pat=pat) as run:
         run.succeed()
-        assert in_sync(run) == [True] * 3, run.steps
+        assert in_sync(run) == [True] * 4, run.steps
         learnt = [
             re.search(r"learnt from (\d+) responses in (\d+) batches, siblings ([\d.]+)", line)
             for line in run.rollouts
         ]
         assert all(learnt), run.rollouts
         assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
-            (32 * step, step) for step in range(1, 4)
+            (32 * step, step) for step in range(1, 5)
         ]
         assert learnt[-1] is not None and float(learnt[-1][3]) > 0.3, run.rollouts
 
