@@ -27,6 +27,7 @@ import pat_vllm
 from tests.engines import OPTIONS
 from tests.models import random_model
 from tests.support.child import Child
+from tests.support.fork_server import start_from_server
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +62,7 @@ async def stop(llm: Any) -> None:
 @pytest.fixture(scope="module")
 def llm(run: Callable[..., Any]) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    start_from_server()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
