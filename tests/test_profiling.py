@@ -416,6 +416,7 @@ def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
     config = llm.llm_engine.vllm_config
     plan = ProfilePlan.quick(engine_limits(config, scheduler.kv_cache_config), budget=1e-6)
     told: list[tuple[int, int, str]] = []
+    scheduler.replica_set.drain()
     samples = profile_engine(
         scheduler.replica_set.executor,
         plan,

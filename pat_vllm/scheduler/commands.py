@@ -20,8 +20,9 @@ def register_commands(scheduler: PATScheduler) -> None:
         return controller.report(since).to_json()
 
     def profile(points: list[dict[str, Any]] | None = None, quick: bool = False) -> dict[str, Any]:
-        if active.in_flight or active.num_seqs or not controller.on_engine_thread:
+        if active.num_seqs or not controller.on_engine_thread:
             raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
+        active.drain()  # a step that was started before the last response ended
         controller.go_home_if_idle()
         scheduler.reset_prefix_cache()  # its memory is overwritten
         if points is None:
