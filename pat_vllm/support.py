@@ -123,6 +123,16 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         found.append(("VLLM_ENABLE_STARTUP_PLAN", 1, allowed))
     if parallel.enable_expert_parallel:
         found.append(("enable_expert_parallel", True, "False"))
+    if parallel.enable_batch_sharded_sampling:
+        allowed = "False: vLLM has checked it for the layout of all ranks only"
+        found.append(("enable_batch_sharded_sampling", True, allowed))
+    offload = vllm_config.offload_config
+    for option, size in {
+        "cpu_offload_gb": offload.uva.cpu_offload_gb,
+        "offload_group_size": offload.prefetch.offload_group_size,
+    }.items():
+        if size:
+            found.append((option, size, "0: layouts share weights on the GPU"))
     if vllm_config.lora_config is not None:
         found.append(("enable_lora", True, "False"))
     if vllm_config.cache_config.kv_offloading_size is not None:

@@ -139,6 +139,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         dict(tensor_parallel_size=12, numa_bind=True, numa_bind_nodes=[0] * 6 + [1] * 6),
         ["numa_bind=True", "allowed: False with 12 ranks", "numactl"],
     ),
+    "sampling in shards of the batch": (
+        "llama",
+        dict(enable_batch_sharded_sampling=True),
+        ["enable_batch_sharded_sampling=True", "allowed: False"],
+    ),
+    "weights in CPU memory": (
+        "llama",
+        dict(cpu_offload_gb=1.5),
+        ["cpu_offload_gb=1.5", "allowed: 0"],
+    ),
+    "weights that are fetched from CPU memory": (
+        "llama",
+        dict(offload_group_size=2),
+        ["offload_group_size=2", "allowed: 0"],
+    ),
     "LoRA": ("llama", dict(enable_lora=True), ["enable_lora=True", "allowed: False"]),
     "speculative decoding": (
         "llama",
