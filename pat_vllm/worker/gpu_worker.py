@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import vllm.envs as envs
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
@@ -18,11 +21,15 @@ from pat_vllm.worker.worker import PATWorkerMixin
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
 
 
 class PATGPUWorker(PATWorkerMixin, Worker):
     """vLLM's GPU worker with layouts."""
+
+    # Before a first sleep, too: KV memory may be discarded and woken up without any.
+    _sleeping_buffers: Mapping[Layout, Mapping[str, torch.Tensor]] = MappingProxyType({})
 
     def _make_model_runner(self) -> Any:
         """Return None: vLLM's runner for all ranks as one group would never run."""
@@ -53,6 +60,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             self.model_runner,
             sum(runtime.runner.model_memory_usage for runtime in self._runtimes.values()),
         )
+        if len(self._runtimes) > 1 and self.vllm_config.model_config.enable_cumem_allocator:
+            # What layouts share was freed after its pool was left. vLLM trims a tag's pools when
+            # the tag is next used, and would keep this through a sleep.
+            with get_mem_allocator_instance().use_memory_pool(tag="weights"):
+                pass
 
     def determine_available_memory(self) -> int:
         """As in vLLM, with what every layout takes to run, and with room for switches."""
@@ -95,19 +107,31 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def sleep(self, level: int = 1) -> None:
         # A level-2 sleep discards the weights pool, where each layout's model has its buffers. vLLM
-        # keeps the buffers of the active layout's model only.
+        # keeps the buffers of one model only.
         self._sleeping_buffers = {
             layout: {name: b.cpu().clone() for name, b in runtime.runner.model.named_buffers()}
             for layout, runtime in self._runtimes.items()
             if level == 2
         }
-        super().sleep(level)
+        with self._in_base():
+            super().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        super().wake_up(tags)
+        with self._in_base():
+            super().wake_up(tags)
         if tags is None or "weights" in tags:
             for layout, buffers in self._sleeping_buffers.items():
                 model = self._runtimes[layout].runner.model
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
             self._sleeping_buffers = {}
+
+    @contextmanager
+    def _in_base(self) -> Iterator[None]:
+        """Inside, vLLM's code sees the base layout, as whose the weights are kept and come back."""
+        active = self._active
+        self._activate(self._base)
+        try:
+            yield
+        finally:
+            self._activate(active)
