@@ -49,6 +49,18 @@ def test_compiled_code_of_two_layouts_has_two_keys() -> None:
     assert one.compute_hash() != other.compute_hash()
 
 
+def test_compiled_code_of_two_layouts_has_two_folders() -> None:
+    engine = engine_config()
+    assert layout_config(engine, PAIRS).compilation_config.cache_dir == "", "vLLM's, by the key"
+    engine.compilation_config.cache_dir = "/a/user's"
+    configs = [layout_config(engine, one).compilation_config for one in (REPLICAS, PAIRS, GROUP)]
+    assert [config.cache_dir for config in configs] == [
+        "/a/user's/tp1dp4",
+        "/a/user's/tp2dp2",
+        "/a/user's/tp4dp1",
+    ]
+
+
 @pytest.mark.parametrize(
     ("switch_at", "sizes"),
     [({"5": 2, "1": 4}, {2: [1, 2, 4, 8], 4: [1]}), ({"100": 2}, {2: [1, 2, 4, 8, 16, 32]})],
