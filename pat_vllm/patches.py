@@ -2,7 +2,8 @@
 
 Each patch is a function or a context manager. Its docstring says what breaks without it, and which
 seam vLLM lacks. To apply a patch twice does no harm. A replaced method keeps the original as
-`__wrapped__`; a context manager restores what it replaced.
+`__wrapped__`; a context manager restores what it replaced. The module is long, because all that is
+done to vLLM should be found in one place.
 
 Not here, because vLLM offers a seam for it: PAT's executor, workers, scheduler, connector and
 model loaders are subclasses; `support.py` names them in an engine's config;
@@ -20,7 +21,7 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
@@ -286,6 +288,44 @@ def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinato
     vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
 
 
+@contextmanager
+def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> Iterator[None]:
+    """Inside, have new groups look for peer access between the devices of their ranks.
+
+    Without it: vLLM takes a rank's place in its group for the index of its device. A layout's group
+    would use its custom all-reduce, or not, by what other devices can do. Missing seam: groups
+    that are told the devices of their ranks.
+
+    Args:
+        devices_of: index of the device of each rank in this rank's group of a given size.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        yield
+        return
+    import torch
+    import vllm.envs as envs
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    stock = custom_all_reduce._can_p2p
+    visible = current_platform.logical_device_id_to_visible_device_id
+
+    def can_p2p(rank: int, world_size: int) -> bool:
+        others = list(devices_of(world_size))
+        own = others.pop(rank)
+        if envs.VLLM_SKIP_P2P_CHECK:
+            can = torch.cuda.can_device_access_peer
+            return all(can(visible(own), visible(other)) for other in others)
+        return all(custom_all_reduce.gpu_p2p_access_check(own, other) for other in others)
+
+    custom_all_reduce._can_p2p = can_p2p
+    try:
+        yield
+    finally:
+        custom_all_reduce._can_p2p = stock
+
+
 def report_weights_memory(runner: RunnerV1 | RunnerV2, num_bytes: int) -> None:
     """Have a model runner say that its weights take `num_bytes`.
 
@@ -306,6 +346,34 @@ def forget_sampled_tokens(batch: InputBatch) -> None:
     batch.prev_req_id_to_index = None
     batch.sampled_token_ids_cpu = None
     batch.async_copy_ready_event = None
+
+
+@contextmanager
+def token_ids_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V2 keep token ids where `base` does, if that is one, too.
+
+    Without it: each layout pins `max_num_seqs * max_model_len * 4` bytes of host memory, which are
+    gigabytes for long contexts, and torch keeps pinned memory that is freed. Only one layout has
+    requests at any time, and a request begins by writing its tokens. Missing seam: a runner that
+    takes given request states.
+    """
+    if not hasattr(base, "req_states"):
+        yield
+        return
+    import vllm.v1.worker.gpu.states as states
+
+    shared = base.req_states.all_token_ids
+    make = states.StagedWriteTensor
+
+    def take(size: int | tuple[int, ...], **options: Any) -> StagedWriteTensor:
+        # The others of a request's states have one dimension.
+        return shared if size == tuple(shared.gpu.shape) else make(size, **options)
+
+    states.StagedWriteTensor = take  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        states.StagedWriteTensor = make  # type: ignore[misc]
 
 
 def share_penalty_counts(runner: RunnerV2, base: RunnerV2) -> None:

@@ -29,8 +29,8 @@ from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
-from pat_vllm.layout import device_of
-from pat_vllm.patches import install_tp_group
+from pat_vllm.layout import Layout, device_of
+from pat_vllm.patches import install_tp_group, probe_p2p_between, token_ids_of
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.worker.layout_weights import LayoutWeights
@@ -91,30 +91,38 @@ class PATWorkerMixin(_Base):
         exit_when_orphaned()
         # All ranks are on one node, so this is the index among the node's devices.
         self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
-        super().init_device()
         engine_config = self.vllm_config
         layouts = layouts_of(engine_config)
+        with probe_p2p_between(self._devices_of_group):
+            super().init_device()
+            groups = [
+                make_tp_group(layout, self.local_rank, current_platform.dist_backend)
+                for layout in layouts
+            ]
         self._seed = engine_config.model_config.seed
         self._home = home_layout(engine_config)
         self._buffer = SharedKVBuffer()
         self._runtimes = {
-            layout: LayoutRuntime(
-                layout,
-                layout_config(engine_config, layout, self.rank),
-                make_tp_group(layout, self.local_rank, current_platform.dist_backend),
-            )
-            for layout in layouts
+            layout: LayoutRuntime(layout, layout_config(engine_config, layout, self.rank), group)
+            for layout, group in zip(layouts, groups, strict=True)
         }
         self._base = self._runtimes[layouts[0]]
         self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
         for runtime in self._runtimes.values():
             install_tp_group(runtime.group)
-            with set_current_vllm_config(runtime.config):
+            with set_current_vllm_config(runtime.config), token_ids_of(self._base.runner):
                 runtime.runner = self._make_runner(runtime.config)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)
         self._activate(self._base)
+
+    def _devices_of_group(self, tp: int) -> list[int]:
+        """Indices of the devices of this rank's TP group in the layout of this tp."""
+        ranks = self.parallel_config.world_size
+        layout = Layout.of(tp, ranks)
+        group = layout.ranks_of(layout.replica_of(self.rank))
+        return [device_of(rank, ranks) for rank in group]
 
     def _make_runner(self, config: VllmConfig) -> ModelRunner:
         """vLLM's model runner for this platform and config."""
@@ -233,15 +241,21 @@ class PATWorkerMixin(_Base):
             if method in _IN_EVERY_LAYOUT:
                 for runtime in self._runtimes.values():
                     if runtime is not self._base:
-                        self._enter(runtime)
+                        self._enter_for_a_call(runtime)
                         function(*args, **kwargs)
-            self._enter(self._base)
+            self._enter_for_a_call(self._base)
             return function(*args, **kwargs)
         except Exception as error:
             logger.exception("a call of the engine's user failed")
             return CallFailed(str(error))
         finally:
             self._activate(active)
+
+    def _enter_for_a_call(self, runtime: LayoutRuntime) -> None:
+        """Enter a layout before a call that may write weights on other streams than the current."""
+        self._activate(runtime)
+        if self._weights.arrange(runtime.layout):
+            self._synchronize_device()
 
     @torch.inference_mode()
     def pat_refresh_weights(self) -> None:
