@@ -357,7 +357,7 @@ def token_ids_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
     requests at any time, and a request begins by writing its tokens. Missing seam: a runner that
     takes given request states.
     """
-    if not hasattr(base, "req_states"):
+    if base is None or not hasattr(base, "req_states"):
         yield
         return
     import vllm.v1.worker.gpu.states as states
