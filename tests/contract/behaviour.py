@@ -140,6 +140,32 @@ TEXTS = (
         r"include_finished_set=[^=]*, log_stats=[^=]*, block_size=[^=]*, hash_block_size=[^=]*\)\n",
         "how `PATScheduler` is made",
     ),
+    Text(
+        "vllm.v1.worker.gpu.states.RequestState.__init__",
+        r"self\.all_token_ids = StagedWriteTensor\(\(self\.max_num_reqs, self\.max_model_len\),",
+        "layouts share the token ids, which are known by their size",
+    ),
+    Text(
+        "vllm.v1.worker.gpu.states.RequestState.add_request",
+        r"self\.all_token_ids\.stage_write\(req_idx, 0, all_token_ids\)",
+        "a request begins by writing its tokens",
+    ),
+    Text(
+        "vllm.distributed.device_communicators.custom_all_reduce.CustomAllreduce.__init__",
+        r"(?s)rank = dist\.get_rank\(group=self\.group\).*not _can_p2p\(rank, world_size\)",
+        "the probe is given a place in the group, which is not the index of a device",
+    ),
+    Text(
+        "vllm.config.vllm.VllmConfig._set_compile_ranges",
+        r"for x in compilation_config\.compile_ranges_endpoints:",
+        "it adds the ends for a tp to those that are given",
+    ),
+    Text(
+        "vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool",
+        r"(?s)if tag != old_tag:\s*for pool, _ in self\.allocator_and_pools\.get\(tag, \[\]\):"
+        r"\s*self\._trim\(pool\)",
+        "what layouts share is given back when the tag is used once more",
+    ),
 )
 
 
