@@ -17,12 +17,14 @@ imports neither vLLM nor torch before a patch is applied.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -106,6 +108,44 @@ def serialize_sends(llm: LLM) -> None:
         return locked
 
     _replace(client, "_send_input", wrap)
+
+
+def fail_waits_for_a_dead_core() -> None:
+    """Have a client of an engine core that died fail whoever waits for it.
+
+    Without it: when the core is killed, by the kernel for want of memory for example,
+    `LLM.generate` and calls that wait for an answer never return. The client's monitor sees the
+    death and shuts the client down, which ends the thread that reads answers, but tells nobody.
+    Missing seam: a callback of the monitor.
+    """
+    from vllm.v1.engine.core_client import MPClient, SyncMPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def fail_asyncio(future: asyncio.Future[Any]) -> None:
+        if not future.done():
+            future.set_exception(EngineDeadError())
+
+    def fail(client: MPClient) -> None:
+        for future in list(client.utility_results.values()):
+            if isinstance(future, Future):
+                with suppress(InvalidStateError):
+                    future.set_exception(EngineDeadError())
+            else:
+                with suppress(RuntimeError):  # its event loop is closed
+                    future.get_loop().call_soon_threadsafe(fail_asyncio, future)
+        if isinstance(client, SyncMPClient):
+            client.outputs_queue.put_nowait(EngineDeadError())
+
+    def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
+        def shut_down(self: MPClient, timeout: float | None = None) -> None:
+            try:
+                shutdown(self, timeout)
+            finally:
+                fail(self)
+
+        return shut_down
+
+    _replace(MPClient, "shutdown", wrap)
 
 
 _RAY_ADDRESS = "_pat_ray_address"

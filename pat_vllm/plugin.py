@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches import log_through_vllm, patch_get_class
+from pat_vllm.patches import fail_waits_for_a_dead_core, log_through_vllm, patch_get_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,6 +58,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         from pat_vllm.support import prepare
 
         prepare(vllm_config)
+        fail_waits_for_a_dead_core()
         prepare_launch(vllm_config, chosen)
     return chosen
 

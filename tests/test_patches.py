@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import queue
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 from torch import nn
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine.core_client import AsyncMPClient, MPClient, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_vllm import patches
 
@@ -34,6 +39,53 @@ def test_a_method_is_replaced_once_and_kept() -> None:
     assert Executor().get_class("from an instance") is dict
     assert calls == ["a config", "from an instance"], "resolved once per call"
     assert Executor.get_class.__wrapped__ is stock  # type: ignore[attr-defined]
+
+
+def dead_client(outputs: Any) -> Any:
+    """A client whose monitor is about to shut it down; no process, no sockets."""
+    client = object.__new__(SyncMPClient)
+    client._finalizer = SimpleNamespace(detach=lambda: None)
+    client.resources = SimpleNamespace(engine_dead=True)
+    client.outputs_queue = outputs
+    client.utility_results = {}
+    return client
+
+
+def test_who_waits_for_a_dead_core_is_told() -> None:
+    """vLLM's own client leaves `generate` and calls waiting for good."""
+    client = dead_client(queue.Queue())
+    call = client.utility_results[1] = Future()
+    answered = client.utility_results[2] = Future()
+    answered.set_result("before")
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(client.get_output)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MPClient, "shutdown", MPClient.shutdown)
+            patches.fail_waits_for_a_dead_core()
+            client.shutdown()
+        # Ends the thread also where nobody was told.
+        client.outputs_queue.put_nowait(ValueError("not told"))
+        with pytest.raises(EngineDeadError):
+            output.result(60)
+    assert client.outputs_queue.get_nowait().args == ("not told",)
+    assert isinstance(call.exception(0), EngineDeadError)
+    assert answered.result(0) == "before"
+
+
+def test_a_coroutine_that_waits_for_a_dead_core_is_told() -> None:
+    client = dead_client(None)
+    client.__class__ = AsyncMPClient
+
+    async def wait() -> None:
+        call = client.utility_results[1] = asyncio.get_running_loop().create_future()
+        await asyncio.to_thread(client.shutdown)
+        await asyncio.wait_for(call, 60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MPClient, "shutdown", MPClient.shutdown)
+        patches.fail_waits_for_a_dead_core()
+        with pytest.raises(EngineDeadError):
+            asyncio.run(wait())
 
 
 def test_sends_of_two_threads_do_not_meet() -> None:

@@ -274,6 +274,8 @@ def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
                 (core,) = [one for one in front.children() if "EngineCor" in one.name()]
                 core.kill()
                 processes.remove(front)
+                with pytest.raises(ray.exceptions.RayTaskError, match="EngineDeadError"):
+                    ray.get(working, timeout=GONE_WITHIN)
             _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN)
             assert not alive
     assert until(all_gpus_are_free)
