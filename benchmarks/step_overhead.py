@@ -50,7 +50,7 @@ def main() -> None:
         gc.collect()
         rows.append(
             [
-                f"{tp}x{replicas}",
+                f"tp{tp}dp{replicas}",
                 requests,
                 Summary.of(ours).show(1e6),
                 Summary.of(theirs).show(1e6),
