@@ -30,10 +30,9 @@ class SideStream:
             yield
 
     def wait(self) -> None:
-        """Block until that work is done, and have the current stream see it."""
+        """Block until that work is done. All that is queued from then on comes after it."""
         if self._module is not None:
             self._stream.synchronize()
-            self._module.current_stream().wait_stream(self._stream)
 
     def wait_for_current(self) -> None:
         """Block until the work of the current stream is done."""

@@ -1,0 +1,196 @@
+"""Checks that what PAT does on a device is in order; each fails with the races that it has seen.
+
+They run PAT's code on imitated devices, with vLLM's weight loaders, receiver of packed weights and
+output of asynchronous steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from pat_vllm.executor import lanes
+from pat_vllm.executor.lanes import WorkerLanes
+from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.weights.model_weights import model_weights
+from tests import test_exchange as exchanges
+from tests.gpuless import rank_worker
+from tests.gpuless.devices import CUDA, imitated
+from tests.gpuless.nccl import Group
+from tests.gpuless.rank_worker import LAYOUTS, RANKS, Worker, make_workers, some_requests
+from tests.gpuless.streams import Queue
+
+LOADED_RANK = 1
+
+
+def check_exchange(ranks: int = 2, seeds: range = range(6)) -> None:
+    """KV moves between layouts as planned, and the model goes on with it."""
+    with imitated(ranks) as devices:
+        group = Group(devices, ranks)
+        cases = [exchanges._random_case(seed, ranks) for seed in seeds]
+        buffers, wanted = [], []
+        for source, target, heads, dtype, heads_first, moves in cases:
+            shape = (heads, dtype, heads_first)
+            size = heads * dtype.itemsize
+            size *= exchanges.LAYERS * exchanges.BLOCKS * exchanges.TOKENS * exchanges.CONTENT
+            before = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(ranks)]
+            after = [one.clone() for one in before]
+            old = [exchanges._views(one, source, *shape) for one in before]
+            for move in moves:
+                rank = move.route.target_rank
+                source_views = old[move.route.source_rank]
+                exchanges._copy(move, source_views, exchanges._views(after[rank], target, *shape))
+            buffers.append(before)
+            wanted.append(after)
+
+        def rank_main(rank: int) -> None:
+            exchange = Exchange(group, CUDA)  # type: ignore[arg-type]
+            exchange.measure(64)
+            for case, before, after in zip(cases, buffers, wanted, strict=True):
+                source, target, heads, dtype, heads_first, moves = case
+                mine = RankMoves.of(rank, ranks, moves)
+                buffer = devices.hold(before[rank])
+                old, new = (
+                    exchanges._views(buffer, layout, heads, dtype, heads_first)
+                    for layout in (source, target)
+                )
+                for view in old:
+                    view.copy_(view.clone())  # a step
+                with exchange.staging(mine, old[0], new[0]):
+                    for a, b in zip(old, new, strict=True):
+                        exchange.run(a, b)
+                for view in new:
+                    view.copy_(view.clone())
+                assert torch.equal(buffer.cpu(), after[rank])
+
+        devices.run(rank_main)
+
+
+def run_workers(function: Callable[[Worker], None]) -> None:
+    """Call it for the worker of each rank."""
+    with imitated(RANKS) as devices, rank_worker.without_vllm():
+        workers = make_workers(devices)
+        devices.run(lambda rank: function(workers[rank]))
+
+
+def check_switches() -> None:
+    """Weights move beside KV, and both are there when the model goes on."""
+    walk = (0, 1, 2, 1, 0, 2, 0)
+
+    def rank_main(worker: Worker) -> None:
+        for source, target in itertools.pairwise(LAYOUTS[i] for i in walk):
+            worker.step(read=False)
+            worker.switch(target, some_requests(source, target))
+            worker.step(read=False)
+            worker.check_weights()
+
+    run_workers(rank_main)
+
+
+def check_row_swaps() -> None:
+    """Layouts are entered as at start, and left for sleep."""
+
+    def rank_main(worker: Worker) -> None:
+        for i in (1, 2, 0, 2, 1):
+            worker._enter(worker._runtimes[LAYOUTS[i]])
+            worker.step()
+            worker.check_weights()
+        worker.sleep(1)
+        worker.update("replace")
+        worker.step()
+        worker.check_weights()
+
+    run_workers(rank_main)
+
+
+def check_loaders() -> None:
+    """New weights come on streams of their own, whatever was done before."""
+
+    def rank_main(worker: Worker) -> None:
+        factors = itertools.count(2)
+
+        def receive() -> None:
+            worker.update("receive", factor := float(next(factors)))
+            worker.check_weights(factor)
+
+        worker.compile_or_warm_up_model()
+        receive()
+        worker.step()
+        for target in (LAYOUTS[1], LAYOUTS[2], LAYOUTS[0]):
+            worker.switch(target, [])
+            receive()
+            receive()
+            worker.step()
+        worker.update("replace")
+        receive()
+
+    run_workers(rank_main)
+
+
+def check_loading_of_copies() -> None:
+    """The base layout is loaded from disk; the other layouts have copies of its weights."""
+    _check_loading(MaterializedShards())
+
+
+def check_loading_of_views() -> None:
+    """The base layout is loaded from disk; the other layouts' weights are views of its."""
+    _check_loading(InPlaceShards({one.tp: one.tp_rank_of(LOADED_RANK) for one in LAYOUTS}))
+
+
+def _check_loading(strategy: Any) -> None:
+    rank = LOADED_RANK
+    models = {one.tp: rank_worker.empty_model(one.tp, rank) for one in LAYOUTS}
+    wanted = {tp: rank_worker.expected(tp, rank) for tp in models}
+    with imitated(RANKS) as devices, devices.on(rank):
+        for model in models.values():
+            rank_worker.to_device(devices, model)
+        base, *others = models.values()
+        strategy.check(base)
+        rank_worker.load_weights(base, rank_worker.checkpoint())
+        strategy.capture(base)
+        for model in others:
+            strategy.fill(model)
+        strategy.release()
+        for tp in (2, 4, 1):
+            strategy.arrange(tp)
+            for weight in model_weights(models[tp]):
+                values = weight.current.clone().cpu()
+                assert torch.equal(values, wanted[tp][weight.name])
+
+
+def check_outputs() -> None:
+    """A step's output is copied on a stream of its own, and read in another thread."""
+    replies: Any = queue.SimpleQueue()
+
+    with imitated(1) as devices, devices.on(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "queue", SimpleNamespace(SimpleQueue=Queue))
+        platform = SimpleNamespace(set_device=lambda device: devices.another_thread(0))
+        patch.setattr(lanes, "current_platform", platform)
+        ends: Any = WorkerLanes.__new__(WorkerLanes)
+        ends._device, ends._finishing = CUDA, None
+        ends._reply = SimpleNamespace(enqueue=replies.put)
+        main, copies = torch.cuda.current_stream(), torch.cuda.Stream()
+        for step in range(4):
+            sampled = torch.full((2, 1), step, device=CUDA)
+            count = torch.ones(2, dtype=torch.int32, device=CUDA)
+            output = SamplerOutput(sampled, None, None, count, count)
+            result = ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1})
+            made = AsyncOutput(result, output, count, main, copies, False, None)
+            del sampled, count, output
+            ends._answer(made)
+            del made
+            succeeded, answer = replies.get(timeout=30)
+            assert succeeded and answer.sampled_token_ids == [[step], [step]], answer
+            del answer, result
