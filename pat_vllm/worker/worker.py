@@ -206,7 +206,7 @@ class PATWorkerMixin(_Base):
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
         home = self._runtimes[self._home]
-        self._enter_for_a_call(home)
+        self._enter_for_a_call(home)  # the first may be an update
         seed_like(self._seed, 0, home.layout.replica_of(self.rank))
         return CompilationTimes(language_model=language_model, encoder=encoder)
 

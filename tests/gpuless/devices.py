@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +18,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from vllm.distributed.weight_transfer import packed_tensor
@@ -45,13 +46,14 @@ class Devices:
     """
 
     def __init__(self, ranks: int) -> None:
-        self.races = Races(self._host)
+        self.races = Races(_hosts)
         self.on_error: list[Callable[[], None]] = []
         self._memories: WeakValueDictionary[int, Memory] = WeakValueDictionary()
         self._every = [Device(rank) for rank in range(ranks)]
         for device in self._every:
             device.main = here.thread = Thread(device, Actor(f"rank {device.index} host"))
             device.main.current = Stream()
+            device.hosts.append(device.main.host)
         here.thread = None
 
     @contextmanager
@@ -88,10 +90,7 @@ class Devices:
         """From now on this thread is a second one of a rank's host."""
         device = self._every[rank]
         here.thread = Thread(device, Actor(f"rank {rank} thread"), device.streams[0])
-
-    def _host(self) -> Actor | None:
-        thread = getattr(here, "thread", None)
-        return thread.host if thread else None
+        device.hosts.append(here.thread.host)
 
     # ---------------------------------------------------------------- memory
 
@@ -149,7 +148,8 @@ class Devices:
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, as work of the current stream if a tensor of it is on the device."""
         tensors = list(_tensors(func, args, kwargs))
-        if not any(self.memory_of(tensor) for tensor, _ in tensors):
+        held = any(self.memory_of(tensor) for tensor, _ in tensors)
+        if not held or any(tensor.is_meta for tensor, _ in tensors):
             return func(*args, **kwargs)
         on_device = [self.on_device(tensor) for tensor, _ in tensors]
         if not any(on_device):
@@ -182,6 +182,8 @@ class Devices:
                 target = one
             else:
                 dtypes.append(one)
+        if target == "meta":
+            return tensor.to("meta")
         from_device = self.on_device(tensor)
         to_device = from_device if target is None else torch.device(target).type == "cuda"
         if from_device == to_device:
@@ -231,6 +233,11 @@ class _HostArray(np.ndarray):
         return super().tolist()
 
 
+def _hosts() -> Sequence[Actor]:
+    thread = getattr(here, "thread", None)
+    return thread.device.hosts if thread else ()
+
+
 def _tensors(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
@@ -271,6 +278,9 @@ class _OnCuda(TorchFunctionMode):
         if func in self._instead:
             return self._instead[func](*args, **kwargs)
         device, pinned = kwargs.get("device"), kwargs.pop("pin_memory", False)
+        below = _get_current_function_mode()
+        if device is None and isinstance(below, DeviceContext) and func in _device_constructors():
+            device = below.device
         if pinned or (device is not None and torch.device(device).type == "cuda"):
             made = func(*args, **kwargs | {"device": "cpu"})
             return self._devices.hold(made, pinned=pinned, written=func not in _EMPTY)

@@ -148,11 +148,12 @@ class Races:
 
     Attributes:
         found: the races, each pair of places once.
-        host: says which thread runs; None where there is no device.
+        hosts: gives the threads that use the present device; none where there is no device. What
+            one of them knows to be over is over, if memory is given back then.
     """
 
-    def __init__(self, host: Callable[[], Actor | None]) -> None:
-        self.host = host
+    def __init__(self, hosts: Callable[[], Sequence[Actor]]) -> None:
+        self.hosts = hosts
         self.found: list[str] = []
         self._accesses: dict[int, Access] = {}
         self._numbers = itertools.count(1)
@@ -189,12 +190,14 @@ class Races:
 
     def give_back(self, memory: Memory) -> None:
         """Nobody refers to a memory any more."""
-        host = self.host()
-        if memory.stream is None or host is None:
+        hosts = self.hosts()
+        if memory.stream is None or not hosts:
             return
         safe = {memory.stream.name, *memory.recorded}
         users = tuple(
-            user for user in memory.last.values() if user.actor not in safe and not host.saw(user)
+            user
+            for user in memory.last.values()
+            if user.actor not in safe and not any(host.saw(user) for host in hosts)
         )
         if users:
             self._freed[memory.stream.name].append(Freed(place(), users))

@@ -116,6 +116,7 @@ class Trainer:
 
     def __init__(self, devices: Devices, tensors: Iterable[torch.Tensor]) -> None:
         self._devices = devices
+        self._clock: dict[str, int] = {}
         with unseen():
             self._rest = torch.cat([one.reshape(-1).view(torch.uint8) for one in tensors])
 
@@ -123,6 +124,9 @@ class Trainer:
         """The next bytes arrive, on the current stream unless told otherwise."""
         assert src == 0
         actor = (stream or current_stream()).work()
+        # NCCL does what one communicator is given in order, whichever the streams.
+        actor.knows(self._clock)
+        self._clock = dict(actor.clock)
         with unseen():
             tensor.copy_(self._rest[: tensor.nbytes])
             self._rest = self._rest[tensor.nbytes :]

@@ -69,6 +69,7 @@ class Device:
 
     index: int
     streams: list[Stream] = field(default_factory=list)
+    hosts: list[Actor] = field(default_factory=list)
     main: Thread = None  # type: ignore[assignment]
 
 
