@@ -19,7 +19,7 @@ from tests.gpuless.streams import Stream, current_stream, here, unseen
 if TYPE_CHECKING:
     from tests.gpuless.devices import Devices
 
-_PATIENCE = 60.0
+_PATIENCE = 240.0
 
 
 class Group:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -50,10 +51,13 @@ LAYERS_OF_WEIGHTS = {
 }
 
 A_LAYER = 3480
-"""Bytes after which each of these layers, and no part of it, makes up a packed buffer. Where a layer
+"""Bytes after which each of these layers, and no part of it, is a packed buffer. Where a layer
 comes in several, vLLM's receiver gives memory back that another stream may still read."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+
+_reload = threading.Lock()
+"""vLLM keeps what it reloads by process, and ranks are threads here."""
 
 
 def checkpoint(factor: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -158,17 +162,18 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
         """New weights, packed, by vLLM's own receiver, which loads on streams of its own."""
         weights = list(checkpoint(factor))
         model = self.model_runner.get_model()
-        initialize_layerwise_reload(model)
-        packed_nccl_broadcast_consumer(
-            iterator=iter([(name, (list(one.shape), one.dtype)) for name, one in weights]),
-            group=Trainer(self.devices, [one for _, one in weights]),
-            src=0,
-            post_unpack_func=functools.partial(load_weights, model),
-            buffer_size_bytes=A_LAYER,
-            num_buffers=2,
-            device=CUDA,
-        )
-        finalize_layerwise_reload(model, None)
+        with _reload:
+            initialize_layerwise_reload(model)
+            packed_nccl_broadcast_consumer(
+                iterator=iter([(name, (list(one.shape), one.dtype)) for name, one in weights]),
+                group=Trainer(self.devices, [one for _, one in weights]),
+                src=0,
+                post_unpack_func=functools.partial(load_weights, model),
+                buffer_size_bytes=A_LAYER,
+                num_buffers=2,
+                device=CUDA,
+            )
+            finalize_layerwise_reload(model, None)
 
     def replace(self) -> None:
         """New weights that take the place of the parameters."""
