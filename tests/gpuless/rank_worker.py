@@ -155,6 +155,7 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
                 collective of a step, so that this is as if all ranks had read it.
         """
         output = self.model_runner.execute_model()
+        assert not self.devices.races.found  # and `imitated` says which
         if read:
             output.cpu()
 
