@@ -54,8 +54,9 @@ def dead_client(outputs: Any) -> Any:
 def test_who_waits_for_a_dead_core_is_told() -> None:
     """vLLM's own client leaves `generate` and calls waiting for good."""
     client = dead_client(queue.Queue())
-    call = client.utility_results[1] = Future()
-    answered = client.utility_results[2] = Future()
+    call: Future[Any] = Future()
+    answered: Future[Any] = Future()
+    client.utility_results.update({1: call, 2: answered})
     answered.set_result("before")
     with ThreadPoolExecutor(1) as pool:
         output = pool.submit(client.get_output)
