@@ -1,7 +1,8 @@
 """What must hold of a worker's CUDA graphs.
 
-A program: `python -m tests.gpuless.graph_checks OUT` writes a line of JSON for each check, and for
-each check with a mistake in PAT. It needs a process of its own, with Triton's interpreter.
+A program: `python -m tests.gpuless.graph_checks OUT NAME...` writes a line of JSON for each check
+that is named, and for each mistake in PAT that is named: what was seen. It needs a process of its
+own, with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def check_replays(make: Made) -> None:
         assert _close(made, wanted), f"{phase}: {made} {wanted}"
     # Or there would be nothing to see.
     first = dict(reversed(run.hidden))
-    layout = [phase for phase in first if phase.startswith("layout")][0]
+    layout = next(phase for phase in first if phase.startswith("layout"))
     assert not _close(first["layout 0"], first["layout 1"])
     assert not _close(first[layout], first["updated"])
     assert not _close(first["updated"], first["updated elsewhere"])
@@ -240,7 +241,7 @@ def _seen(check: Callable[[], None]) -> str | None:
     return None
 
 
-def main(out: str) -> None:
+def main(out: str, *wanted: str) -> None:
     from tests.gpuless.graph_worker import prepare_process
 
     prepare_process()
@@ -254,13 +255,17 @@ def main(out: str) -> None:
             file.write(json.dumps([kind, name, seen]) + "\n")
 
     for name, check in CHECKS.items():
-        say("check", name, _seen(check))
-    _eager(2, True)  # without mistakes
+        if name in wanted:
+            say("check", name, _seen(check))
+    Run.decode_steps = 1  # takes less time, and shows mistakes as well
+    _eager(2, True)
     for name, mistake in MISTAKES.items():
+        if name not in wanted:
+            continue
         with mutated(resolve_name(mistake.function), dict(mistake.changes)):
             say("mistake", name, _seen(functools.partial(_with_two_layouts, mistake.check)))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1])
+    main(*sys.argv[1:])

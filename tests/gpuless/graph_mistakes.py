@@ -11,7 +11,11 @@ _GPU_WORKER = "pat_vllm.worker.gpu_worker:PATGPUWorker."
 
 @dataclass(frozen=True)
 class Mistake:
-    """A change of a function of PAT's that a check must see."""
+    """A change of a function of PAT's that a check must see.
+
+    Attributes:
+        changes: see `tests.support.mutation.mutated`.
+    """
 
     check: str
     function: str
@@ -155,3 +159,14 @@ MISTAKES = {
         _also("self._activate(runtime)", "install_tp_group(self._base.group)"),
     ),
 }
+
+NIGHTLY = {
+    "V1, order",
+    "a switch allocates the KV cache",
+    "buffers wake up elsewhere",
+    "a switch takes the other layout's graphs along",
+    "graphs end with their layout",
+    "capture before the weights are there",
+    "a switch moves the slot mapping",
+}
+"""Checks and mistakes that are like others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,7 +13,6 @@ from tests.gpuless.cuda_graphs import Driver, Graph
 PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
 """By number of ranks, the layouts that are visited before the first update."""
 PROMPTS = ((11, 12, 13), (21, 22), (31, 32))
-DECODE_STEPS = 2
 
 
 @dataclass
@@ -21,10 +20,12 @@ class Run:
     """A worker, and what has become of it.
 
     Attributes:
+        decode_steps: steps after each prefill.
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
     """
 
+    decode_steps: ClassVar[int] = 2
     worker: Any
     driver: Driver
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -76,15 +77,16 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
+        room = self.decode_steps + 1
         lengths = [len(prompt) for prompt in PROMPTS]
-        requests = make_requests(phase, lengths, DECODE_STEPS + 1, 32, decoding=False)
-        first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, DECODE_STEPS + 1)
+        requests = make_requests(phase, lengths, room, 32, decoding=False)
+        first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
         for new, prompt in zip(first.scheduled_new_reqs, PROMPTS, strict=True):
             new.prompt_token_ids = list(prompt)
             new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
-            new.sampling_params = SamplingParams(temperature=0.0, max_tokens=DECODE_STEPS + 1)
+            new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
         self._step(first)
-        for done in range(1, DECODE_STEPS + 1):
+        for done in range(1, room):
             self._step(decode_step(requests, done))
         self.worker.execute_model(finish(requests))
 

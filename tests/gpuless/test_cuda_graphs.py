@@ -10,15 +10,16 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.gpuless.cuda_graphs import Driver, GraphError
 from tests.gpuless.graph_checks import CHECKS
-from tests.gpuless.graph_mistakes import MISTAKES
+from tests.gpuless.graph_mistakes import MISTAKES, NIGHTLY
 from tests.support.child import Child
 
 pytestmark = pytest.mark.timeout(600)
@@ -44,8 +45,16 @@ class Verdicts:
         return self._said()[kind, name]
 
 
+def marked(names: Iterable[str]) -> list[Any]:
+    """Names for `pytest.mark.parametrize`."""
+    nightly = pytest.mark.nightly
+    return [pytest.param(name, marks=nightly if name in NIGHTLY else ()) for name in names]
+
+
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
+def verdicts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Verdicts]:
     folder = tmp_path_factory.mktemp("graphs")
     path = os.pathsep.join([str(V2_ON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
@@ -56,7 +65,10 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
         "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
     }
     out = folder / "verdicts.jsonl"
-    command = [sys.executable, "-m", "tests.gpuless.graph_checks", str(out)]
+    mine = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params for item in mine if hasattr(item, "callspec")]
+    wanted = [name for case in cases for name in case.values()]
+    command = [sys.executable, "-m", "tests.gpuless.graph_checks", str(out), *wanted]
     child = Child(command, folder / "log", cwd=ROOT, env=environment)
     try:
         yield Verdicts(child, out)
@@ -64,12 +76,12 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verdicts]:
         child.kill()
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", marked(CHECKS))
 def test_graphs(verdicts: Verdicts, check: str) -> None:
     assert verdicts.of("check", check) is None
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", marked(MISTAKES))
 def test_a_mistake_is_seen(verdicts: Verdicts, mistake: str) -> None:
     assert verdicts.of("mistake", mistake) is not None
 
