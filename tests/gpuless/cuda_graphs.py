@@ -74,14 +74,16 @@ class Driver:
         self._users: dict[Pool, int] = {}
 
     def install(self, platform: Any) -> None:
-        """Be the driver of this process.
+        """Be the driver of this process. While it captures, "cuda" is another name of the CPU.
 
         Args:
             platform: class of vLLM's current platform, which has torch's pool handles.
         """
         torch.cuda.CUDAGraph = self.make_graph  # type: ignore[assignment,misc]
         torch.cuda.graph = self.capture  # type: ignore[assignment,misc]
-        platform.graph_pool_handle = staticmethod(self.graph_pool_handle)
+        torch.cuda.graph_pool_handle = self.graph_pool_handle
+        torch.cuda._lazy_init = lambda: None
+        platform.graph_pool_handle = staticmethod(lambda: torch.cuda.graph_pool_handle())
         platform._global_graph_pool = None
 
     def graph_pool_handle(self) -> Pool:
@@ -204,6 +206,8 @@ class Graph(TorchDispatchMode):
         Raises:
             GraphError: memory that it does not own is no longer what it was.
         """
+        if self._pool is None:
+            raise GraphError("a graph is replayed that was not captured, or was reset")
         self._driver.replayed.append((self._driver.phase, self.number))
         memory = self._own | {key: one.find() for key, one in self._foreign.items()}
 
@@ -220,9 +224,17 @@ class Graph(TorchDispatchMode):
                     if isinstance(old, _View) and (kept := take(old)).data_ptr() != new.data_ptr():
                         kept.copy_(new)
 
-    def __del__(self) -> None:
+    def reset(self) -> None:
+        """As torch's."""
         if self._pool is not None:
             self._driver.give_back(self._pool)
+        self._pool = None
+        self._operations.clear()
+        self._own.clear()
+        self._foreign.clear()
+
+    def __del__(self) -> None:
+        self.reset()
 
     # ---------------------------------------------------------------- capturing
 
@@ -231,7 +243,9 @@ class Graph(TorchDispatchMode):
     ) -> Any:
         if func in _WAITING:
             raise GraphError(f"{func} waits for a device that captures")
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", None) == "cuda":
+            kwargs["device"] = torch.device("cpu")
         result = func(*args, **kwargs)
         given = {_key(tensor) for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):

@@ -125,7 +125,7 @@ def check_shared(make: Made) -> None:
 
 
 def check_pools(make: Made) -> None:
-    """All graphs share a pool. Those for measuring are in others, one per layout, and are gone."""
+    """All graphs share a pool. Those for measuring, of each layout, were in others, and are gone."""
     run = make()
     gc.collect()
     thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
@@ -134,14 +134,12 @@ def check_pools(make: Made) -> None:
     offloaded = run.worker.vllm_config.use_cumem_cudagraph_pool
     pool = OFFLOADED if offloaded else run.worker.graph_pool
     assert {one.pool for one in kept} == {pool}
+    assert pool not in {one.pool for one in thrown_away}
     assert all(one.graph() is not None for one in kept)
     assert all(one.graph() is None for one in thrown_away)
-    pools = {one.pool: set[str]() for one in thrown_away}
-    assert pool not in pools
-    for one in thrown_away:
-        pools[one.pool] |= {each.group for each in one.collectives}
-    groups = {str(r.layout) for r in run.worker.runtimes.values() if r.layout.tp > 1}
-    assert sorted(map(sorted, pools.values())) == sorted([[], *([one] for one in groups)])
+    groups = {str(one.layout) for one in run.worker.runtimes.values() if one.layout.tp > 1}
+    measured = {frozenset(each.group for each in one.collectives) for one in thrown_away}
+    assert measured == {frozenset[str](), *(frozenset({one}) for one in groups)}
 
 
 def check_order(start: Callable[[int], Run], ranks: Iterable[int]) -> None:

@@ -132,13 +132,19 @@ MISTAKES = {
     ),
     "the pool for measuring stays": Mistake(
         "pools",
-        _GPU_WORKER + "_measure",
-        _also(
-            "available = super().determine_available_memory()", f"{_POOL} = self.driver.pools[-1]"
-        ),
+        _GPU_WORKER + "determine_available_memory",
+        {
+            "return self.available_kv_cache_memory_bytes": f"{_POOL} = self.driver.captured[-1]"
+            ".pool; return self.available_kv_cache_memory_bytes"
+        },
     ),
     "one layout is measured for all": Mistake(
-        "pools", _GPU_WORKER + "_measure", {"self._enter(runtime)": "pass"}
+        "pools",
+        _WORKER + "_enter",
+        {
+            "self._activate(runtime)": "self._activate(runtime if self.driver.phase == 'starting' "
+            "else self._base)"
+        },
     ),
     "a rank captures layouts in another order": Mistake(
         "order",

@@ -142,3 +142,5 @@ def test_what_a_driver_refuses() -> None:
         driver.make_graph().capture_begin(pool)
     with driver.capture(driver.make_graph(), driver.graph_pool_handle()), pytest.raises(GraphError):
         driver.make_graph().capture_begin()
+    with pytest.raises(GraphError, match="not captured"):
+        driver.make_graph().replay()
