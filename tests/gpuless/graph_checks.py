@@ -125,7 +125,7 @@ def check_shared(make: Made) -> None:
 
 
 def check_pools(make: Made) -> None:
-    """All graphs share a pool. Those for measuring, of each layout, were in others, and are gone."""
+    """All graphs share a pool. Each layout was measured with graphs elsewhere, which are gone."""
     run = make()
     gc.collect()
     thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]

@@ -59,8 +59,9 @@ class Run:
                 found[graph.number] = (tp, "FULL", description.num_tokens)
             for description, entry in piecewise_graphs(runtime.runner).entries.items():
                 for part in entry.capture.segments:
-                    if isinstance(graph := getattr(part, "__self__", None), Graph):
-                        found[graph.number] = (tp, "PIECEWISE", description.num_tokens)
+                    owner = getattr(part, "__self__", None)
+                    if isinstance(owner, Graph):
+                        found[owner.number] = (tp, "PIECEWISE", description.num_tokens)
         return found
 
     @property
