@@ -1,5 +1,7 @@
 """Mistakes made on purpose, to show that a check would see them."""
 
+import __future__
+
 import ast
 import inspect
 import textwrap
@@ -36,8 +38,10 @@ def _changed(function: FunctionType, changes: dict[str, str]) -> CodeType:
     outer.body.insert(-1, definition)
     module = ast.fix_missing_locations(ast.Module([outer], []))
     scope: dict[str, Any] = {}
+    # What annotations name may be imported for type checkers only.
+    flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     exec(
-        compile(module, f"<mutation of {function.__qualname__}>", "exec"),
+        compile(module, f"<mutation of {function.__qualname__}>", "exec", flags),
         function.__globals__,
         scope,
     )

@@ -1,0 +1,269 @@
+"""What must hold of a worker's CUDA graphs.
+
+A program: `python -m tests.gpuless.graph_checks OUT NAME...` writes a line of JSON for each check
+that is named, and for each mistake in PAT that is named: what was seen. It needs a process of its
+own, with Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from operator import attrgetter
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.gpuless.graph_mistakes import MISTAKES
+from tests.gpuless.graph_run import Run, full_graphs, inputs_of
+from tests.support.mutation import mutated
+
+RANK = 1
+TOLERANCE = 1e-4
+OFFLOADED = (7, 7)
+"""Pool of graphs whose memory sleep mode offloads."""
+
+Made = Callable[[], Run]
+
+
+@functools.cache
+def _eager(ranks: int, use_v2: bool) -> list[tuple[str, torch.Tensor]]:
+    return Run.start(ranks, RANK, use_v2, graphs=False).drive().hidden
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def check_replays(make: Made) -> None:
+    """Graphs compute what is computed without, whatever has happened since their capture."""
+    run = make()
+    expected = _eager(run.worker._base.layout.world_size, run.use_v2)
+    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
+    for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
+        assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    # Or there would be nothing to see.
+    first = dict(reversed(run.hidden))
+    layout = next(phase for phase in first if phase.startswith("layout"))
+    assert not _close(first["layout 0"], first["layout 1"])
+    assert not _close(first[layout], first["updated"])
+    assert not _close(first["updated"], first["updated elsewhere"])
+    assert _close(first["updated elsewhere"], first["slept"])
+    assert _close(first[layout], first["slept without weights"])
+    assert _close(first["layout 0"], first["back"])
+
+
+def check_own_graphs(make: Made) -> None:
+    """Each layout has graphs for each size, which are replayed while it is active."""
+    run = make()
+    from tests.gpuless.graph_worker import MAX_NUM_SEQS, SIZES
+
+    graphs = run.graphs
+    assert set(graphs) == {one.number for one in run.driver.captured if one.phase == "starting"}
+    for tp in run.worker.runtimes:
+        sizes = {(kind, size) for at, kind, size in graphs.values() if at == tp}
+        full = {("FULL", size) for size in SIZES if size <= MAX_NUM_SEQS}
+        assert sizes == full | {("PIECEWISE", size) for size in SIZES}
+    for phase, tp in run.active.items():
+        used = {graphs[number][:2] for at, number in run.driver.replayed if at == phase}
+        assert used == {(tp, "FULL"), (tp, "PIECEWISE")}, phase
+
+
+def check_addresses(make: Made) -> None:
+    """What a layout's graphs use is where the layout has it now."""
+    run = make()
+    for tp, runtime in run.worker.runtimes.items():
+        runner = runtime.runner
+        used = {
+            name: parameter
+            for name, parameter in runner.get_model().named_parameters()
+            if not name.startswith("lm_head")
+        }
+        layers = runtime.config.compilation_config.static_forward_context
+        used |= {f"KV of {name}": layer.kv_cache for name, layer in layers.items()}
+        used |= inputs_of(runner)
+        for graph in full_graphs(runner).values():
+            elsewhere = [n for n, one in used.items() if one.data_ptr() not in graph.addresses]
+            assert not elsewhere, f"tp={tp}: {elsewhere}"
+
+
+def check_shared(make: Made) -> None:
+    """Layouts have one KV buffer, one copy of the weights, of token ids and of penalty counters."""
+    run = make()
+    base, *others = run.worker.runtimes.values()
+
+    def memory(tensors: Any) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+    def kv(runtime: Any) -> set[int]:
+        layers = runtime.config.compilation_config.static_forward_context.values()
+        return memory(layer.kv_cache for layer in layers)
+
+    assert kv(base) == memory([run.worker._buffer.buffer])
+    for one in others:
+        assert kv(one) == kv(base), "KV"
+        weights = memory(one.runner.get_model().parameters())
+        assert weights <= memory(base.runner.get_model().parameters()), "weights"
+        if not run.use_v2:
+            continue
+        for name in (
+            "req_states.all_token_ids.gpu",
+            "sampler.penalties_state.output_bin_counts",
+            "sampler.penalties_state.prompt_bin_mask",
+        ):
+            of = attrgetter(name)
+            assert of(one.runner).data_ptr() == of(base.runner).data_ptr(), name
+
+
+def check_pools(make: Made) -> None:
+    """All graphs share a pool. Each layout was measured with graphs elsewhere, which are gone."""
+    run = make()
+    gc.collect()
+    thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
+    kept = [one for one in run.driver.captured if one.phase == "starting"]
+    assert len(thrown_away) + len(kept) == len(run.driver.captured)
+    offloaded = run.worker.vllm_config.use_cumem_cudagraph_pool
+    pool = OFFLOADED if offloaded else run.worker.graph_pool
+    assert {one.pool for one in kept} == {pool}
+    assert pool not in {one.pool for one in thrown_away}
+    assert all(one.graph() is not None for one in kept)
+    assert all(one.graph() is None for one in thrown_away)
+    groups = {str(one.layout) for one in run.worker.runtimes.values() if one.layout.tp > 1}
+    measured = {frozenset(each.group for each in one.collectives) for one in thrown_away}
+    assert measured == {frozenset[str](), *(frozenset({one}) for one in groups)}
+
+
+def check_order(start: Callable[[int], Run], ranks: Iterable[int]) -> None:
+    """All ranks capture the same graphs with the same collectives in one order: the base layout's
+    first, those of mixed batches before those of decoding ones, large ones before small ones."""
+    orders = []
+    for rank in ranks:
+        run = start(rank)
+        graphs = run.graphs
+        names = {runtime.layout.tp: str(runtime.layout) for runtime in run.worker.runtimes.values()}
+        order = []
+        for one in run.driver.captured:
+            if one.phase == "starting":
+                tp, kind, size = graphs[one.number]
+                assert {each.group for each in one.collectives} <= {names[tp]}
+                order.append((tp, kind == "FULL", -size, tuple(one.collectives)))
+        orders.append(order)
+        collectives = {tp: 0 for tp in names}
+        for tp, _, _, those in order:
+            collectives[tp] += len(those)
+        assert [tp for tp, count in collectives.items() if not count] == [1]
+    assert all(order == orders[0] for order in orders)
+    sizes = [each[:3] for each in orders[0]]
+    assert sizes == sorted(sizes)
+
+
+@contextmanager
+def _offloading() -> Iterator[None]:
+    """Sleep mode offloads the memory of graphs, by a pool of vLLM's allocator."""
+    import vllm.compilation.cudagraph_pool as module
+    from vllm.config import VllmConfig
+
+    allocator = SimpleNamespace(cudagraph_pool=lambda: nullcontext(OFFLOADED))
+    with (
+        mock.patch.object(VllmConfig, "use_cumem_cudagraph_pool", True),
+        mock.patch.object(module, "get_mem_allocator_instance", lambda: allocator),
+    ):
+        yield
+
+
+@functools.cache
+def _driven() -> Run:
+    return Run.start(4, RANK, warm=True).drive()
+
+
+def _offloaded_pools() -> None:
+    with _offloading():
+        check_pools(lambda: Run.start(2, RANK))
+
+
+@functools.cache
+def _driven_v1() -> Run:
+    return Run.start(2, RANK, use_v2=False, warm=True).drive()
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "replays": lambda: check_replays(_driven),
+    "own graphs": lambda: check_own_graphs(_driven),
+    "addresses": lambda: check_addresses(_driven),
+    "shared": lambda: check_shared(_driven),
+    "pools": lambda: check_pools(_driven),
+    "pools, offloaded": _offloaded_pools,
+    "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
+    "V1, replays": lambda: check_replays(_driven_v1),
+    "V1, own graphs": lambda: check_own_graphs(_driven_v1),
+    "V1, addresses": lambda: check_addresses(_driven_v1),
+    "V1, shared": lambda: check_shared(_driven_v1),
+    "V1, pools": lambda: check_pools(_driven_v1),
+    "V1, order": lambda: check_order(lambda rank: Run.start(2, rank, use_v2=False), (0, 1)),
+}
+
+
+def _with_two_layouts(check: str) -> None:
+    """A check of a new worker."""
+    match check:
+        case "order":
+            check_order(lambda rank: Run.start(2, rank), (0, 1))
+        case "pools":
+            check_pools(lambda: Run.start(2, RANK))
+        case "shared":
+            check_shared(lambda: Run.start(2, RANK))
+        case _:
+            of_driven = {
+                "replays": check_replays,
+                "own graphs": check_own_graphs,
+                "addresses": check_addresses,
+            }
+            of_driven[check](lambda: Run.start(2, RANK).drive())
+
+
+def _seen(check: Callable[[], None]) -> str | None:
+    """What a check complains about, if it does."""
+    try:
+        check()
+    except AssertionError as error:
+        return str(error)[:2000] or "".join(traceback.format_tb(error.__traceback__, -1))
+    return None
+
+
+def main(out: str, *wanted: str) -> None:
+    from tests.gpuless.graph_worker import prepare_process
+
+    prepare_process()
+    gc.collect()
+    gc.freeze()  # or vLLM, which often collects, looks at all that was imported each time
+    gc.disable()
+
+    def say(kind: str, name: str, seen: str | None) -> None:
+        print(f"{kind}: {name} ({time.process_time():.1f} s): {seen}", flush=True)
+        with open(out, "a") as file:
+            file.write(json.dumps([kind, name, seen]) + "\n")
+
+    for name, check in CHECKS.items():
+        if name in wanted:
+            say("check", name, _seen(check))
+    Run.decode_steps = 1  # takes less time, and shows mistakes as well
+    _eager(2, True)
+    for name, mistake in MISTAKES.items():
+        if name not in wanted:
+            continue
+        with mutated(resolve_name(mistake.function), dict(mistake.changes)):
+            say("mistake", name, _seen(functools.partial(_with_two_layouts, mistake.check)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])

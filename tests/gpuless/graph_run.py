@@ -1,0 +1,159 @@
+"""A worker with CUDA graphs through switches, weight updates and sleep."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from tests.gpuless.cuda_graphs import Driver, Graph
+
+PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
+"""By number of ranks, the layouts that are visited before the first update."""
+PROMPTS = ((11, 12, 13), (21, 22), (31, 32))
+
+
+@dataclass
+class Run:
+    """A worker, and what has become of it.
+
+    Attributes:
+        decode_steps: steps after each prefill.
+        hidden: of each step, the phase and the hidden states that tokens are sampled from.
+        active: tp of the layout in which each phase generates.
+    """
+
+    decode_steps: ClassVar[int] = 2
+    worker: Any
+    driver: Driver
+    hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    active: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def start(
+        cls, ranks: int, rank: int, use_v2: bool = True, graphs: bool = True, warm: bool = False
+    ) -> Run:
+        """See `GraphWorker.start`."""
+        from tests.gpuless.graph_worker import GraphWorker
+
+        driver = Driver()
+        run = cls(GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm), driver)
+        for runtime in run.worker.runtimes.values():
+            model = runtime.runner.get_model()
+            model.compute_logits = functools.partial(run._sample, model.compute_logits)
+        return run
+
+    def _sample(self, compute_logits: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        self.hidden.append((self.driver.phase, hidden_states.clone()))
+        logits: torch.Tensor = compute_logits(hidden_states)
+        return logits
+
+    @property
+    def graphs(self) -> dict[int, tuple[int, str, int]]:
+        """Layout's tp, kind and number of tokens of each graph that a layout has, by number."""
+        found = {}
+        for tp, runtime in self.worker.runtimes.items():
+            for description, graph in full_graphs(runtime.runner).items():
+                found[graph.number] = (tp, "FULL", description.num_tokens)
+            for description, entry in piecewise_graphs(runtime.runner).entries.items():
+                for part in entry.capture.segments:
+                    owner = getattr(part, "__self__", None)
+                    if isinstance(owner, Graph):
+                        found[owner.number] = (tp, "PIECEWISE", description.num_tokens)
+        return found
+
+    @property
+    def use_v2(self) -> bool:
+        use_v2: bool = self.worker.use_v2_model_runner
+        return use_v2
+
+    def generate(self, phase: str, tp: int) -> None:
+        """Prefill the prompts and decode, in the layout of this tp, which must be active."""
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        from pat_vllm.worker.synthetic import add_new, decode_step, finish, make_requests
+
+        self.driver.phase = phase
+        self.active[phase] = tp
+        room = self.decode_steps + 1
+        lengths = [len(prompt) for prompt in PROMPTS]
+        requests = make_requests(phase, lengths, room, 32, decoding=False)
+        first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
+        for new, prompt in zip(first.scheduled_new_reqs, PROMPTS, strict=True):
+            new.prompt_token_ids = list(prompt)
+            new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
+            new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
+        self._step(first)
+        for done in range(1, room):
+            self._step(decode_step(requests, done))
+        self.worker.execute_model(finish(requests))
+
+    def _step(self, step: Any) -> None:
+        output = self.worker.execute_model(step)
+        if output is None:
+            output = self.worker.sample_tokens(None)
+        if hasattr(output, "get_output"):
+            output.get_output()
+
+    def update(self, method: str, *args: Any) -> None:
+        """Have the worker's method write new weights, as PAT's executor does."""
+        failed = self.worker.pat_call_in_base(method, args, {})
+        assert failed is None, failed
+        self.worker.pat_refresh_weights()
+
+    def drive(self) -> Run:
+        """Switch, generate, update weights, sleep and wake up."""
+        worker = self.worker
+        path = PATHS[worker._base.layout.world_size]
+        for number, tp in enumerate(path):
+            if number:
+                worker.switch(number, tp)
+            self.generate(f"layout {number}", tp)
+        self.update("load", "qwen3_updated")
+        self.generate("updated", tp)
+        self.update("replace_parameters")
+        self.generate("updated elsewhere", tp)
+        worker.sleep(1)
+        worker.wake_up(None)
+        worker.pat_refresh_weights()
+        self.generate("slept", tp)
+        worker.sleep(2)
+        worker.wake_up(["weights"])
+        self.update("load", "qwen3")
+        worker.wake_up(["kv_cache"])
+        worker.pat_refresh_weights()
+        self.generate("slept without weights", tp)
+        worker.switch(len(path), 1)
+        self.generate("back", 1)
+        return self
+
+
+def full_graphs(runner: Any) -> dict[Any, Graph]:
+    """A model runner's graphs of whole steps."""
+    if hasattr(runner, "req_states"):
+        graphs: dict[Any, Graph] = runner.cudagraph_manager.graphs
+        return graphs
+    entries = runner.model.concrete_cudagraph_entries
+    return {key: entry.cudagraph for key, entry in entries.items()}
+
+
+def piecewise_graphs(runner: Any) -> Any:
+    """vLLM's keeper of a model runner's graphs of what is between attention layers."""
+    if hasattr(runner, "req_states"):
+        return runner.cudagraph_manager.breakable_cg_runner
+    return runner.model.runnable
+
+
+def inputs_of(runner: Any) -> dict[str, torch.Tensor]:
+    """What a model runner's graphs of whole steps find their inputs in, and leave outputs in."""
+    if not hasattr(runner, "req_states"):
+        return {"input_ids": runner.input_ids.gpu}
+    names = ("input_ids", "positions", "query_start_loc", "seq_lens")
+    return {name: getattr(runner.input_buffers, name) for name in names} | {
+        "block table": runner.block_tables.input_block_tables[0],
+        "slot mapping": runner.block_tables.slot_mappings,
+        "hidden states": runner.cudagraph_manager.hidden_states,
+    }
