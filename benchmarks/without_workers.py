@@ -24,6 +24,10 @@ class Executor:
 
     is_sleeping = False
 
+    def refresh_weights(self) -> bool:
+        """There are none."""
+        return not self.is_sleeping
+
     def finished(self, wait_for_all: bool = False) -> list[Any]:
         """No step is in flight."""
         return []

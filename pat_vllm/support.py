@@ -133,6 +133,10 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     }.items():
         if size:
             found.append((option, size, "0: layouts share weights on the GPU"))
+    transfer = vllm_config.weight_transfer_config
+    if transfer is not None and transfer.backend == "sharded_rdt":
+        allowed = "nccl, ipc, sparse_nccl, nccl_m2n; it needs vLLM's own Ray executor"
+        found.append(("weight_transfer_config.backend", transfer.backend, allowed))
     if vllm_config.lora_config is not None:
         found.append(("enable_lora", True, "False"))
     if vllm_config.cache_config.kv_offloading_size is not None:

@@ -215,15 +215,19 @@ class PATExecutorMixin(_Base):
             with contextlib.suppress(Exception):  # the caller of that call will hear it
                 self.futures_queue[0].result()  # vLLM's last call; reads for all before it
 
-    def _refresh_weights(self) -> None:
+    def refresh_weights(self) -> bool:
         """Derive the weights of the other layouts again, if the base layout's may have changed.
 
-        Nothing is done while the engine sleeps, without its weights. A step can be made then, too,
-        to abort a request.
+        Nothing is done while those are not there: while the engine sleeps, and between vLLM's
+        `start_weight_update` and `finish_weight_update`. A step can be made then, too, to abort a
+        request.
+
+        Returns:
+            Whether every layout has its weights.
         """
         if self._stale and not self.is_sleeping:
-            self.collective_rpc(commands.REFRESH_WEIGHTS)
-            self._stale = False
+            self._stale = not all(self.collective_rpc(commands.REFRESH_WEIGHTS))
+        return not self._stale
 
     def _leave_lanes(self) -> None:
         if self._in_lanes:
@@ -233,7 +237,7 @@ class PATExecutorMixin(_Base):
 
     def _enter_lanes(self) -> None:
         if not self._in_lanes:
-            self._refresh_weights()
+            self.refresh_weights()
             ring = self.rpc_broadcast_mq
             assert ring is not None
             ring.enqueue((commands.SERVE_LANE, (), {}, _NO_REPLY_RANK))
@@ -245,6 +249,13 @@ class PATExecutorMixin(_Base):
         """Start each replica's step in its own lane. The outputs come from `sample_tokens`."""
         assert isinstance(scheduler_output, PATSchedulerOutput)
         self._raise_if_failed()
+        steps = scheduler_output.steps.values()
+        has_tokens = self._stale and any(step.total_num_scheduled_tokens for step in steps)
+        if has_tokens and not self.refresh_weights():
+            raise RuntimeError(
+                "a step was due in the middle of a weight update; pause generation before "
+                "start_weight_update, and resume it after finish_weight_update"
+            )
         for replica, step in scheduler_output.steps.items():
             self._send(replica, EXECUTE, step)
             self._pending.setdefault(replica, deque()).append(time.perf_counter())
@@ -338,7 +349,7 @@ class PATExecutorMixin(_Base):
             TimeoutError: see `_call_together`.
         """
         assert not any(self._pending.values()), "a step is in flight"
-        self._refresh_weights()
+        self.refresh_weights()
         times: list[SwitchTimes] = self._call_together(commands.SWITCH, command)
         self.layout = command.target
         self._pending.clear()

@@ -85,8 +85,8 @@ class LayoutController:
         """Return to the policy's home layout if the work is done."""
         if not self._was_busy or self._active.in_flight or self._active.num_seqs:
             return
-        if self._active.executor.is_sleeping:
-            return  # its memory is not there
+        if not self._active.executor.refresh_weights():
+            return  # its weights are not there: it sleeps, or gets new ones
         self._was_busy = False
         self._forced = False
         self._monitor.idle()

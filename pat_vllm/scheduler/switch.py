@@ -207,6 +207,8 @@ def _check(active: ReplicaSet) -> None:
     """Refuse a switch for what is known before a step waits for it."""
     if active.executor.is_sleeping:
         raise SwitchRefused("the engine sleeps; wake it up first")
+    if not active.executor.refresh_weights():
+        raise SwitchRefused("new weights are coming in; finish_weight_update comes first")
     for replica in active.replicas:
         for request in replica.scheduler.requests.values():
             if request.resumable or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:

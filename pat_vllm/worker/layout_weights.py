@@ -79,15 +79,23 @@ class LayoutWeights:
         """
         return self._strategy.arrange(layout.tp)
 
-    def refresh(self, active: Layout) -> None:
+    def refresh(self, active: Layout) -> bool:
         """Give every other layout the base layout's weights; then put those of `active` in place.
 
         Collective over all ranks.
+
+        Returns:
+            Whether it is done. It is not while vLLM takes new weights in layer by layer, from
+            `start_weight_update` on: the base layout's model has none where they are missing.
         """
-        if len(self._runtimes) > 1 and not self._packed:
-            base, *others = (one.runner.get_model() for one in self._runtimes)
-            self._strategy.refresh(base, others)
-            self._strategy.arrange(active.tp)
+        if len(self._runtimes) == 1 or self._packed:
+            return True
+        base, *others = (one.runner.get_model() for one in self._runtimes)
+        if any(parameter.is_meta for parameter in base.parameters()):
+            return False
+        self._strategy.refresh(base, others)
+        self._strategy.arrange(active.tp)
+        return True
 
 
 def _strategy(

@@ -258,10 +258,15 @@ class PATWorkerMixin(_Base):
             self._synchronize_device()
 
     @torch.inference_mode()
-    def pat_refresh_weights(self) -> None:
-        """Give every other layout the base layout's weights as they are now. Collective."""
-        self._weights.refresh(self._active.layout)
+    def pat_refresh_weights(self) -> bool:
+        """Give every other layout the base layout's weights as they are now. Collective.
+
+        Returns:
+            Whether they are whole; see `LayoutWeights.refresh`.
+        """
+        done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
+        return done
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         """As in vLLM. Rows are put in the base layout's order before the memory is released."""

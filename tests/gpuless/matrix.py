@@ -5,6 +5,10 @@ vLLM's own code chooses the backend and says what the KV cache is, how large its
 they lie; PAT's worker does the rest. Tensors are on the meta device.
 
 Compile ranges: those of each layout, and of stock vLLM at its tp.
+
+Options: what a front end says of those that PAT cannot serve on a GPU.
+
+Then the same again in parts, each time with a mistake in PAT (`platform_mistakes.py`).
 """
 
 from __future__ import annotations
@@ -13,18 +17,23 @@ import json
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+from tests.gpuless.platform_mistakes import COMPILE_RANGES, MISTAKES, OPTIONS, Mistake
 
 MODELS = {
     "gqa": (32, 8, 16),
     "replicated": (32, 4, 16),
     "mha": (32, 32, 16),
     "large blocks": (32, 8, 128),
+    "defaults": (32, 8, None),
 }
-"""Attention heads, KV heads, and tokens in a block; engines have 8 ranks."""
+"""Attention heads, KV heads, and tokens in a block if a user has chosen; engines have 8 ranks."""
 
 CUDA = ("default", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "B12X")
 SHUFFLED = "ROCM_AITER_FA, shuffled"
@@ -32,6 +41,7 @@ ROCM = (
     "default",
     "TRITON_ATTN",
     "ROCM_ATTN",
+    "ROCM_SEGMENTED_ATTN",
     "ROCM_AITER_FA",
     SHUFFLED,
     "ROCM_AITER_UNIFIED_ATTN",
@@ -39,52 +49,144 @@ ROCM = (
 RUNNERS = ("v1", "v2")
 GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000])
 """Ends of compile ranges that a user has given."""
+REFUSED_OPTIONS: dict[str, Any] = {
+    "enable_batch_sharded_sampling": True,
+    "cpu_offload_gb": 1.5,
+    "offload_group_size": 2,
+    "weight_transfer_config": {"backend": "sharded_rdt"},
+}
 NUM_LAYERS = 3
 KV_BYTES = 1 << 30
 
 
 def main() -> None:
     import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all platforms
-    from tests.gpuless.platforms import PLATFORMS
+    from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
 
     for platform in PLATFORMS:
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                _cases_of(platform)
-                status = 0
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0, platform
+        _in_a_child(platform, _cases_of, platform)
+    for platform in DEFAULTS_ONLY:
+        _in_a_child(platform, _cases, platform, ["default"], ["v2"], ["gqa", "defaults"])
+    for name, mistake in MISTAKES.items():
+        _in_a_child(mistake.platform, _with_a_mistake, name, mistake)
 
 
-def _cases_of(platform: str) -> None:
+def _in_a_child(platform: str, do: Callable[..., None], *args: Any) -> None:
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            _become(platform)
+            do(*args)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, platform
+
+
+def _become(platform: str) -> None:
     from tests.gpuless.platforms import become
 
     become(platform)
     import vllm.model_executor.models.registry as registry
-    from vllm._aiter_ops import rocm_aiter_ops as ops
 
     # vLLM looks at each new model class in a process of its own, which takes long.
     registry._run_in_subprocess = lambda fn: fn()  # type: ignore[assignment]
-    for given in GIVEN_ENDS:
+
+
+def _say(what: str, platform: str, **found: Any) -> None:
+    print(json.dumps({"what": what, "platform": platform, "mistake": None} | found), flush=True)
+
+
+def _cases_of(platform: str) -> None:
+    _ranges(platform, GIVEN_ENDS)
+    _options(platform, REFUSED_OPTIONS)
+    _cases(platform, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
+    _cases(platform, _others(platform), ["v2"], ["gqa"])
+
+
+def _others(platform: str) -> list[str]:
+    """The rest of this vLLM's backends, most of which are for another kind of KV cache."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    foreign = ("CPU_", "XPU_") if platform == "rocm" else ("CPU_", "XPU_", "ROCM_")
+    return [
+        one.name
+        for one in AttentionBackendEnum
+        if one.name not in (*CUDA, *ROCM, "NO_ATTENTION")
+        and not one.name.startswith(foreign)
+        and one.value
+        # Of models that PAT refuses.
+        and "MLA" not in one.name
+        and not one.value.startswith("vllm.models.")
+    ]
+
+
+def _with_a_mistake(name: str, mistake: Mistake) -> None:
+    with mistake.made():
+        if mistake.seen_in == COMPILE_RANGES:
+            _ranges(mistake.platform, GIVEN_ENDS, mistake=name)
+        elif mistake.seen_in in REFUSED_OPTIONS:
+            option = {mistake.seen_in: REFUSED_OPTIONS[mistake.seen_in]}
+            _options(mistake.platform, option, mistake=name)
+        else:
+            _cases(mistake.platform, [mistake.seen_in], ["v2"], ["gqa"], mistake=name)
+
+
+def _ranges(platform: str, ends: Iterable[list[int] | None], **more: Any) -> None:
+    for given in ends:
         for tp, (of_layout, of_stock) in _compile_ranges(given).items():
-            print(json.dumps(["compile ranges", platform, given, tp, of_layout, of_stock]))
-    for backend in ROCM if platform == "rocm" else CUDA:
-        for runner in RUNNERS:
-            for model in MODELS:
-                case = {"platform": platform, "backend": backend, "runner": runner, "model": model}
-                shuffled = mock.Mock(return_value=backend == SHUFFLED)
-                try:
-                    with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
-                        case |= _serve(backend, runner, model)
-                except ValueError as error:
-                    case["refused"] = str(error)
-                print(json.dumps(case), flush=True)
+            found = {"given": given, "tp": tp, "of_layout": of_layout, "of_stock": of_stock}
+            _say(COMPILE_RANGES, platform, **found, **more)
 
 
-def _serve(backend: str, runner: str, model: str) -> dict[str, Any]:
+def _options(platform: str, options: dict[str, Any], **more: Any) -> None:
+    from vllm.config import WeightTransferConfig
+
+    for option, value in options.items():
+        given = WeightTransferConfig(**value) if isinstance(value, dict) else value
+        refused = None
+        try:
+            _engine_config("default", "v2", "gqa", **{option: given})
+        except ValueError as error:
+            refused = str(error)
+        _say(OPTIONS, platform, option=option, refused=refused, **more)
+
+
+def _cases(
+    platform: str,
+    backends: Iterable[str],
+    runners: Iterable[str],
+    models: Iterable[str],
+    **more: Any,
+) -> None:
+    from vllm._aiter_ops import rocm_aiter_ops as ops
+
+    for backend in backends:
+        shuffled = mock.Mock(return_value=backend == SHUFFLED)
+        for runner in runners:
+            for model in models:
+                case: dict[str, Any] = {"backend": backend, "runner": runner, "model": model}
+                with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
+                    case |= _outcome(backend, runner, model)
+                _say("case", platform, **case, **more)
+
+
+def _outcome(backend: str, runner: str, model: str) -> dict[str, Any]:
+    refused_by = "front end"
+    try:
+        engine = _engine_config(backend, runner, model)
+        refused_by = "worker"
+        return _serve(engine, runner)
+    except ValueError as error:
+        return {"refused": str(error), "refused_by": refused_by}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def _serve(engine: Any, runner: str) -> dict[str, Any]:
     """Which backend serves an engine, and what each layout sees of its KV cache, by tp."""
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
@@ -98,7 +200,6 @@ def _serve(backend: str, runner: str, model: str) -> dict[str, Any]:
     from pat_vllm.worker.layout_config import layout_config
     from pat_vllm.worker.runtime import LayoutRuntime
 
-    engine = _engine_config(backend, runner, model)
     worker: Any = PATGPUWorker.__new__(PATGPUWorker)
     worker._buffer = SharedKVBuffer()
     worker._runtimes = {}
@@ -188,15 +289,16 @@ def _engine_config(backend: str, runner: str, model: str, **options: Any) -> Any
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(described))
-        defaults = {
+        defaults: dict[str, Any] = {
             "model": directory,
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",
-            "block_size": block_size,
             "tensor_parallel_size": 8,
             "distributed_executor_backend": "pat",
             "attention_backend": None if backend == "default" else backend.split(",")[0],
         }
+        if block_size is not None:
+            defaults["block_size"] = block_size
         return EngineArgs(**(defaults | options)).create_engine_config()
 
 

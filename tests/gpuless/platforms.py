@@ -10,14 +10,36 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-PLATFORMS = {"sm80": (8, 0), "sm90": (9, 0), "sm100": (10, 0), "rocm": (9, 4)}
-"""Compute capability by platform."""
+
+@dataclass(frozen=True)
+class GPU:
+    """A kind of GPU: its compute capability, and AMD's name for it if it is one of theirs."""
+
+    capability: tuple[int, int]
+    arch: str = ""
+
+
+PLATFORMS = {
+    "sm80": GPU((8, 0)),
+    "sm90": GPU((9, 0)),
+    "sm100": GPU((10, 0)),
+    "rocm": GPU((9, 4), "gfx942"),
+}
+DEFAULTS_ONLY = {
+    "sm89": GPU((8, 9)),
+    "sm103": GPU((10, 3)),
+    "sm120": GPU((12, 0)),
+    "gfx950": GPU((9, 5), "gfx950"),
+    "gfx1201": GPU((12, 0), "gfx1201"),
+}
+"""Platforms of which only the start with vLLM's defaults is looked at."""
 
 _STUBS = (
     "flashinfer",
@@ -78,9 +100,9 @@ def become(name: str, gpus: int = 8) -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    major, minor = PLATFORMS[name]
-    if name == "rocm":
-        arch = SimpleNamespace(gcnArchName="gfx942")
+    gpu = (PLATFORMS | DEFAULTS_ONLY)[name]
+    if gpu.arch:
+        arch = SimpleNamespace(gcnArchName=gpu.arch)
         with mock.patch.object(torch.cuda, "get_device_properties", lambda device: arch):
             from vllm.platforms.rocm import RocmPlatform as Stock
     else:
@@ -91,7 +113,7 @@ def become(name: str, gpus: int = 8) -> None:
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(major, minor)
+            return DeviceCapability(*gpu.capability)
 
         @classmethod
         def device_count(cls) -> int:
@@ -125,4 +147,4 @@ def become(name: str, gpus: int = 8) -> None:
             answer.cache_clear()
     # This one chooses kernels by the platform when it is imported.
     sys.modules.pop("vllm.v1.attention.backends.fa_utils", None)
-    assert current_platform.is_rocm() == (name == "rocm")
+    assert current_platform.is_rocm() == bool(gpu.arch)

@@ -83,6 +83,14 @@ def test_wrong_options(text, said):
     refused(f"--vllm.pat {text!r}", *said, vllm__pat=text)
 
 
+def test_rays_collectives_need_rays_workers():
+    text = '{"launcher": "mp"}'
+    said = "--vllm.sync_with_ray", f"--vllm.pat {text!r}"
+    refused(*said, vllm__pat=text, vllm__sync_with_ray=True)
+    assert options.take_options(arguments(vllm__sync_with_ray=True)) == {}
+    assert options.take_options(arguments(vllm__pat=text)) == {"launcher": "mp"}
+
+
 @pytest.mark.parametrize("engines", [None, 0])
 def test_no_engine(engines):
     refused(f"--vllm.num_engines is {engines}", "--vllm.num_engines 1", vllm__num_engines=engines)

@@ -62,7 +62,13 @@ def take_options(args: argparse.Namespace) -> dict[str, Any] | None:
         del flat["vllm.engine"], flat["vllm.pat"]
         return None
     check_arguments(flat)
-    return parse_pat(flat["vllm.pat"], flat["vllm.tensor_parallel_size"])
+    options = parse_pat(flat["vllm.pat"], flat["vllm.tensor_parallel_size"])
+    if flat.get("vllm.sync_with_ray") and options.get("launcher") == "mp":
+        raise ValueError(
+            "--vllm.sync_with_ray is for actors of Ray, and the workers of --vllm.pat "
+            f"{flat['vllm.pat']!r} are none; leave one of the two out"
+        )
+    return options
 
 
 def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:

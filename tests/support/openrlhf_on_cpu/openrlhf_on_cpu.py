@@ -60,9 +60,8 @@ def keep_layouts_stale(module: Any) -> None:
     refresh = mixin.pat_refresh_weights
 
     @functools.wraps(refresh)
-    def refresh_unless_broken(self: Any) -> None:
-        if not _broken("layouts"):
-            refresh(self)
+    def refresh_unless_broken(self: Any) -> bool:
+        return _broken("layouts") or refresh(self)
 
     mixin.pat_refresh_weights = refresh_unless_broken
 

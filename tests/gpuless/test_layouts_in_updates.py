@@ -1,0 +1,392 @@
+"""New weights as trainers send them: in parts, to one rank each, on the device of that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.weight_transfer import nccl_common
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from benchmarks import without_workers
+from pat_vllm import commands
+from pat_vllm.executor.executor import PATExecutorMixin
+from pat_vllm.executor.lanes import EXECUTE
+from pat_vllm.executor.messages import PATSchedulerOutput
+from pat_vllm.layout import Layout, device_of
+from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.layout_controller import LayoutController
+from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.worker.layout_config import layout_config
+from pat_vllm.worker.layout_weights import LayoutWeights
+from pat_vllm.worker.worker import PATWorkerMixin
+from tests.support.mutation import mutated
+
+RANKS = 8
+SINGLE, PAIRS = Layout.of(1, RANKS), Layout.of(2, RANKS)
+
+
+# ---------------------------------------------------------------- in parts
+
+
+class TwoLayers(nn.Module):
+    """A model of the base layout, which a trainer may send a layer at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.second = nn.Linear(2, 2, bias=False)
+        self.requires_grad_(False)
+
+
+class Halves:
+    """In place of PAT's strategies: the other layout has the first row of each weight."""
+
+    def __init__(self) -> None:
+        self.arranged = 1
+
+    def refresh(self, base: TwoLayers, others: list[TwoLayers]) -> None:
+        for weight, other in zip(base.parameters(), others[0].parameters(), strict=True):
+            other.copy_(weight[:1].expand(2, 2))
+
+    def arrange(self, tp: int) -> int:
+        self.arranged = tp
+        return 0
+
+
+def check_layouts_wait_for_whole_weights() -> None:
+    """By vLLM's own reload, layer by layer, as its weight transfers make it."""
+    base, other = TwoLayers(), TwoLayers()
+    strategy = Halves()
+    weights: Any = LayoutWeights.__new__(LayoutWeights)
+    weights._strategy, weights._packed = strategy, False
+    weights._runtimes = [
+        SimpleNamespace(runner=SimpleNamespace(get_model=lambda model=model: model))
+        for model in (base, other)
+    ]
+
+    def whole() -> bool:
+        rows = zip(base.parameters(), other.parameters(), strict=True)
+        return all(bool((mine[:1] == theirs).all()) for mine, theirs in rows)
+
+    record_metadata_for_reloading(base)
+    for value in (1.0, 2.0):
+        strategy.arranged = 1
+        initialize_layerwise_reload(base)
+        for name in ("first", "second"):
+            before = [weight.clone() for weight in other.parameters()]
+            assert weights.refresh(PAIRS) is False, "weights are missing"
+            assert strategy.arranged == 1, "the rest is to come to the base layout"
+            assert all(map(torch.equal, before, other.parameters()))
+            weight = getattr(base, name).weight
+            weight.weight_loader(weight, torch.full((2, 2), value))
+        finalize_layerwise_reload(base, SimpleNamespace(dtype=torch.float32))
+        assert weights.refresh(PAIRS) is True
+        assert strategy.arranged == 2 and whole()
+        assert bool((base.second.weight == value).all())
+
+
+def test_layouts_wait_for_whole_weights() -> None:
+    check_layouts_wait_for_whole_weights()
+
+
+class Stock:
+    """In place of vLLM's executor: two ranks, whose base layout's weights may be incomplete."""
+
+    is_sleeping = False
+
+    def __init__(self) -> None:
+        self.whole = True
+        self.calls: list[str] = []
+        self.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda call: self.calls.append(call[0]))
+
+    def collective_rpc(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        self.calls.append(method)
+        # One rank may be through with it before the other.
+        return [True, self.whole] if method == commands.REFRESH_WEIGHTS else []
+
+
+class Executor(PATExecutorMixin, Stock):
+    def __init__(self) -> None:
+        Stock.__init__(self)
+        self.layout = PAIRS
+        self._lanes: Any = SimpleNamespace(
+            send=lambda layout, replica, kind, step: self.calls.append(kind),
+            leave=lambda layout: None,
+        )
+        self.is_failed = self._in_lanes = self._stale = False
+        self._pending = {}
+        self._unsampled = []
+        self._commands = {}
+
+
+def step_of(tokens: int, in_flight: bool = False) -> PATSchedulerOutput:
+    step = SchedulerOutput.make_empty()
+    step.total_num_scheduled_tokens = tokens
+    return PATSchedulerOutput.of({0: step}, in_flight)
+
+
+def check_steps_in_an_update() -> None:
+    executor = Executor()
+    executor.collective_rpc("start_weight_update")
+    executor.whole = False
+    for in_flight in (False, True):
+        executor.calls.clear()
+        executor.execute_model(step_of(0, in_flight))
+        assert executor.calls[-1] == EXECUTE, "of a request that was aborted"
+        with pytest.raises(RuntimeError, match="pause generation before start_weight_update"):
+            executor.execute_model(step_of(1))
+        assert executor.calls.count(EXECUTE) == 1, "with half of the weights"
+    executor.collective_rpc("finish_weight_update")
+    executor.whole = True
+    executor.calls.clear()
+    for _ in range(2):
+        executor.execute_model(step_of(1))
+    assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
+
+
+def test_steps_in_an_update() -> None:
+    check_steps_in_an_update()
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    """In the layout tp2dp4, whose home is tp1dp8."""
+    config, stock = without_workers.engine_config(1, num_blocks=80)
+    made = PATScheduler(vllm_config=config, **stock)
+    assert made.controller.request(2)
+    return made
+
+
+def check_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = without_workers.EXECUTOR
+    switched: list[Layout] = []
+    make_switch = executor.switch
+
+    def switch(command: Any) -> list[Any]:
+        switched.append(command.target)
+        return make_switch(command)
+
+    monkeypatch.setattr(executor, "switch", switch)
+    scheduler.add_request(without_workers.request("r", 0))
+    scheduler.schedule()
+    for replica in scheduler.replica_set.replicas:
+        replica.in_flight.clear()
+    monkeypatch.setattr(executor, "refresh_weights", lambda: False)
+    # A client goes away while its request is paused, and the engine has nothing left to do.
+    from vllm.v1.request import RequestStatus
+
+    scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    scheduler.controller.before_step()
+    assert scheduler.controller.request(4) is False
+    assert "finish_weight_update" in scheduler.controller.report().refused[-1].why
+    assert switched == []
+    monkeypatch.setattr(executor, "refresh_weights", lambda: True)
+    scheduler.controller.before_step()
+    assert switched == [SINGLE], "home, when the weights are there"
+
+
+def test_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_no_switch_in_an_update(scheduler, monkeypatch)
+
+
+# ---------------------------------------------------------------- to a rank and a device
+
+
+class Device:
+    """In place of vLLM's worker, of which each rank has one."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = self.local_rank = rank
+        self.parallel_config = SimpleNamespace(world_size=world_size)
+
+    def init_device(self) -> None:
+        self.device = torch.device("cuda", self.local_rank)
+        raise StopIteration
+
+
+class Worker(PATWorkerMixin, Device):  # type: ignore[misc]
+    pass
+
+
+def check_a_worker_is_known_by_its_device(
+    monkeypatch: pytest.MonkeyPatch, world_size: int = RANKS
+) -> None:
+    """Trainers name the socket of a GPU's weights by `local_rank`, and map them to `device`."""
+    monkeypatch.setattr("pat_vllm.worker.worker.exit_when_orphaned", lambda: None)
+    monkeypatch.setattr("pat_vllm.worker.worker.layouts_of", lambda config: ())
+    devices = []
+    for rank in range(world_size):
+        worker: Any = Worker(rank, world_size)
+        worker.vllm_config = None
+        with pytest.raises(StopIteration):
+            worker.init_device()
+        assert worker.local_rank == worker.device.index == device_of(rank, world_size)
+        assert worker.rank == rank
+        devices.append(worker.local_rank)
+    assert sorted(devices) == list(range(world_size))
+    assert devices != list(range(world_size)), "ranks are not in the order of devices"
+
+
+@pytest.mark.parametrize("world_size", [4, 6, 8])
+def test_a_worker_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    check_a_worker_is_known_by_its_device(monkeypatch, world_size)
+
+
+def check_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's weight transfers over NCCL: a group of the trainer and of each worker once."""
+    joined: list[int] = []
+
+    def join(host: str, port: int, rank: int, world_size: int, device: Any) -> None:
+        joined.append(rank)
+
+    monkeypatch.setattr(nccl_common, "stateless_init_process_group", join)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    engine = VllmConfig(additional_config={"pat": {}})
+    engine.parallel_config.tensor_parallel_size = engine.parallel_config.world_size = RANKS
+    for base in (SINGLE, PAIRS, Layout.of(4, RANKS), Layout.of(8, RANKS)):
+        joined.clear()
+        # Shards, where a trainer sends them, are in the order of its mesh: replicas, then tp.
+        for replica in range(base.replicas):
+            for rank in base.ranks_of(replica):
+                info = nccl_common.NCCLWeightTransferInitInfo(
+                    master_address="a", master_port=1, rank_offset=1, world_size=RANKS + 1
+                )
+                config = layout_config(engine, base, rank)
+                nccl_common.worker_init_process_group(info, config.parallel_config)
+        assert joined == list(range(1, RANKS + 1))
+
+
+def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_places_in_a_trainers_group(monkeypatch)
+
+
+class Receiver:
+    """In place of vLLM's worker with a transfer engine, which gets a payload."""
+
+    def update_weights(self, update_info: Any) -> None:
+        self.received = update_info
+
+
+def check_each_rank_takes_its_own(rank: int) -> None:
+    worker: Any = type("Worker", (PATWorkerMixin, Receiver), {})()
+    worker.rank = rank
+    worker.update_weights([{"of": one} for one in range(RANKS)])
+    assert worker.received == {"of": rank}
+    worker.update_weights({"of": "all"})
+    assert worker.received == {"of": "all"}
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_each_rank_takes_its_own(rank: int) -> None:
+    check_each_rank_takes_its_own(rank)
+
+
+# ---------------------------------------------------------------- the checks can fail
+
+MISTAKES: dict[str, tuple[Any, dict[str, str], Callable[..., None]]] = {
+    "weights are derived from what is missing": (
+        LayoutWeights.refresh,
+        {"parameter.is_meta": "False"},
+        check_layouts_wait_for_whole_weights,
+    ),
+    "one weight that is there is enough": (
+        LayoutWeights.refresh,
+        {"if any(": "if all("},
+        check_layouts_wait_for_whole_weights,
+    ),
+    "missing weights are whole": (
+        LayoutWeights.refresh,
+        {"return False": "return True"},
+        check_layouts_wait_for_whole_weights,
+    ),
+    "rows leave the base layout's order": (
+        LayoutWeights.refresh,
+        {"return False": "self._strategy.arrange(active.tp); return False"},
+        check_layouts_wait_for_whole_weights,
+    ),
+    "one rank speaks for all": (
+        PATExecutorMixin.refresh_weights,
+        {"not all(": "not any("},
+        check_steps_in_an_update,
+    ),
+    "nobody asks again": (
+        PATExecutorMixin.refresh_weights,
+        {"return not self._stale": "self._stale = False; return True"},
+        check_steps_in_an_update,
+    ),
+    "a step runs with half of the weights": (
+        PATExecutorMixin.execute_model,
+        {"if has_tokens and not": "if False and not"},
+        check_steps_in_an_update,
+    ),
+    "a step in flight counts as tokens": (
+        PATExecutorMixin.execute_model,
+        {
+            "any(step.total_num_scheduled_tokens for step in steps)": "scheduler_output"
+            ".total_num_scheduled_tokens"
+        },
+        check_steps_in_an_update,
+    ),
+    "a switch is made": (
+        switch_module._check,
+        {"not active.executor.refresh_weights()": "False"},
+        check_no_switch_in_an_update,
+    ),
+    "the engine goes home": (
+        LayoutController.go_home_if_idle,
+        {"not self._active.executor.refresh_weights()": "False"},
+        check_no_switch_in_an_update,
+    ),
+    "workers are known by their ranks": (
+        PATWorkerMixin.init_device,
+        {"device_of(self.local_rank, self.parallel_config.world_size)": "self.local_rank"},
+        check_a_worker_is_known_by_its_device,
+    ),
+    "ranks of a group count from zero in each replica": (
+        layout_config,
+        {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
+        check_places_in_a_trainers_group,
+    ),
+    "a group is as large as the engine": (
+        layout_config,
+        {"world_size = layout.tp": "world_size = layout.world_size"},
+        check_places_in_a_trainers_group,
+    ),
+    "replica and place in it change roles": (
+        layout_config,
+        {"rank = layout.tp_rank_of(rank)": "rank = layout.replica_of(rank)"},
+        check_places_in_a_trainers_group,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake: str, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, changes, check = MISTAKES[mistake]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "check_no_switch_in_an_update": (scheduler, monkeypatch),
+        "check_a_worker_is_known_by_its_device": (monkeypatch,),
+        "check_places_in_a_trainers_group": (monkeypatch,),
+    }
+    seen = (AssertionError, NotImplementedError, pytest.fail.Exception, RuntimeError)
+    with mutated(function, changes), pytest.raises(seen):
+        check(*arguments.get(check.__name__, ()))
+
+
+def test_a_payload_for_another_rank_is_seen() -> None:
+    with (
+        mutated(PATWorkerMixin.update_weights, {"update_info[self.rank]": "update_info[0]"}),
+        pytest.raises(AssertionError),
+    ):
+        check_each_rank_takes_its_own(5)

@@ -1,0 +1,43 @@
+"""The same on the Python files of a vLLM without a CPU build, in processes that import those."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.contract.wheels import Unavailable, vllm_sources
+from tests.support.child import Child
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ("0.33.0",)
+
+
+@pytest.mark.parametrize("tests", ["test_kv_layouts.py", "test_platforms.py"])
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> None:
+    try:
+        sources = vllm_sources(version)
+    except Unavailable as why:
+        pytest.skip(f"vLLM {version} was NOT run: {why}")
+    path = os.pathsep.join([str(sources), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    child = Child(
+        [
+            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
+            *("-p", "tests.gpuless.python_files", f"tests/gpuless/{tests}"),
+        ],
+        tmp_path / "log",
+        silence=600,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"},
+    )
+    try:
+        assert child.wait() == 0, child.tail(20_000)
+    finally:
+        child.kill()
+    assert f"vLLM {version} of {sources}" in child.output
+    assert " skipped" not in child.output
