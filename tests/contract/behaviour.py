@@ -161,6 +161,16 @@ TEXTS = (
         "it adds the ends for a tp to those that are given",
     ),
     Text(
+        f"{WORKER}.init_device",
+        r"logical_device_id_to_visible_device_id\(self\.local_rank\)",
+        "a worker has the device of the `local_rank` that PAT gives it",
+    ),
+    Text(
+        "vllm.model_executor.model_loader.reload.layerwise.initialize_layerwise_reload",
+        r"restore_layer_on_meta\(layer, info\)",
+        "weights that have not arrived yet are known by their device",
+    ),
+    Text(
         "vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool",
         r"(?s)if tag != old_tag:\s*for pool, _ in self\.allocator_and_pools\.get\(tag, \[\]\):"
         r"\s*self\._trim\(pool\)",

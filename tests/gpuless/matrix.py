@@ -191,7 +191,6 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.gpu_worker import Worker
 
     from pat_vllm.config import layouts_of
@@ -199,6 +198,7 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     from pat_vllm.worker.gpu_worker import PATGPUWorker
     from pat_vllm.worker.layout_config import layout_config
     from pat_vllm.worker.runtime import LayoutRuntime
+    from tests.gpuless.planning import plan_kv_cache, tell_kv_cache_layout
 
     worker: Any = PATGPUWorker.__new__(PATGPUWorker)
     worker._buffer = SharedKVBuffer()
@@ -225,9 +225,9 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     specs = worker.get_kv_cache_spec()
     names = worker.get_supported_kv_cache_layouts()
     layout = resolve_kv_cache_layout(engine, [names], list(specs.values()))
-    worker.set_kv_cache_layout(layout.name)
-    (kv_cache_config,) = get_kv_cache_configs(engine, [specs], [KV_BYTES])
-    kv_cache_config.kv_cache_layout = layout.name
+    tell_kv_cache_layout(worker, engine, layout.name)
+    kv_cache_config = plan_kv_cache(engine, specs, KV_BYTES)
+    assert kv_cache_config.kv_cache_layout == layout.name
     # ... and its worker process, which has the engine's.
     with (
         set_current_vllm_config(engine),

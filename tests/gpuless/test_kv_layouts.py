@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.config import VllmConfig
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -22,6 +21,7 @@ from pat_vllm.worker import layout_config
 from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
 from pat_vllm.worker.runtime import LayoutRuntime
 from pat_vllm.worker.worker import PATWorkerMixin
+from tests.gpuless.planning import planning
 from tests.support.mutation import mutated
 
 BLOCK_SIZE = 2
@@ -38,7 +38,7 @@ def base_config(
     config = VllmConfig()
     config.cache_config.kv_cache_layout = kv_layout.name
     names = [f"layers.{i}" for i in range(num_layers)]
-    made = get_kv_cache_config_from_groups(
+    made: KVCacheConfig = planning.get_kv_cache_config_from_groups(
         config, [KVCacheGroupSpec(names, spec)], spec.page_size_bytes * num_layers * num_blocks
     )
     made.kv_cache_layout = kv_layout.name
@@ -82,6 +82,7 @@ def check_aliasing(
             assert sorted(block) == sorted(cell for part in parts for cell in part)
 
 
+@settings(deadline=None)
 @given(
     kv_layout=st.sampled_from(KVCacheLayout),
     num_layers=st.integers(1, 3),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.wheels import Unavailable, vllm_sources
+from tests.gpuless.test_platforms import V2_ON_CPU
 from tests.support.child import Child
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -24,7 +25,12 @@ def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> No
         sources = vllm_sources(version)
     except Unavailable as why:
         pytest.skip(f"vLLM {version} was NOT run: {why}")
-    path = os.pathsep.join([str(sources), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # vLLM asks for the version of what is installed, and for Triton's backends.
+    installed = tmp_path / f"vllm-{version}+cpu.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: vllm\nVersion: {version}+cpu\n")
+    folders = (sources, tmp_path, V2_ON_CPU, ROOT, os.environ.get("PYTHONPATH", ""))
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "1"}
     child = Child(
         [
             *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
@@ -33,7 +39,7 @@ def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> No
         tmp_path / "log",
         silence=600,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu"},
+        env=os.environ | path,
     )
     try:
         assert child.wait() == 0, child.tail(20_000)
