@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
 from vllm.v1.worker.worker_base import WorkerBase
 
-planning: Any
-try:
-    from vllm.v1.core import kv_cache_planning as planning  # since 0.33
-except ImportError:
-    from vllm.v1.core import kv_cache_utils as planning
+_MODULES = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
+"""Since vLLM 0.33, and before."""
+planning: Any = importlib.import_module(next(name for name in _MODULES if find_spec(name)))
 
 
 def tell_kv_cache_layout(worker: Any, engine: Any, name: str) -> None:
