@@ -1,0 +1,408 @@
+"""A rank with an imitated GPU: it starts PAT's worker, switches layouts, and says what it calls.
+
+Groups and communicators are vLLM's own, over gloo. What they would ask of a GPU, of NCCL, of
+FlashInfer or of symmetric memory is noted here, and waits for the other ranks as there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import vllm.distributed.parallel_state as parallel_state
+from torch.overrides import TorchFunctionMode
+from vllm.config import set_current_vllm_config
+from vllm.distributed.device_communicators import custom_all_reduce, pynccl, symm_mem
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.kv_transfer import exchange
+from pat_vllm.kv_transfer.connector import PATConnector
+from pat_vllm.kv_transfer.plan import plan_moves
+from pat_vllm.layout import Layout
+from pat_vllm.worker import worker as worker_module
+from pat_vllm.worker.gpu_worker import PATGPUWorker
+from pat_vllm.worker.synthetic import synthetic_kv
+from tests.gpuless.sequences import Event
+
+_CALLS = (
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather_object",
+)
+"""Of `torch.distributed`; the objects that pass through them are small."""
+
+HIDDEN, LAYERS = 64, 2
+BLOCK_SIZE, CONTENT, BLOCKS = 2, 8, 16
+
+
+class Recorder:
+    """Notes what a rank calls, before it waits in it."""
+
+    def __init__(self, rank: int, num_ranks: int, tell: Callable[[Event], None]) -> None:
+        self.phase = "start"
+        self.device = -1
+        self._rank = rank
+        self._world = tuple(range(num_ranks))
+        self._tell = tell
+        self._wait = dist.barrier
+
+    def question(self, kind: str, *devices: int, group: Any = None) -> None:
+        """Something is asked about devices."""
+        name, ranks = self._group(group)
+        # Not all ranks have to ask.
+        event = Event(self._rank, self.phase, kind, name, (), devices, detail=str(ranks))
+        self._tell(event)
+
+    def call(
+        self, kind: str, group: Any, constructs: bool = False, detail: str = "", device: Any = None
+    ) -> None:
+        """All ranks of a group, or of the world before there is one, make a call."""
+        name, ranks = self._group(group)
+        devices = () if device is None else (int(device),)
+        self._tell(
+            Event(self._rank, self.phase, kind, name, ranks, devices, constructs, str(detail))
+        )
+
+    def meet(self, kind: str, group: Any, **options: Any) -> None:
+        """The same, where it is nothing but noted; ranks wait for each other."""
+        self.call(kind, group, **options)
+        self._wait(group)
+
+    def _group(self, group: Any) -> tuple[str, tuple[int, ...]]:
+        if group is None or not dist.is_initialized():
+            return "world", self._world
+        return group.group_name, tuple(dist.get_process_group_ranks(group))
+
+
+def record_torch(recorder: Recorder) -> None:
+    """Note the calls of `torch.distributed`."""
+
+    def wrap(name: str) -> None:
+        original = getattr(dist, name)
+        signature = inspect.signature(original)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            detail = f"from {given['src']}" if "src" in given else ""
+            tensor = given.get("tensor")
+            if isinstance(tensor, torch.Tensor):
+                detail += f" {tensor.numel()} of {tensor.dtype}"
+            recorder.call(name, given.get("group"), detail=detail)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, noted)
+
+    for name in _CALLS:
+        wrap(name)
+    for name in ("init_process_group", "new_group"):
+        wrap_constructor(recorder, name)
+
+
+def wrap_constructor(recorder: Recorder, name: str) -> None:
+    """Note a function of `torch.distributed` that makes a group. All ranks have to call it."""
+    original = getattr(dist, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        members = args[0] if args else kwargs.get("ranks")
+        detail = f"{members} {kwargs.get('backend')}"
+        recorder.call(name, None, constructs=True, detail=detail)
+        return original(*args, **kwargs)
+
+    setattr(dist, name, noted)
+
+
+class Nccl:
+    """In place of vLLM's binding: an id is made, and what is done with it is noted elsewhere."""
+
+    ncclGetRawVersion = staticmethod(lambda: 22900)
+    ncclGetVersion = staticmethod(lambda: "2.29.0")
+    ncclGetUniqueId = staticmethod(lambda: pynccl.ncclUniqueId())
+
+
+def imitate_communicators(recorder: Recorder) -> None:
+    """Have vLLM's communicators of CUDA note what they would ask of libraries and devices."""
+    from vllm.distributed.device_communicators import flashinfer_all_reduce as flashinfer
+
+    def init_nccl(self: Any, device: torch.device) -> None:
+        self.device, self.comm = device, None
+        recorder.meet("NCCL communicator", self.group, constructs=True, device=device.index)
+
+    def all_reduce(kind: str) -> Callable[..., Any]:
+        def reduce(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            detail = f"{tensor.numel()} of {tensor.dtype}"
+            recorder.meet(kind, self.group, detail=detail, device=self.device.index)
+            return tensor.clone()
+
+        return reduce
+
+    nccl: Any = pynccl.PyNcclCommunicator
+    pynccl.NCCLLibrary = lambda path=None: Nccl()  # type: ignore[assignment,misc]
+    nccl._init_comm = init_nccl
+    nccl.all_reduce = all_reduce("NCCL all-reduce")
+
+    custom: Any = custom_all_reduce.CustomAllreduce
+    making: list[Any] = []
+    init_custom = custom.__init__
+
+    def noted_init(self: Any, group: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
+        recorder.call("custom all-reduce's buffers", group, constructs=True, device=device.index)
+        making.append(group)
+        init_custom(self, group, device, *args, **kwargs)
+        making.pop()
+        assert not self.disabled
+
+    def can_access(own: int, other: int) -> bool:
+        recorder.question("peer access", own, other, group=making[-1])
+        return True
+
+    def connected(cls: Any, devices: Sequence[int]) -> bool:
+        recorder.question("links", *devices, group=making[-1])
+        return True
+
+    custom.__init__ = noted_init
+    custom.all_reduce = all_reduce("custom all-reduce")
+    custom_all_reduce.custom_ar = True
+    custom_all_reduce.gpu_p2p_access_check = can_access
+    torch.cuda.can_device_access_peer = can_access
+    type(current_platform).is_fully_connected = classmethod(connected)
+    ops = mock.MagicMock()
+    ops.meta_size.return_value = 256
+    ops.allocate_shared_buffer_and_handle.return_value = (1, "handle")
+    ops.get_graph_buffer_ipc_meta.return_value = ([1], [2])
+    custom_all_reduce.ops = ops
+
+    def rendezvous(buffer: Any, group_name: str) -> Any:
+        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
+        options = {"constructs": True, "detail": f"{buffer.size} elements"}
+        recorder.meet("symmetric memory", group, device=buffer.device.index, **options)
+        return SimpleNamespace(multicast_ptr=0)
+
+    symmetric: Any = SimpleNamespace(
+        empty=lambda size, device, dtype: SimpleNamespace(size=size, device=device),
+        rendezvous=rendezvous,
+    )
+    custom_all_reduce.torch_symm_mem = symm_mem.torch_symm_mem = symmetric
+
+    def create_workspace(backend: str, group: Any, **options: Any) -> Any:
+        recorder.meet("FlashInfer workspace", group, constructs=True, device=recorder.device)
+        return SimpleNamespace(
+            backend=backend,
+            group=group,
+            mc_ptr=1,
+            is_buffer_size_sufficient=lambda **problem: True,
+            destroy=lambda: None,
+        )
+
+    def fused(input: torch.Tensor, workspace: Any, **options: Any) -> torch.Tensor:
+        detail = f"in the group {parallel_state.get_tp_group().ranks}"
+        recorder.meet(
+            "FlashInfer all-reduce", workspace.group, detail=detail, device=recorder.device
+        )
+        return input.clone()
+
+    assert flashinfer.fi_ar_available
+    flashinfer.flashinfer_comm.create_allreduce_fusion_workspace = create_workspace
+    flashinfer.flashinfer_comm.allreduce_fusion = fused
+
+    init_transport = exchange.CollectiveTransport.__init__
+
+    def noted_transport(self: Any, group: Any, device: torch.device) -> None:
+        recorder.call("exchange", group, constructs=True, device=device.index)
+        init_transport(self, group, device)
+
+    exchange.CollectiveTransport.__init__ = noted_transport  # type: ignore[method-assign]
+
+
+class OnCpu(TorchFunctionMode):
+    """Has tensors that are made on a GPU lie on CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", "cpu") == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+class Hidden(torch.Tensor):
+    """Hidden states, which say that they are on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def imitate_device(recorder: Recorder, num_devices: int) -> None:
+    """Have torch and vLLM's worker find GPUs."""
+
+    def set_device(device: torch.device) -> None:
+        recorder.device = torch.device(device).index
+        recorder.question("current device", recorder.device)
+
+    accelerator: Any = torch.accelerator
+    accelerator.device_count = lambda: num_devices
+    accelerator.set_device_index = set_device
+    accelerator.empty_cache = accelerator.synchronize = lambda *args: None
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.current_stream = mock.MagicMock()
+    cuda.stream = lambda stream: nullcontext()
+    cuda.is_current_stream_capturing = lambda: False
+    type(current_platform).dist_backend = "gloo"
+    stock: Any = gpu_worker
+    for name in (
+        "MemorySnapshot",
+        "get_model_loader",
+        "init_workspace_manager",
+        "report_usage_stats",
+        "request_memory",
+        "warn_if_flashinfer_kernels_missing",
+    ):
+        assert hasattr(stock, name), name
+        setattr(stock, name, mock.MagicMock())
+    worker: Any = worker_module
+    worker.exit_when_orphaned = lambda: None
+    worker.LayoutWeights = lambda *args: SimpleNamespace(arrange=lambda layout: 0)
+
+
+def forward(num_tokens: int) -> None:
+    """What a model asks of its tensor-parallel group, by each way of an all-reduce."""
+    group = parallel_state.get_tp_group()
+    for _ in range(LAYERS):
+        states = torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16)
+        group.all_reduce(states.as_subclass(Hidden))
+        group.all_reduce(states[None])
+        group.all_reduce(torch.zeros(num_tokens, dtype=torch.int32))
+
+
+def compile_model() -> None:
+    """What vLLM's pass does that fuses all-reduces with norms, when a model is compiled."""
+    from vllm.distributed.device_communicators import flashinfer_all_reduce as flashinfer
+
+    group = parallel_state.get_tp_group()
+    if group.world_size > 1:
+        for get in (flashinfer.get_fi_ar_workspace, flashinfer.get_fi_ar_quant_workspace):
+            get(
+                world_size=group.world_size,
+                rank=group.rank_in_group,
+                max_token_num=1024,
+                hidden_dim=HIDDEN,
+                dtype=torch.bfloat16,
+                group=group.cpu_group,
+            )
+
+
+def measure(worker: Any) -> int:
+    """In place of vLLM's profiling run."""
+    compile_model()
+    forward(64)
+    return 1 << 30
+
+
+def capture(worker: Any) -> CompilationTimes:
+    """In place of vLLM's warm-up and its capture of CUDA graphs."""
+    forward(8)
+    with parallel_state.graph_capture(worker.device):
+        forward(8)
+    return CompilationTimes(language_model=0.0, encoder=0.0)
+
+
+class Worker(PATGPUWorker):
+    """PAT's worker, whose models do nothing but communicate."""
+
+    def _make_runner(self, config: Any) -> Any:
+        ids = SimpleNamespace(gpu=torch.empty(0))
+        states = SimpleNamespace(req_id_to_index={}, all_token_ids=ids)
+        return SimpleNamespace(req_states=states)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if scheduler_output.total_num_scheduled_tokens:
+            forward(scheduler_output.total_num_scheduled_tokens)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        return None
+
+
+def give_kv_cache(worker: Any) -> None:
+    """A small KV cache for every layout, in one buffer."""
+    kv_heads = worker.model_config.get_total_num_kv_heads()
+    buffer = torch.zeros(LAYERS * BLOCKS * kv_heads * BLOCK_SIZE * CONTENT, dtype=torch.bfloat16)
+    for layout, runtime in worker._runtimes.items():
+        heads = layout.kv_heads_per_rank(kv_heads)
+        blocks = BLOCKS * kv_heads // heads
+        layers = buffer.view(LAYERS, blocks, heads, BLOCK_SIZE, CONTENT)
+        spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE))
+        runtime.kv_cache_config = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[spec])
+        runtime.connector = PATConnector.__new__(PATConnector)
+        runtime.connector.kv_caches = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+
+
+def walk(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """Switches from the first layout on, with every ordered pair among them."""
+    active, made = layouts[0], []
+    for source, target in permutations(layouts, 2):
+        if source != active:
+            made.append((active, source))
+        made.append((source, target))
+        active = target
+    return made
+
+
+def switch(worker: Any, recorder: Recorder, switch_id: int, source: Layout, target: Layout) -> None:
+    """A switch that carries a request, then steps of the replicas, of each another number."""
+    kv_heads = worker.model_config.get_total_num_kv_heads()
+    requests = synthetic_kv(source, target, BLOCKS)
+    moves = tuple(plan_moves(source, target, kv_heads, requests))
+    recorder.phase = f"switch from {source} to {target}"
+    worker.pat_switch(SwitchCommand(switch_id, source, target, moves, {"request": 0}))
+    recorder.phase = f"steps in {target}"
+    for _ in range(1 + target.replica_of(worker.rank)):
+        step = SchedulerOutput.make_empty()
+        step.total_num_scheduled_tokens = 3
+        worker.execute_model(step)
+
+
+def live(
+    rank: int, num_ranks: int, config: Any, address: str, tell: Callable[[Event], None]
+) -> None:
+    """Start a worker as the engine does, and switch between every two of its layouts.
+
+    Args:
+        config: the engine's.
+        address: where ranks find each other.
+        tell: is called with each event before it happens.
+    """
+    torch.set_num_threads(1)
+    recorder = Recorder(rank, num_ranks, tell)
+    record_torch(recorder)
+    imitate_communicators(recorder)
+    imitate_device(recorder, num_ranks)
+    stock: Any = gpu_worker.Worker
+    stock.determine_available_memory = measure
+    stock.compile_or_warm_up_model = capture
+    stock._maybe_activate_jit_monitor = lambda worker: None
+    config.cache_config.kv_cache_memory_bytes = 1 << 30
+    with OnCpu(), set_current_vllm_config(config):
+        worker: Any = Worker(config, rank, rank, address, is_driver_worker=rank == 0)
+        worker.init_device()
+        give_kv_cache(worker)
+        worker.determine_available_memory()
+        worker.compile_or_warm_up_model()
+        for number, (source, target) in enumerate(walk(tuple(worker._runtimes)), start=1):
+            switch(worker, recorder, number, source, target)
+        recorder.phase = "end"
+        recorder.meet("end", None)

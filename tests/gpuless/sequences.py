@@ -1,0 +1,88 @@
+"""Sequences of collectives, one of each rank, and whether they can be carried out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does that other ranks have to do with.
+
+    Attributes:
+        rank: the global rank.
+        phase: of the rank's life, "start" for instance.
+        kind: what is called.
+        group: name of the process group.
+        ranks: global ranks that take part, all of which have to make the call; none for a question
+            about devices.
+        devices: indices of the devices that it is about.
+        constructs: whether it makes something that lasts, such as a communicator.
+        detail: what else has to be the same on all ranks.
+    """
+
+    rank: int
+    phase: str
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...] = ()
+    constructs: bool = False
+    detail: str = ""
+
+    def meets(self, other: Event) -> bool:
+        """Whether the two are one call, on two ranks."""
+        mine = self.kind, self.group, self.ranks, self.detail
+        return mine == (other.kind, other.group, other.ranks, other.detail)
+
+
+class Merge:
+    """Carries calls out as soon as all ranks that take part have come to them.
+
+    That is one order of the calls of all ranks. Where there is none, ranks wait for ever.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.done: list[Event] = []
+        self._queues: list[deque[Event]] = [deque() for _ in range(num_ranks)]
+
+    @classmethod
+    def of(cls, sequences: Collection[Iterable[Event]]) -> Merge:
+        """The merge of whole sequences, one of each rank."""
+        merge = cls(len(sequences))
+        for sequence in sequences:
+            for event in sequence:
+                merge.add(event)
+        return merge
+
+    def add(self, event: Event) -> None:
+        """A rank has come to its next call."""
+        assert event.rank in event.ranks, event
+        self._queues[event.rank].append(event)
+        moved = len(self._queues[event.rank]) == 1
+        while moved:
+            heads = (queue[0] for queue in self._queues if queue)
+            ready = next(filter(self._all_are_there, heads), None)
+            moved = ready is not None
+            if ready is not None:
+                self.done.append(ready)
+                for rank in ready.ranks:
+                    self._queues[rank].popleft()
+
+    def _all_are_there(self, event: Event) -> bool:
+        queues = [self._queues[rank] for rank in event.ranks]
+        return all(queue and queue[0].meets(event) for queue in queues)
+
+    @property
+    def waiting(self) -> dict[int, Event]:
+        """What each rank waits in, of those that wait."""
+        return {rank: queue[0] for rank, queue in enumerate(self._queues) if queue}
+
+    def stuck(self, ended: Collection[int]) -> bool:
+        """Whether ranks wait for each other, or for ranks that have ended, and so for ever."""
+        waiting = self.waiting
+        return bool(waiting) and all(
+            rank in waiting or rank in ended for rank in range(len(self._queues))
+        )

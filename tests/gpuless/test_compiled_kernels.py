@@ -1,0 +1,254 @@
+"""What Triton makes of PAT's kernels for GPUs, for the KV caches and weights of real models.
+
+Launches are PAT's own, with views that vLLM and PAT make. Code is compiled for compute capability
+8.0, 9.0 and 10.0 with `ptxas`, and what it is made of is read from the machine code. The kernels
+run in Triton's interpreter, beyond 2^31 words (`sparse_kernels.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, ModelShape
+from pat_vllm.kernels import kv, swap
+from pat_vllm.kv_transfer.exchange import _words
+from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
+from pat_vllm.layout import Layout
+from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
+from tests.gpuless.sparse_kernels import MISTAKES
+from tests.support.mutation import mutated
+from tests.triton_kernels import (
+    CAPABILITIES,
+    Code,
+    compiled_for,
+    in_interpreter,
+    mutated_kernels,
+    needs_triton,
+)
+
+pytestmark = [needs_triton, pytest.mark.timeout(600)]
+
+QWEN_32B = dataclasses.replace(
+    QWEN_14B, name="qwen3-32b", layers=64, hidden=5120, heads=64, intermediate=25600
+)
+ODD = dataclasses.replace(LLAMA_8B, name="80 elements in a head", hidden=2560, head_dim=80)
+MODELS = (LLAMA_8B, QWEN_14B, QWEN_32B)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RANKS = 8
+NUM_LAYERS, NUM_BLOCKS = 3, 4
+THREADS = 4 * 32
+MOST_REGISTERS = 64
+"""Of a thread; with so many, 1024 threads fit in a multiprocessor."""
+
+
+def layer_views(
+    model: ModelShape, dtype: torch.dtype, kv_layout: str, block_size: int
+) -> Iterator[torch.Tensor]:
+    """Views of all layers in all layouts, as the exchange gets them."""
+    spec = FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=model.kv_heads,
+        head_size=model.head_dim,
+        dtype=dtype,
+    )
+    engine = VllmConfig()
+    engine.cache_config.kv_cache_layout = kv_layout
+    names = [f"layers.{i}" for i in range(NUM_LAYERS)]
+    num_bytes = spec.page_size_bytes * NUM_LAYERS * NUM_BLOCKS
+    base = get_kv_cache_config_from_groups(engine, [KVCacheGroupSpec(names, spec)], num_bytes)
+    base.kv_cache_layout = kv_layout
+    buffer = SharedKVBuffer()
+    buffer.buffer = torch.zeros(num_bytes, dtype=torch.int8)
+    layouts = [Layout.of(tp, RANKS) for tp in (1, 2, 4, 8)]
+    for layout in layouts:
+        config = layout_kv_cache_config(base, block_ratio(layout, layouts[0], model.kv_heads))
+        for view in buffer.views(config, KVCacheLayout[kv_layout]).values():
+            yield _words(view)
+
+
+def pack_and_unpack(view: torch.Tensor) -> None:
+    """Launch both kernels, for some heads of some blocks."""
+    heads = view.shape[1]
+    pieces = [[((2, 0), range(heads // 2, heads))], [((1,), range(heads))]]
+    blocks = kv.TableBlocks(pieces, view)
+    staged = torch.empty(sum(blocks.counts), dtype=torch.int64)
+    blocks.pack(view, staged)
+    blocks.unpack(staged.split(blocks.counts), view)
+
+
+def kv_code(
+    capability: int,
+    models: tuple[ModelShape, ...] = MODELS,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    block_sizes: tuple[int, ...] = (16,),
+) -> list[Code]:
+    """Of all launches that KV caches need."""
+    with compiled_for(capability) as found:
+        for model in models:
+            for dtype in dtypes:
+                for kv_layout in KV_LAYOUTS:
+                    for block_size in block_sizes:
+                        for view in layer_views(model, dtype, kv_layout, block_size):
+                            pack_and_unpack(view)
+    return list(found.values())
+
+
+def swap_code(capability: int, models: tuple[ModelShape, ...] = MODELS) -> list[Code]:
+    """Of swaps of rows in the widest and the narrowest weights; all go through the kernel."""
+    with compiled_for(capability) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap, "_on_gpu", lambda tensor: True)
+        for model in models:
+            for dtype in DTYPES:
+                for width in (model.hidden, 1):
+                    weight = torch.empty(2 * model.head_dim, width, dtype=dtype)
+                    rows = swap.RowSwap(weight, 0, model.head_dim, model.head_dim // 2)
+                    prepared = swap.prepare([[rows]])
+                    assert all(isinstance(one, swap._KernelRound) for one in prepared._steps)
+                    prepared.run()
+    return list(found.values())
+
+
+def check_registers(codes: list[Code]) -> None:
+    """Everything is in registers, of which enough are left for other threads."""
+    assert codes
+    for code in codes:
+        assert code.local_bytes == code.spills == 0, code
+        assert code.registers <= MOST_REGISTERS, code
+
+
+def check_accesses(codes: list[Code]) -> None:
+    """Bytes are moved 16 at a time; what is read beside them are entries of tables."""
+    assert codes
+    for code in codes:
+        assert set(code.stores) == {128}, code
+        wide = [bits for bits in code.loads if bits == 128]
+        # Each thread has its share of a tile in flight, in one direction or in both.
+        tile_bits = 1024 * 64 * (2 if code.kernel == "swap_kernel" else 1)
+        share = tile_bits // (THREADS * 128)
+        assert len(code.stores) == len(wide) and len(wide) % share == 0, code
+        assert set(code.loads) <= {64, 128} and len(code.loads) - len(wide) <= 4, code
+
+
+CHECKS = (check_registers, check_accesses)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kv_kernels_of_llama(
+    capability: int, record_property: Callable[[str, object], None]
+) -> None:
+    codes = kv_code(capability, (LLAMA_8B,), (torch.bfloat16,))
+    record_property("registers", [code.registers for code in codes])
+    for check in CHECKS:
+        check(codes)
+
+
+def test_kv_kernels_of_heads_that_are_no_power_of_two() -> None:
+    codes = kv_code(90, (ODD,), (torch.bfloat16,))
+    for check in CHECKS:
+        check(codes)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_swaps_of_all_models(
+    capability: int, record_property: Callable[[str, object], None]
+) -> None:
+    codes = swap_code(capability)
+    assert len(codes) == 1, "one kernel serves all weights"
+    record_property("registers", [code.registers for code in codes])
+    for check in CHECKS:
+        check(codes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kv_kernels_of_all_models(capability: int, block_size: int) -> None:
+    codes = kv_code(capability, block_sizes=(block_size,))
+    for check in CHECKS:
+        check(codes)
+
+
+def kv_code_of_llama(capability: int) -> list[Code]:
+    return kv_code(capability, (LLAMA_8B,), (torch.bfloat16,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """A change, the code that it changes, and the check that sees it."""
+
+    change: Callable[[], AbstractContextManager[None]]
+    code: Callable[[int], list[Code]]
+    check: Callable[[list[Code]], None]
+
+
+CODE_MISTAKES = {
+    "addresses of a swap are not known to be aligned": Mistake(
+        lambda: mutated_kernels(
+            {
+                "a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int64)), 16)": (
+                    "a = tl.load(entry).to(tl.pointer_type(tl.int64))"
+                )
+            }
+        ),
+        swap_code,
+        check_accesses,
+    ),
+    "lengths of a swap are not known to be even": Mistake(
+        lambda: mutated_kernels({"tl.multiple_of(tl.load(entry + 2), 2)": "tl.load(entry + 2)"}),
+        swap_code,
+        check_accesses,
+    ),
+    "starts of runs are not known to be aligned": Mistake(
+        lambda: mutated_kernels({"other=0), ALIGN)": "other=0), 1)"}),
+        kv_code_of_llama,
+        check_accesses,
+    ),
+    "strides are taken for odd": Mistake(
+        lambda: mutated(kv.TableBlocks.__init__, {"2 if all(": "1 if all("}),
+        kv_code_of_llama,
+        check_accesses,
+    ),
+    "a program has more in flight than there are registers": Mistake(
+        lambda: mutated_kernels({"TILE = 1024": "TILE = 16384"}),
+        swap_code,
+        check_registers,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", CODE_MISTAKES)
+def test_mistakes_in_kernels_are_seen(mistake: str) -> None:
+    made = CODE_MISTAKES[mistake]
+    with made.change():
+        codes = made.code(90)
+    with pytest.raises(AssertionError):
+        made.check(codes)
+
+
+@pytest.fixture(scope="module")
+def beyond() -> dict[str, list[str]]:
+    """What the interpreter found, without a mistake ("") and with each."""
+    printed = in_interpreter("tests.gpuless.sparse_kernels")
+    found: dict[str, list[str]] = json.loads(printed.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("what", ["LBHNC", "LBNHC", "swap"])
+def test_beyond_2_31_words(beyond: dict[str, list[str]], what: str) -> None:
+    assert what in beyond[""]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_offsets_that_wrap_are_seen(beyond: dict[str, list[str]], mistake: str) -> None:
+    wrong = {"swap"} if "swap" in mistake else {"LBHNC", "LBNHC"}
+    assert set(beyond[mistake]) == {*beyond[""]} - wrong
