@@ -106,15 +106,16 @@ class Code:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-
-            def dump(option: str) -> str:
-                command = [knobs.nvidia.cuobjdump.path, option, file.name]
-                return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-            usage, machine_code = dump("--dump-resource-usage"), dump("--dump-sass")
-        used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-        instructions = _INSTRUCTION.findall(machine_code)
-        assert "EXIT" in instructions, machine_code
+            command = [
+                knobs.nvidia.cuobjdump.path,
+                "--dump-resource-usage",
+                "--dump-sass",
+                file.name,
+            ]
+            dumped = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dumped)}
+        instructions = _INSTRUCTION.findall(dumped)
+        assert "EXIT" in instructions, dumped
         return cls(
             name,
             used["REG"],
@@ -167,7 +168,9 @@ def compiled_for(capability: int) -> Iterator[dict[str, Code]]:
     run, active = JITFunction.run, driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel.hash not in found:
             found[kernel.hash] = Code.of(self.fn.__name__, kernel.asm["cubin"])
 

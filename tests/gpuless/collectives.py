@@ -124,6 +124,7 @@ def main(sizes: list[int]) -> None:
     # One for all ranks, not one for each.
     resource_tracker.ensure_running()
     import tests.support.frozen  # noqa: F401
+
     for size in sizes:
         _print(str(size), _run(configs[size], size))
     for name, mistake in MISTAKES.items():

@@ -1,4 +1,4 @@
-"""Groups and communicators of layouts on GPUs: made in one order by all ranks, on the right devices.
+"""Groups and communicators of layouts on GPUs: made by all ranks in one order, on their devices.
 
 In real processes over gloo. vLLM's and PAT's own code makes the groups and the communicators; a
 rank notes each call before it makes it (`rank.py`).

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
@@ -52,9 +53,9 @@ MOST_REGISTERS = 64
 
 
 def layer_views(
-    model: ModelShape, dtype: torch.dtype, kv_layout: str, block_size: int
+    model: ModelShape, dtype: torch.dtype, kv_layout: str, block_size: int, sizes: tuple[int, ...]
 ) -> Iterator[torch.Tensor]:
-    """Views of all layers in all layouts, as the exchange gets them."""
+    """Views of all layers in the layouts of these tps, as the exchange gets them."""
     spec = FullAttentionSpec(
         block_size=block_size,
         num_kv_heads=model.kv_heads,
@@ -69,9 +70,9 @@ def layer_views(
     base.kv_cache_layout = kv_layout
     buffer = SharedKVBuffer()
     buffer.buffer = torch.zeros(num_bytes, dtype=torch.int8)
-    layouts = [Layout.of(tp, RANKS) for tp in (1, 2, 4, 8)]
-    for layout in layouts:
-        config = layout_kv_cache_config(base, block_ratio(layout, layouts[0], model.kv_heads))
+    for layout in (Layout.of(tp, RANKS) for tp in sizes):
+        ratio = block_ratio(layout, Layout.of(1, RANKS), model.kv_heads)
+        config = layout_kv_cache_config(base, ratio)
         for view in buffer.views(config, KVCacheLayout[kv_layout]).values():
             yield _words(view)
 
@@ -79,7 +80,10 @@ def layer_views(
 def pack_and_unpack(view: torch.Tensor) -> None:
     """Launch both kernels, for some heads of some blocks."""
     heads = view.shape[1]
-    pieces = [[((2, 0), range(heads // 2, heads))], [((1,), range(heads))]]
+    pieces: list[list[kv.Piece]] = [
+        [((2, 0), range(heads // 2, heads))],
+        [((1,), range(heads))],
+    ]
     blocks = kv.TableBlocks(pieces, view)
     staged = torch.empty(sum(blocks.counts), dtype=torch.int64)
     blocks.pack(view, staged)
@@ -91,16 +95,22 @@ def kv_code(
     models: tuple[ModelShape, ...] = MODELS,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     block_sizes: tuple[int, ...] = (16,),
+    sizes: tuple[int, ...] = (1, 2, 4, 8),
 ) -> list[Code]:
-    """Of all launches that KV caches need."""
+    """Of all launches that KV caches need, in the layouts of these tps."""
     with compiled_for(capability) as found:
         for model in models:
             for dtype in dtypes:
                 for kv_layout in KV_LAYOUTS:
                     for block_size in block_sizes:
-                        for view in layer_views(model, dtype, kv_layout, block_size):
+                        for view in layer_views(model, dtype, kv_layout, block_size, sizes):
                             pack_and_unpack(view)
     return list(found.values())
+
+
+def kv_code_of(model: ModelShape, capability: int) -> list[Code]:
+    """In one dtype, of a layout in which a rank has all KV heads, and of one with one of them."""
+    return kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8))
 
 
 def swap_code(capability: int, models: tuple[ModelShape, ...] = MODELS) -> list[Code]:
@@ -146,14 +156,14 @@ CHECKS = (check_registers, check_accesses)
 def test_kv_kernels_of_llama(
     capability: int, record_property: Callable[[str, object], None]
 ) -> None:
-    codes = kv_code(capability, (LLAMA_8B,), (torch.bfloat16,))
+    codes = kv_code_of(LLAMA_8B, capability)
     record_property("registers", [code.registers for code in codes])
     for check in CHECKS:
         check(codes)
 
 
 def test_kv_kernels_of_heads_that_are_no_power_of_two() -> None:
-    codes = kv_code(90, (ODD,), (torch.bfloat16,))
+    codes = kv_code_of(ODD, 90)
     for check in CHECKS:
         check(codes)
 
@@ -176,10 +186,6 @@ def test_kv_kernels_of_all_models(capability: int, block_size: int) -> None:
     codes = kv_code(capability, block_sizes=(block_size,))
     for check in CHECKS:
         check(codes)
-
-
-def kv_code_of_llama(capability: int) -> list[Code]:
-    return kv_code(capability, (LLAMA_8B,), (torch.bfloat16,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,12 +216,12 @@ CODE_MISTAKES = {
     ),
     "starts of runs are not known to be aligned": Mistake(
         lambda: mutated_kernels({"other=0), ALIGN)": "other=0), 1)"}),
-        kv_code_of_llama,
+        partial(kv_code_of, LLAMA_8B),
         check_accesses,
     ),
     "strides are taken for odd": Mistake(
         lambda: mutated(kv.TableBlocks.__init__, {"2 if all(": "1 if all("}),
-        kv_code_of_llama,
+        partial(kv_code_of, LLAMA_8B),
         check_accesses,
     ),
     "a program has more in flight than there are registers": Mistake(
