@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 from tests.gpuless.sequences import Event, Merge
@@ -105,12 +106,16 @@ def _event(told: dict[str, Any]) -> Event:
     return Event(**(told | lists))
 
 
+GPUS = 8
+"""Of the imitated machine."""
+
+
 def main(sizes: list[int]) -> None:
     """One case of each size without a mistake, and each mistake with the first of them."""
     import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all ranks
     from tests.gpuless.platforms import become
 
-    become("sm90")
+    become("sm90", GPUS)
     import vllm.model_executor.models.registry as registry
 
     # vLLM looks at each new model class in a process of its own, which takes long.
@@ -137,6 +142,10 @@ def _print(name: str, outcome: Outcome) -> None:
 
 def _run(config: Any, num_ranks: int, mistake: Mistake | None = None) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
+        _note_peer_access(Path(directory))
+        # vLLM trusts the driver, or else tries peer access out, and all ranks wait for that.
+        tried = num_ranks != GPUS
+        environment = {"VLLM_CACHE_ROOT": directory, "VLLM_SKIP_P2P_CHECK": str(int(not tried))}
         address = f"file://{directory}/rendezvous"
         children, pipes = [], []
         for rank in range(num_ranks):
@@ -144,6 +153,7 @@ def _run(config: Any, num_ranks: int, mistake: Mistake | None = None) -> Outcome
             sys.stdout.flush()
             if (child := os.fork()) == 0:
                 os.close(receive)
+                os.environ.update(environment)
                 _rank(rank, num_ranks, config, address, mistake, send)
             os.close(send)
             children.append(child)
@@ -156,6 +166,14 @@ def _run(config: Any, num_ranks: int, mistake: Mistake | None = None) -> Outcome
                 os.waitpid(child, 0)
             for receive in pipes:
                 os.close(receive)
+
+
+def _note_peer_access(directory: Path) -> None:
+    """What vLLM found when it tried peer access out: every GPU reaches every other."""
+    gpus = range(GPUS)
+    name = f"gpu_p2p_access_cache_for_{','.join(map(str, gpus))}.json"
+    found = {f"{own}->{other}": True for own in gpus for other in gpus}
+    (directory / name).write_text(json.dumps(found))
 
 
 def _rank(
@@ -216,7 +234,7 @@ def _follow(pipes: list[int]) -> Outcome:
                         continue
                     event = _event(told)
                     outcome.events[rank].append(event)
-                    if event.ranks:
+                    if event.waits:
                         merge.add(event)
     return outcome
 

@@ -1,12 +1,7 @@
-"""A rank with an imitated GPU: it starts PAT's worker, switches layouts, and says what it calls.
-
-Groups and communicators are vLLM's own, over gloo. What they would ask of a GPU, of NCCL, of
-FlashInfer or of symmetric memory is noted here, and waits for the other ranks as there.
-"""
+"""A rank with an imitated GPU: it starts PAT's worker, switches layouts, and says what it calls."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import permutations
@@ -15,218 +10,26 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import vllm.distributed.parallel_state as parallel_state
 from torch.overrides import TorchFunctionMode
 from vllm.config import set_current_vllm_config
-from vllm.distributed.device_communicators import custom_all_reduce, pynccl, symm_mem
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.kv_transfer import exchange
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.plan import plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from pat_vllm.worker.synthetic import synthetic_kv
+from tests.gpuless.communicators import Recorder, imitate_communicators, record_torch
 from tests.gpuless.sequences import Event
-
-_CALLS = (
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather_object",
-)
-"""Of `torch.distributed`; the objects that pass through them are small."""
 
 HIDDEN, LAYERS = 64, 2
 BLOCK_SIZE, CONTENT, BLOCKS = 2, 8, 16
-
-
-class Recorder:
-    """Notes what a rank calls, before it waits in it."""
-
-    def __init__(self, rank: int, num_ranks: int, tell: Callable[[Event], None]) -> None:
-        self.phase = "start"
-        self.device = -1
-        self._rank = rank
-        self._world = tuple(range(num_ranks))
-        self._tell = tell
-        self._wait = dist.barrier
-
-    def question(self, kind: str, *devices: int, group: Any = None) -> None:
-        """Something is asked about devices."""
-        name, ranks = self._group(group)
-        # Not all ranks have to ask.
-        event = Event(self._rank, self.phase, kind, name, (), devices, detail=str(ranks))
-        self._tell(event)
-
-    def call(
-        self, kind: str, group: Any, constructs: bool = False, detail: str = "", device: Any = None
-    ) -> None:
-        """All ranks of a group, or of the world before there is one, make a call."""
-        name, ranks = self._group(group)
-        devices = () if device is None else (int(device),)
-        self._tell(
-            Event(self._rank, self.phase, kind, name, ranks, devices, constructs, str(detail))
-        )
-
-    def meet(self, kind: str, group: Any, **options: Any) -> None:
-        """The same, where it is nothing but noted; ranks wait for each other."""
-        self.call(kind, group, **options)
-        self._wait(group)
-
-    def _group(self, group: Any) -> tuple[str, tuple[int, ...]]:
-        if group is None or not dist.is_initialized():
-            return "world", self._world
-        return group.group_name, tuple(dist.get_process_group_ranks(group))
-
-
-def record_torch(recorder: Recorder) -> None:
-    """Note the calls of `torch.distributed`."""
-
-    def wrap(name: str) -> None:
-        original = getattr(dist, name)
-        signature = inspect.signature(original)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            detail = f"from {given['src']}" if "src" in given else ""
-            tensor = given.get("tensor")
-            if isinstance(tensor, torch.Tensor):
-                detail += f" {tensor.numel()} of {tensor.dtype}"
-            recorder.call(name, given.get("group"), detail=detail)
-            return original(*args, **kwargs)
-
-        setattr(dist, name, noted)
-
-    for name in _CALLS:
-        wrap(name)
-    for name in ("init_process_group", "new_group"):
-        wrap_constructor(recorder, name)
-
-
-def wrap_constructor(recorder: Recorder, name: str) -> None:
-    """Note a function of `torch.distributed` that makes a group. All ranks have to call it."""
-    original = getattr(dist, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        members = args[0] if args else kwargs.get("ranks")
-        detail = f"{members} {kwargs.get('backend')}"
-        recorder.call(name, None, constructs=True, detail=detail)
-        return original(*args, **kwargs)
-
-    setattr(dist, name, noted)
-
-
-class Nccl:
-    """In place of vLLM's binding: an id is made, and what is done with it is noted elsewhere."""
-
-    ncclGetRawVersion = staticmethod(lambda: 22900)
-    ncclGetVersion = staticmethod(lambda: "2.29.0")
-    ncclGetUniqueId = staticmethod(lambda: pynccl.ncclUniqueId())
-
-
-def imitate_communicators(recorder: Recorder) -> None:
-    """Have vLLM's communicators of CUDA note what they would ask of libraries and devices."""
-    from vllm.distributed.device_communicators import flashinfer_all_reduce as flashinfer
-
-    def init_nccl(self: Any, device: torch.device) -> None:
-        self.device, self.comm = device, None
-        recorder.meet("NCCL communicator", self.group, constructs=True, device=device.index)
-
-    def all_reduce(kind: str) -> Callable[..., Any]:
-        def reduce(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            detail = f"{tensor.numel()} of {tensor.dtype}"
-            recorder.meet(kind, self.group, detail=detail, device=self.device.index)
-            return tensor.clone()
-
-        return reduce
-
-    nccl: Any = pynccl.PyNcclCommunicator
-    pynccl.NCCLLibrary = lambda path=None: Nccl()  # type: ignore[assignment,misc]
-    nccl._init_comm = init_nccl
-    nccl.all_reduce = all_reduce("NCCL all-reduce")
-
-    custom: Any = custom_all_reduce.CustomAllreduce
-    making: list[Any] = []
-    init_custom = custom.__init__
-
-    def noted_init(self: Any, group: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        recorder.call("custom all-reduce's buffers", group, constructs=True, device=device.index)
-        making.append(group)
-        init_custom(self, group, device, *args, **kwargs)
-        making.pop()
-        assert not self.disabled
-
-    def can_access(own: int, other: int) -> bool:
-        recorder.question("peer access", own, other, group=making[-1])
-        return True
-
-    def connected(cls: Any, devices: Sequence[int]) -> bool:
-        recorder.question("links", *devices, group=making[-1])
-        return True
-
-    custom.__init__ = noted_init
-    custom.all_reduce = all_reduce("custom all-reduce")
-    custom_all_reduce.custom_ar = True
-    custom_all_reduce.gpu_p2p_access_check = can_access
-    torch.cuda.can_device_access_peer = can_access
-    type(current_platform).is_fully_connected = classmethod(connected)
-    ops = mock.MagicMock()
-    ops.meta_size.return_value = 256
-    ops.allocate_shared_buffer_and_handle.return_value = (1, "handle")
-    ops.get_graph_buffer_ipc_meta.return_value = ([1], [2])
-    custom_all_reduce.ops = ops
-
-    def rendezvous(buffer: Any, group_name: str) -> Any:
-        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
-        options = {"constructs": True, "detail": f"{buffer.size} elements"}
-        recorder.meet("symmetric memory", group, device=buffer.device.index, **options)
-        return SimpleNamespace(multicast_ptr=0)
-
-    symmetric: Any = SimpleNamespace(
-        empty=lambda size, device, dtype: SimpleNamespace(size=size, device=device),
-        rendezvous=rendezvous,
-    )
-    custom_all_reduce.torch_symm_mem = symm_mem.torch_symm_mem = symmetric
-
-    def create_workspace(backend: str, group: Any, **options: Any) -> Any:
-        recorder.meet("FlashInfer workspace", group, constructs=True, device=recorder.device)
-        return SimpleNamespace(
-            backend=backend,
-            group=group,
-            mc_ptr=1,
-            is_buffer_size_sufficient=lambda **problem: True,
-            destroy=lambda: None,
-        )
-
-    def fused(input: torch.Tensor, workspace: Any, **options: Any) -> torch.Tensor:
-        detail = f"in the group {parallel_state.get_tp_group().ranks}"
-        recorder.meet(
-            "FlashInfer all-reduce", workspace.group, detail=detail, device=recorder.device
-        )
-        return input.clone()
-
-    assert flashinfer.fi_ar_available
-    flashinfer.flashinfer_comm.create_allreduce_fusion_workspace = create_workspace
-    flashinfer.flashinfer_comm.allreduce_fusion = fused
-
-    init_transport = exchange.CollectiveTransport.__init__
-
-    def noted_transport(self: Any, group: Any, device: torch.device) -> None:
-        recorder.call("exchange", group, constructs=True, device=device.index)
-        init_transport(self, group, device)
-
-    exchange.CollectiveTransport.__init__ = noted_transport  # type: ignore[method-assign]
 
 
 class OnCpu(TorchFunctionMode):

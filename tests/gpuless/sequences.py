@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does that other ranks have to do with.
+    """A call of a rank.
 
     Attributes:
         rank: the global rank.
         phase: of the rank's life, "start" for instance.
         kind: what is called.
         group: name of the process group.
-        ranks: global ranks that take part, all of which have to make the call; none for a question
-            about devices.
+        ranks: its global ranks.
+        waits: whether all of them have to make the call; not those that ask about devices.
         devices: indices of the devices that it is about.
         constructs: whether it makes something that lasts, such as a communicator.
         detail: what else has to be the same on all ranks.
@@ -28,6 +28,7 @@ class Event:
     kind: str
     group: str
     ranks: tuple[int, ...]
+    waits: bool = True
     devices: tuple[int, ...] = ()
     constructs: bool = False
     detail: str = ""
@@ -54,12 +55,13 @@ class Merge:
         merge = cls(len(sequences))
         for sequence in sequences:
             for event in sequence:
-                merge.add(event)
+                if event.waits:
+                    merge.add(event)
         return merge
 
     def add(self, event: Event) -> None:
         """A rank has come to its next call."""
-        assert event.rank in event.ranks, event
+        assert event.waits and event.rank in event.ranks, event
         self._queues[event.rank].append(event)
         moved = len(self._queues[event.rank]) == 1
         while moved:

@@ -1,7 +1,7 @@
 """Groups and communicators of layouts on GPUs: made by all ranks in one order, on their devices.
 
 In real processes over gloo. vLLM's and PAT's own code makes the groups and the communicators; a
-rank notes each call before it makes it (`rank.py`).
+rank notes each call before it makes it (`communicators.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 
 def check_order(outcome: Outcome) -> None:
     """There is one order of all ranks' calls: none waits for ever."""
-    merge = Merge.of([[one for one in events if one.ranks] for events in outcome.events])
+    merge = Merge.of(outcome.events)
     assert not merge.waiting, merge.waiting
     assert sorted(outcome.ended) == list(range(len(outcome.events)))
 
@@ -60,18 +60,16 @@ def check_devices(outcome: Outcome) -> None:
     """Each rank has its device, and asks for what its group's devices can do."""
     size = len(outcome.events)
     for rank, events in enumerate(outcome.events):
+        own = device_of(rank, size)
         for event in events:
-            if event.kind in ("peer access", "links"):
-                members = [int(one) for one in event.detail.strip("(),").split(",")]
-                devices = [device_of(member, size) for member in members]
-                own = device_of(rank, size)
-                if event.kind == "links":
-                    assert list(event.devices) == devices, event
-                else:
-                    assert event.devices[0] == own, event
-                    assert event.devices[1] in {*devices} - {own}, event
+            devices = [device_of(member, size) for member in event.ranks]
+            if event.kind == "links":
+                assert list(event.devices) == devices, event
+            elif event.kind == "peer access":
+                asking, asked = event.devices
+                assert asking == own and asked in devices and asked != own, event
             elif event.devices:
-                assert event.devices == (device_of(rank, size),), event
+                assert event.devices == (own,), event
 
 
 def check_constructors(outcome: Outcome) -> None:
