@@ -85,6 +85,7 @@ class Code:
 
     Attributes:
         kernel: its name.
+        target: what the machine code is for, such as "sm_80" or "sm_90a".
         registers: of a thread.
         local_bytes: of a thread's memory outside of registers: its stack and what is spilled.
         spills: instructions that read or write that memory.
@@ -92,6 +93,7 @@ class Code:
     """
 
     kernel: str
+    target: str
     registers: int
     local_bytes: int
     spills: int
@@ -115,9 +117,11 @@ class Code:
             dumped = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", dumped)}
         instructions = _INSTRUCTION.findall(dumped)
+        (target,) = re.findall(r"\bcode for (\w+)", dumped)
         assert "EXIT" in instructions, dumped
         return cls(
             name,
+            target,
             used["REG"],
             used["STACK"] + used["LOCAL"],
             sum(one.split(".")[0] in ("LDL", "STL") for one in instructions),
@@ -172,7 +176,8 @@ def compiled_for(capability: int) -> Iterator[dict[str, Code]]:
             warnings.simplefilter("ignore")
             kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel.hash not in found:
-            found[kernel.hash] = Code.of(self.fn.__name__, kernel.asm["cubin"])
+            code = found[kernel.hash] = Code.of(self.fn.__name__, kernel.asm["cubin"])
+            assert code.target.rstrip("a") == f"sm_{capability}"
 
     JITFunction.run = compile_only
     driver._active = _Gpu(capability)
