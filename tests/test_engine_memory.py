@@ -74,7 +74,7 @@ def _new(tensors: Any, seen: set[int]) -> dict[int, int]:
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             found[storage.data_ptr()] = storage.nbytes()
-    seen |= found.keys()
+    seen.update(found)
     return found
 
 
@@ -125,7 +125,10 @@ def _staged_by_a_full_switch(worker: Any) -> int:
 
 
 def start(weights: str) -> AbstractContextManager[Any]:
-    return engine(MODEL, RANKS, {"weights": weights}, kv_cache_memory_bytes=24 << 20, **OPTIONS)
+    """An engine whose weights vLLM does not pack for its CPU kernels."""
+    options = OPTIONS | {"kv_cache_memory_bytes": 24 << 20}
+    plain = "tests.support.weight_updates.WeightUpdates"
+    return engine(MODEL, RANKS, {"weights": weights}, worker_extension_cls=plain, **options)
 
 
 def main(out: str) -> None:

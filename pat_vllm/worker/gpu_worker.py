@@ -13,10 +13,9 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import pat_config
-from pat_vllm.memory.sizing import Measured, kv_cache_bytes, staged_share
+from pat_vllm.memory.sizing import Measured, kv_cache_bytes
 from pat_vllm.patches import graphs_measured_apart, report_weights_memory
-from pat_vllm.worker.late_memory import measure_buffers, measure_graphs
+from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
@@ -85,17 +84,9 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         self.cudagraph_memory_estimate = graphs[0]
         self.peak_activation_memory += graphs[0]
         self.available_kv_cache_memory_bytes = kv_cache_bytes(
-            measured, sum(graphs), buffers, self._staged()
+            measured, sum(graphs), buffers, staged_by_switches(self._runtimes)
         )
         return self.available_kv_cache_memory_bytes
-
-    def _staged(self) -> float:
-        """Share of the KV cache that a switch stages in the worst case."""
-        if pat_config(self.vllm_config).kv_transfer == "recompute":
-            return 0.0
-        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        num_layers = len(self.model_runner.get_kv_cache_spec())
-        return staged_share(list(self._runtimes), kv_heads, num_layers)
 
     def _measure(self, runtime: LayoutRuntime) -> Measured:
         self._enter(runtime)

@@ -1,24 +1,27 @@
-"""Measures what vLLM allocates on a GPU after it has measured a layout's steps.
+"""What is allocated after vLLM has measured a layout's steps.
 
-That are the buffers that come with a KV cache, and CUDA graphs. vLLM counts the graphs of one
-layout, and leaves its buffers to what `gpu_memory_utilization` keeps free.
+That are the buffers that come with a KV cache, CUDA graphs, and what a switch stages. Of one layout
+vLLM counts the graphs, and leaves the buffers to what `gpu_memory_utilization` keeps free.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
+from pat_vllm.config import pat_config
+from pat_vllm.memory.sizing import staged_share
 from pat_vllm.patches import attention_workspace, one_graph_pool, use_attention_workspace
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
+    from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
 
 Enter = Callable[["LayoutRuntime"], None]
@@ -74,6 +77,15 @@ def measure_graphs(
             captures = runtime.config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
             found.append(runtime.runner.profile_cudagraph_memory() if captures else 0)
     return found
+
+
+def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
+    """Share of the KV cache that a switch stages in the worst case."""
+    base = next(iter(runtimes.values()))
+    if pat_config(base.config).kv_transfer == "recompute":
+        return 0.0
+    kv_heads = base.config.model_config.get_total_num_kv_heads()
+    return staged_share(list(runtimes), kv_heads, len(base.runner.get_kv_cache_spec()))
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
@@ -23,6 +26,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.sizing import kv_cache_bytes, staged_share
 from pat_vllm.worker import gpu_worker, late_memory
 from pat_vllm.worker import worker as worker_module
+from pat_vllm.worker.cpu_worker import PATCPUWorker
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.graph_pools import SEGMENT, Allocation, Device, MiB
@@ -154,7 +158,11 @@ def runtimes_on(device: Device, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> lis
     made = []
     for layout in LAYOUTS:
         runner = Runner(device, layout.tp, mode)
-        config = SimpleNamespace(compilation_config=runner.compilation_config)
+        config = SimpleNamespace(
+            compilation_config=runner.compilation_config,
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS),
+            additional_config={},
+        )
         runtime: Any = SimpleNamespace(layout=layout, runner=runner, config=config)
         runtime.check_kv_cache = lambda config: None
         runtime.register_kv = lambda config, buffer: None
@@ -311,10 +319,7 @@ def worker(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made._runtimes = {one.layout: one for one in runtimes_on(device)}
     made._base = next(iter(made._runtimes.values()))
     made.cache_config = SimpleNamespace(kv_cache_memory_bytes=None)
-    made.vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS),
-        additional_config={},
-    )
+    made.vllm_config = made._base.config
 
     def enter(runtime: Any) -> None:
         made._active, made.model_runner = runtime, runtime.runner
@@ -337,7 +342,7 @@ def worker(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def check_kv_cache(worker: Any, kv_transfer: str = "migrate") -> None:
     """Beside it is room for all that layouts take, and no more is kept free."""
     device = worker.device_memory
-    worker.vllm_config.additional_config = {"pat": {"kv_transfer": kv_transfer}}
+    worker._base.config.additional_config["pat"] = {"kv_transfer": kv_transfer}
     kv = worker.determine_available_memory()
     assert worker._active is worker._base
     staged = kv * STAGED if kv_transfer == "migrate" else 0
@@ -420,3 +425,73 @@ def test_one_layout_is_as_vllm_has_it(worker: Any) -> None:
     worker._enter(base)
     Worker.determine_available_memory(worker)  # which leaves block tables
     assert worker.determine_available_memory() == Worker.determine_available_memory(worker)
+
+
+@pytest.mark.parametrize("given_bytes", [None, 7 * GiB])
+def test_on_cpu_a_switch_has_room(monkeypatch: pytest.MonkeyPatch, given_bytes: int | None) -> None:
+    monkeypatch.setattr(
+        CPUWorker, "determine_available_memory", lambda worker: given_bytes or 60 * GiB
+    )
+    worker: Any = PATCPUWorker.__new__(PATCPUWorker)
+    runner = SimpleNamespace(get_kv_cache_spec=lambda: dict.fromkeys(range(NUM_LAYERS)))
+    model = SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS)
+    config = SimpleNamespace(additional_config={}, model_config=model)
+    worker._runtimes = {one: SimpleNamespace(config=config, runner=runner) for one in LAYOUTS}
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=given_bytes)
+    kv = worker.determine_available_memory()
+    assert kv == given_bytes or kv * (1 + STAGED) == pytest.approx(60 * GiB)
+
+
+# -------------------------------------------------------------------- input embeddings
+
+
+class RunnerV1:
+    """Of a Model Runner V1 what makes its buffers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        make = functools.partial(GPUModelRunner._make_buffer, self)  # type: ignore[arg-type]
+        self.inputs_embeds = make(32, 8, dtype=torch.bfloat16, numpy=False)
+        self.others = [
+            make(32, 8, dtype=torch.float32, numpy=False),
+            make(16, 8, dtype=torch.bfloat16, numpy=False),
+            make(32, dtype=torch.int32),
+        ]
+
+
+def check_input_embeddings() -> None:
+    """Layouts have them in common, and nothing else that is like them."""
+    base: Any = RunnerV1()
+    with patches.input_embeddings_of(base):
+        derived = RunnerV1()
+    assert derived.inputs_embeds is base.inputs_embeds
+    assert all(one is not base.inputs_embeds for one in derived.others)
+    for no_runner_v1 in (None, SimpleNamespace(req_states=None)):
+        with patches.input_embeddings_of(no_runner_v1):  # type: ignore[arg-type]
+            assert RunnerV1().inputs_embeds is not base.inputs_embeds
+    assert RunnerV1().inputs_embeds is not base.inputs_embeds
+
+
+EMBEDDING_MISTAKES = {
+    "each layout has its own": {"return shared": "pass"},
+    "another dtype": {' and options.get("dtype") == shared.cpu.dtype': ""},
+    "another size": {"size == tuple(shared.cpu.shape) and ": ""},
+    "for ever": {"GPUModelRunner._make_buffer = original": "pass"},
+}
+
+
+def test_layouts_share_input_embeddings() -> None:
+    check_input_embeddings()
+
+
+@pytest.mark.parametrize("mistake", EMBEDDING_MISTAKES)
+def test_mistakes_in_sharing_input_embeddings_are_seen(
+    monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    monkeypatch.setattr(GPUModelRunner, "_make_buffer", GPUModelRunner._make_buffer)  # undone
+    with (
+        mutated(patches.input_embeddings_of, EMBEDDING_MISTAKES[mistake]),
+        pytest.raises(AssertionError),
+    ):
+        check_input_embeddings()
