@@ -433,7 +433,7 @@ def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
             if workspace is not None and hasattr(builder, "set_workspace_buffer"):
                 builder.set_workspace_buffer(workspace)
 
-    AttentionGroup.create_metadata_builders = create  # type: ignore[method-assign]
+    AttentionGroup.create_metadata_builders = create  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
