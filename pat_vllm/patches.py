@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from vllm.config import ModelConfig, ParallelConfig
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+    from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_input_batch import InputBatch
@@ -375,6 +377,81 @@ def report_weights_memory(runner: RunnerV1 | RunnerV2, num_bytes: int) -> None:
     runner.model_memory_usage = num_bytes
 
 
+@contextmanager
+def graphs_measured_apart(runner: RunnerV1 | RunnerV2) -> Iterator[None]:
+    """Inside, have a model runner say that its CUDA graphs take nothing.
+
+    Without it: vLLM's worker measures each layout's graphs by themselves, in a pool that is thrown
+    away, and their sum counts the memory that graphs of several layouts share once for each.
+    Missing seam: a worker that measures a step's memory only.
+    """
+    runner.profile_cudagraph_memory = lambda: 0  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.profile_cudagraph_memory  # the method shows again
+
+
+@contextmanager
+def one_graph_pool(pool: Any) -> Iterator[None]:
+    """Inside, have whoever asks for a new pool of CUDA graphs get this one.
+
+    Without it: see `graphs_measured_apart`. Missing seam: vLLM's measurement of graphs chooses the
+    pool itself.
+
+    Args:
+        pool: what `torch.cuda.graph_pool_handle` returned. Some graph must live in it for longer.
+    """
+    import torch
+
+    original = torch.cuda.graph_pool_handle
+    torch.cuda.graph_pool_handle = lambda: pool
+    try:
+        yield
+    finally:
+        torch.cuda.graph_pool_handle = original
+
+
+@contextmanager
+def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
+    """Inside, have new attention metadata builders use this workspace, if there is one.
+
+    Without it: each layout's FlashInfer has a workspace of its own, of 394 MiB or more. vLLM shares
+    one among the groups of a runner, whose attention writes to it in turn, as layouts do. Missing
+    seam: a runner that is given a workspace.
+
+    Args:
+        workspace: of a layout with at least as many heads on a rank (`attention_workspace`).
+    """
+    from vllm.v1.worker.utils import AttentionGroup
+
+    original = AttentionGroup.create_metadata_builders
+
+    def create(group: Any, *args: Any, **options: Any) -> None:
+        original(group, *args, **options)
+        for builder in group.metadata_builders:
+            if workspace is not None and hasattr(builder, "set_workspace_buffer"):
+                builder.set_workspace_buffer(workspace)
+
+    AttentionGroup.create_metadata_builders = create  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        AttentionGroup.create_metadata_builders = original  # type: ignore[method-assign]
+
+
+def attention_workspace(runner: RunnerV1 | RunnerV2) -> torch.Tensor | None:
+    """The workspace of a runner's attention backend, if it has one. It comes with the KV cache."""
+    for groups in getattr(runner, "attn_groups", ()):
+        for group in groups:
+            for builder in group.metadata_builders:
+                # Of vLLM's own protocol between builders, which few backends take part in.
+                get = getattr(builder, "_get_workspace_buffer", None)
+                if get is not None:
+                    return get()  # type: ignore[no-any-return]
+    return None
+
+
 def forget_sampled_tokens(batch: InputBatch) -> None:
     """Make the input batch of a Model Runner V1 forget the tokens that it sampled last.
 
@@ -414,6 +491,36 @@ def token_ids_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         yield
     finally:
         states.StagedWriteTensor = make  # type: ignore[misc]
+
+
+@contextmanager
+def input_embeddings_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V1 keep input embeddings where `base` does, if that is one.
+
+    Without it: each layout takes `max_num_batched_tokens * hidden_size` elements of device memory
+    and pins as much host memory, for embeddings that a step writes before it reads them. Missing
+    seam: a runner that takes given buffers.
+    """
+    if base is None or not hasattr(base, "inputs_embeds") or hasattr(base, "req_states"):
+        yield
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    shared = base.inputs_embeds
+    original = GPUModelRunner._make_buffer
+
+    def make(runner: RunnerV1, *size: int, **options: Any) -> CpuGpuBuffer:
+        same = size == tuple(shared.cpu.shape) and options.get("dtype") == shared.cpu.dtype
+        # Only of these there is no NumPy array.
+        if same and not options.get("numpy", True):
+            return shared
+        return original(runner, *size, **options)
+
+    GPUModelRunner._make_buffer = make  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        GPUModelRunner._make_buffer = original  # type: ignore[method-assign]
 
 
 def share_penalty_counts(runner: RunnerV2, base: RunnerV2) -> None:

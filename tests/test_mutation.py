@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from pat_vllm import patches
 from tests.support.mutation import mutated
 
 
@@ -54,6 +56,13 @@ def test_closures() -> None:
     with mutated(add, {"+ seven": "- seven"}):
         assert add(0) == -7
     assert add(0) == 7
+
+
+def test_annotations_may_name_what_only_type_checkers_import() -> None:
+    function: Any = patches.attention_workspace
+    with mutated(function, {"return None": "return 1"}):
+        assert function(object()) == 1
+    assert function(object()) is None
 
 
 def test_a_mutation_out_of_date_is_an_error() -> None:

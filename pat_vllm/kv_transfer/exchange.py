@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pat_vllm.kernels.kv import StagedBlocks, staged_blocks
-from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
+from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 
 
@@ -25,6 +25,8 @@ class Transport(Protocol):
 
     depth: int
     """Fixed from `prepare` to `release`."""
+    receives: bool
+    """Whether it has buffers for what arrives, beside those for what is sent."""
     send: torch.Tensor
     """Flat buffer in which the next layer's parts for rank 0, 1, ... follow each other."""
 
@@ -36,6 +38,8 @@ class Transport(Protocol):
         room: int,
     ) -> None:
         """Make room for parts of these sizes (elements, by rank).
+
+        May be called again for other sizes, when no layer is under way.
 
         Args:
             room: bytes that buffers for several layers may take; those for one take what they need.
@@ -69,6 +73,8 @@ class CollectiveTransport:
     CUDA, NCCL works on a stream of its own, so that the two overlap there.
     """
 
+    receives = True
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.depth = 2
         self._group = group
@@ -78,6 +84,7 @@ class CollectiveTransport:
         dist.all_to_all_single(torch.empty_like(one_each), one_each, group=group)
         self._send_counts: list[int] = []
         self._receive_counts: list[int] = []
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._free: deque[tuple[torch.Tensor, ...]] = deque()
         self._under_way: deque[tuple[Any, tuple[torch.Tensor, ...]]] = deque()
         self.release()
@@ -96,12 +103,20 @@ class CollectiveTransport:
         self.depth = 2 if 2 * num_bytes <= room else 1
         self._free = deque(
             tuple(
-                torch.empty(sum(counts), dtype=dtype, device=self._device)
-                for counts in (send_counts, receive_counts)
+                self._buffer((place, side), sum(counts), dtype)
+                for side, counts in enumerate((send_counts, receive_counts))
             )
-            for _ in range(self.depth)
+            for place in range(self.depth)
         )
         self.send = self._free[0][0]
+
+    def _buffer(self, name: tuple[int, int], size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer, the same one for smaller sizes: a new one would lie beside the old one, which
+        torch keeps until the device has done with it."""
+        kept = self._kept.get(name)
+        if kept is None or kept.dtype != dtype or len(kept) < size:
+            self._kept[name] = kept = torch.empty(size, dtype=dtype, device=self._device)
+        return kept[:size]
 
     def begin(self) -> None:
         """See `Transport`."""
@@ -129,6 +144,7 @@ class CollectiveTransport:
     def release(self) -> None:
         """See `Transport`."""
         self.send = torch.empty(0, device=self._device)
+        self._kept.clear()
         self._free.clear()
         self._under_way.clear()
 
@@ -172,6 +188,8 @@ class Exchange:
         self._device = device
         self._transport = transport or best_transport(group, device)
         self._staged: tuple[StagedBlocks, StagedBlocks] | None = None
+        self._rounds: list[tuple[StagedBlocks, StagedBlocks]] = []
+        self._packed = torch.empty(0)
         self._begun: deque[torch.Tensor] = deque()
         self.bytes_sent = 0
 
@@ -188,15 +206,20 @@ class Exchange:
 
         Staging takes the bytes of one layer's moves. A transport that does not share memory takes
         them in both directions, and for two layers where the moves are a small part of a layer.
-        Bytes that stay on their rank are staged, too, because both views lie over the same memory.
+        Where they are a large part, what arrives is staged round by round. Bytes that stay on their
+        rank are staged, too, because both views lie over the same memory.
         """
         source, target = _words(source), _words(target)
-        packs = _staged(moves.sends, source, from_source=True)
-        unpacks = _staged(moves.receives, target, from_source=False)
-        # There is always room for a layer in each direction (`kv_memory.py`).
-        room = 2 * max(source.nbytes, target.nbytes)
-        self._transport.prepare(packs.counts, unpacks.counts, source.dtype, room=room)
-        self._staged = packs, unpacks
+        # For a layer there is always room, and for a round in each direction (`memory/sizing.py`).
+        layer = max(source.nbytes, target.nbytes)
+        room = layer + 2 * layer // ROUNDS
+        if moves.most_staged * source[0, 0].nbytes > room and self._transport.receives:
+            self._prepare_rounds(moves, source, target)
+        else:
+            packs = _staged(moves.sends, source, from_source=True)
+            unpacks = _staged(moves.receives, target, from_source=False)
+            self._transport.prepare(packs.counts, unpacks.counts, source.dtype, room=room)
+            self._staged = packs, unpacks
         self.bytes_sent = 0
         try:
             yield
@@ -204,14 +227,34 @@ class Exchange:
                 self._finish_one()
         finally:
             self._staged = None
+            self._rounds.clear()
+            self._packed = torch.empty(0)
             self._begun.clear()
             self._transport.release()
+
+    def _prepare_rounds(self, moves: RankMoves, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._rounds = [
+            (
+                _staged(one.sends, source, from_source=True),
+                _staged(one.receives, target, from_source=False),
+            )
+            for one in moves.split(ROUNDS)
+        ]
+        # The largest round first, so that the buffers fit every other.
+        send = _largest([packs.counts for packs, _ in self._rounds])
+        receive = _largest([unpacks.counts for _, unpacks in self._rounds])
+        self._transport.prepare(send, receive, source.dtype, room=0)
+        total = sum(sum(packs.counts) for packs, _ in self._rounds)
+        self._packed = torch.empty(total, dtype=source.dtype, device=self._device)
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Move one layer's blocks from every rank's `source` view to every rank's `target`.
 
         It may return before they have arrived. Layers must not lie over each other.
         """
+        if self._rounds:
+            self._run_rounds(_words(source), _words(target))
+            return
         assert self._staged is not None, "run() outside staging()"
         packs, _ = self._staged
         packs.pack(_words(source), self._transport.send)
@@ -220,6 +263,19 @@ class Exchange:
         self._begun.append(_words(target))
         if len(self._begun) == self._transport.depth:
             self._finish_one()
+
+    def _run_rounds(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Pack all of a layer, and only then let parts of it arrive."""
+        parts = self._packed.split([sum(packs.counts) for packs, _ in self._rounds])
+        for (packs, _), part in zip(self._rounds, parts, strict=True):
+            packs.pack(source, part)
+        for (packs, unpacks), part in zip(self._rounds, parts, strict=True):
+            self._transport.prepare(packs.counts, unpacks.counts, part.dtype, room=0)
+            self._transport.send.copy_(part)
+            self._transport.begin()
+            unpacks.unpack(self._transport.finish(), target)
+            self._transport.done()
+            self.bytes_sent += part.nbytes
 
     def _finish_one(self) -> None:
         assert self._staged is not None
@@ -253,6 +309,11 @@ class Exchange:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def _largest(counts: Sequence[Sequence[int]]) -> list[int]:
+    """By peer."""
+    return [max(of_peer) for of_peer in zip(*counts, strict=True)]
 
 
 def _words(view: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from pat_vllm.layout import Layout
 
+ROUNDS = 32
+"""Rounds in which a layer arrives where much of it moves. What arrives in one is staged."""
+
 
 @dataclass(frozen=True)
 class RequestBlocks:
@@ -122,15 +125,25 @@ class RankMoves:
     """One rank's part of a plan: what it sends to and receives from each rank, itself included.
 
     Both sides list a pair's moves in the plan's order, so that packed bytes need no headers.
+
+    Attributes:
+        most_staged: (block, KV head) pairs that a rank sends and receives, of the rank with most.
+            Alike on all ranks.
     """
 
     sends: tuple[tuple[BlockMove, ...], ...]
     receives: tuple[tuple[BlockMove, ...], ...]
+    most_staged: int = 0
 
     @classmethod
     def of(cls, rank: int, world_size: int, moves: Sequence[BlockMove]) -> RankMoves:
         """The part of `moves` that concerns `rank`."""
+        staged = [0] * world_size
+        for move in moves:
+            for end in (move.route.source_rank, move.route.target_rank):
+                staged[end] += len(move.source_blocks) * len(move.route.source_heads)
         return cls(
+            most_staged=max(staged),
             sends=tuple(
                 tuple(
                     m for m in moves if (m.route.source_rank, m.route.target_rank) == (rank, peer)
@@ -144,3 +157,24 @@ class RankMoves:
                 for peer in range(world_size)
             ),
         )
+
+    def split(self, rounds: int) -> list[RankMoves]:
+        """The same moves in rounds of about equal size, which any rank splits alike."""
+        return [
+            RankMoves(
+                sends=tuple(_part(moves, i, rounds) for moves in self.sends),
+                receives=tuple(_part(moves, i, rounds) for moves in self.receives),
+            )
+            for i in range(rounds)
+        ]
+
+
+def _part(moves: Iterable[BlockMove], i: int, parts: int) -> tuple[BlockMove, ...]:
+    """Of each move part `i`, a run of its blocks; none of a move that has too few."""
+    cut = []
+    for move in moves:
+        total = len(move.source_blocks)
+        run = slice(i * total // parts, (i + 1) * total // parts)
+        if blocks := move.source_blocks[run]:
+            cut.append(BlockMove(move.route, blocks, move.target_blocks[run]))
+    return tuple(cut)

@@ -32,6 +32,7 @@ class SharedMemoryTransport:
     """A `Transport` over shared memory. Made by `connect`."""
 
     depth = 1
+    receives = False
 
     def __init__(self, group: dist.ProcessGroup, segments: Sequence[_Segment]) -> None:
         self._rank = dist.get_rank(group)

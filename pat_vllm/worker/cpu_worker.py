@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
@@ -25,3 +26,10 @@ class PATCPUWorker(PATWorkerMixin, CPUWorker):
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner as RunnerV1
 
         return RunnerV1(config, self.device)
+
+    def determine_available_memory(self) -> int:
+        """As in vLLM, with room for switches."""
+        available = super().determine_available_memory()
+        if self.cache_config.kv_cache_memory_bytes:
+            return available
+        return int(available / (1 + staged_by_switches(self._runtimes)))

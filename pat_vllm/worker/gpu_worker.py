@@ -13,9 +13,9 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import pat_config
-from pat_vllm.kv_transfer.kv_memory import Measured, kv_cache_bytes
-from pat_vllm.patches import report_weights_memory
+from pat_vllm.memory.sizing import Measured, kv_cache_bytes
+from pat_vllm.patches import graphs_measured_apart, report_weights_memory
+from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
@@ -68,33 +68,33 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def determine_available_memory(self) -> int:
         """As in vLLM, with what every layout takes to run, and with room for switches."""
+        runtimes = list(self._runtimes.values())
+        if len(runtimes) == 1:
+            return super().determine_available_memory()
         # The base layout comes last, because vLLM logs what it measured last.
-        measured = [self._measure(runtime) for runtime in reversed(self._runtimes.values())]
+        measured = [self._measure(runtime) for runtime in reversed(runtimes)]
         if self.cache_config.kv_cache_memory_bytes:
             return measured[-1].available
-        self.available_kv_cache_memory_bytes = kv_cache_bytes(measured, self._staged())
+        buffers, workspace = measure_buffers(runtimes, self._enter)
+        graphs = [0]
+        if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
+            graphs = measure_graphs(runtimes, self._enter, workspace)
+        self._enter(self._base)
+        # vLLM logs them beside what the base layout's graphs come to.
+        self.cudagraph_memory_estimate = graphs[0]
+        self.peak_activation_memory += graphs[0]
+        self.available_kv_cache_memory_bytes = kv_cache_bytes(
+            measured, sum(graphs), buffers, staged_by_switches(self._runtimes)
+        )
         return self.available_kv_cache_memory_bytes
-
-    def _staged(self) -> float:
-        """Share of the KV cache that a switch stages in the worst case.
-
-        That is a layer to be received, and a layer to be sent to each rank that has the same KV
-        heads.
-        """
-        if len(self._runtimes) == 1 or pat_config(self.vllm_config).kv_transfer == "recompute":
-            return 0.0
-        kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        sent = max(1, max(layout.tp for layout in self._runtimes) // kv_heads)
-        return (1 + sent) / len(self.model_runner.get_kv_cache_spec())
 
     def _measure(self, runtime: LayoutRuntime) -> Measured:
         self._enter(runtime)
-        available = super().determine_available_memory()
+        with graphs_measured_apart(runtime.runner):
+            available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes:
-            return Measured(available, graphs=0, activations=0)
-        counted = envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
-        graphs = self.cudagraph_memory_estimate if counted else 0
-        return Measured(available, graphs, self.peak_activation_memory - graphs)
+            return Measured(available, activations=0)
+        return Measured(available, self.peak_activation_memory)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As in vLLM, for every layout."""

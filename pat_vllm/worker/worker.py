@@ -30,7 +30,14 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.patches import install_tp_group, probe_p2p_between, token_ids_of
+from pat_vllm.patches import (
+    attention_workspace,
+    input_embeddings_of,
+    install_tp_group,
+    probe_p2p_between,
+    token_ids_of,
+    use_attention_workspace,
+)
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.worker.layout_weights import LayoutWeights
@@ -110,7 +117,12 @@ class PATWorkerMixin(_Base):
         self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
         for runtime in self._runtimes.values():
             install_tp_group(runtime.group)
-            with set_current_vllm_config(runtime.config), token_ids_of(self._base.runner):
+            base = self._base.runner
+            with (
+                set_current_vllm_config(runtime.config),
+                token_ids_of(base),
+                input_embeddings_of(base),
+            ):
                 runtime.runner = self._make_runner(runtime.config)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
@@ -169,13 +181,16 @@ class PATWorkerMixin(_Base):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV buffer for the base layout, and view it from every other."""
         num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        workspace: torch.Tensor | None = None
         for layout, runtime in self._runtimes.items():
             ratio = block_ratio(layout, self._base.layout, num_kv_heads)
             config = layout_kv_cache_config(kv_cache_config, ratio)
             self._activate(runtime)
             runtime.check_kv_cache(config)
-            with set_current_vllm_config(runtime.config):
+            with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
                 super().initialize_from_config(config)
+            if runtime is self._base and len(self._runtimes) > 1:
+                workspace = attention_workspace(runtime.runner)
             runtime.register_kv(config, self._buffer)
         self._activate(self._base)
 

@@ -171,6 +171,36 @@ TEXTS = (
         "weights that have not arrived yet are known by their device",
     ),
     Text(
+        "vllm.v1.worker.gpu.cudagraph_utils.profile_cudagraph_memory",
+        r"throwaway_pool = current_platform\.graph_pool_handle\(\)",
+        "graphs of all layouts are measured in one pool",
+    ),
+    Text(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner.profile_cudagraph_memory",
+        r"profiling_pool = current_platform\.graph_pool_handle\(\)",
+        "same, V1",
+    ),
+    Text(
+        f"{WORKER}.determine_available_memory",
+        r"self\.model_runner\.profile_cudagraph_memory\(\)",
+        "graphs can be left out of what a layout is measured to take",
+    ),
+    Text(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner.__init__",
+        r"self\.inputs_embeds = self\._make_buffer\([^()]*dtype=self\.dtype, numpy=False\)",
+        "the one buffer without a NumPy array, which layouts share",
+    ),
+    Text(
+        "vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder.set_workspace_buffer",
+        r"self\._workspace_buffer = workspace_buffer",
+        "layouts share the workspace of attention",
+    ),
+    Text(
+        "vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder._get_workspace_buffer",
+        r"if self\._workspace_buffer is None:",
+        "same; a builder that has been given one allocates none",
+    ),
+    Text(
         "vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool",
         r"(?s)if tag != old_tag:\s*for pool, _ in self\.allocator_and_pools\.get\(tag, \[\]\):"
         r"\s*self\._trim\(pool\)",

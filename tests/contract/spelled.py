@@ -25,6 +25,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
 from pat_vllm.executor.executor import PATExecutor
@@ -91,6 +92,11 @@ def in_strings(
         flashinfer_all_reduce._fi_ar_workspace_failed,
         flashinfer_all_reduce._fi_ar_quant_workspace_failed,
     )
+
+
+def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
+    """Told apart, and asked for what not every one has."""
+    return v1.inputs_embeds, v1.attn_groups, v2.attn_groups
 
 
 def weight_loaders(

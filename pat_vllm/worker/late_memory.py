@@ -1,0 +1,129 @@
+"""What is allocated after vLLM has measured a layout's steps.
+
+That are the buffers that come with a KV cache, CUDA graphs, and what a switch stages. Of one layout
+vLLM counts the graphs, and leaves the buffers to what `gpu_memory_utilization` keeps free.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+
+from pat_vllm.config import pat_config
+from pat_vllm.memory.sizing import staged_share
+from pat_vllm.patches import attention_workspace, one_graph_pool, use_attention_workspace
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+
+    from pat_vllm.layout import Layout
+    from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
+
+Enter = Callable[["LayoutRuntime"], None]
+"""Makes a layout the worker's active one."""
+
+
+def measure_buffers(
+    runtimes: Sequence[LayoutRuntime], enter: Enter
+) -> tuple[list[int], torch.Tensor | None]:
+    """What each layout allocates with its KV cache, beside the cache.
+
+    Each gets the smallest KV cache that vLLM measures CUDA graphs with. All of it is given back.
+
+    Args:
+        runtimes: the base layout first.
+
+    Returns:
+        Bytes by layout, and the workspace of the base layout's attention, which the others use.
+    """
+    found: list[int] = []
+    workspace: torch.Tensor | None = None
+    for runtime in runtimes:
+        enter(runtime)
+        free = _free_bytes()
+        with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
+            _start_smallest_kv_cache(runtime.runner)
+        if not found:
+            workspace = attention_workspace(runtime.runner)
+        storages = (view.untyped_storage() for view in runtime.runner.kv_caches)
+        kv_cache = sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+        found.append(max(0, free - _free_bytes() - kv_cache))
+    for runtime in runtimes:
+        enter(runtime)
+        _end_smallest_kv_cache(runtime.runner)
+    return found, workspace
+
+
+def measure_graphs(
+    runtimes: Sequence[LayoutRuntime], enter: Enter, workspace: torch.Tensor | None
+) -> list[int]:
+    """What the CUDA graphs of each layout add to a pool that has those of the layouts before.
+
+    As when they are captured for good, in the one pool of the process. Collective over the ranks of
+    each replica.
+
+    Args:
+        workspace: of attention, from `measure_buffers`.
+    """
+    found = []
+    with _kept_graph_pool(), use_attention_workspace(workspace):
+        for runtime in runtimes:
+            enter(runtime)
+            captures = runtime.config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+            found.append(runtime.runner.profile_cudagraph_memory() if captures else 0)
+    return found
+
+
+def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
+    """Share of the KV cache that a switch stages in the worst case."""
+    base = next(iter(runtimes.values()))
+    if pat_config(base.config).kv_transfer == "recompute":
+        return 0.0
+    kv_heads = base.config.model_config.get_total_num_kv_heads()
+    return staged_share(list(runtimes), kv_heads, len(base.runner.get_kv_cache_spec()))
+
+
+@contextmanager
+def _kept_graph_pool() -> Iterator[None]:
+    """Inside, graphs are captured in a pool that keeps its memory when they are gone."""
+    pool = torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        torch.zeros(1, device="cuda")
+    try:
+        with one_graph_pool(pool):
+            yield
+    finally:
+        graph.reset()
+        torch.accelerator.empty_cache()
+
+
+def _start_smallest_kv_cache(runner: ModelRunner) -> None:
+    if hasattr(runner, "req_states"):
+        from vllm.v1.worker.gpu.cudagraph_utils import _init_minimal_kv_cache_for_profiling
+
+        _init_minimal_kv_cache_for_profiling(cast("RunnerV2", runner))
+    else:
+        runner._init_minimal_kv_cache_for_profiling()
+
+
+def _end_smallest_kv_cache(runner: ModelRunner) -> None:
+    if hasattr(runner, "req_states"):
+        from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
+
+        _teardown_profiling_state(cast("RunnerV2", runner))
+    else:
+        runner._cleanup_profiling_kv_cache()
+
+
+def _free_bytes() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    free: int = torch.accelerator.get_memory_info()[0]
+    return free
