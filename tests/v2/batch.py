@@ -207,14 +207,13 @@ def run_static(llm: Any, jobs: Mapping[str, Job]) -> dict[str, Outcome]:
     return run(llm, jobs)
 
 
-def check_tour(
+def take_tour(
     llm: Any,
     jobs: Mapping[str, Job],
-    static: Mapping[str, Outcome],
     way_of_kv: str = "migrate",
     at_switch: Callable[[int], object] = lambda tp: None,
-) -> None:
-    """Run `jobs` through every ordered pair of layouts: as in the home layout, and as asked for."""
+) -> dict[str, Outcome]:
+    """Run jobs through every ordered pair of layouts, with KV carried as asked for."""
     refresh(llm)
     sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
     way = tour(sizes)
@@ -236,6 +235,23 @@ def check_tour(
             carried, left_behind = left_behind, carried
             assert left_behind == 0
         assert carried > 0
+    return outcomes
+
+
+def check_outcomes(
+    llm: Any,
+    jobs: Mapping[str, Job],
+    outcomes: Mapping[str, Outcome],
+    static: Mapping[str, Outcome],
+) -> None:
+    """Outcomes of a tour are those of the home layout, and no layout keeps requests."""
     assert_same(outcomes, static)
     assert not any(llm.collective_rpc(idle_requests))
     assert_teacher_forced(llm, jobs, outcomes)
+
+
+def check_tour(
+    llm: Any, jobs: Mapping[str, Job], static: Mapping[str, Outcome], **options: Any
+) -> None:
+    """A tour, see `take_tour` for options, gives what the home layout gives."""
+    check_outcomes(llm, jobs, take_tour(llm, jobs, **options), static)

@@ -18,8 +18,10 @@ from tests.v2.batch import (
     UNSEEDED,
     Served,
     batch,
+    check_outcomes,
     check_tour,
     few,
+    take_tour,
     tour,
 )
 from tests.v2.mistakes import MISTAKES, OF_WEIGHTS_IN_PLACE, made
@@ -58,13 +60,22 @@ def test_every_ordered_pair_of_layouts(served: Served, llm: Any) -> None:
 
 
 def test_every_ordered_pair_when_kv_is_computed_again(served: Served, llm: Any) -> None:
-    check_tour(llm, few(served.jobs), few(served.static), "recompute")
+    check_tour(llm, few(served.jobs), few(served.static), way_of_kv="recompute")
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if mistake.nightly else [])
+        for name, mistake in MISTAKES.items()
+    ],
+)
 def test_the_tour_sees(name: str, served: Served, llm: Any) -> None:
     mistake = MISTAKES[name]
     if name == OF_WEIGHTS_IN_PLACE and len(served.workers) == 2:
         pytest.skip("each layout has its own weights")
-    with made(llm, mistake), pytest.raises(AssertionError):
-        check_tour(llm, few(served.jobs), few(served.static), mistake.way_of_kv)
+    jobs, static = few(served.jobs), few(served.static)
+    with made(llm, mistake):
+        outcomes = take_tour(llm, jobs, mistake.way_of_kv)
+        with pytest.raises(AssertionError):
+            check_outcomes(llm, jobs, outcomes, static)

@@ -24,17 +24,18 @@ def model_runner_v2() -> Iterator[None]:
     Their workers have Triton's interpreter (`sitecustomize.py`). This process has none, whose
     vLLM was imported without; it is told only not to ask for it.
     """
-    import vllm.config.vllm as config
-    import vllm.envs as envs
-
     path = [str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        patch.setattr(config, "HAS_TRITON", True)
-        envs.disable_envs_cache()
         with another_server(_PRELOADED):
+            # Beside the server, which imports it, too.
+            import vllm.config.vllm as config
+            import vllm.envs as envs
+
+            patch.setattr(config, "HAS_TRITON", True)
+            envs.disable_envs_cache()
             yield
     envs.disable_envs_cache()
 
