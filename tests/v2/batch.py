@@ -116,8 +116,8 @@ class Walk:
         self,
         llm: Any,
         way: Sequence[int],
-        tokens: int = 2,
-        at_switch: Callable[[int], object] = lambda tp: None,
+        tokens: int,
+        at_switch: Callable[[int], object],
     ) -> None:
         self.left = list(way)
         self.at_switch = at_switch
@@ -217,7 +217,7 @@ def take_tour(
     refresh(llm)
     sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
     way = tour(sizes)
-    walk = Walk(llm, way, at_switch=at_switch)
+    walk = Walk(llm, way, tokens=12 // (len(way) - 1), at_switch=at_switch)
     costs = scheduler_of(llm).controller.costs
     before = len(pat_vllm.report(llm).switches)
     stock, costs.mode = costs.mode, way_of_kv
