@@ -10,7 +10,6 @@ from typing import Any
 from tests.support.mutation import mutated
 from tests.v2.in_workers import find, make_mistake, undo_mistakes
 
-OF_WEIGHTS_IN_PLACE = "weights of the layout before"
 SWITCH = "pat_vllm.worker.worker:PATWorkerMixin.pat_switch"
 
 
@@ -62,7 +61,7 @@ results = self.executor.finished(wait_for_all=True)
         },
         in_workers=False,
     ),
-    OF_WEIGHTS_IN_PLACE: Mistake(
+    "weights of the layout before": Mistake(
         SWITCH,
         {"weight_bytes = self._weights.arrange(target.layout)": "weight_bytes = 0"},
         nightly=True,

@@ -24,7 +24,7 @@ from tests.v2.batch import (
     take_tour,
     tour,
 )
-from tests.v2.mistakes import MISTAKES, OF_WEIGHTS_IN_PLACE, made
+from tests.v2.mistakes import MISTAKES, made
 
 pytestmark = pytest.mark.slow
 
@@ -72,8 +72,8 @@ def test_every_ordered_pair_when_kv_is_computed_again(served: Served, llm: Any) 
 )
 def test_the_tour_sees(name: str, served: Served, llm: Any) -> None:
     mistake = MISTAKES[name]
-    if name == OF_WEIGHTS_IN_PLACE and len(served.workers) == 2:
-        pytest.skip("each layout has its own weights")
+    if len(served.workers) < 4:
+        pytest.skip("a tour of two layouts is too short to see all of them")
     jobs, static = few(served.jobs), few(served.static)
     with made(llm, mistake):
         outcomes = take_tour(llm, jobs, mistake.way_of_kv)
