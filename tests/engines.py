@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -118,46 +119,67 @@ class Outcome:
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     text: str = ""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, if the request asks for them."""
+
+    def take(self, output: Any, piece: bool) -> None:
+        """Take an output of the engine: all that there is, or the next piece of it."""
+        completion = output.outputs[0]
+        if not piece:
+            self.token_ids, self.logprobs, self.text = [], [], ""
+        self.token_ids += completion.token_ids
+        self.logprobs += _logprobs_of(completion.logprobs or [], completion.token_ids)
+        self.text += completion.text
+        self.finish_reason = completion.finish_reason
+        if output.prompt_logprobs:
+            tokens = output.prompt_token_ids[1:]
+            self.prompt_logprobs = _logprobs_of(output.prompt_logprobs[1:], tokens)
+
+
+def _logprobs_of(entries: Iterable[Any], tokens: Iterable[int]) -> list[float]:
+    """The log-probability of each token; minus infinity where vLLM names none."""
+    pairs = zip(entries, tokens, strict=False)
+    return [one[token].logprob if token in one else -math.inf for one, token in pairs]
 
 
 def run(
-    llm: Any, jobs: Mapping[str, Job], before_step: Callable[[int], None] = lambda step: None
+    llm: Any,
+    jobs: Mapping[str, Job],
+    before_step: Callable[[int], None] = lambda step: None,
+    seen: dict[str, Outcome] | None = None,
 ) -> dict[str, Outcome]:
     """Run jobs step by step, calling `before_step(i)` before arrivals and engine step number i.
+
+    Args:
+        seen: gets what has come so far for each job, also for those that do not finish. Jobs whose
+            `output_kind` is DELTA hand it out piece by piece.
 
     Returns:
         Outcomes of the jobs that finished, by request id.
     """
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     engine = llm.llm_engine
-    ids = {}
-    outcomes: dict[str, Outcome] = {}
+    seen = {} if seen is None else seen
+    delta = RequestOutputKind.DELTA
+    streamed = {name for name, job in jobs.items() if job.sampling.get("output_kind") == delta}
     waiting = dict(jobs)
     step = 0
     while waiting or engine.has_unfinished_requests():
         before_step(step)
         for name in [name for name, job in waiting.items() if job.arrives <= step]:
             job = waiting.pop(name)
-            ids[name] = engine.add_request(
+            engine.add_request(
                 name, {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
             )
         for output in engine.step():
-            if output.finished:
-                completion = output.outputs[0]
-                outcomes[output.request_id] = Outcome(
-                    list(completion.token_ids),
-                    [one[t].logprob for one, t in _chosen(completion)],
-                    completion.finish_reason,
-                    completion.text,
-                )
+            piece = output.request_id in streamed
+            if piece or output.finished:
+                seen.setdefault(output.request_id, Outcome()).take(output, piece)
         step += 1
         assert step < 20_000, "the engine makes no progress"
-    return outcomes
-
-
-def _chosen(completion: Any) -> list[tuple[Any, int]]:
-    return list(zip(completion.logprobs or [], completion.token_ids, strict=False))
+    return {name: outcome for name, outcome in seen.items() if outcome.finish_reason is not None}
 
 
 def teacher_forced(llm: Any, sequences: Mapping[str, tuple[list[int], list[int]]]) -> Any:

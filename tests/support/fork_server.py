@@ -7,10 +7,12 @@ neither is their environment.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
@@ -31,6 +33,27 @@ _PRELOADED = [
 def preload() -> None:
     """Say what the server of this process imports when it starts; there is one for all."""
     multiprocessing.set_forkserver_preload(_PRELOADED)
+
+
+@contextlib.contextmanager
+def another_server(preloaded: Sequence[str]) -> Iterator[None]:
+    """Inside, processes start from a server that begins with the environment as it is now.
+
+    Args:
+        preloaded: what it imports beside what the server of this process does.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_PRELOADED[:-1], *preloaded, _PRELOADED[-1]])
+    server.ensure_running()
+    stock = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = stock
+        # By itself it would wait for the last process that it has started.
+        os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        server._stop()  # type: ignore[attr-defined]
 
 
 _from_server = False

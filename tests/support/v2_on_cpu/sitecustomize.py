@@ -10,7 +10,13 @@ for backends when it is imported, before any code of ours runs there.
 """
 
 import os
+import sys
 import types
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+from on_import import patch_on_import
 
 
 class _InterpreterDriver:
@@ -21,7 +27,54 @@ class _InterpreterDriver:
         return True
 
 
+class _Kept:
+    """In place of what would undo the interpreter's patches."""
+
+    def restore(self) -> None:
+        return
+
+
+def _patch_language_once(interpreter: Any) -> None:
+    """Have the interpreter patch Triton's language once for each function, and leave it so.
+
+    It does so at each launch, and at each call of one kernel's function by another, which takes
+    ten times as long as the kernels of a small model. Nothing compiles here that would need the
+    language as it was.
+    """
+    patch = interpreter._patch_lang
+    patched: dict[int, dict[str, Any]] = {}
+
+    def patch_once(function: Any) -> _Kept:
+        names = function.__globals__
+        if id(names) not in patched:
+            patched[id(names)] = names
+            patch(function)
+        return _Kept()
+
+    interpreter._patch_lang = patch_once
+
+
+def _take_any_mask(interpreter: Any) -> None:
+    """Have the interpreter store where a mask of integers says so, as compiled code does.
+
+    It makes such of "and" between a truth value and many, as vLLM's kernel for grammars has it.
+    """
+    store = interpreter.InterpreterBuilder.create_masked_store
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter.InterpreterBuilder.create_masked_store = create_masked_store
+
+
+def _patch_interpreter(interpreter: Any) -> None:
+    _patch_language_once(interpreter)
+    _take_any_mask(interpreter)
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_on_import({"triton.runtime.interpreter": _patch_interpreter})
     try:
         from triton.backends import backends
     except ImportError:
