@@ -9,22 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
-from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed import parallel_state
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
-from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker import workspace
-from vllm.v1.worker.utils import allocate_kv_cache
 
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.messages import SwitchCommand
@@ -35,137 +30,15 @@ from pat_vllm.worker.gpu_worker import PATGPUWorker
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.synthetic import SchedulerOutput, add_new, finish, make_requests
 from tests.gpuless.device_memory import DeviceMemory
-
-RANKS = KV_HEADS = 4
-LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4))
-NUM_LAYERS = 8
-KV_LAYOUT = KVCacheLayout.LBNHC
-COUNTERS = 1 << 16
-"""Counters for penalties, 4 bytes each."""
-TABLES = 1 << 12
-"""Block tables and their like, which a runner allocates with its KV cache, 4 bytes each."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Bytes that a layout takes, by tp.
-
-    Attributes:
-        activations: in the largest step.
-        graphs: for its CUDA graphs, in the pool that layouts share.
-        kept: from the first step on.
-    """
-
-    activations: Mapping[int, int] = field(
-        default_factory=lambda: {1: 3 << 20, 2: 2 << 20, 4: 1 << 20}
-    )
-    graphs: Mapping[int, int] = field(
-        default_factory=lambda: {1: 512 << 10, 2: 768 << 10, 4: 256 << 10}
-    )
-    kept: Mapping[int, int] = field(default_factory=lambda: {1: 96 << 10, 2: 64 << 10, 4: 32 << 10})
-
-
-class Runner:
-    """Of a Model Runner V2 what the worker uses; it takes memory as vLLM's does."""
-
-    needs = Needs()
-    memory: DeviceMemory
-    pools: dict[int, int]
-    """Of CUDA graphs: bytes by handle."""
-    lora_config = cudagraph_manager = None
-    is_pooling_model = False
-    max_num_reqs = 4
-    model_state = SimpleNamespace(supports_mm_inputs=False)
-
-    def __init__(self, config: VllmConfig, device: torch.device) -> None:
-        self.vllm_config = config
-        self.cache_config, self.compilation_config = config.cache_config, config.compilation_config
-        self.tp = config.parallel_config.tensor_parallel_size
-        self.group = parallel_state.get_tp_group()
-        self.model_memory_usage = 0
-        self.is_shut_down = 0
-        self.expected = float(self.tp)
-        token_ids = SimpleNamespace(gpu=torch.zeros(2, 2, device="cpu"))
-        self.req_states = SimpleNamespace(req_id_to_index={}, all_token_ids=token_ids)
-        self.kept: torch.Tensor | None = None
-
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        assert parallel_state.get_tp_group() is self.group
-        self.model: Any = nn.Linear(8 // self.tp, 8, bias=False)
-        self.model_memory_usage = self.model.weight.nbytes
-        self.model.requires_grad_(False)
-        self.model.weight.fill_(self.tp)
-        self.model.register_buffer("cache", torch.zeros(16).fill_(10.0 + self.tp))
-        counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        state = SimpleNamespace(output_bin_counts=counters, prompt_bin_mask=counters[:1])
-        self.sampler = SimpleNamespace(penalties_state=state)
-
-    def get_model(self) -> nn.Module:
-        return self.model
-
-    def get_draft_model(self) -> None:
-        return None
-
-    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        spec = FullAttentionSpec(
-            block_size=16, num_kv_heads=KV_HEADS // self.tp, head_size=8, dtype=torch.float32
-        )
-        return {f"layers.{i}": spec for i in range(NUM_LAYERS)}
-
-    def profile_run(self, randomize_inputs: bool = False) -> None:
-        if self.kept is None:
-            self.kept = _memory(self.needs.kept[self.tp])
-        _memory(self.needs.activations[self.tp])
-
-    def profile_cudagraph_memory(self) -> int:
-        """What the layout's graphs add to a pool."""
-        torch.accelerator.empty_cache()
-        pool = torch.cuda.graph_pool_handle()
-        there = self.pools.get(pool, 0)
-        self.pools[pool] = max(there, self.needs.graphs[self.tp])
-        return self.pools[pool] - there
-
-    def initialize_kv_cache(
-        self,
-        kv_cache_config: Any,
-        is_profiling: bool = False,
-        kv_cache_allocation_context: Any = None,
-    ) -> None:
-        self.tables = torch.zeros(TABLES, dtype=torch.int32).fill_(self.tp)
-        with kv_cache_allocation_context or nullcontext():
-            views = allocate_kv_cache(kv_cache_config, torch.device("cuda"), KV_LAYOUT)
-        self.kv_caches = list(views.values())
-
-    def needs_cudagraph_capture(self) -> bool:
-        return False
-
-    def maybe_remove_all_loras(self, config: None) -> None:
-        pass
-
-    def capture_model(self) -> int:
-        """Layouts share a pool: a layout takes what its graphs need beyond the others'."""
-        more = max(0, self.needs.graphs[self.tp] - self.memory.used("cudagraph"))
-        with get_mem_allocator_instance().use_memory_pool("cudagraph"):
-            self.graphs = _memory(more)
-        return more
-
-    def execute_model(self, step: SchedulerOutput, intermediate_tensors: Any = None) -> None:
-        """A step, after a look at what it needs."""
-        if not step.total_num_scheduled_tokens:
-            return
-        assert parallel_state.get_tp_group() is self.group
-        assert bool((self.model.cache == 10.0 + self.tp).all()), "buffers are as they were loaded"
-        assert bool((self.tables == self.tp).all()), "the runner's state is as it was"
-        assert self.model.weight.eq(self.expected).all(), "the layout has the newest weights"
-        _memory(self.needs.activations[self.tp])
-
-    def sample_tokens(self, grammar_output: Any) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        self.is_shut_down += 1
-        self.kv_caches.clear()
-        del self.model
+from tests.gpuless.gpu_runner import (
+    KV_HEADS,
+    KV_LAYOUT,
+    LAYOUTS,
+    RANKS,
+    RUNNERS,
+    Runner,
+    allocated,
+)
 
 
 class Weights:
@@ -209,7 +82,7 @@ class Exchange:
 
     @contextmanager
     def staging(self, moves: Any, source: torch.Tensor, target: torch.Tensor) -> Iterator[None]:
-        _staged = _memory(self.stages)
+        _staged = allocated(self.stages)
         yield
 
     def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -219,12 +92,8 @@ class Exchange:
         return 1.0
 
 
-def _memory(num_bytes: int) -> torch.Tensor:
-    return torch.zeros(num_bytes, dtype=torch.int8)
-
-
 def engine_config() -> VllmConfig:
-    """For a Model Runner V2 on CUDA that captures graphs and may sleep."""
+    """For CUDA, with graphs and sleep mode."""
     config = VllmConfig(additional_config={"pat": {}})
     parallel = config.parallel_config
     parallel.tensor_parallel_size = parallel.world_size = RANKS
@@ -251,17 +120,22 @@ def engine_config() -> VllmConfig:
     return config
 
 
-def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory) -> None:
-    """Have workers start on the device, without processes, streams and kernels."""
+def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: str = "v2") -> None:
+    """Have workers start on the device, without processes, streams and kernels.
+
+    Args:
+        runner: which of vLLM's model runners they have, of `RUNNERS`.
+    """
     monkeypatch.setattr(Runner, "memory", device, raising=False)
     monkeypatch.setattr(Runner, "pools", {}, raising=False)
     handles = itertools.count()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    monkeypatch.setattr("vllm.v1.worker.gpu.model_runner.GPUModelRunner", Runner)
+    for name in ("gpu.model_runner", "gpu_model_runner"):
+        monkeypatch.setattr(f"vllm.v1.worker.{name}.GPUModelRunner", RUNNERS[runner])
     monkeypatch.setattr("vllm.config.kernel.IrOpPriorityConfig.set_default", lambda self: None)
     monkeypatch.setattr("vllm.ir.set_default_torch_wrap", lambda on: None)
     monkeypatch.setattr(workspace, "_manager", None)

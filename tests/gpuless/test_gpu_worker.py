@@ -13,17 +13,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.device_memory import DeviceMemory
-from tests.gpuless.gpu_engine import (
-    COUNTERS,
-    LAYOUTS,
-    NUM_LAYERS,
-    TABLES,
-    Engine,
-    Needs,
-    Runner,
-    imitate_gpus,
-    start_worker,
-)
+from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
+from tests.gpuless.gpu_runner import LAYOUTS, NUM_LAYERS, RUNNERS, TABLES, Needs, Runner
 
 MiB = 1 << 20
 Start = Callable[[], Engine]
@@ -35,10 +26,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMemory]:
         yield device
 
 
-@pytest.fixture
-def start(device: DeviceMemory, monkeypatch: pytest.MonkeyPatch) -> Start:
+@pytest.fixture(params=RUNNERS)
+def start(
+    request: pytest.FixtureRequest, device: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> Start:
     """Starts an engine's worker."""
-    imitate_gpus(monkeypatch, device)
+    imitate_gpus(monkeypatch, device, request.param)
     return lambda: Engine(start_worker())
 
 
@@ -116,13 +109,14 @@ def check_shared(device: DeviceMemory, start: Start) -> None:
     """No pool of the derived layouts keeps what was freed when they took the base layout's."""
     engine = start()
     needed = sum(t.nbytes for one in models(engine).values() for t in one.state_dict().values())
-    assert device.used("weights") == needed + 4 * COUNTERS
+    needed += 4 * engine.worker._base.runner.counters
+    assert device.used("weights") == needed
     weights = sum(one.weight.nbytes for one in models(engine).values())
     assert engine.worker._base.runner.model_memory_usage == weights
     kept = device.used("runtime") + device.used("cudagraph")
     engine.sleep(level=1)
     backed = [data.cpu_backup_tensor for data in device.allocator.pointer_to_data.values()]
-    assert sum(one.nbytes for one in backed if one is not None) == needed + 4 * COUNTERS + kept
+    assert sum(one.nbytes for one in backed if one is not None) == needed + kept
 
 
 # ---------------------------------------------------------------- sleep
