@@ -41,6 +41,7 @@ from pat_vllm.worker.runtime import (
     device_world_group,
     make_tp_group,
     seed_like,
+    shut_down_beside,
 )
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.warmup import warm_up, warm_up_moves
@@ -224,15 +225,10 @@ class PATWorkerMixin(_Base):
 
     def shutdown(self) -> None:
         """As in vLLM, for the runner of every layout and for the memory that layouts share."""
-        runtimes, self._runtimes = getattr(self, "_runtimes", {}), {}
-        for runtime in runtimes.values():
-            runtime.connector = None
-            if runtime is not self._active:
-                runtime.runner.shutdown()
-        if runtimes:
-            self._buffer.buffer = None
-            del self._weights
-        super().shutdown()  # the active runner, then the pools of all that has lain in them
+        if runtimes := vars(self).pop("_runtimes", None):
+            shut_down_beside(self._active, runtimes.values())
+            del self._weights, self._buffer
+        super().shutdown()
 
     # ---------------------------------------------------------------- weight updates
 

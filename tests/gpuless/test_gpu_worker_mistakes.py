@@ -9,6 +9,7 @@ import pytest
 
 from pat_vllm.kv_transfer.kv_buffer import _Allocation
 from pat_vllm.worker.gpu_worker import PATGPUWorker
+from pat_vllm.worker.runtime import shut_down_beside
 from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.device_memory import DeviceMemory
 from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
@@ -51,17 +52,17 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, str]]] = {
     ),
     "one runner is shut down": (
         "shutdown",
-        PATWorkerMixin.shutdown,
+        shut_down_beside,
         {"runtime.runner.shutdown()": "pass"},
     ),
     "shared KV outlives its pool": (
         "shutdown",
         PATWorkerMixin.shutdown,
-        {"self._buffer.buffer = None": "pass"},
+        {"del self._weights, self._buffer": "pass"},
     ),
     "views of KV outlive its pool": (
         "shutdown",
-        PATWorkerMixin.shutdown,
+        shut_down_beside,
         {"runtime.connector = None": "pass"},
     ),
     "derived weights enter a pool of their own": (
