@@ -78,7 +78,7 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, str]]] = {
     "not at home": (
         "start",
         PATWorkerMixin.compile_or_warm_up_model,
-        {"self._enter(home)": "pass"},
+        {"self._enter_for_a_call(home)": "pass"},
     ),
     "weights go to sleep as they lie": (
         "walk",
