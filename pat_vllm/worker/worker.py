@@ -225,7 +225,8 @@ class PATWorkerMixin(_Base):
 
     def shutdown(self) -> None:
         """As in vLLM, for the runner of every layout and for the memory that layouts share."""
-        if runtimes := vars(self).pop("_runtimes", None):
+        runtimes, self._runtimes = getattr(self, "_runtimes", {}), {}
+        if runtimes:
             shut_down_beside(self._active, runtimes.values())
             del self._weights, self._buffer
         super().shutdown()

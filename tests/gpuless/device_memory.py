@@ -73,7 +73,7 @@ class DeviceMemory:
         no_gc = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
         for module in ("device_allocator.cumem", "utils.mem_utils", "v1.worker.gpu_worker"):
             monkeypatch.setattr(f"vllm.{module}.gc", no_gc)
-        for name, value in {
+        answers: dict[str, Callable[..., Any]] = {
             "synchronize": lambda *args: None,
             "empty_cache": self._torch.empty_cache,
             "get_memory_info": lambda *args: (self.total - self.taken, self.total),
@@ -82,7 +82,8 @@ class DeviceMemory:
             "reset_peak_memory_stats": self._torch.reset_peak,
             "device_count": lambda: 8,
             "set_device_index": lambda device: None,
-        }.items():
+        }
+        for name, value in answers.items():
             monkeypatch.setattr(torch.accelerator, name, value)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", self._torch.empty_cache)

@@ -158,7 +158,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "warn_if_flashinfer_kernels_missing": lambda: None,
     }.items():
         monkeypatch.setattr(f"vllm.v1.worker.gpu_worker.{name}", value)
-    for name, value in {
+    replaced: dict[str, Any] = {
         "cpu_world_group": lambda: None,
         "device_world_group": lambda: None,
         "exit_when_orphaned": lambda: None,
@@ -168,7 +168,8 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "seed_like": lambda *args: None,
         "set_current_vllm_config": lambda config: nullcontext(),
         "SideStream": lambda device: SideStream(torch.device("cpu")),
-    }.items():
+    }
+    for name, value in replaced.items():
         monkeypatch.setattr(worker_module, name, value)
     monkeypatch.setattr(worker_module.current_platform, "update_block_size_for_backend", id)
 
