@@ -223,7 +223,7 @@ class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
 
     def step(self) -> None:
         """A step in the worker's active layout."""
-        self._refresh_weights()
+        self.refresh_weights()
         assert self.worker._active.layout == self.layout
         assert self.worker._weights.arranged == self.layout.tp
         requests = make_requests("step", [4], 1, 16, decoding=False)
@@ -233,7 +233,7 @@ class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
 
     def switch_to(self, layout: Layout) -> None:
         """The largest switch to a layout."""
-        self._refresh_weights()
+        self.refresh_weights()
         self._switches += 1
         route = HeadRoute(0, 0, range(1), range(1))
         moves = (BlockMove(route, (1,), (1,)),)
