@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ RequestState = Any
 
 class Handover(Protocol):
     """Takes request state out of a model runner and puts it into another of the same kind."""
+
+    keeps_states: ClassVar[bool]
+    """Whether there is any to take. The same on all ranks."""
 
     def take(self, runner: Any, request_ids: Iterable[str]) -> dict[str, RequestState]:
         """State of those of the requests that `runner` knows, picklable."""
@@ -67,12 +70,14 @@ def gather_states(
 ) -> dict[str, RequestState]:
     """State of the requests that a switch brings to this rank, by id. Collective over `group`.
 
+    All ranks or none take part, so nothing that one rank alone knows may decide on that.
+
     Args:
         runner: that of the source layout on this rank.
         rank: the global rank.
         group: all ranks, over a CPU backend.
     """
-    if not command.placement:
+    if not command.placement or not handover.keeps_states:
         return {}
     mine: dict[str, RequestState] = {}
     if command.source.tp_rank_of(rank) == 0:
@@ -109,6 +114,8 @@ class _V1State:
 
 class V1Handover:
     """For `vllm.v1.worker.gpu_model_runner`: resumed requests are looked up in `requests`."""
+
+    keeps_states: ClassVar[bool] = True
 
     _COMPACT = frozenset(
         {"prompt_token_ids", "output_token_ids", "generator", "block_ids", "num_computed_tokens"}
@@ -172,6 +179,8 @@ class V2Handover:
     generators alike. The prompt logprobs of a half-computed prompt cannot be rebuilt; the scheduler
     has such a prompt computed again.
     """
+
+    keeps_states: ClassVar[bool] = False
 
     def take(self, runner: RunnerV2, request_ids: Iterable[str]) -> dict[str, None]:
         return {}

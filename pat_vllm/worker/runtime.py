@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -118,6 +118,18 @@ class LayoutRuntime:
         self.connector.register_kv_caches(
             buffer.views(kv_cache_config, self.config.cache_config.get_resolved_kv_cache_layout())
         )
+
+
+def shut_down_beside(active: LayoutRuntime, runtimes: Iterable[LayoutRuntime]) -> None:
+    """Shut the runner of every layout but the active one down, which vLLM's worker does itself.
+
+    vLLM then gives back the pools of sleep mode, where no tensor may lie any more. So all layouts
+    let go of the KV buffer.
+    """
+    for runtime in runtimes:
+        runtime.connector = None
+        if runtime is not active:
+            runtime.runner.shutdown()
 
 
 def make_tp_group(layout: Layout, local_rank: int, backend: str) -> GroupCoordinator:

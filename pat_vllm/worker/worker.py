@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
+import vllm.distributed.parallel_state as parallel_state
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -47,6 +48,7 @@ from pat_vllm.worker.runtime import (
     device_world_group,
     make_tp_group,
     seed_like,
+    shut_down_beside,
 )
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.warmup import warm_up, warm_up_moves
@@ -102,6 +104,7 @@ class PATWorkerMixin(_Base):
         layouts = layouts_of(engine_config)
         with probe_p2p_between(self._devices_of_group):
             super().init_device()
+            all_ranks = parallel_state.get_tp_group()
             groups = [
                 make_tp_group(layout, self.local_rank, current_platform.dist_backend)
                 for layout in layouts
@@ -128,6 +131,8 @@ class PATWorkerMixin(_Base):
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)
         self._activate(self._base)
+        # vLLM titles this process by its rank in the TP group before it loads the model.
+        install_tp_group(all_ranks)
 
     def _devices_of_group(self, tp: int) -> list[int]:
         """Indices of the devices of this rank's TP group in the layout of this tp."""
@@ -232,6 +237,14 @@ class PATWorkerMixin(_Base):
     def pat_resolved_kernels(self) -> ResolvedKernels:
         """What this rank chose where the engine's configuration leaves the choice to it."""
         return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
+
+    def shutdown(self) -> None:
+        """As in vLLM, for the runner of every layout and for the memory that layouts share."""
+        runtimes, self._runtimes = getattr(self, "_runtimes", {}), {}
+        if runtimes:
+            shut_down_beside(self._active, runtimes.values())
+            del self._weights, self._buffer
+        super().shutdown()
 
     # ---------------------------------------------------------------- weight updates
 

@@ -45,6 +45,17 @@ TEXTS = (
         "the pool in which sleep mode finds weights",
     ),
     Text(
+        "vllm.v1.executor.multiproc_executor.WorkerProc.__init__",
+        r"(?s)self\.worker\.init_device\(\)\s+self\.setup_proc_title_and_log_prefix\(.*"
+        r"self\.worker\.load_model\(\)",
+        "a worker's process is titled by its rank in the TP group that `init_device` leaves",
+    ),
+    Text(
+        f"{WORKER}.shutdown",
+        r"(?s)model_runner\.shutdown\(\).*CuMemAllocator\.instance\.release_pools\(\)",
+        "it shuts one runner down, then gives back the pools in which all have their memory",
+    ),
+    Text(
         f"{WORKER}._maybe_get_memory_pool_context",
         r"get_mem_allocator_instance\(\)(?s:.*)assert allocator\.get_current_usage\(\) == 0",
         "vLLM wants the weights' pool empty, and the base layout's weights are in it",

@@ -1,7 +1,8 @@
-"""A device's memory, imitated: vLLM's allocator for sleep mode works on it as on a GPU's.
+"""A device's memory, imitated: vLLM measures it, and puts it to sleep, as a GPU's.
 
-`CuMemAllocator` and its pools are vLLM's. Below them, memory of this process takes the place of a
-device's. What is not mapped is garbage. What is freed stays with its pool until that is trimmed.
+`MemorySnapshot`, `CuMemAllocator` and its pools are vLLM's. Below them, memory of this process
+takes the place of a device's. What is not mapped is garbage. What is freed stays with its pool
+until that is trimmed, or with torch's allocator until its cache is emptied.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from vllm.v1.worker import gpu_worker
 
 _FACTORIES = (torch.empty, torch.zeros)
 _GARBAGE = 0x5A
+_HELD_ONCE = 2
+"""References to an object in a dict, while `sys.getrefcount` is asked about it."""
 
 
 def _nothing(*args: Any, **options: Any) -> Iterator[None]:
@@ -29,16 +32,27 @@ def _nothing(*args: Any, **options: Any) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """The memory of one device, with vLLM's allocator of it."""
+    """The memory of one device, with vLLM's allocator of it. A context: inside, tensors lie there.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tensors that name the host as a string (`device="cpu"`), as vLLM's backups do, lie elsewhere.
+
+    Attributes:
+        total: bytes that it has.
+        most_used: bytes that were taken from the device at most.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int = 16 << 20) -> None:
+        self.total = total
+        self.most_used = 0
         self.allocator = cumem.CuMemAllocator()
+        self._torch = _TorchMemory()
+        self._mode = _Allocations(self._take)
         self._segments: dict[int, bytearray] = {}
         runtime = SimpleNamespace(cudaMemcpy=ctypes.memmove)
         monkeypatch.setattr(cumem, "cumem_available", True)
         monkeypatch.setattr(cumem, "libcudart", runtime)
         monkeypatch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
-        monkeypatch.setattr(cumem, "create_and_map", lambda handle: None)
+        monkeypatch.setattr(cumem, "create_and_map", lambda handle: self._note())
         monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
         monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", self._pool)
         monkeypatch.setattr(cumem, "current_alloc_conf", lambda: "")
@@ -47,22 +61,70 @@ class DeviceMemory:
             is_cpu=lambda: False,
             is_rocm=lambda: False,
             is_xpu=lambda: False,
+            is_integrated_gpu=lambda index: False,
+            logical_device_id_to_visible_device_id=lambda device: device,
+            check_if_supports_dtype=lambda dtype: None,
+            dist_backend="nccl",
+            device_name="imitated",
         )
-        for module in ("vllm.device_allocator", "vllm.v1.worker.gpu_worker"):
-            monkeypatch.setattr(f"{module}.current_platform", platform)
-        for name in ("synchronize", "empty_cache"):
-            monkeypatch.setattr(torch.accelerator, name, lambda *args: None)
+        for module in ("device_allocator", "utils.mem_utils", "v1.worker.gpu_worker"):
+            monkeypatch.setattr(f"vllm.{module}.current_platform", platform)
+        # vLLM's would walk over all objects of the tests, many times.
+        no_gc = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
+        for module in ("device_allocator.cumem", "utils.mem_utils", "v1.worker.gpu_worker"):
+            monkeypatch.setattr(f"vllm.{module}.gc", no_gc)
+        answers: dict[str, Callable[..., Any]] = {
+            "synchronize": lambda *args: None,
+            "empty_cache": self._torch.empty_cache,
+            "get_memory_info": lambda *args: (self.total - self.taken, self.total),
+            "memory_reserved": lambda *args: self._torch.reserved,
+            "memory_stats": lambda *args: self._torch.stats(),
+            "reset_peak_memory_stats": self._torch.reset_peak,
+            "device_count": lambda: 8,
+            "set_device_index": lambda device: None,
+        }
+        for name, value in answers.items():
+            monkeypatch.setattr(torch.accelerator, name, value)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 80 << 30))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._torch.empty_cache)
         monkeypatch.setattr(gpu_worker.Worker, "synchronize_device", lambda worker: None)
         monkeypatch.setattr(
             gpu_worker.Worker, "_scoped_allocator_max_split", contextmanager(_nothing)
         )
 
+    def __enter__(self) -> DeviceMemory:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
     def used(self, tag: str) -> int:
         """Bytes of a tag that are taken from the device."""
         every = self.allocator.pointer_to_data.values()
         return sum(data.handle[1] for data in every if data.tag == tag and not data.is_asleep)
+
+    def referred_to(self, tag: str) -> int:
+        """Bytes of a tag that a tensor lies in."""
+        return sum(
+            data.handle[1]
+            for address, data in self.allocator.pointer_to_data.items()
+            if data.tag == tag and sys.getrefcount(self._segments[address]) > _HELD_ONCE
+        )
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are taken from the device."""
+        every = self.allocator.pointer_to_data.values()
+        pools = sum(data.handle[1] for data in every if not data.is_asleep)
+        return pools + self._torch.reserved
+
+    def _note(self) -> None:
+        self.most_used = max(self.most_used, self.taken)
+
+    def _take(self, address: int, memory: bytearray) -> None:
+        self._torch.take(address, memory)
+        self._note()
 
     def _unmap(self, handle: Any) -> None:
         ctypes.memset(handle[2], _GARBAGE, handle[1])
@@ -72,8 +134,47 @@ class DeviceMemory:
         self, malloc: Callable[[Any], None], free: Callable[[int], Any]
     ) -> Iterator[tuple[Any, None]]:
         pool = _Pool(self._segments)
-        with _Allocations(pool, malloc):
+
+        def take(address: int, memory: bytearray) -> None:
+            malloc((0, len(memory), address, 0))
+            pool.add(address, memory)
+            self._note()
+
+        with _Allocations(take):
             yield pool, None
+
+
+class _TorchMemory:
+    """Of torch's own allocator: it keeps what is freed, and fills it again without a gap."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._peak = 0
+        self._live: dict[int, bytearray] = {}
+
+    def take(self, address: int, memory: bytearray) -> None:
+        self._live[address] = memory
+        allocated = self._allocated()
+        self._peak = max(self._peak, allocated)
+        self.reserved = max(self.reserved, allocated)
+
+    def empty_cache(self, *args: Any) -> None:
+        self.reserved = self._allocated()
+
+    def reset_peak(self, *args: Any) -> None:
+        self._peak = self._allocated()
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.peak": self._peak,
+            "allocated_bytes.all.current": self._allocated(),
+        }
+
+    def _allocated(self) -> int:
+        for address in list(self._live):
+            if sys.getrefcount(self._live[address]) == _HELD_ONCE:
+                del self._live[address]
+        return sum(map(len, self._live.values()))
 
 
 class _Pool:
@@ -89,31 +190,31 @@ class _Pool:
         return [
             {
                 "address": address,
-                # This dict and the call itself refer to it; a tensor would, too.
-                "allocated_size": sys.getrefcount(self._segments[address]) - 2,
+                # A tensor would refer to it, too.
+                "allocated_size": sys.getrefcount(self._segments[address]) - _HELD_ONCE,
             }
             for address in self.addresses
         ]
 
 
 class _Allocations(TorchFunctionMode):
-    """Has new tensors lie in a pool."""
+    """Has new tensors lie in memory that is told to `take`, by its address."""
 
-    def __init__(self, pool: _Pool, malloc: Callable[[Any], None]) -> None:
+    def __init__(self, take: Callable[[int, bytearray], None]) -> None:
         super().__init__()
-        self._pool = pool
-        self._malloc = malloc
+        self._take = take
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func not in _FACTORIES:
+        if func not in _FACTORIES or kwargs.get("device") == "cpu":
             return func(*args, **kwargs)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         size = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
-        memory = bytearray(math.prod(size) * dtype.itemsize)
+        if not (num_bytes := math.prod(size) * dtype.itemsize):
+            return func(*args, dtype=dtype)
+        memory = bytearray(num_bytes)
         tensor = torch.frombuffer(memory, dtype=dtype).view(*size)
-        self._malloc((0, len(memory), tensor.data_ptr(), 0))
-        self._pool.add(tensor.data_ptr(), memory)
+        self._take(tensor.data_ptr(), memory)
         return tensor

@@ -1,194 +1,213 @@
-"""The GPU worker's life on an imitated device: load, KV cache, sleep, discard, wake up."""
+"""The GPU worker's life on an imitated device: start, steps, switches, sleep, updates, shutdown."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
+import itertools
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from vllm.distributed import parallel_state
 from vllm.v1.worker.gpu_worker import Worker
 
-from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
-from pat_vllm.layout import Layout
-from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
-from pat_vllm.worker.handover import V2Handover
 from tests.gpuless.device_memory import DeviceMemory
+from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
+from tests.gpuless.gpu_runner import LAYOUTS, NUM_LAYERS, RUNNERS, TABLES, Needs, Runner
 
-LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
-COUNTERS = 1 << 16
-KV_BYTES = 4096
-
-
-class Runner:
-    """Of a model runner what the worker uses; it takes memory as vLLM's does."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.tp = layout.tp
-        self.model_memory_usage = 0
-        self.req_states = SimpleNamespace(req_id_to_index={})
-
-    def load_model(self, load_dummy_weights: bool = False) -> None:
-        self.model: Any = nn.Linear(8 // self.tp, 8, bias=False)
-        self.model.requires_grad_(False)
-        self.model.weight.fill_(self.tp)
-        self.model.register_buffer("cache", torch.zeros(16).fill_(10.0 + self.tp))
-        counters = torch.zeros(COUNTERS, dtype=torch.int32)
-        state = SimpleNamespace(output_bin_counts=counters, prompt_bin_mask=counters[:1])
-        self.sampler = SimpleNamespace(penalties_state=state)
-
-    def get_model(self) -> nn.Module:
-        return self.model
-
-
-class Weights:
-    """In place of `LayoutWeights`, where rows would be put in order."""
-
-    def __init__(self) -> None:
-        self.arranged: list[int] = []
-
-    def arrange(self, layout: Layout) -> int:
-        self.arranged.append(layout.tp)
-        return 0
-
-    def finish_loading(self) -> None:
-        pass
+MiB = 1 << 20
+Start = Callable[[], Engine]
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> DeviceMemory:
-    return DeviceMemory(monkeypatch)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMemory]:
+    with DeviceMemory(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture(params=RUNNERS)
+def start(
+    request: pytest.FixtureRequest, device: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> Start:
+    """Starts an engine's worker."""
+    imitate_gpus(monkeypatch, device, request.param)
+    return lambda: Engine(start_worker())
 
 
 @pytest.fixture
-def worker(device: DeviceMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(worker_module, "install_tp_group", lambda group: None)
-    monkeypatch.setattr(worker_module.current_platform, "update_block_size_for_backend", id)
-    made: Any = PATGPUWorker.__new__(PATGPUWorker)
-    model_config = SimpleNamespace(
-        enable_cumem_allocator=True,
-        enable_nccl_comm_suspend=False,
-        sleep_mode_backend="cumem",
-        sleep_preserve_parameter_names=None,
-    )
-    made.model_config = model_config
-    made.device = torch.device("cpu")
-    made._sleep_mode_backend = None
-    made._sleep_saved_buffers = {}
-    made._sleep_saved_parameters = {}
-    made._sleep_saved_draft_buffers = {}
-    made.get_draft_model = lambda: None
-    made.weight_transfer_engine = None
-    made._weights = Weights()
-    made._handover = V2Handover()
-    made._runtimes = {}
-    for layout in LAYOUTS:
-        config: Any = SimpleNamespace(
-            model_config=model_config,
-            weight_transfer_config=None,
-            parallel_config=None,
-            cache_config=None,
-            compilation_config=None,
-            load_config=None,
-        )
-        made._runtimes[layout] = SimpleNamespace(
-            layout=layout, config=config, group=None, runner=Runner(layout)
-        )
-    made._base = made._runtimes[LAYOUTS[0]]
-    made._activate(made._base)
-    module = "vllm.v1.worker.gpu_worker"
-    monkeypatch.setattr(f"{module}.has_ec_transfer", lambda: False)
-    monkeypatch.setattr(f"{module}.set_torch_threads_for_runtime", lambda: None)
-    monkeypatch.setattr(f"{module}.set_current_vllm_config", lambda config: nullcontext())
-    made.load_model()
-    made._buffer = SharedKVBuffer()
-    for _ in LAYOUTS:
-        with made._maybe_get_memory_pool_context("kv_cache"):
-            made.kv = torch.zeros(KV_BYTES, dtype=torch.int8)
-    return made
+def engine(start: Start) -> Engine:
+    return start()
 
 
-def whole(worker: Any, what: str) -> bool:
-    """Whether each layout's weights, or buffers, are as they were loaded."""
-    models = {layout.tp: one.runner.model for layout, one in worker._runtimes.items()}
+def models(engine: Engine) -> dict[int, Any]:
+    """By tp."""
+    return {layout.tp: one.runner.model for layout, one in engine.worker._runtimes.items()}
+
+
+def whole(engine: Engine, what: str, added: float = 0) -> bool:
+    """Whether each layout's weights are those at start plus a number, or buffers as at start."""
     if what == "weights":
-        return all(bool((model.weight == tp).all()) for tp, model in models.items())
-    return all(bool((model.cache == 10.0 + tp).all()) for tp, model in models.items())
+        return all(bool((model.weight == tp + added).all()) for tp, model in models(engine).items())
+    return all(bool((model.cache == 10.0 + tp).all()) for tp, model in models(engine).items())
 
 
-def test_the_device_forgets_what_is_not_mapped(device: DeviceMemory, worker: Any) -> None:
-    """Without that, the tests below could not fail."""
-    assert whole(worker, "weights") and whole(worker, "buffers")
-    worker.sleep_mode_backend.suspend(level=2)
-    worker.sleep_mode_backend.resume()
-    assert not whole(worker, "weights") and not whole(worker, "buffers")
+# ---------------------------------------------------------------- start
 
 
-def test_what_layouts_share_is_there_once(device: DeviceMemory, worker: Any) -> None:
+def check_start(device: DeviceMemory, start: Start) -> None:
+    """Steps and switches of every layout fit in what the user allows, and KV gets the rest."""
+    engine = start()
+    worker, needs = engine.worker, Runner.needs
+    assert worker._active.layout == worker._home == LAYOUTS[0]
+    assert parallel_state._TP is worker._active.group
+    # vLLM does not count what a runner allocates with its KV cache.
+    allowed = worker.requested_memory + 4 * TABLES
+    assert device.most_used <= allowed
+    engine.step()
+    for source, target in itertools.permutations(LAYOUTS, 2):
+        for layout in (source, target):
+            if layout != engine.layout:
+                engine.switch_to(layout)
+            assert parallel_state._TP is worker._active.group
+            engine.step()
+    assert device.most_used <= allowed
+    # Layouts share a pool of graphs, whose sizes are estimated one by one.
+    graphs = needs.graphs.values()
+    block = device.used("kv_cache") // worker._base.kv_cache_config.num_blocks
+    left = allowed - device.most_used
+    assert left <= sum(graphs) - max(graphs) + 2 * block, "memory that nothing ever takes"
+    kv = worker._buffer.buffer.nbytes
+    assert device.used("kv_cache") == kv, "one buffer for all layouts"
+    for layout, runtime in worker._runtimes.items():
+        assert runtime.kv_cache_config.num_blocks == kv * layout.tp // block
+        views = runtime.connector.kv_caches.values()
+        assert len(views) == NUM_LAYERS and sum(view.nbytes for view in views) == kv
+
+
+NEEDS = {
+    "the base layout's steps": Needs(),
+    "the widest layout's steps": Needs(activations={1: MiB, 2: 2 * MiB, 4: 4 * MiB}),
+    "switches": Needs(activations=dict.fromkeys((1, 2, 4), MiB)),
+}
+"""By what takes most."""
+
+
+@pytest.mark.parametrize("most", NEEDS)
+def test_what_an_engine_does_fits(
+    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, most: str
+) -> None:
+    monkeypatch.setattr(Runner, "needs", NEEDS[most])
+    check_start(device, start)
+
+
+def test_what_layouts_share_is_there_once(device: DeviceMemory, start: Start) -> None:
+    check_shared(device, start)
+
+
+def check_shared(device: DeviceMemory, start: Start) -> None:
     """No pool of the derived layouts keeps what was freed when they took the base layout's."""
-    models = [one.runner.model for one in worker._runtimes.values()]
-    needed = sum(t.nbytes for model in models for t in model.state_dict().values())
-    assert device.used("weights") == needed + 4 * COUNTERS
-    worker.sleep(level=1)
+    engine = start()
+    needed = sum(t.nbytes for one in models(engine).values() for t in one.state_dict().values())
+    needed += 4 * engine.worker._base.runner.counters
+    assert device.used("weights") == needed
+    weights = sum(one.weight.nbytes for one in models(engine).values())
+    assert engine.worker._base.runner.model_memory_usage == weights
+    kept = device.used("runtime") + device.used("cudagraph")
+    engine.sleep(level=1)
     backed = [data.cpu_backup_tensor for data in device.allocator.pointer_to_data.values()]
-    assert sum(one.nbytes for one in backed if one is not None) == needed + 4 * COUNTERS
+    assert sum(one.nbytes for one in backed if one is not None) == needed + kept
 
 
-def test_kv_memory_is_released_and_comes_back(device: DeviceMemory, worker: Any) -> None:
+# ---------------------------------------------------------------- sleep
+
+
+def test_the_device_forgets_what_is_not_mapped(device: DeviceMemory, engine: Engine) -> None:
+    """Without that, the tests below could not fail."""
+    assert whole(engine, "weights") and whole(engine, "buffers")
+    engine.worker.sleep_mode_backend.suspend(level=2)
+    engine.worker.sleep_mode_backend.resume()
+    assert not whole(engine, "weights") and not whole(engine, "buffers")
+
+
+def test_kv_memory_is_released_and_comes_back(device: DeviceMemory, start: Start) -> None:
+    check_release(device, start)
+
+
+def check_release(device: DeviceMemory, start: Start) -> None:
     """As vLLM's engine core does for `release_kv_cache_memory`, before any sleep."""
-    assert device.used("kv_cache") == KV_BYTES, "one buffer for all layouts"
-    worker.discard(("kv_cache",))
-    assert device.used("kv_cache") == 0
-    worker.wake_up(None)
-    assert device.used("kv_cache") == KV_BYTES
-    assert whole(worker, "weights") and whole(worker, "buffers")
+    engine = start()
+    kv = device.used("kv_cache")
+    engine.discard(("kv_cache",))
+    assert kv and device.used("kv_cache") == 0
+    engine.wake_up(None)
+    assert device.used("kv_cache") == kv
+    engine.step()
+    assert whole(engine, "weights") and whole(engine, "buffers")
+
+
+TAGS: list[list[Any]] = [
+    [None],
+    [["weights"], ["kv_cache"]],
+    [["kv_cache"], ["weights"]],
+    [["kv_cache", "weights"]],
+]
+
+
+def check_sleep(
+    device: DeviceMemory, start: Start, level: int, tags: list[Any], times: int = 2
+) -> None:
+    engine = start()
+    worker, used = engine.worker, {tag: device.used(tag) for tag in ("weights", "kv_cache")}
+    kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
+    assert kept["runtime"] == 4 * TABLES * len(LAYOUTS) and kept["cudagraph"]
+    for layout in LAYOUTS[:times]:
+        if layout != engine.layout:
+            engine.switch_to(layout)
+        engine.sleep(level)
+        assert worker._weights.arranged == LAYOUTS[0].tp, "rows lie as the base layout has them"
+        assert not any(map(device.used, (*used, *kept)))
+        for some in tags:
+            engine.wake_up(some)
+            for tag, size in used.items():
+                assert device.used(tag) == (0 if tag in engine.sleeping_tags else size)
+            assert {tag: device.used(tag) for tag in kept} == kept, "any wake-up restores these"
+            if "weights" in engine.sleeping_tags:
+                assert not whole(engine, "buffers")
+        assert worker._active.layout == engine.layout and not engine.is_sleeping
+        assert whole(engine, "buffers")
+        assert whole(engine, "weights", worker._base.runner.expected - 1) == (level == 1)
+        if level == 2:
+            engine.update(worker._base.runner.expected)
+        engine.step()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize(
-    "tags",
-    [[None], [["weights"], ["kv_cache"]], [["kv_cache"], ["weights"]]],
-    ids=["at once", "weights first", "KV first"],
-)
-@pytest.mark.parametrize("times", [1, 2])
-def test_sleep_and_wake_up(
-    device: DeviceMemory, worker: Any, level: int, tags: list[Any], times: int
-) -> None:
-    for _ in range(times):
-        used = device.used("weights")
-        worker._weights.arranged.clear()
-        worker.sleep(level)
-        assert worker._weights.arranged == [1], "rows lie as the base layout has them"
-        assert device.used("weights") == device.used("kv_cache") == 0
-        for some in tags:
-            worker.wake_up(some)
-            if some == ["kv_cache"]:
-                assert device.used("kv_cache") == KV_BYTES
-        assert device.used("weights") == used and device.used("kv_cache") == KV_BYTES
-        assert whole(worker, "buffers")
-        assert whole(worker, "weights") == (level == 1)
-        for layout, runtime in worker._runtimes.items():
-            runtime.runner.model.weight.fill_(layout.tp)  # an update
+@pytest.mark.parametrize("tags", TAGS, ids=["all", "weights first", "KV first", "both"])
+def test_sleep_and_wake_up(device: DeviceMemory, start: Start, level: int, tags: list[Any]) -> None:
+    check_sleep(device, start, level, tags)
 
 
-def test_buffers_come_back_with_the_weights_only(device: DeviceMemory, worker: Any) -> None:
+def test_buffers_come_back_with_the_weights_only(device: DeviceMemory, engine: Engine) -> None:
+    worker, kv = engine.worker, device.used("kv_cache")
     worker.sleep(2)
     worker.wake_up(["kv_cache"])
-    assert not whole(worker, "buffers")
+    assert not whole(engine, "buffers")
     worker.discard(("kv_cache",))
     worker.wake_up(["weights"])
-    assert whole(worker, "buffers")
+    assert whole(engine, "buffers")
     assert device.used("kv_cache") == 0
     worker.wake_up(["kv_cache"])
-    assert whole(worker, "buffers")
+    assert whole(engine, "buffers") and device.used("kv_cache") == kv
 
 
 def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_parameters(start, monkeypatch)
+
+
+def check_parameters(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other layouts' are derived from them, whichever layout is active."""
     seen: list[Any] = []
 
@@ -198,13 +217,111 @@ def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
 
     def restore(self: Any, model: Any) -> None:
         seen.append(model)
-        self._sleep_saved_parameters = {}
+        model.weight.copy_(self._sleep_saved_parameters.pop("weight"))
 
-    monkeypatch.setattr(Worker, "_save_sleep_parameters", save)
-    monkeypatch.setattr(Worker, "_restore_sleep_parameters", restore)
-    active = worker._runtimes[LAYOUTS[1]]
-    worker._activate(active)
-    worker.sleep(2)
-    worker.wake_up(None)
+    engine = start()
+    worker = engine.worker
+    engine.switch_to(LAYOUTS[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "_save_sleep_parameters", save)
+        patched.setattr(Worker, "_restore_sleep_parameters", restore)
+        engine.sleep(2)
+        engine.wake_up(None)
     assert seen == [worker._base.runner.model] * 2
-    assert worker._active is active and worker.model_runner is active.runner
+    assert worker._active.layout == LAYOUTS[1]
+    assert worker.model_runner is worker._active.runner
+    engine.step()
+
+
+# ---------------------------------------------------------------- any order
+
+
+def check_walk(device: DeviceMemory, start: Start, seed: int, steps: int = 200) -> None:
+    """What vLLM allows, in any order: what is awake is whole, and what sleeps takes no memory."""
+    engine = start()
+    rng = random.Random(seed)
+    worker = engine.worker
+    tags = ("weights", "kv_cache")
+    used = {tag: device.used(tag) for tag in tags}
+    kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
+    updates, lost, deep = 0, False, False  # updates; weights are lost; nothing has woken up yet
+    for _ in range(steps):
+        asleep = frozenset(engine.sleeping_tags)
+        do = rng.choice(["sleep", "sleep", "wake", "wake", "discard", "update", "switch", "step"])
+        if do == "sleep":
+            level = rng.choice([1, 2])
+            engine.sleep(level)
+            if "weights" not in asleep:
+                deep, lost = True, lost or level == 2
+        elif do == "wake":
+            engine.wake_up(rng.choice([None, ["weights"], ["kv_cache"], ["kv_cache", "weights"]]))
+            deep = deep and asleep == engine.sleeping_tags
+        elif do == "discard":
+            engine.discard(("kv_cache",))
+        elif do == "update" and "weights" not in asleep and not deep:
+            updates, lost = updates + 1, False
+            engine.update(updates)
+        elif do == "switch" and not asleep:
+            engine.switch_to(rng.choice([one for one in LAYOUTS if one != engine.layout]))
+        elif do == "step" and not asleep and not lost:
+            engine.step()
+
+        for tag, size in used.items():
+            assert device.used(tag) == (0 if tag in engine.sleeping_tags else size), (do, tag)
+        for tag, size in kept.items():
+            assert device.used(tag) == (0 if deep else size), (do, tag)
+        if "weights" not in engine.sleeping_tags:
+            assert whole(engine, "buffers"), do
+            base = worker._base.runner
+            assert lost or bool((base.model.weight == base.expected).all()), do
+        else:
+            assert worker._weights.arranged == LAYOUTS[0].tp
+        assert worker._active.layout == engine.layout, do
+        assert worker.model_runner is worker._active.runner
+    assert device.most_used <= worker.requested_memory + 4 * TABLES
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sleep_wake_up_discard_update_switch_and_step(
+    device: DeviceMemory, start: Start, seed: int
+) -> None:
+    check_walk(device, start, seed)
+
+
+# ---------------------------------------------------------------- shutdown
+
+
+def check_shutdown(
+    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, active: int
+) -> None:
+    """Every layout's runner is shut down once, and no tensor lies in a pool that is released."""
+    engine = start()
+    worker = engine.worker
+    if active:
+        engine.switch_to(LAYOUTS[active])
+    runners = [one.runner for one in worker._runtimes.values()]
+    at_release: list[Any] = []
+
+    def release() -> None:
+        at_release.append([one.is_shut_down for one in runners])
+        at_release.append(device.referred_to("kv_cache"))
+
+    monkeypatch.setattr(device.allocator, "release_pools", release)
+    assert device.referred_to("kv_cache")
+    worker.shutdown()
+    assert at_release == [[1, 1, 1], 0]
+
+
+@pytest.mark.parametrize("active", range(len(LAYOUTS)))
+def test_shutdown(
+    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, active: int
+) -> None:
+    check_shutdown(device, start, monkeypatch, active)
+
+
+def test_a_worker_that_has_no_device_yet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(Worker, "shutdown", lambda worker: ended.append(worker))
+    worker: Any = PATGPUWorker.__new__(PATGPUWorker)
+    worker.shutdown()
+    assert ended == [worker]

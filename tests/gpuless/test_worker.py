@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import custom_all_reduce
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu import buffer_utils, states
 
+from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches import probe_p2p_between, token_ids_of
 from pat_vllm.worker import worker as worker_module
+from pat_vllm.worker.handover import V1Handover, V2Handover, gather_states
 from pat_vllm.worker.worker import PATWorkerMixin
+from tests.support.mutation import mutated
 
 RANKS = 8
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
 MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 1 << 12
+
+Make = Callable[..., Iterator[Any]]
+"""Makes a worker for each rank of 8 GPUs, in turn."""
 
 
 def request_states(max_num_reqs: int = MAX_NUM_SEQS) -> Any:
@@ -60,10 +68,10 @@ class Stock:
         self.device = torch.device("cpu")
         self.parallel_config = SimpleNamespace(world_size=RANKS)
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(seed=0))
-        self.made_groups: list[int] = []
 
     def init_device(self) -> None:
-        self.made_groups.append(RANKS)
+        every = SimpleNamespace(world_size=RANKS, rank_in_group=self.rank)
+        parallel_state._TP = parallel_state._ETP = every  # type: ignore[assignment]
         self.p2p = {RANKS: custom_all_reduce._can_p2p(self.rank, RANKS)}
 
 
@@ -73,8 +81,8 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
 
 
 @pytest.fixture
-def made_workers(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> list[Any]:
-    """One for each rank of 8 GPUs, of which the last two have peer access to each other."""
+def make(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> Make:
+    """Of the GPUs, the last two have peer access to each other."""
     platform = SimpleNamespace(
         is_cuda=lambda: True, logical_device_id_to_visible_device_id=lambda device: device
     )
@@ -84,47 +92,55 @@ def made_workers(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> list[Any
     monkeypatch.setattr(
         custom_all_reduce, "gpu_p2p_access_check", lambda own, other: {own, other} in peers
     )
-    workers: list[Any] = []
-
-    def make_tp_group(layout: Layout, *args: Any) -> Any:
-        worker = workers[-1]
-        if layout.tp > 1:
-            at = layout.tp_rank_of(worker.rank)
-            worker.p2p[layout.tp] = custom_all_reduce._can_p2p(at, layout.tp)
-        return layout
-
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    for name in ("_TP", "_ETP", "_PP", "_DP", "_PCP", "_DCP"):
+        monkeypatch.setattr(parallel_state, name, alone)
     for name, value in {
         "exit_when_orphaned": lambda: None,
-        "layouts_of": lambda config: LAYOUTS,
-        "home_layout": lambda config: LAYOUTS[0],
         "layout_config": lambda config, layout, rank: SimpleNamespace(
             parallel_config=None, cache_config=None, compilation_config=None, load_config=None
         ),
-        "make_tp_group": make_tp_group,
-        "install_tp_group": lambda group: None,
         "LayoutWeights": lambda *args: None,
         "set_current_vllm_config": lambda config: torch.no_grad(),
         "device_world_group": lambda: None,
         "Exchange": lambda *args: None,
     }.items():
         monkeypatch.setattr(worker_module, name, value)
-    for rank in range(RANKS):
-        pinned.clear()
-        workers.append(Worker(rank))
-        workers[-1].init_device()
-        workers[-1].pinned = list(pinned)
+
+    def workers(layouts: Sequence[Layout] = LAYOUTS) -> Iterator[Any]:
+        monkeypatch.setattr(worker_module, "layouts_of", lambda config: layouts)
+        monkeypatch.setattr(worker_module, "home_layout", lambda config: layouts[0])
+        for rank in range(RANKS):
+            pinned.clear()
+            worker: Any = Worker(rank)
+
+            def make_tp_group(layout: Layout, *args: Any, worker: Any = worker) -> Any:
+                at = layout.tp_rank_of(worker.rank)
+                if layout.tp > 1:
+                    worker.p2p[layout.tp] = custom_all_reduce._can_p2p(at, layout.tp)
+                return SimpleNamespace(world_size=layout.tp, rank_in_group=at)
+
+            monkeypatch.setattr(worker_module, "make_tp_group", make_tp_group)
+            worker.init_device()
+            worker.pinned = list(pinned)
+            yield worker
+
     return workers
 
 
-def test_layouts_share_the_pinned_memory_of_token_ids(made_workers: list[Any]) -> None:
-    """It is max_num_seqs * max_model_len * 4 bytes, as much as stock vLLM takes."""
+def check_pinned_memory(make: Make) -> None:
+    """That of token ids is max_num_seqs * max_model_len * 4 bytes, as much as stock vLLM takes."""
     large = MAX_NUM_SEQS * MAX_MODEL_LEN * 4
-    for worker in made_workers:
+    for worker in make():
         assert sum(size >= large for size in worker.pinned) == 1
         base, *others = (one.runner.req_states for one in worker._runtimes.values())
         assert all(one.all_token_ids is base.all_token_ids for one in others)
         assert len({id(one.total_len) for one in (base, *others)}) == len(LAYOUTS)
     assert states.StagedWriteTensor is buffer_utils.StagedWriteTensor
+
+
+def test_layouts_share_the_pinned_memory_of_token_ids(make: Make) -> None:
+    check_pinned_memory(make)
 
 
 def test_other_token_ids_are_kept_apart(pinned: list[int]) -> None:
@@ -138,11 +154,15 @@ def test_other_token_ids_are_kept_apart(pinned: list[int]) -> None:
             assert states.StagedWriteTensor is buffer_utils.StagedWriteTensor
 
 
-def test_peer_access_is_asked_for_between_the_devices_of_a_group(made_workers: list[Any]) -> None:
-    for worker in made_workers:
+def check_peer_access(make: Make) -> None:
+    for worker in make():
         device = device_of(worker.rank, RANKS)
         assert worker.p2p == {2: device >= 6, 4: False, 8: False}
     assert custom_all_reduce._can_p2p.__module__ == custom_all_reduce.__name__
+
+
+def test_peer_access_is_asked_for_between_the_devices_of_a_group(make: Make) -> None:
+    check_peer_access(make)
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -199,7 +219,7 @@ def worker_in(active: Layout, streams: Streams) -> Any:
     return worker
 
 
-def test_an_update_on_another_stream_finds_rows_in_place() -> None:
+def check_update() -> None:
     """Packed updates of vLLM load on streams of their own, which wait for no other."""
     streams = Streams()
     worker = worker_in(LAYOUTS[1], streams)
@@ -212,6 +232,10 @@ def test_an_update_on_another_stream_finds_rows_in_place() -> None:
     streams.synchronize()
     assert streams.rows == [10, 20]
     assert worker._active.layout == LAYOUTS[1]
+
+
+def test_an_update_on_another_stream_finds_rows_in_place() -> None:
+    check_update()
 
 
 def test_a_call_in_every_layout_finds_rows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +255,97 @@ def test_nothing_is_waited_for_where_no_row_moves() -> None:
     worker._synchronize_device = None
     worker.look = lambda: "seen"
     assert worker.pat_call_in_base("look", (), {}) == "seen"
+
+
+def check_titles(make: Make, monkeypatch: pytest.MonkeyPatch, base: int = 0) -> None:
+    """A worker's process and its log lines are named as stock vLLM's, by the rank."""
+    named: list[str] = []
+    monkeypatch.setattr(multiproc_executor, "set_process_title", lambda name: named.append(name))
+    monkeypatch.setattr(multiproc_executor, "decorate_logs", named.append)
+    for worker in make(LAYOUTS[base:]):
+        # As vLLM does between `init_device` and `load_model`.
+        multiproc_executor.WorkerProc.setup_proc_title_and_log_prefix(enable_ep=False)
+        assert worker._active is worker._base
+    assert named == [f"Worker_TP{rank}" for rank in range(RANKS) for _ in "12"]
+
+
+@pytest.mark.parametrize("base", range(len(LAYOUTS)))
+def test_titles(make: Make, monkeypatch: pytest.MonkeyPatch, base: int) -> None:
+    check_titles(make, monkeypatch, base)
+
+
+def check_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks gather states of requests, or none does: V2's runners have nothing to give."""
+    gathering: list[int] = []
+    command = SwitchCommand(1, LAYOUTS[1], LAYOUTS[0], placement={"request": 0})
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda into, own, group: gathering.append(group)
+    )
+    for handover, expected in ((V1Handover(), list(range(RANKS))), (V2Handover(), [])):
+        gathering.clear()
+        for rank in range(RANKS):
+            runner: Any = SimpleNamespace(requests={})
+            group: Any = rank
+            assert gather_states(handover, runner, command, rank, group) == {}
+        assert gathering == expected
+        if not expected:
+            assert handover.take(runner, command.placement) == {}
+
+
+def test_states_are_gathered_by_all_ranks_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_states(monkeypatch)
+
+
+MISTAKES: dict[str, tuple[str, Any, dict[str, str]]] = {
+    "token ids for each layout": (
+        "pinned",
+        token_ids_of,
+        {"shared if size == tuple(shared.gpu.shape) else make(": "make("},
+    ),
+    "all states of requests are shared": (
+        "pinned",
+        token_ids_of,
+        {"if size == tuple(shared.gpu.shape) else": "if True else"},
+    ),
+    "ranks taken for devices": (
+        "peers",
+        probe_p2p_between,
+        {"if not current_platform.is_cuda()": "if True"},
+    ),
+    "devices in the order of ranks": (
+        "peers",
+        PATWorkerMixin._devices_of_group,
+        {"device_of(rank, ranks) for": "rank for"},
+    ),
+    "swaps are not waited for": (
+        "update",
+        PATWorkerMixin._enter_for_a_call,
+        {"self._synchronize_device()": "pass"},
+    ),
+    "titled by the base layout": (
+        "titles",
+        PATWorkerMixin.init_device,
+        {"install_tp_group(all_ranks)": "pass"},
+    ),
+    "V2 gathers nothing": ("states", gather_states, {" or not handover.keeps_states": ""}),
+    "a rank decides for itself": (
+        "states",
+        gather_states,
+        {"gathered: list": "if not mine:\n        return {}\n    gathered: list"},
+    ),
+}
+"""Which check sees it, and where it is made."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(make: Make, monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
+    check, function, changes = MISTAKES[mistake]
+    checks: dict[str, Callable[[], None]] = {
+        "pinned": lambda: check_pinned_memory(make),
+        "peers": lambda: check_peer_access(make),
+        "update": check_update,
+        "titles": lambda: check_titles(make, monkeypatch),
+        "states": lambda: check_states(monkeypatch),
+    }
+    with mutated(function, changes), pytest.raises(AssertionError):
+        checks[check]()

@@ -1,0 +1,254 @@
+"""A worker of layouts on an imitated GPU, and what of an engine calls it.
+
+`PATGPUWorker` and vLLM's `Worker` run whole, from `init_device` on. In place of model runners,
+weights and the exchange are objects that take memory as those do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.distributed import parallel_state
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.worker import workspace
+
+from pat_vllm.executor.executor import PATExecutorMixin
+from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.kv_transfer.plan import BlockMove, HeadRoute
+from pat_vllm.layout import Layout
+from pat_vllm.worker import worker as worker_module
+from pat_vllm.worker.gpu_worker import PATGPUWorker
+from pat_vllm.worker.side_stream import SideStream
+from pat_vllm.worker.synthetic import SchedulerOutput, add_new, finish, make_requests
+from tests.gpuless.device_memory import DeviceMemory
+from tests.gpuless.gpu_runner import (
+    KV_HEADS,
+    KV_LAYOUT,
+    LAYOUTS,
+    RANKS,
+    RUNNERS,
+    Runner,
+    allocated,
+)
+
+
+class Weights:
+    """In place of `LayoutWeights`, where rows would be put in order."""
+
+    strategy = "inplace"
+
+    def __init__(self, config: VllmConfig, runtimes: Mapping[Layout, Any], rank: int) -> None:
+        self.runtimes = runtimes
+        self.arranged = LAYOUTS[0].tp
+
+    def arrange(self, layout: Layout) -> int:
+        if layout.tp == self.arranged:
+            return 0
+        assert Runner.memory.used("weights"), "rows are swapped where no memory is"
+        self.arranged = layout.tp
+        return 16
+
+    def refresh(self, active: Layout) -> bool:
+        base, *others = (one.runner for one in self.runtimes.values())
+        for runner in others:
+            runner.model.weight.fill_(float(base.model.weight[0, 0]) - base.tp + runner.tp)
+        self.arrange(active)
+        return True
+
+    def finish_loading(self) -> None:
+        pass
+
+
+class Exchange:
+    """In place of the exchange, in a switch that moves as much as any can.
+
+    Attributes:
+        stages: bytes of memory that it takes.
+    """
+
+    bytes_sent = stages = 0
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        pass
+
+    @contextmanager
+    def staging(self, moves: Any, source: torch.Tensor, target: torch.Tensor) -> Iterator[None]:
+        _staged = allocated(self.stages)
+        yield
+
+    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        pass
+
+    def measure(self, num_bytes: int) -> float:
+        return 1.0
+
+
+def engine_config() -> VllmConfig:
+    """For CUDA, with graphs and sleep mode."""
+    config = VllmConfig(additional_config={"pat": {}})
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = parallel.world_size = RANKS
+    vars(config.device_config)["device_type"] = "cuda"
+    config.compilation_config.mode = CompilationMode.NONE
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    config.compilation_config.compile_ranges_endpoints = None
+    config.compilation_config.cudagraph_capture_sizes = [1, 2, 4]
+    config.compilation_config.max_cudagraph_capture_size = 4
+    config.kernel_config.enable_jit_warmup = False
+    config.cache_config.kv_cache_layout = KV_LAYOUT.name
+    vars(config)["model_config"] = SimpleNamespace(
+        dtype=torch.float32,
+        enable_cumem_allocator=True,
+        enable_nccl_comm_suspend=False,
+        enforce_eager=False,
+        get_total_num_kv_heads=lambda: KV_HEADS,
+        max_model_len=64,
+        multimodal_config=None,
+        seed=0,
+        sleep_mode_backend="cumem",
+        sleep_preserve_parameter_names=None,
+    )
+    return config
+
+
+def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: str = "v2") -> None:
+    """Have workers start on the device, without processes, streams and kernels.
+
+    Args:
+        runner: which of vLLM's model runners they have, of `RUNNERS`.
+    """
+    monkeypatch.setattr(Runner, "memory", device, raising=False)
+    monkeypatch.setattr(Runner, "pools", {}, raising=False)
+    handles = itertools.count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    for name in ("gpu.model_runner", "gpu_model_runner"):
+        monkeypatch.setattr(f"vllm.v1.worker.{name}.GPUModelRunner", RUNNERS[runner])
+    monkeypatch.setattr("vllm.config.kernel.IrOpPriorityConfig.set_default", lambda self: None)
+    monkeypatch.setattr("vllm.ir.set_default_torch_wrap", lambda on: None)
+    monkeypatch.setattr(workspace, "_manager", None)
+    every = SimpleNamespace(world_size=RANKS, rank_in_group=0)
+    alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(parallel_state, "_TP", every)
+    monkeypatch.setattr(parallel_state, "_ETP", every)
+    loader = SimpleNamespace(get_external_weight_memory=lambda config: 0)
+    for name, value in {
+        "freeze_gc_heap": lambda: None,
+        "get_model_loader": lambda config: loader,
+        "get_pp_group": lambda: alone,
+        "has_ec_transfer": lambda: False,
+        "init_worker_distributed_environment": lambda *args: None,
+        "kernel_warmup": lambda worker: None,
+        "report_usage_stats": lambda config: None,
+        "set_current_vllm_config": lambda config: nullcontext(),
+        "set_random_seed": lambda *args: None,
+        "set_torch_threads_for_runtime": lambda: None,
+        "warn_if_flashinfer_kernels_missing": lambda: None,
+    }.items():
+        monkeypatch.setattr(f"vllm.v1.worker.gpu_worker.{name}", value)
+    replaced: dict[str, Any] = {
+        "cpu_world_group": lambda: None,
+        "device_world_group": lambda: None,
+        "exit_when_orphaned": lambda: None,
+        "Exchange": Exchange,
+        "LayoutWeights": Weights,
+        "make_tp_group": lambda layout, *args: SimpleNamespace(world_size=layout.tp),
+        "seed_like": lambda *args: None,
+        "set_current_vllm_config": lambda config: nullcontext(),
+        "SideStream": lambda device: SideStream(torch.device("cpu")),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(worker_module, name, value)
+    monkeypatch.setattr(worker_module.current_platform, "update_block_size_for_backend", id)
+
+
+def start_worker() -> Any:
+    """A worker as vLLM's executor and engine core start it."""
+    config = engine_config()
+    worker: Any = PATGPUWorker(config, 0, 0, "", is_driver_worker=True)
+    worker.init_device()
+    worker.load_model()
+    specs = worker.get_kv_cache_spec()
+    worker.set_kv_cache_layout(KV_LAYOUT.name)
+    available = worker.determine_available_memory()
+    worker._exchange.stages = int(worker._staged() * available)
+    groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
+    kv_cache_config = get_kv_cache_config_from_groups(config, groups, available)
+    kv_cache_config.kv_cache_layout = KV_LAYOUT.name
+    worker.initialize_from_config(kv_cache_config)
+    worker.compile_or_warm_up_model()
+    return worker
+
+
+class _Calls:
+    """Of vLLM's executor what sleep rests on; calls of the one worker in place of its RPC."""
+
+    sleep, wake_up, discard = Executor.sleep, Executor.wake_up, Executor.discard
+    is_sleeping = Executor.is_sleeping
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        return [getattr(self.worker, method)(*args, **(kwargs or {}))]  # type: ignore[attr-defined]
+
+
+class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
+    """Calls a worker as an engine does: vLLM's executor with what PAT adds to it."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        self.sleeping_tags: set[str] = set()
+        self._commands = {}
+        self._stale = self._in_lanes = False
+        self._lanes: Any = object()
+        self._switches = 0
+        self.layout = LAYOUTS[0]
+
+    def step(self) -> None:
+        """A step in the worker's active layout."""
+        self.refresh_weights()
+        assert self.worker._active.layout == self.layout
+        assert self.worker._weights.arranged == self.layout.tp
+        requests = make_requests("step", [4], 1, 16, decoding=False)
+        self.worker.execute_model(add_new(SchedulerOutput.make_empty(), requests, True, 1))
+        self.worker.sample_tokens(None)
+        self.worker.execute_model(finish(requests))
+
+    def switch_to(self, layout: Layout) -> None:
+        """The largest switch to a layout."""
+        self.refresh_weights()
+        self._switches += 1
+        route = HeadRoute(0, 0, range(1), range(1))
+        moves = (BlockMove(route, (1,), (1,)),)
+        self.worker.pat_switch(SwitchCommand(self._switches, self.layout, layout, moves))
+        self.layout = layout
+
+    def update(self, added: float) -> None:
+        """New weights from a trainer, larger than those at start by a number."""
+
+        def load() -> tuple[int, int]:
+            runner = self.worker.model_runner
+            runner.model.weight.fill_(runner.tp + added)
+            return runner.tp, self.worker._weights.arranged
+
+        self.worker.load = load
+        assert self.collective_rpc("load") == [(LAYOUTS[0].tp, LAYOUTS[0].tp)]
+        for runtime in self.worker._runtimes.values():
+            runtime.runner.expected = runtime.layout.tp + added
