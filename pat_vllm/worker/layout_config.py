@@ -44,10 +44,12 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    # Where a user has chosen the folder, vLLM has one for each rank of a group in it, no more.
     if config.compilation_config.cache_dir:
-        # Where a user has chosen the folder, vLLM has one for each rank of a group in it, no more.
         folder = os.path.join(config.compilation_config.cache_dir, str(layout))
         config.compilation_config.cache_dir = folder
+    if config.compilation_config.debug_dump_path is not None:
+        config.compilation_config.debug_dump_path /= str(layout)
     _resize_compile_ranges(config, vllm_config)
     _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)

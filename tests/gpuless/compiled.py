@@ -1,0 +1,169 @@
+"""Engines that vLLM compiles, and one that it does not. A program that writes a line for each.
+
+`python -m tests.gpuless.compiled FOLDER CASE...`, with `tests/support/compiled_on_cpu` on its path.
+Each engine has two ranks and starts in new processes. What a case compiles is kept in a folder that
+cases may share: the second one to use it starts warm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LITE = {"fallback_by_default": True, "use_joint_graph_passes": False}
+"""Options of Inductor, with which the code that it makes calls ATen's kernels. Nothing has to go
+through a C++ compiler, which takes most of the time; all else is done as without them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine to start.
+
+    Attributes:
+        cache: the folder in which vLLM keeps what it has compiled; None: it compiles nothing.
+        pat: PAT's options.
+        inductor: Inductor's.
+        ends: of the ranges of batch sizes to compile for, beside the largest batch.
+        aot: as by default; otherwise as vLLM compiled before it had AOT artifacts.
+        own_folder: the user chooses the folder for what is compiled.
+        mistake: of `tests.gpuless.compiled_worker`.
+    """
+
+    cache: str | None
+    pat: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, Any] = field(default_factory=lambda: LITE)
+    ends: Sequence[int] = (16,)
+    aot: bool = True
+    own_folder: bool = False
+    mistake: str = ""
+
+
+MATERIALIZED = {"weights": "materialized"}
+WIDE = {"base_tp": 2, "layouts": [2]}
+
+CASES = {
+    "plain": Case(None),
+    "cold": Case("a"),
+    "warm": Case("a"),
+    "other strides": Case("a", MATERIALIZED),
+    "one layout": Case("a", WIDE),
+    "own folder, cold": Case("b", aot=False, own_folder=True),
+    "own folder, warm": Case("b", aot=False, own_folder=True),
+    "one folder, cold": Case("c", aot=False, own_folder=True, mistake="a folder for all layouts"),
+    "one artifact, cold": Case("d", mistake="an artifact for all ranks of a group"),
+    "one artifact, warm": Case("d", mistake="an artifact for all ranks of a group"),
+    "lost key, cold": Case("e", mistake="weights left out of the key"),
+    "lost key, one layout": Case("e", WIDE, mistake="weights left out of the key"),
+    "one model": Case("f", mistake="a model for all layouts"),
+    "C++, cold": Case("g", inductor={}, ends=()),
+    "C++, warm": Case("g", inductor={}, ends=()),
+}
+
+SWITCHES = {
+    "tp=1": {0: 1},
+    "tp=2": {0: 2},
+    "there and back": {0: 1, 4: 2, 9: 1},
+}
+"""Runs of the batch: engine step -> tp. An engine with one layout has the second one only."""
+
+
+def main(folder: str, *wanted: str) -> None:
+    """Run the cases that are wanted; the results are appended to `results.jsonl` in the folder."""
+    for name in wanted:
+        print(f"{name}: starts", flush=True)
+        try:
+            result = run_case(CASES[name], Path(folder))
+        except Exception as error:
+            traceback.print_exc()
+            result = {"failed": f"{type(error).__name__}: {error}"}
+        with open(Path(folder) / "results.jsonl", "a") as file:
+            file.write(json.dumps([name, result]) + "\n")
+        print(f"{name}: done", flush=True)
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Start the engine, look at what it compiled, run the batch, and let it score the tokens."""
+    import pat_vllm
+    from tests.engines import engine, run, teacher_forced
+
+    root = folder / f"cache-{case.cache}"
+    os.environ |= {
+        "VLLM_CACHE_ROOT": str(root),
+        "VLLM_USE_AOT_COMPILE": str(int(case.aot)),
+        "PAT_TEST_MISTAKE": case.mistake,
+        "PAT_TEST_PLAIN_WEIGHTS": "1" if case.pat == MATERIALIZED else "",
+    }
+    compilation: dict[str, Any] = {"mode": 0}
+    if case.cache is not None:
+        compilation = {
+            "mode": 3,
+            "backend": "inductor",
+            "compile_ranges_endpoints": list(case.ends),
+            "inductor_compile_config": dict(case.inductor),
+        }
+        if case.own_folder:
+            compilation["cache_dir"] = str(root / "own")
+    options: dict[str, Any] = {
+        "enforce_eager": False,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 256,
+        "compilation_config": compilation,
+        "worker_extension_cls": "tests.gpuless.compiled_worker.Compiled",
+    }
+    pat = {"kv_transfer": "migrate", "weights": "inplace", **case.pat}
+    result: dict[str, Any] = {"runs": {}, "scores": {}}
+    with engine("qwen3", 2, pat, **options) as llm:
+        config = llm.llm_engine.vllm_config
+        result |= {"mode": config.compilation_config.mode, "v2": config.use_v2_model_runner}
+        result["workers"] = llm.collective_rpc("compiled")
+        sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+        for name, switches in SWITCHES.items():
+            if set(switches.values()) <= set(sizes):
+                result["runs"][name] = run(llm, jobs(), before_step=at_steps(llm, switches))
+        last = next(reversed(result["runs"].values()))
+        sequences = {name: (job.prompt, last[name].token_ids) for name, job in jobs().items()}
+        for tp in sizes:
+            assert pat_vllm.switch(llm, tp=tp)
+            result["scores"][f"tp={tp}"] = teacher_forced(llm, sequences)
+        switched = [one for one in pat_vllm.report(llm).switches if one.num_seqs]
+        result["switches"] = [[one.source.tp, one.target.tp, one.migrated] for one in switched]
+        result["workers after"] = llm.collective_rpc("compiled")
+    for name, outcomes in result["runs"].items():
+        result["runs"][name] = {request: asdict(one) for request, one in outcomes.items()}
+    return result
+
+
+def jobs() -> dict[str, Any]:
+    """A batch: half greedy, half seeded."""
+    from tests.engines import Job
+
+    rng = random.Random(3)
+    batch = {}
+    for i in range(4):
+        sampling: dict[str, Any] = {"max_tokens": 12 + i, "logprobs": 0, "ignore_eos": True}
+        sampling |= {"temperature": 0.0} if i % 2 else {"temperature": 0.9, "seed": 100 + i}
+        batch[f"r{i}"] = Job([rng.randrange(3, 400) for _ in range(5 + 12 * i)], sampling)
+    return batch
+
+
+def at_steps(llm: Any, switches: Mapping[int, int]) -> Any:
+    """See `tests.engines.run`."""
+    import pat_vllm
+
+    def before_step(step: int) -> None:
+        if step in switches:
+            assert pat_vllm.switch(llm, tp=switches[step])
+
+    return before_step
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
