@@ -523,6 +523,13 @@ def input_embeddings_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
         GPUModelRunner._make_buffer = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def buffers_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new model runner share what `token_ids_of` and `input_embeddings_of` tell."""
+    with token_ids_of(base), input_embeddings_of(base):
+        yield
+
+
 def share_penalty_counts(runner: RunnerV2, base: RunnerV2) -> None:
     """Have a Model Runner V2 use the penalty counters of `base`.
 

@@ -33,10 +33,9 @@ from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches import (
     attention_workspace,
-    input_embeddings_of,
+    buffers_of,
     install_tp_group,
     probe_p2p_between,
-    token_ids_of,
     use_attention_workspace,
 )
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
@@ -120,12 +119,7 @@ class PATWorkerMixin(_Base):
         self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
         for runtime in self._runtimes.values():
             install_tp_group(runtime.group)
-            base = self._base.runner
-            with (
-                set_current_vllm_config(runtime.config),
-                token_ids_of(base),
-                input_embeddings_of(base),
-            ):
+            with set_current_vllm_config(runtime.config), buffers_of(self._base.runner):
                 runtime.runner = self._make_runner(runtime.config)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
@@ -287,11 +281,7 @@ class PATWorkerMixin(_Base):
 
     @torch.inference_mode()
     def pat_refresh_weights(self) -> bool:
-        """Give every other layout the base layout's weights as they are now. Collective.
-
-        Returns:
-            Whether they are whole; see `LayoutWeights.refresh`.
-        """
+        """As `LayoutWeights.refresh`, and wait for the device. Collective."""
         done = self._weights.refresh(self._active.layout)
         self._synchronize_device()
         return done

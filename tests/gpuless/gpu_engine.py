@@ -27,6 +27,7 @@ from pat_vllm.kv_transfer.plan import BlockMove, HeadRoute
 from pat_vllm.layout import Layout
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
+from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.synthetic import SchedulerOutput, add_new, finish, make_requests
 from tests.gpuless.device_memory import DeviceMemory
@@ -183,7 +184,7 @@ def start_worker() -> Any:
     specs = worker.get_kv_cache_spec()
     worker.set_kv_cache_layout(KV_LAYOUT.name)
     available = worker.determine_available_memory()
-    worker._exchange.stages = int(worker._staged() * available)
+    worker._exchange.stages = int(staged_by_switches(worker._runtimes) * available)
     groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
     kv_cache_config = get_kv_cache_config_from_groups(config, groups, available)
     kv_cache_config.kv_cache_layout = KV_LAYOUT.name
