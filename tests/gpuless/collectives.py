@@ -62,7 +62,7 @@ MISTAKES = {
     ),
     "a rank measures its layouts in another order": Mistake(
         "pat_vllm.worker.gpu_worker:PATGPUWorker.determine_available_memory",
-        {"reversed(self._runtimes.values())": "self._runtimes.values()"},
+        {"reversed(runtimes)": "runtimes"},
         rank=1,
     ),
     "a layout keeps the workspace of another": Mistake(

@@ -56,9 +56,11 @@ def test_separated_over_multiprocessing_then_a_broken_sync_and_a_killed_worker()
 
     Then a worker is killed in a rollout: the trainer fails, says why, and leaves nothing behind.
     """
+    # Steps enough for a rollout to follow, also where the trainer runs ahead of this process.
+    episodes = ("--train.num_episodes", "3")
     # Large enough for most of a rollout to be made in the layout whose weights are old then.
     pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"16": 2}}, "launcher": "mp"}
-    with training(pat=pat, PAT_TEST_BREAK_SYNC="layouts@2") as run:
+    with training(*episodes, pat=pat, PAT_TEST_BREAK_SYNC="layouts@2") as run:
         run.wait_for("Global step", times=3)
         assert in_sync(run)[:3] == [True] * 2 + [False], run.steps
         assert len(run.rollouts) >= 3 and all(run.switches()), run.rollouts
