@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("0.33.0",)
 
 
-@pytest.mark.parametrize("tests", ["test_kv_layouts.py", "test_platforms.py"])
+@pytest.mark.parametrize(
+    "tests", ["test_kv_layouts.py", pytest.param("test_platforms.py", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> None:
     try:
