@@ -72,8 +72,8 @@ def test_every_ordered_pair_when_kv_is_computed_again(served: Served, llm: Any) 
 )
 def test_the_tour_sees(name: str, served: Served, llm: Any) -> None:
     mistake = MISTAKES[name]
-    if len(served.workers) < 4:
-        pytest.skip("a tour of two layouts is too short to see all of them")
+    if len(served.workers) < 4 and name == "ranks of a replica draw different numbers":
+        pytest.skip("not seen with two ranks; why is not known")
     jobs, static = few(served.jobs), few(served.static)
     with made(llm, mistake):
         outcomes = take_tour(llm, jobs, mistake.way_of_kv)
