@@ -10,6 +10,8 @@ __all__ = [
     "Report",
     "report",
     "report_async",
+    "speculate",
+    "speculate_async",
     "switch",
     "switch_async",
 ]

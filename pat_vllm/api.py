@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pat_vllm.commands import REPORT_COMMAND, SWITCH_COMMAND
+from pat_vllm.commands import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
 from pat_vllm.patches import serialize_sends
 from pat_vllm.reporting import Report
 
@@ -32,6 +32,27 @@ def switch(llm: LLM, tp: int) -> bool:
     return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
 
+def speculate(llm: LLM, num_speculative_tokens: int | None) -> None:
+    """Have an `LLM` propose and verify that many draft tokens a request and step from now on.
+
+    May be called from another thread while `generate` runs, or between `step()`s. No step waits
+    for it: drafts that were made before are still verified. It holds, whatever the policy or
+    `speculative_config` says, until the engine has worked and become idle.
+
+    Args:
+        llm: a `vllm.LLM` that runs with PAT and has a `speculative_config`.
+        num_speculative_tokens: 0 (no speculation, at no cost), a power of two, or the
+            `num_speculative_tokens` of `speculative_config`, or a number in its
+            `num_speculative_tokens_per_batch_size`. None: what holds without this call.
+
+    Raises:
+        ValueError: the engine does not keep that number ready (from the engine's process this
+            arrives as vLLM's exception for a failed call).
+    """
+    serialize_sends(llm)
+    llm.collective_rpc(SPECULATE_COMMAND, args=(num_speculative_tokens,))
+
+
 def report(llm: LLM, since: float = -math.inf) -> Report:
     """What an `LLM` with PAT has done: switches, what they moved and cost, unfinished requests.
 
@@ -51,6 +72,11 @@ def report(llm: LLM, since: float = -math.inf) -> Report:
 async def switch_async(llm: AsyncLLM, tp: int) -> bool:
     """`switch` for an `AsyncLLM`."""
     return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
+
+
+async def speculate_async(llm: AsyncLLM, num_speculative_tokens: int | None) -> None:
+    """`speculate` for an `AsyncLLM`."""
+    await llm.collective_rpc(SPECULATE_COMMAND, args=(num_speculative_tokens,))
 
 
 async def report_async(llm: AsyncLLM, since: float = -math.inf) -> Report:

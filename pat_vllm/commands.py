@@ -3,6 +3,7 @@
 # From a front end to the engine core, as `collective_rpc(name)`; see
 # `PATExecutorMixin.register_command`.
 SWITCH_COMMAND = "pat_switch_layout"
+SPECULATE_COMMAND = "pat_speculate"
 REPORT_COMMAND = "pat_report"
 PROFILE_COMMAND = "pat_profile"
 

@@ -23,10 +23,16 @@ class StaticPolicyConfig(StrictModel):
 
 
 class SchedulePolicyConfig(StrictModel):
-    """With at most K live requests, be in the layout with tensor parallelism `switch_at[K]`."""
+    """With at most K live requests, be in the layout with tensor parallelism `switch_at[K]`.
+
+    Attributes:
+        num_speculative_tokens: draft length by tp; what is not named is as `speculative_config`
+            says.
+    """
 
     kind: Literal["schedule"]
     switch_at: dict[int, int] = Field(min_length=1)
+    num_speculative_tokens: dict[int, Annotated[int, Field(ge=0)]] = {}
 
     @field_validator("switch_at")
     @classmethod
@@ -166,8 +172,8 @@ class PATConfig(StrictModel):
         match self.policy:
             case StaticPolicyConfig(tp=tp):
                 return (tp,)
-            case SchedulePolicyConfig(switch_at=switch_at):
-                return tuple(switch_at.values())
+            case SchedulePolicyConfig() as policy:
+                return (*policy.switch_at.values(), *policy.num_speculative_tokens)
             case _:
                 return ()
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.entrypoints.llm import LLM
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
     from vllm.v1.utils import CpuGpuBuffer
@@ -463,6 +464,50 @@ def forget_sampled_tokens(batch: InputBatch) -> None:
     batch.prev_req_id_to_index = None
     batch.sampled_token_ids_cpu = None
     batch.async_copy_ready_event = None
+
+
+def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
+    """Have a runner with an n-gram drafter make a step of draft length 0 as without a drafter.
+
+    Without it: Model Runner V1 looks for n-grams and samples through the rejection sampler in such
+    a step, too; V2 looks for as many drafts as in any other step and masks them. Missing seam:
+    vLLM tells the drafter the length, not the runner whether to draft.
+    """
+    config = runner.speculative_config
+    if config is None:
+        return
+    if hasattr(runner, "req_states"):
+        _replace(runner.speculator, "propose", functools.partial(_propose, runner.speculator))
+    elif config.method == "ngram":  # "ngram_gpu" keeps tokens of its own, which it has to update
+
+        def execute(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(step: SchedulerOutput, *args: Any, **options: Any) -> Any:
+                drafts = step.scheduled_spec_decode_tokens or step.num_spec_tokens_to_schedule
+                runner.speculative_config = config if drafts else None
+                return original(step, *args, **options)
+
+            return call
+
+        def sample(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                try:
+                    return original(*args, **options)
+                finally:
+                    runner.speculative_config = config
+
+            return call
+
+        _replace(runner, "execute_model", execute)
+        _replace(runner, "sample_tokens", sample)
+
+
+def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(input_batch: Any, *args: Any, **options: Any) -> Any:
+        if options.get("num_speculative_tokens") == 0 and not options.get("dummy_run"):
+            return speculator.drafts[: input_batch.num_reqs]  # which the runner masks
+        return original(input_batch, *args, **options)
+
+    return call
 
 
 @contextmanager

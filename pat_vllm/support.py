@@ -8,12 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import PredictorPolicyConfig, layouts_of, pat_config
+from pat_vllm.config import (
+    PredictorPolicyConfig,
+    SchedulePolicyConfig,
+    layouts_of,
+    pat_config,
+)
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.profiling.profile import Profile
+from pat_vllm.speculation import DRAFTERS
+from pat_vllm.worker.layout_config import lengths_of
 
 if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, VllmConfig
+    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
 
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
@@ -41,6 +48,7 @@ def prepare(vllm_config: VllmConfig) -> None:
             )
         )
     _check_heads(vllm_config, layouts_of(vllm_config))
+    _check_draft_lengths(vllm_config)
     policy = pat_config(vllm_config).policy
     if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
         # Here it is checked to be whole. The scheduler checks that it is this engine's.
@@ -141,9 +149,10 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         found.append(("enable_lora", True, "False"))
     if vllm_config.cache_config.kv_offloading_size is not None:
         found.append(("kv_offloading_size", vllm_config.cache_config.kv_offloading_size, "None"))
+    if (speculative := vllm_config.speculative_config) is not None:
+        found += _unsupported_speculation(speculative)
     events = vllm_config.kv_events_config
     for option, config in {
-        "speculative_config": vllm_config.speculative_config,
         "kv_transfer_config": vllm_config.kv_transfer_config,
         "ec_transfer_config": vllm_config.ec_transfer_config,
         "kv_events_config": events if events and events.enable_kv_cache_events else None,
@@ -186,6 +195,34 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
             )
         )
     return found
+
+
+def _unsupported_speculation(config: SpeculativeConfig) -> list[tuple[str, Any, str]]:
+    found: list[tuple[str, Any, str]] = []
+    if config.method not in DRAFTERS:
+        allowed = f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet"
+        found.append(("speculative_config.method", config.method, allowed))
+    if config.rejection_sample_method == "synthetic":
+        allowed = "standard, block: PAT's outputs are those of the model"
+        found.append(("speculative_config.rejection_sample_method", "synthetic", allowed))
+    return found
+
+
+def _check_draft_lengths(vllm_config: VllmConfig) -> None:
+    policy, speculative = pat_config(vllm_config).policy, vllm_config.speculative_config
+    if not isinstance(policy, SchedulePolicyConfig) or not policy.num_speculative_tokens:
+        return
+    if speculative is None:
+        raise ValueError(
+            "pat.policy.num_speculative_tokens is set, but the engine has no speculative_config"
+        )
+    allowed = lengths_of(speculative)
+    for tp, length in policy.num_speculative_tokens.items():
+        if length not in allowed:
+            raise ValueError(
+                f"pat.policy.num_speculative_tokens has {length} for tp={tp}; the engine keeps "
+                f"the draft lengths {list(allowed)} ready"
+            )
 
 
 def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:

@@ -112,6 +112,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 DENSE_ONLY = "dense decoder-only models with full attention"
 
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+
 # Model, options, and what the message must name: the option, its value, what is allowed.
 REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "data parallelism": (
@@ -155,12 +157,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["offload_group_size=2", "allowed: 0"],
     ),
     "LoRA": ("llama", dict(enable_lora=True), ["enable_lora=True", "allowed: False"]),
-    "speculative decoding": (
+    "draft lengths that are not kept ready": (
         "llama",
         dict(
-            speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+            speculative_config=NGRAM,
+            additional_config=dict(
+                pat=dict(
+                    policy=dict(kind="schedule", switch_at={4: 2}, num_speculative_tokens={2: 7})
+                )
+            ),
         ),
-        ["speculative_config=", "ngram", "allowed: None"],
+        ["num_speculative_tokens", "7 for tp=2", "[0, 1, 2, 3]"],
+    ),
+    "draft lengths without speculation": (
+        "llama",
+        dict(
+            additional_config=dict(
+                pat=dict(
+                    policy=dict(kind="schedule", switch_at={4: 2}, num_speculative_tokens={2: 2})
+                )
+            ),
+        ),
+        ["pat.policy.num_speculative_tokens", "no speculative_config"],
     ),
     "quantization on the fly": (
         "llama",
@@ -358,6 +376,7 @@ REFUSED_BY_VLLM: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 # Near neighbours of what is refused.
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "n-gram drafts": ("llama", dict(speculative_config=NGRAM)),
     "a dense model": ("llama", {}),
     "KV heads that layouts replicate": (
         "llama",
@@ -420,6 +439,18 @@ def test_refused(case: str, tmp_path: Path) -> None:
         engine_config(tmp_path, model, options)
     message = str(error.value)
     assert not [word for word in words if word not in message], message
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "suffix", "medusa"])
+def test_drafters_with_weights_or_state_are_refused(method: str, tmp_path: Path) -> None:
+    """By name, with what is allowed. vLLM's own config of each needs files that are not here."""
+    from vllm.v1.executor.abstract import Executor
+
+    config = engine_config(tmp_path, "llama", dict(speculative_config=NGRAM))
+    config.speculative_config.method = method
+    words = rf"speculative_config.method='{method}' \(allowed: ngram, ngram_gpu"
+    with pytest.raises(ValueError, match=words):
+        Executor.get_class(config)
 
 
 def test_a_startup_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,12 @@ def test_workers_have_the_methods_that_are_called() -> None:
     """Calls go by name; `commands.py` is where both ends find it."""
     constants = {value for name, value in vars(commands).items() if name.isupper()}
     workers = {value for value in constants if isinstance(value, str)}
-    front_ends = {commands.SWITCH_COMMAND, commands.REPORT_COMMAND, commands.PROFILE_COMMAND}
+    front_ends = {
+        commands.SWITCH_COMMAND,
+        commands.SPECULATE_COMMAND,
+        commands.REPORT_COMMAND,
+        commands.PROFILE_COMMAND,
+    }
     assert workers - front_ends == commands.WORKER_METHODS
     methods = {name for name in vars(PATWorkerMixin) if name.startswith("pat_")}
     assert methods == commands.WORKER_METHODS

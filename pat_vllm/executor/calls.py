@@ -30,6 +30,7 @@ _KEEP_WEIGHTS = WORKER_METHODS | {
     "reset_encoder_cache",
     "reset_mm_cache",
     "shutdown",
+    "supports_draft_weight_updates",
     "synchronize_device",
 }
 """Worker methods that are called on a running engine and change no weight of a user's.

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor as _Base
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 else:
     _Base = object  # vLLM's executor is the next base of the class that mixes this in
 
@@ -66,11 +66,12 @@ def executor_of(vllm_config: VllmConfig) -> PATExecutorMixin:
 
 @dataclass(frozen=True)
 class StepResult:
-    """A finished step of one replica."""
+    """A finished step of one replica; `drafts` as in `StepReply`."""
 
     replica: int
     output: ModelRunnerOutput
     seconds: float
+    drafts: DraftTokenIds | None = None
 
 
 P = ParamSpec("P")
@@ -315,6 +316,10 @@ class PATExecutorMixin(_Base):
             )
         return results
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return None: drafts come with the results of their replicas' steps."""
+        return None
+
     def _busy(self) -> list[int]:
         """Replicas with a step in flight."""
         return [replica for replica, sent in self._pending.items() if sent]
@@ -327,11 +332,11 @@ class PATExecutorMixin(_Base):
         if not block and left > 0 and not self._lanes.has_reply(leader):
             return None
         try:
-            output = self._lanes.receive(leader, timeout=left)
+            reply = self._lanes.receive(leader, timeout=left)
         except TimeoutError:
             raise TimeoutError(f"a step of replica {replica} timed out") from None
         self._pending[replica].popleft()
-        return StepResult(replica, output, time.perf_counter() - sent)
+        return StepResult(replica, reply.output, time.perf_counter() - sent, reply.drafts)
 
     def _send(self, replica: int, kind: str, payload: Any) -> None:
         assert self._lanes is not None

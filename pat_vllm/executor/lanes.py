@@ -26,8 +26,9 @@ import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
+from pat_vllm.executor.messages import StepReply
 from pat_vllm.layout import Layout
 
 logger = init_logger(__name__)
@@ -223,7 +224,7 @@ class Lanes:
         """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up."""
         wait_for_any([self._replies[rank] for rank in ranks], timeout)
 
-    def receive(self, rank: int, timeout: float) -> Any:
+    def receive(self, rank: int, timeout: float) -> StepReply:
         """The next reply of a rank.
 
         Raises:
@@ -236,6 +237,7 @@ class Lanes:
                 f"Worker {rank} failed with error '{result}', please check the stack trace above "
                 "for the root cause"
             )
+        assert isinstance(result, StepReply)
         return result
 
     def shutdown(self, layout: Layout | None) -> None:
@@ -257,6 +259,8 @@ class StepWorker(Protocol):
     def execute_model(self, scheduler_output: Any) -> Any: ...
 
     def sample_tokens(self, grammar_output: Any) -> Any: ...
+
+    def drafts_of_step(self, constrained: bool) -> DraftTokenIds | None: ...
 
 
 class WorkerLanes:
@@ -309,25 +313,30 @@ class WorkerLanes:
                 continue
             if kind == LEAVE:
                 return
+            drafts = None
             try:
-                run = worker.execute_model if kind == EXECUTE else worker.sample_tokens
-                output = run(payload)
+                if kind == EXECUTE:
+                    output = worker.execute_model(payload)
+                else:
+                    output = worker.sample_tokens(payload)
+                    if replies:
+                        drafts = worker.drafts_of_step(constrained=payload is not None)
             except Exception as error:
                 error.add_note(traceback.format_exc())
                 logger.exception("a step failed")
                 output = error
             if replies and output is not None:
-                self._answer(output)
+                self._answer(output, drafts)
 
-    def _answer(self, output: Any) -> None:
+    def _answer(self, output: Any, drafts: DraftTokenIds | None) -> None:
         # Replies must keep their order, so once a thread finishes outputs, all go through it.
         if isinstance(output, AsyncModelRunnerOutput) and self._finishing is None:
             self._finishing = queue.SimpleQueue()
             threading.Thread(target=self._finish, daemon=True, name="PATAsyncOutput").start()
         if self._finishing is not None:
-            self._finishing.put(output)
+            self._finishing.put((output, drafts))
         else:
-            self._reply.enqueue(_reply_to(output))
+            self._reply.enqueue(_reply_to(output, drafts))
 
     def _finish(self) -> None:
         """Wait for the device in another thread, so that the next step can be launched."""
@@ -335,14 +344,16 @@ class WorkerLanes:
         # A new thread uses device 0, and would make a CUDA context there.
         current_platform.set_device(self._device)
         while True:
-            self._reply.enqueue(_reply_to(self._finishing.get()))
+            self._reply.enqueue(_reply_to(*self._finishing.get()))
 
 
-def _reply_to(output: Any) -> tuple[bool, Any]:
+def _reply_to(output: Any, drafts: DraftTokenIds | None) -> tuple[bool, Any]:
     if isinstance(output, AsyncModelRunnerOutput):
         try:
             output = output.get_output()
         except Exception as error:
             logger.exception("reading a step's output failed")
             output = error
-    return (False, str(output)) if isinstance(output, Exception) else (True, output)
+    if isinstance(output, Exception):
+        return False, str(output)
+    return True, StepReply(output, drafts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout
@@ -61,6 +62,18 @@ class ResolvedKernels:
 
     attention: tuple[str, ...]
     weights: Literal["inplace", "materialized"]
+
+
+@dataclass(frozen=True)
+class StepReply:
+    """A replica's reply to a step.
+
+    Attributes:
+        drafts: what it proposes for its next step, where the scheduler has to know that.
+    """
+
+    output: ModelRunnerOutput
+    drafts: DraftTokenIds | None = None
 
 
 @dataclass(frozen=True)

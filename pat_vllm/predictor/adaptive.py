@@ -135,7 +135,7 @@ class AdaptivePolicy(Policy):
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
             return
-        if now < self._next_observation or shape.prefill:
+        if now < self._next_observation or shape.prefill or shape.drafts:
             return
         started = self._timer()
         predicted = self._steps.step(layout.tp, shape)

@@ -192,18 +192,22 @@ class StepTimeModel:
         return np.asarray(size.corrected.many(batch, context, busy) + size.factor * extra)
 
     def step(self, tp: int, shape: StepShape) -> float:
-        """Seconds of one step, as `seconds` gives them."""
+        """Seconds of one step, as `seconds` gives them.
+
+        Draft tokens count as prompt tokens do: the profile has no steps with them.
+        """
         size = self._current(tp)
-        extra = size.base.extra(shape.batch, shape.longest, shape.prefill, shape.busy)
+        beside = shape.prefill + shape.drafts
+        extra = size.base.extra(shape.batch, shape.longest, beside, shape.busy)
         return size.corrected.at(shape.batch, shape.context, shape.busy) + size.factor * extra
 
     def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
         """Learn from a real step.
 
         Steps with prefill are left out: their time depends on how the prompts are cut, and they
-        are few.
+        are few. So are steps with drafts.
         """
-        if shape.prefill or not shape.batch or not seconds > 0:
+        if shape.prefill or shape.drafts or not shape.batch or not seconds > 0:
             return
         size = self._sizes[tp]
         predicted = size.plain.at(shape.batch, shape.context, shape.busy)

@@ -42,6 +42,7 @@ class StepShape:
         prefill: prompt tokens that are computed beside them.
         busy: replicas that step at the same time, this one included; where they share a resource
             (a CPU's memory, a power limit) a step takes longer the more of them do.
+        drafts: draft tokens of all requests together that are verified beside their tokens.
     """
 
     batch: int
@@ -49,6 +50,7 @@ class StepShape:
     longest: int
     prefill: int = 0
     busy: int = 1
+    drafts: int = 0
 
 
 class StepSample(StrictModel):

@@ -7,6 +7,7 @@ from pat_vllm.reporting.history import MAX_RECORDS, History, Records
 from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.values import (
     DecisionReport,
+    DraftSample,
     LayoutSteps,
     LiveSample,
     PredictorReport,
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_RECORDS",
     "REPORT_SECONDS",
     "DecisionReport",
+    "DraftSample",
     "History",
     "LayoutSteps",
     "LiveSample",

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.values import (
+    DraftSample,
     LayoutSteps,
     LiveSample,
     RefusedSwitch,
@@ -24,7 +25,9 @@ from pat_vllm.reporting.values import (
 )
 
 MAX_RECORDS = 10_000
-"""Switches, refused switches and timeline samples that a history keeps, of each."""
+"""Switches, refused switches, timeline and draft samples that a history keeps, of each."""
+_DRAFT_SECONDS = 1.0
+"""Steps whose drafts are counted together lie within this time."""
 _MAX_STEP_TIMES = 1_000
 """The median step time of a layout is that of this many last steps."""
 
@@ -35,6 +38,9 @@ class _Timed(Protocol):
 
 
 _R = TypeVar("_R", bound=_Timed)
+
+
+_at = attrgetter("at")
 
 
 class Records(Generic[_R]):
@@ -65,7 +71,7 @@ class Records(Generic[_R]):
     def since(self, at: float = -math.inf) -> tuple[_R, ...]:
         """The records with this time or a later one, oldest first."""
         with self._lock:
-            first = bisect.bisect_left(self._records, at, key=attrgetter("at"))
+            first = bisect.bisect_left(self._records, at, key=_at)
             found = itertools.islice(reversed(self._records), len(self._records) - first)
             return tuple(found)[::-1]
 
@@ -87,9 +93,11 @@ class History:
         self._switches: Records[SwitchReport] = Records(MAX_RECORDS)
         self._refused: Records[RefusedSwitch] = Records(MAX_RECORDS)
         self._timeline: Records[LiveSample] = Records(MAX_RECORDS)
+        self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
+        self._counting: dict[int, DraftSample] = {}
         self._errors = 0
         self._steps: dict[Layout, _StepTimes] = {}
-        self._lock = threading.Lock()  # of `_steps`
+        self._lock = threading.Lock()  # of `_steps`, `_drafts` and `_counting`
         self._first_step_due = False
         self._now: tuple[Layout, int] | None = None
 
@@ -114,6 +122,28 @@ class History:
             assert switch is not None
             self._switches.replace_last(replace(switch, first_step=seconds))
 
+    def drafts(
+        self, at: float, layout: Layout, replica: int, length: int, drafted: int, accepted: int
+    ) -> None:
+        """Note what a replica's step did with drafts; for the arguments, see `DraftSample`."""
+        with self._lock:
+            one = self._counting.get(replica)
+            if (
+                one is not None
+                and (one.layout, one.num_speculative_tokens) == (layout, length)
+                and at - one.at < _DRAFT_SECONDS
+            ):
+                self._counting[replica] = replace(
+                    one,
+                    steps=one.steps + 1,
+                    drafted=one.drafted + drafted,
+                    accepted=one.accepted + accepted,
+                )
+                return
+            self._counting[replica] = DraftSample(at, layout, replica, length, 1, drafted, accepted)
+            if one is not None:
+                self._drafts.append(one)
+
     def switch(self, switch: SwitchReport) -> None:
         """Note a switch."""
         self._switches.append(switch)
@@ -137,12 +167,14 @@ class History:
                 (one, times.count, times.seconds, tuple(times.recent))
                 for one, times in self._steps.items()
             ]
+            drafts = [d for d in (*self._drafts, *self._counting.values()) if d.at >= since]
         return Report(
             layout=layout,
             layouts=tuple(layouts),
             switches=self._switches.since(since),
             refused=self._refused.since(since),
             timeline=self._timeline.since(since),
+            drafts=tuple(sorted(drafts, key=_at)),
             steps={
                 one: LayoutSteps(count, seconds, statistics.median(recent))
                 for one, count, seconds, recent in steps

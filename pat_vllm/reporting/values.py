@@ -174,6 +174,27 @@ class LiveSample:
 
 
 @dataclass(frozen=True)
+class DraftSample:
+    """Steps of one replica with the same draft length, for at most about a second.
+
+    Attributes:
+        at: when the first of them ended, seconds on the monotonic clock of the engine core.
+        num_speculative_tokens: the most draft tokens that a request got for its next step.
+        steps: how many they are.
+        drafted: draft tokens that they verified, proposed in the steps before them.
+        accepted: how many of these became output.
+    """
+
+    at: float
+    layout: LayoutByName
+    replica: int
+    num_speculative_tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
 class LayoutSteps:
     """Steps of all replicas in one layout: how many, their total and their median seconds."""
 
@@ -186,9 +207,9 @@ class LayoutSteps:
 class Report:
     """State and history of an engine.
 
-    A report may be asked for `since` a time. Then `switches`, `refused`, `timeline` and the
-    predictor's decisions hold only what happened at that time or later. The rest is always about
-    the whole life of the engine.
+    A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts` and
+    the predictor's decisions hold only what happened at that time or later. The rest is always
+    about the whole life of the engine.
 
     Attributes:
         layout: the active layout.
@@ -201,6 +222,8 @@ class Report:
         predictor: what the predictor policy did; empty for other policies.
         errors: switches that failed for an unexpected reason and were undone. The engine's log has
             their tracebacks.
+        drafts: for engines that speculate, by replica over time, oldest first; at most the last
+            `history.MAX_RECORDS`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
@@ -213,6 +236,7 @@ class Report:
     steps: Mapping[LayoutByName, LayoutSteps] = field(default_factory=dict)
     predictor: PredictorReport = PredictorReport()
     errors: int = 0
+    drafts: tuple[DraftSample, ...] = ()
 
     def to_json(self) -> str:
         """The report as JSON text. Layouts are named as in "tp1dp4"."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.commands import PROFILE_COMMAND, REPORT_COMMAND, SWITCH_COMMAND
+from pat_vllm.commands import (
+    PROFILE_COMMAND,
+    REPORT_COMMAND,
+    SPECULATE_COMMAND,
+    SWITCH_COMMAND,
+)
 from pat_vllm.profiling import load
 
 if TYPE_CHECKING:
@@ -37,5 +42,6 @@ def register_commands(scheduler: PATScheduler) -> None:
         )
 
     active.executor.register_command(SWITCH_COMMAND, controller.request)
+    active.executor.register_command(SPECULATE_COMMAND, controller.drafts.request)
     active.executor.register_command(REPORT_COMMAND, report)
     active.executor.register_command(PROFILE_COMMAND, profile)

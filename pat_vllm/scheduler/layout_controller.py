@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pat_vllm.predictor.cost import CostModel
     from pat_vllm.scheduler.monitor import Monitor
     from pat_vllm.scheduler.replica_set import ReplicaSet
+    from pat_vllm.scheduler.speculation import DraftLengths
 
 logger = init_logger(__name__)
 
@@ -41,6 +42,7 @@ class LayoutController:
     engine goes home: there is no KV to move then.
 
     Attributes:
+        drafts: the draft lengths, which follow the layout.
         layouts: those that are kept ready, base first.
         switch_id: number of the last switch.
     """
@@ -50,9 +52,11 @@ class LayoutController:
         active: ReplicaSet,
         monitor: Monitor,
         costs: CostModel,
+        drafts: DraftLengths,
         layouts: Sequence[Layout],
     ) -> None:
         self.layouts = tuple(layouts)
+        self.drafts = drafts
         self.switch_id = 0
         self._active = active
         self._monitor = monitor
@@ -71,6 +75,7 @@ class LayoutController:
         self.go_home_if_idle()
         self._run_requested()
         self._follow_policy()
+        self.drafts.write(self._active.layout, self._active.replicas)
 
     def before_arrival(self) -> None:
         """A request is about to be routed.
@@ -89,6 +94,7 @@ class LayoutController:
             return  # its weights are not there: it sleeps, or gets new ones
         self._was_busy = False
         self._forced = False
+        self.drafts.request(None)
         self._monitor.idle()
         self._switch(self._monitor.policy.home, "idle")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.scheduler.requests import RequestTable, step_shape
+from pat_vllm.scheduler.requests import RequestTable, counted_drafts, step_shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -29,7 +29,10 @@ class Monitor:
         last_arrival: when a request arrived last, seconds on the monotonic clock.
     """
 
-    def __init__(self, policy: Policy, history: History, requests: RequestTable) -> None:
+    def __init__(
+        self, policy: Policy, history: History, requests: RequestTable, speculates: bool
+    ) -> None:
+        self._speculates = speculates
         self.policy = policy
         self.history = history
         self.requests = requests
@@ -47,6 +50,10 @@ class Monitor:
         """A replica finished a step, while `busy` replicas had steps in flight."""
         now = time.monotonic()
         self.history.step(layout, result.seconds)
+        if self._speculates:
+            drafted, accepted = counted_drafts(step, result.output)
+            length = step.num_spec_tokens_to_schedule
+            self.history.drafts(now, layout, replica.index, length, drafted, accepted)
         if self.policy.learns:
             seconds = replica.cadence(now, result.seconds)
             self.policy.stepped(now, layout, step_shape(step, busy), seconds)

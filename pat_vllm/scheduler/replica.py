@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import KVTransferConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
 from pat_vllm.patches import free_blocks_at_once
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
     from pat_vllm.kv_transfer.connector import PATConnector
 
@@ -33,6 +33,7 @@ class Replica:
         self.index = index
         self.scheduler = scheduler
         self.in_flight: deque[SchedulerOutput] = deque()
+        self._drafts: DraftTokenIds | None = None
         self._finished_at = 0.0
 
     @property
@@ -66,9 +67,28 @@ class Replica:
         self.in_flight.append(step)
         return step
 
-    def finish(self, output: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        """Update the scheduler from the output of its oldest step in flight."""
-        return self.scheduler.update_from_output(self.in_flight.popleft(), output)
+    def grammar_bitmask(self, step: SchedulerOutput) -> GrammarOutput | None:
+        """The bitmask of a step that was just scheduled, where it has grammars."""
+        if self._drafts is not None:
+            # With asynchronous scheduling a step has placeholders. A grammar needs the drafts.
+            self.scheduler.update_draft_token_ids_in_output(self._drafts, step)
+            self._drafts = None
+        return self.scheduler.get_grammar_bitmask(step)
+
+    def finish(
+        self, output: ModelRunnerOutput, drafts: DraftTokenIds | None
+    ) -> dict[int, EngineCoreOutputs]:
+        """Update the scheduler from the output of its oldest step in flight.
+
+        Args:
+            drafts: for the next step, where the scheduler has to know them.
+        """
+        outputs = self.scheduler.update_from_output(self.in_flight.popleft(), output)
+        if drafts is not None and self.scheduler.scheduler_config.async_scheduling:
+            self._drafts = drafts
+        elif drafts is not None:
+            self.scheduler.update_draft_token_ids(drafts)
+        return outputs
 
     def cadence(self, now: float, seconds: float) -> float:
         """Seconds from the end of the last step to that of one which ends now.

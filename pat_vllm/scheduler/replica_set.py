@@ -142,7 +142,7 @@ class ReplicaSet:
             replica = self.replicas[result.replica]
             busy = sum(bool(one.in_flight) for one in self.replicas)
             self._monitor.stepped(self.layout, replica, replica.in_flight[0], busy, result)
-            self._collect(replica.finish(result.output))
+            self._collect(replica.finish(result.output, result.drafts))
 
     def drain(self) -> None:
         """Finish the steps in flight. Their outputs go out with the next update."""

@@ -15,6 +15,7 @@ from pat_vllm.profiling.profile import StepShape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from pat_vllm.scheduler.replica import Replica
@@ -138,13 +139,26 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
     cached = step.scheduled_cached_reqs
     requests, tokens = len(step.num_scheduled_tokens), step.total_num_scheduled_tokens
     contexts = cached.num_computed_tokens
-    if tokens == requests and not step.scheduled_new_reqs:  # one token each: nothing else is fast
-        return StepShape(requests, sum(contexts) + requests, max(contexts, default=0) + 1, 0, busy)
+    drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+    # A token each, and their drafts: looking at all of them as one is fast.
+    if tokens == requests + drafts and not step.scheduled_new_reqs:
+        total, longest = sum(contexts) + requests, max(contexts, default=0) + 1
+        return StepShape(requests, total, longest, 0, busy, drafts)
+    drafts_of = step.scheduled_spec_decode_tokens
     decoding = [
         context + 1
         for request_id, context in zip(cached.req_ids, contexts, strict=True)
-        if step.num_scheduled_tokens[request_id] == 1
+        if step.num_scheduled_tokens[request_id] == 1 + len(drafts_of.get(request_id, ()))
     ]
-    return StepShape(
-        len(decoding), sum(decoding), max(decoding, default=0), tokens - len(decoding), busy
-    )
+    prefill = tokens - len(decoding) - drafts
+    return StepShape(len(decoding), sum(decoding), max(decoding, default=0), prefill, busy, drafts)
+
+
+def counted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> tuple[int, int]:
+    """How many draft tokens a step verified, and how many it accepted."""
+    drafted = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+    if not drafted:
+        return 0, 0
+    generated = output.sampled_token_ids
+    # What a request generates beside the drafts that it accepts is one token, or none.
+    return drafted, sum(map(len, generated)) - sum(map(bool, generated))

@@ -23,6 +23,7 @@ from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
+from pat_vllm.scheduler.speculation import DraftLengths
 from pat_vllm.scheduler.stats import merge_stats, whole_engine
 from pat_vllm.worker.layout_config import kv_bytes_per_token
 
@@ -94,7 +95,9 @@ class PATScheduler(SchedulerInterface):
         for layout in layouts:
             factory.discard(factory.make(layout))  # the first switch finds block pools, too
         length_bound = getattr(config.policy, "length_bound", None)
-        monitor = Monitor(policy, History(), RequestTable(model.max_model_len, length_bound))
+        requests = RequestTable(model.max_model_len, length_bound)
+        speculates = vllm_config.speculative_config is not None
+        monitor = Monitor(policy, History(), requests, speculates)
         self.replica_set = ReplicaSet(
             home_layout(vllm_config),
             factory=factory,
@@ -102,7 +105,9 @@ class PATScheduler(SchedulerInterface):
             monitor=monitor,
             depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
         )
-        self.controller = LayoutController(self.replica_set, monitor, costs, layouts)
+        by_tp = getattr(config.policy, "num_speculative_tokens", {})
+        drafts = DraftLengths(vllm_config.speculative_config, by_tp)
+        self.controller = LayoutController(self.replica_set, monitor, costs, drafts, layouts)
         self.monitor = monitor
         register_commands(self)
 
@@ -118,7 +123,7 @@ class PATScheduler(SchedulerInterface):
         self.replica_set.discard_retired()  # the workers have been given their steps by now
         of_replica = {}
         for index, step in scheduler_output.steps.items():
-            grammar = self._replicas[index].scheduler.get_grammar_bitmask(step)
+            grammar = self._replicas[index].grammar_bitmask(step)
             if grammar is not None:
                 # vLLM fills one array again and again, which replicas share.
                 of_replica[index] = replace(grammar, grammar_bitmask=grammar.grammar_bitmask.copy())
@@ -228,12 +233,12 @@ class PATScheduler(SchedulerInterface):
         return whole_engine(merged, [replica.scheduler for replica in self._replicas])
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        raise AssertionError("speculative decoding is refused at start")
+        raise AssertionError("drafts come with the results of steps")
 
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        raise AssertionError("speculative decoding is refused at start")
+        raise AssertionError("drafts come with the results of steps")
 
     def shutdown(self) -> None:
         self.replica_set.shutdown()

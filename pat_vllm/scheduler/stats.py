@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 
 def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> SchedulerStats:
@@ -55,6 +56,22 @@ def merge_stats(into: SchedulerStats, other: SchedulerStats) -> None:
     into.kv_cache_eviction_events += other.kv_cache_eviction_events
     into.cudagraph_stats = into.cudagraph_stats or other.cudagraph_stats
     into.perf_stats = into.perf_stats or other.perf_stats
+    if into.spec_decoding_stats is None:
+        into.spec_decoding_stats = other.spec_decoding_stats
+    elif other.spec_decoding_stats is not None:
+        add_spec_decoding_stats(into.spec_decoding_stats, other.spec_decoding_stats)
+
+
+def add_spec_decoding_stats(into: SpecDecodingStats, other: SpecDecodingStats) -> None:
+    """Add the counts of `other` to `into`."""
+    into.num_drafts += other.num_drafts
+    into.num_draft_tokens += other.num_draft_tokens
+    into.num_accepted_tokens += other.num_accepted_tokens
+    for counts, more in (
+        (into.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
+        (into.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
+    ):
+        counts[:] = [one + added for one, added in zip(counts, more, strict=True)]
 
 
 def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCoreOutputs]) -> None:

@@ -117,9 +117,17 @@ class V1Handover:
 
     keeps_states: ClassVar[bool] = True
 
-    _COMPACT = frozenset(
-        {"prompt_token_ids", "output_token_ids", "generator", "block_ids", "num_computed_tokens"}
+    _NEW = frozenset(
+        {
+            "prompt_token_ids",
+            "output_token_ids",
+            "generator",
+            "block_ids",
+            "num_computed_tokens",
+            "prev_num_draft_len",
+        }
     )
+    """Fields of vLLM's state that are packed, or begin anew: drafts are dropped at a switch."""
 
     def take(self, runner: RunnerV1, request_ids: Iterable[str]) -> dict[str, _V1State]:
         states = {}
@@ -131,7 +139,7 @@ class V1Handover:
                 state={
                     field.name: getattr(state, field.name)
                     for field in fields(CachedRequestState)
-                    if field.name not in self._COMPACT
+                    if field.name not in self._NEW
                 },
                 prompt_token_ids=_pack(state.prompt_token_ids),
                 output_token_ids=np.asarray(state.output_token_ids, dtype=np.int32),

@@ -12,9 +12,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.config import pat_config
 from pat_vllm.layout import Layout
+from pat_vllm.speculation import draft_lengths, every_length
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config import CompilationConfig, SpeculativeConfig, VllmConfig
 
 KV_LAYOUTS = tuple(
     layout.name for layout in KVCacheLayout if layout.is_layer_compact and layout.is_block_compact
@@ -52,9 +53,28 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
         config.compilation_config.debug_dump_path /= str(layout)
     _resize_compile_ranges(config, vllm_config)
     _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
+    if vllm_config.speculative_config is not None:
+        _make_speculative(config, vllm_config.speculative_config)
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
+    """Give a layout the drafter of its tp, ready for every draft length."""
+    own = copy.copy(engine)
+    own.target_parallel_config = own.draft_parallel_config = config.parallel_config
+    own.num_speculative_tokens_per_batch_size = every_length(lengths_of(engine))
+    config.speculative_config = own
+    # vLLM has looked at the user's config, which need not have a schedule.
+    config._maybe_override_dynamic_sd_cudagraph_mode()
+
+
+def lengths_of(config: SpeculativeConfig) -> tuple[int, ...]:
+    """The draft lengths that an engine keeps ready, ascending."""
+    return draft_lengths(
+        config.num_speculative_tokens, config.num_speculative_tokens_per_batch_size
+    )
 
 
 def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:

@@ -99,8 +99,15 @@ def add_new(
     return step
 
 
-def decode_step(requests: Sequence[SyntheticRequest], done: int) -> SchedulerOutput:
-    """A decode step of requests that have had `done` steps, at least one."""
+def decode_step(
+    requests: Sequence[SyntheticRequest], done: int, drafts: int = 0
+) -> SchedulerOutput:
+    """A decode step of requests that have had `done` steps, at least one.
+
+    Args:
+        drafts: draft tokens of each that the step verifies. It must be the last one then, for
+            nobody knows how many are accepted.
+    """
     step = SchedulerOutput.make_empty()
     ids = [request.request_id for request in requests]
     step.scheduled_cached_reqs = CachedRequestData(
@@ -112,8 +119,10 @@ def decode_step(requests: Sequence[SyntheticRequest], done: int) -> SchedulerOut
         num_computed_tokens=[request.tokens + done - 1 for request in requests],
         num_output_tokens=[done] * len(ids),
     )
-    step.num_scheduled_tokens = dict.fromkeys(ids, 1)
-    step.total_num_scheduled_tokens = len(ids)
+    step.num_scheduled_tokens = dict.fromkeys(ids, 1 + drafts)
+    step.total_num_scheduled_tokens = len(ids) * (1 + drafts)
+    if drafts:
+        step.scheduled_spec_decode_tokens = {one: [1] * drafts for one in ids}
     return step
 
 

@@ -48,6 +48,9 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, block_size: int, use_v2: bo
         fits = size * (1 + (short + DECODE_STEPS) // block_size) < num_blocks
         if fits and size <= config.scheduler_config.max_num_seqs:
             _run(worker, [short] * size, block_size, use_v2, decode_steps=DECODE_STEPS)
+    if (drafts := config.num_speculative_tokens) and 2 * (2 + drafts) <= limit:
+        # The drafter compiles at its first drafts, too.
+        _run(worker, [1 + drafts], block_size, use_v2, decode_steps=1, drafts=drafts)
     return rate
 
 
@@ -69,15 +72,23 @@ def warm_up_moves(
 
 
 def _run(
-    worker: PATWorkerMixin, prompts: list[int], block_size: int, use_v2: bool, decode_steps: int
+    worker: PATWorkerMixin,
+    prompts: list[int],
+    block_size: int,
+    use_v2: bool,
+    decode_steps: int,
+    drafts: int = 0,
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
-    requests = make_requests("pat-warm-up", prompts, decode_steps + 1, block_size, decoding=False)
+    room = decode_steps + drafts + 1
+    requests = make_requests("pat-warm-up", prompts, room, block_size, decoding=False)
     start = time.perf_counter()
-    _step(worker, add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + 1))
+    first = add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + drafts + 1)
+    first.num_spec_tokens_to_schedule = drafts
+    _step(worker, first)
     seconds = time.perf_counter() - start
     for done in range(1, decode_steps + 1):
-        _step(worker, decode_step(requests, done))
+        _step(worker, decode_step(requests, done, drafts))
     worker.execute_model(finish(requests))
     return seconds
 

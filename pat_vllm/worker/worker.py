@@ -36,6 +36,7 @@ from pat_vllm.patches import (
     buffers_of,
     install_tp_group,
     probe_p2p_between,
+    skip_empty_drafts,
     use_attention_workspace,
 )
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.device_communicators.shm_broadcast import Handle
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.worker.gpu_worker import Worker as _Base
 
     from pat_vllm.worker.runtime import ModelRunner
@@ -121,6 +123,7 @@ class PATWorkerMixin(_Base):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(self._base.runner):
                 runtime.runner = self._make_runner(runtime.config)
+            skip_empty_drafts(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)
@@ -316,6 +319,20 @@ class PATWorkerMixin(_Base):
     def pat_lanes_ready(self) -> None:
         """Block until the engine has opened its ends."""
         self._lanes.wait_until_ready()
+
+    def drafts_of_step(self, constrained: bool) -> DraftTokenIds | None:
+        """What the drafter proposes after a step, where the scheduler has to know it.
+
+        With asynchronous scheduling, drafts stay on the device. Only grammars have to see them.
+
+        Args:
+            constrained: whether the step had grammars.
+        """
+        if self.vllm_config.speculative_config is None:
+            return None
+        if self.vllm_config.scheduler_config.async_scheduling and not constrained:
+            return None
+        return self.take_draft_token_ids()
 
     def pat_serve_lane(self) -> None:
         """Run the steps of the active layout's lane, until asked to leave it."""

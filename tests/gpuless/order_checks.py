@@ -188,8 +188,8 @@ def check_outputs() -> None:
             result = ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1})
             made = AsyncOutput(result, output, count, main, copies, False, None)
             del sampled, count, output
-            ends._answer(made)
+            ends._answer(made, None)
             del made
             succeeded, answer = replies.get(timeout=30)
-            assert succeeded and answer.sampled_token_ids == [[step], [step]], answer
+            assert succeeded and answer.output.sampled_token_ids == [[step], [step]], answer
             del answer, result

@@ -1,0 +1,69 @@
+"""How many draft tokens the replicas' steps verify: as configured, by the policy, or on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+from pat_vllm.worker.layout_config import lengths_of
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.replica import Replica
+
+
+class DraftLengths:
+    """Writes the draft lengths into the table that each replica's scheduler reads at each step.
+
+    So a change is a new table: no step waits, and drafts that were made before are still verified.
+    """
+
+    def __init__(self, config: SpeculativeConfig | None, by_tp: Mapping[int, int]) -> None:
+        """`by_tp` has the policy's draft lengths; other layouts are as `config` says."""
+        self.allowed = () if config is None else lengths_of(config)
+        self._config = config
+        self._by_tp = by_tp
+        self._requested: int | None = None
+        self._written: tuple[int | None, Sequence[Replica]] = (None, ())
+
+    def request(self, length: int | None) -> None:
+        """Use this draft length from the next step on; None: what holds without a request.
+
+        May be called from every thread.
+
+        Raises:
+            ValueError: the engine does not keep that length ready.
+        """
+        if length is not None and length not in self.allowed:
+            ready = f"keeps {list(self.allowed)} ready" if self.allowed else "does not speculate"
+            raise ValueError(
+                f"cannot use {length} draft tokens: the engine {ready}; see vLLM's "
+                "speculative_config"
+            )
+        self._requested = length
+
+    def write(self, layout: Layout, replicas: Sequence[Replica]) -> None:
+        """Have the steps of these replicas use what holds now. To be called before each step."""
+        requested = self._requested
+        if self._config is None or self._written == (requested, replicas):
+            return
+        self._written = requested, replicas
+        for replica in replicas:
+            scheduler = replica.scheduler
+            most = scheduler.scheduler_config.max_num_seqs
+            scheduler.dynamic_sd_lookup = self._table(layout, requested, most)
+
+    def _table(self, layout: Layout, requested: int | None, most: int) -> list[int]:
+        """Draft length by the number of requests in a step."""
+        assert self._config is not None
+        length = self._by_tp.get(layout.tp) if requested is None else requested
+        schedule = self._config.num_speculative_tokens_per_batch_size
+        longest = self._config.num_speculative_tokens
+        if length is None and schedule is not None:
+            table: list[int] = build_dynamic_sd_schedule_lookup(schedule, most, longest)
+            return table
+        return [longest if length is None else length] * (most + 1)

@@ -1,0 +1,39 @@
+"""Speculative decoding: which drafters PAT serves, and the draft lengths it keeps ready. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+DRAFTERS = ("ngram", "ngram_gpu")
+"""vLLM's methods that PAT serves. Their drafts come from a request's own tokens, so they have
+neither weights nor a KV cache that a switch would have to carry."""
+
+Schedule = Sequence[tuple[int, int, int]]
+"""vLLM's `num_speculative_tokens_per_batch_size`: (first batch size, last, draft length)."""
+
+
+def draft_lengths(longest: int, schedule: Schedule | None) -> tuple[int, ...]:
+    """The draft lengths among which an engine can change at any time, ascending.
+
+    They are 0, the powers of two up to the longest, the longest itself, and what the user's own
+    schedule names. vLLM captures CUDA graphs for each of them, so there are not more.
+
+    Args:
+        longest: vLLM's `num_speculative_tokens`.
+        schedule: the user's, if any.
+    """
+    lengths = {0, longest}
+    length = 1
+    while length < longest:
+        lengths.add(length)
+        length *= 2
+    return tuple(sorted(lengths | {min(longest, one) for _, _, one in schedule or ()}))
+
+
+def every_length(lengths: Iterable[int]) -> list[tuple[int, int, int]]:
+    """A schedule in which each draft length occurs, the longest for all large batches.
+
+    A model runner prepares itself for the lengths that its schedule names. Which is used when is
+    decided by the schedulers.
+    """
+    return [(batch, batch, length) for batch, length in enumerate(sorted(lengths), 1)]
