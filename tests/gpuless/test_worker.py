@@ -80,7 +80,8 @@ class Stock:
 
 class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
     def _make_runner(self, config: Any) -> Any:
-        return SimpleNamespace(req_states=request_states(config.scheduler_config.max_num_seqs))
+        states = request_states(config.scheduler_config.max_num_seqs)
+        return SimpleNamespace(req_states=states, speculative_config=None)
 
 
 def config_of(engine: Any, layout: Layout, rank: int) -> Any:
