@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
+from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_of
@@ -71,6 +71,20 @@ def check_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
     assert largest == {1: 32, 2: 64, 4: 128, 8: 8}
 
 
+def check_a_request_takes_a_token_for_each_draft() -> None:
+    policy = {"kind": "schedule", "switch_at": {"5": 8}}
+    engine = engine_config(16, 512, {}, policy=policy)
+    drafts = engine.speculative_config = SpeculativeConfig.__new__(SpeculativeConfig)
+    vars(drafts).update(
+        method="ngram", num_speculative_tokens=3, num_speculative_tokens_per_batch_size=None
+    )
+    engine.compilation_config.cudagraph_capture_sizes = None
+    engine.compilation_config.max_cudagraph_capture_size = None
+    engine._set_cudagraph_sizes()
+    largest = {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
+    assert largest == {1: 128, 2: 256, 4: 512, 8: 24}, "5 requests of 4 tokens"
+
+
 def check_limits_are_the_layouts_own() -> None:
     engine = engine_config(16, 512, {})
     scheduler = engine.scheduler_config
@@ -92,6 +106,7 @@ CHECKS: list[Callable[[], None]] = [
     check_sizes_differ,
     check_a_users_sizes_stay,
     check_no_graphs_for_batches_that_a_layout_does_not_see,
+    check_a_request_takes_a_token_for_each_draft,
     check_limits_are_the_layouts_own,
 ]
 
@@ -121,6 +136,11 @@ MISTAKES: dict[str, tuple[Callable[[], None], Any, dict[str, str]]] = {
         check_sizes_are_those_of_stock_vllm,
         module._capture_sizes,
         {"copy.copy(engine.compilation_config)": "engine.compilation_config"},
+    ),
+    "drafts are not counted": (
+        check_a_request_takes_a_token_for_each_draft,
+        module._limit_cuda_graphs,
+        {" * config.uniform_decode_query_len": ""},
     ),
     "a runner with the engine's limits": (
         check_limits_are_the_layouts_own,
