@@ -20,6 +20,9 @@ from benchmarks import record
 from benchmarks.engine_process import PARK_SECONDS, EngineProcess
 from benchmarks.record import Summary
 from pat_vllm.cli.results import table
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits, layout_limits
 
 __all__ = ["PARK_SECONDS", "Summary", "table"]
 
@@ -94,6 +97,17 @@ def model(name: str) -> str:
         make_model(scratch, **MODELS[name])
         scratch.rename(path)
     return str(path)
+
+
+def stock_limits(given: Mapping[str, Any], tp: int) -> dict[str, int]:
+    """vLLM's options with which a stock engine of `tp` ranks runs as many requests as PAT's layout.
+
+    Args:
+        given: `max_num_seqs` and `max_num_batched_tokens` of PAT's engine, among other options.
+    """
+    names = ("max_num_seqs", "max_num_batched_tokens")
+    limits = layout_limits(Layout(tp, 1), Limits(*(given[name] for name in names)), PATConfig())
+    return {name: getattr(limits, name) for name in names}
 
 
 def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:

@@ -30,6 +30,7 @@ from benchmarks.common import (
     model,
     random_prompts,
     ratios,
+    stock_limits,
     table,
     write_results,
 )
@@ -56,6 +57,7 @@ def main() -> None:
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=64,
+        max_num_batched_tokens=4096,
         kv_cache_memory_bytes=args.kv_mib << 20,
     )
     two = flags | {"tensor_parallel_size": 2}
@@ -63,7 +65,9 @@ def main() -> None:
     sides: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = {
         "tp2": {
             "pat": [(pat | _static(2, args.weights), "0|1")],
-            "stock": [(two | {"distributed_executor_backend": "mp"}, "0|1")],
+            "stock": [
+                (two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}, "0|1")
+            ],
         },
         "tp1": {
             "pat": [(pat | _static(1, args.weights), "0|1")],

@@ -82,6 +82,10 @@ class PATConfig(StrictModel):
         weights: "inplace" keeps one copy of the weights for all layouts and moves rows in it at a
             switch; "materialized" keeps a copy for each layout; "auto" is "inplace" with CUDA's
             default kernels, else "materialized".
+        limits_per: what `max_num_seqs` and `max_num_batched_tokens` count for. "rank": a replica of
+            tp ranks may run tp times as many, so that the engine takes the same number of requests
+            in every layout; see `pat_vllm/limits.py` for where that ends. "replica": each replica
+            of any layout runs as many as given.
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
     """
@@ -91,6 +95,7 @@ class PATConfig(StrictModel):
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
     weights: Literal["auto", "inplace", "materialized"] = "auto"
+    limits_per: Literal["rank", "replica"] = "rank"
     launcher: Literal["auto", "mp", "ray"] = "auto"
 
     @classmethod

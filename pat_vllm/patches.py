@@ -18,6 +18,7 @@ imports neither vLLM nor torch before a patch is applied.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import logging
 import sys
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -235,6 +237,21 @@ def free_blocks_at_once(scheduler: Scheduler) -> None:
     connector cannot say so.
     """
     scheduler.defer_block_free = False
+
+
+def make_room_for_grammars(manager: StructuredOutputManager, max_num_seqs: int) -> None:
+    """Have vLLM's manager of grammars, as it starts, prepare for so many requests in a step.
+
+    Without it: it has bitmasks for the engine's `max_num_seqs`. A step of a layout that runs more
+    requests with structured output fails. Missing seam: a manager that is told the number.
+    """
+    config = manager.vllm_config
+    if max_num_seqs <= config.scheduler_config.max_num_seqs:
+        return
+    config = copy.copy(config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    manager.__init__(config)  # type: ignore[misc]
 
 
 def preempt_carried(scheduler: Scheduler) -> None:
@@ -511,25 +528,33 @@ def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 @contextmanager
-def token_ids_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
-    """Inside, have a new Model Runner V2 keep token ids where `base` does, if that is one, too.
+def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V2 keep token ids where `host` does, if that is one, too.
 
     Without it: each layout pins `max_num_seqs * max_model_len * 4` bytes of host memory, which are
     gigabytes for long contexts, and torch keeps pinned memory that is freed. Only one layout has
     requests at any time, and a request begins by writing its tokens. Missing seam: a runner that
     takes given request states.
+
+    Args:
+        host: of the runners the one with the most requests.
     """
-    if base is None or not hasattr(base, "req_states"):
+    if host is None or not hasattr(host, "req_states"):
         yield
         return
     import vllm.v1.worker.gpu.states as states
 
-    shared = base.req_states.all_token_ids
+    shared = host.req_states.all_token_ids
+    most_rows, columns = shared.gpu.shape
     make = states.StagedWriteTensor
 
     def take(size: int | tuple[int, ...], **options: Any) -> StagedWriteTensor:
         # The others of a request's states have one dimension.
-        return shared if size == tuple(shared.gpu.shape) else make(size, **options)
+        if isinstance(size, int) or size[1:] != (columns,) or size[0] > most_rows:
+            return make(size, **options)
+        first = copy.copy(shared)  # with the same list of writes to come
+        first.gpu, first.num_rows = shared.gpu[: size[0]], size[0]
+        return first
 
     states.StagedWriteTensor = take  # type: ignore[assignment,misc]
     try:
@@ -539,27 +564,34 @@ def token_ids_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
 
 
 @contextmanager
-def input_embeddings_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
-    """Inside, have a new Model Runner V1 keep input embeddings where `base` does, if that is one.
+def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V1 keep input embeddings where `host` does, if that is one.
 
     Without it: each layout takes `max_num_batched_tokens * hidden_size` elements of device memory
     and pins as much host memory, for embeddings that a step writes before it reads them. Missing
     seam: a runner that takes given buffers.
+
+    Args:
+        host: of the runners the one with the most tokens in a step.
     """
-    if base is None or not hasattr(base, "inputs_embeds") or hasattr(base, "req_states"):
+    if host is None or not hasattr(host, "inputs_embeds") or hasattr(host, "req_states"):
         yield
         return
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    shared = base.inputs_embeds
+    shared = host.inputs_embeds
+    most_rows, columns = shared.cpu.shape
     original = GPUModelRunner._make_buffer
 
     def make(runner: RunnerV1, *size: int, **options: Any) -> CpuGpuBuffer:
-        same = size == tuple(shared.cpu.shape) and options.get("dtype") == shared.cpu.dtype
+        rows = runner.max_num_tokens
+        same = size == (rows, columns) and options.get("dtype") == shared.cpu.dtype
         # Only of these there is no NumPy array.
-        if same and not options.get("numpy", True):
-            return shared
-        return original(runner, *size, **options)
+        if not same or options.get("numpy", True) or rows > most_rows:
+            return original(runner, *size, **options)
+        first = copy.copy(shared)
+        first.cpu, first.gpu = shared.cpu[:rows], shared.gpu[:rows]
+        return first
 
     GPUModelRunner._make_buffer = make  # type: ignore[assignment,method-assign]
     try:
@@ -569,23 +601,28 @@ def input_embeddings_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
 
 
 @contextmanager
-def buffers_of(base: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+def buffers_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
     """Inside, have a new model runner share what `token_ids_of` and `input_embeddings_of` tell."""
-    with token_ids_of(base), input_embeddings_of(base):
+    with token_ids_of(host), input_embeddings_of(host):
         yield
 
 
-def share_penalty_counts(runner: RunnerV2, base: RunnerV2) -> None:
-    """Have a Model Runner V2 use the penalty counters of `base`.
+def share_penalty_counts(runner: RunnerV2, host: RunnerV2) -> None:
+    """Have a Model Runner V2 use the first rows of the penalty counters of `host`.
 
     Without it: each layout keeps a counter for each token of the vocabulary and each request. Only
     one layout has requests at any time, and a request that has penalties begins by writing its
     own. Missing seam: a sampler that takes given counters.
+
+    Args:
+        host: has at least as many requests.
     """
-    assert runner.sampler is not None and base.sampler is not None
-    own, shared = runner.sampler.penalties_state, base.sampler.penalties_state
-    own.output_bin_counts = shared.output_bin_counts
-    own.prompt_bin_mask = shared.prompt_bin_mask
+    assert runner.sampler is not None and host.sampler is not None
+    own, shared = runner.sampler.penalties_state, host.sampler.penalties_state
+    rows = len(own.output_bin_counts)
+    assert rows <= len(shared.output_bin_counts)
+    own.output_bin_counts = shared.output_bin_counts[:rows]
+    own.prompt_bin_mask = shared.prompt_bin_mask[:rows]
 
 
 # -------------------------------------------------------------------- weights

@@ -20,6 +20,7 @@ from benchmarks.bench.run import BenchSettings, Measurements, engine_options, ju
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.bench.serve import Served, requests_of, run_of
 from benchmarks.bench.workloads import MAX_TOKENS, PROMPT_TOKENS, WORKLOADS, choose
+from benchmarks.common import stock_limits
 from benchmarks.engine_process import EngineProcess
 from benchmarks.paper.oracle import oracle
 from benchmarks.record import Summary
@@ -461,6 +462,12 @@ def test_sides_differ_in_nothing_but_pats_options(tmp_path):
         engine_options(settings_, found[PAT], {**config, "max_position_embeddings": 300})
 
 
+def test_stock_engines_run_as_many_requests():
+    given = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 512}
+    assert stock_limits(given, tp=1) == {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
+    assert stock_limits(given, tp=2) == {"max_num_seqs": 128, "max_num_batched_tokens": 8192}
+
+
 def test_requests_are_those_of_the_trace():
     trace = dataclasses.replace(a_trace([5, 6, 7], arrivals=[0.0, 0.5, 0.5]), groups=(0, 1, 0))
     requests = requests_of(trace, vocab=300, seed=1)
@@ -500,8 +507,8 @@ def a_profile():
         key={},
         ranks=2,
         layouts=(1, 2),
-        max_num_seqs=16,
-        max_batch_tokens=512,
+        max_num_seqs={1: 16, 2: 32},
+        max_batch_tokens={1: 512, 2: 1024},
         kv_tokens={1: 10_000, 2: 20_000},
         kv_bytes_per_token=64,
         steps=tuple(steps),

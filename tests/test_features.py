@@ -646,7 +646,7 @@ def test_priorities(llm: Any, switch_at: int) -> None:
 
     def at_step(step: int) -> None:
         if step == 8:
-            # So far as many have run as two replicas hold; in one group half of them wait again.
+            # So far as many have run as two ranks hold, in two replicas or in one group.
             assert len(started) == 2 * MAX_NUM_SEQS
             add(llm, urgent)
         if len(started) == 2 * MAX_NUM_SEQS + len(urgent):
@@ -698,10 +698,9 @@ def test_metrics_are_those_of_one_engine(llm: Any, script: Script) -> None:
         assert sum(gauges[-1]) == live, step
         assert gauges[-1][0] <= MAX_NUM_SEQS * 2
         step += 1
-    # As many as fit ran at some time, in the replicas together, while others waited.
-    replicas = 2 if script[0] == 1 else 1
-    assert max(running for running, _ in gauges) == MAX_NUM_SEQS * replicas
-    assert max(waiting for _, waiting in gauges) >= 38 - MAX_NUM_SEQS * replicas > 0
+    # As many as fit ran at some time, in two replicas or in one group, while others waited.
+    assert max(running for running, _ in gauges) == MAX_NUM_SEQS * 2
+    assert max(waiting for _, waiting in gauges) >= 38 - MAX_NUM_SEQS * 2 > 0
     assert gauges[-1] == (0, 0)
 
     after = metrics(llm)

@@ -62,7 +62,8 @@ def test_absolute_times_are_near_what_such_machines_reach(h100):
 def test_steps_take_longer_with_more_work_and_fit_in_memory(h100):
     for s in h100.steps:
         assert s.context + s.prefill <= h100.kv_tokens[s.tp]
-        assert s.batch + s.prefill <= h100.max_batch_tokens
+        assert s.batch + s.prefill <= h100.max_batch_tokens[s.tp]
+        assert s.batch <= h100.max_num_seqs[s.tp]
     assert seconds(h100, 1, 8, 512) < seconds(h100, 1, 8, 2048) < seconds(h100, 1, 64, 2048)
     assert seconds(h100, 2, 0, 0, 512) < seconds(h100, 2, 0, 0, 8192)
     assert seconds(h100, 2, 8, 1024) < seconds(h100, 2, 8, 1024, 512)

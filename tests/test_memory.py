@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pat_vllm.config import PATConfig
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
 from pat_vllm.memory import buffers as buffers_module
@@ -52,13 +53,18 @@ PARAMETERS = {"Llama-3.1-8B": 8_030_261_248, "Qwen3-32B": 32_762_123_264}
 """As the checkpoints have them."""
 
 
+AS_GIVEN = PATConfig(limits_per="replica")
+H100_DEFAULTS: dict[str, Any] = {"max_num_seqs": 1024, "max_num_batched_tokens": 16384}
+
+
 def pat(**options: Any) -> EngineShape:
-    return EngineShape(LAYOUTS, **options)
+    """Layouts that run as many requests as given each, if no option says otherwise."""
+    return EngineShape(LAYOUTS, **{"pat": AS_GIVEN, **options})
 
 
 def static(tp: int = 1, **options: Any) -> EngineShape:
     """Stock vLLM, or one of eight stock engines."""
-    return EngineShape((Layout(tp, 1),), **options)
+    return EngineShape((Layout(tp, 1),), **options | {"pat": AS_GIVEN})
 
 
 # -------------------------------------------------------------------- sizing the KV cache
@@ -125,12 +131,26 @@ def check_shared() -> None:
     for attention in ("FLASH_ATTN", "FLASHINFER"):
         for runner in ("V1", "V2"):
             options: Any = {"attention": attention, "runner": runner}
+            check_the_largest_is_shared(**options)
             base, *others = all_buffers(MODELS["Qwen3-32B"], pat(**options))
             alone = runner_buffers(MODELS["Qwen3-32B"], static(**options), Layout(1, 1))
-            assert base == alone
+            assert sorted(base, key=repr) == sorted(alone, key=repr)
             for one in others:
                 assert 0 < sum(buffer.device for buffer in one) < 30e6
                 assert sum(buffer.pinned for buffer in one) < 4e6
+
+
+def check_the_largest_is_shared(**options: Any) -> None:
+    """Layouts that run more requests have the larger buffers, of which the others use a part."""
+    model, engine = MODELS["Qwen3-32B"], pat(pat=PATConfig(), **options)
+    every = [runner_buffers(model, engine, layout) for layout in LAYOUTS]
+    base, *others = all_buffers(model, engine)
+    found = {one.name: one for one in base if one.shared}
+    assert found and all(not one.shared for buffers in others for one in buffers)
+    assert {one.name for one in base} == {one.name for one in every[0]}
+    for name, one in found.items():
+        sizes = [each.on_cpu for buffers in every for each in buffers if each.name == name]
+        assert len(sizes) == len(LAYOUTS) and one.on_cpu == max(sizes)
 
 
 def check_pinned() -> None:
@@ -188,6 +208,7 @@ MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]
         {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
     ),
     "a shared buffer for each layout": (check_shared, all_buffers, {"if not one.shared": ""}),
+    "the smallest is shared": (check_shared, all_buffers, {"max(alike": "min(alike"}),
     "embeddings for each layout": (
         check_shared,
         buffers_module._v1_buffers,
@@ -237,7 +258,7 @@ def added(
         base_tp: of PAT's engine, and the tp of the static one.
     """
     layouts = tuple(layout for layout in LAYOUTS if layout.tp >= base_tp)
-    engine = rank_memory(model, EngineShape(layouts, **options), H100)
+    engine = rank_memory(model, EngineShape(layouts, **{"pat": AS_GIVEN, **options}), H100)
     stock = rank_memory(model, static(base_tp, **options), H100)
     assert engine.weights == stock.weights
     ignored = 0 if groups else engine.communicators
@@ -259,6 +280,53 @@ def test_pat_takes_at_most_three_percent_of_the_kv_cache(
     """Beside weights, CUDA graphs, and the communicators that a tp has in stock vLLM, too."""
     options: Any = {"runner": runner, "attention": attention, "max_num_batched_tokens": tokens}
     check_bar(name, **options)
+
+
+def check_bar_of_growing_limits(name: str, seqs: int, tokens: int, **options: Any) -> None:
+    """Against stock vLLM that runs as many requests as PAT's layout that runs most."""
+    engine = EngineShape(LAYOUTS, max_num_seqs=seqs, max_num_batched_tokens=tokens, **options)
+    most = [engine.limits(layout) for layout in LAYOUTS]
+    stock = static(
+        max_num_seqs=max(one.max_num_seqs for one in most),
+        max_num_batched_tokens=max(one.max_num_batched_tokens for one in most),
+        **options,
+    )
+    ours, theirs = (rank_memory(MODELS[name], one, H100) for one in (engine, stock))
+    assert ours.kv + ours.communicators >= 0.97 * theirs.kv
+    assert ours.pinned <= 1.25 * theirs.pinned
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
+@pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 8192), (256, 2048), (64, 8192)])
+def test_the_bar_holds_where_limits_grow_with_the_ranks(
+    name: str, runner: Any, attention: Any, seqs: int, tokens: int
+) -> None:
+    check_bar_of_growing_limits(name, seqs, tokens, runner=runner, attention=attention)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
+def test_with_h100s_defaults_nothing_grows(name: str, runner: Any, attention: Any) -> None:
+    """So the bar is that against stock vLLM with the same options."""
+    options: Any = {"runner": runner, "attention": attention, **H100_DEFAULTS}
+    grown, given = (pat(pat=one, **options) for one in (PATConfig(), AS_GIVEN))
+    assert all_buffers(MODELS[name], grown) == all_buffers(MODELS[name], given)
+    check_bar(name, pat=PATConfig(), **options)
+
+
+@pytest.mark.parametrize(
+    "name, base_tp, at_most",
+    [("Llama-3.1-8B", 1, 0.03), ("Qwen3-32B", 2, 0.04), ("Qwen3-32B", 1, 0.1)],
+)
+def test_what_growing_limits_take(name: str, base_tp: int, at_most: float) -> None:
+    """Of 256 requests a rank, in the KV cache: of Qwen3-32B at tp=1 there is little."""
+    options: Any = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "pat": PATConfig()}
+    *_, share = added(MODELS[name], groups=False, base_tp=base_tp, **options)
+    assert at_most / 4 < share <= at_most
+    print(f"{name}, base_tp={base_tp}: KV cache smaller by {share:.2%}")
 
 
 @pytest.mark.parametrize("runner", ["V1", "V2"])

@@ -17,7 +17,10 @@ LAYOUTS = (Layout(1, 4), Layout(2, 2), Layout(4, 1))
 MEMORY = {layout.tp: 10**9 for layout in LAYOUTS}
 
 
-def make_planner(step, switch, max_num_seqs=1024, kv_tokens=MEMORY):
+MAX_NUM_SEQS = {layout.tp: 1024 for layout in LAYOUTS}
+
+
+def make_planner(step, switch, max_num_seqs=MAX_NUM_SEQS, kv_tokens=MEMORY):
     return Planner(LAYOUTS, step, switch, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens)
 
 
@@ -133,7 +136,7 @@ def test_several_switches_pay_where_each_does():
 
 
 def test_what_a_replica_cannot_hold_waits():
-    one_at_a_time = {"max_num_seqs": 1}
+    one_at_a_time = {"max_num_seqs": MAX_NUM_SEQS | {4: 1}}
     little_memory = {"kv_tokens": MEMORY | {4: 100}}
     free = make_planner(crossover(), costs(0))
     ahead = course(requests([50] * 8), np.full((8, 1), 100))
@@ -142,6 +145,21 @@ def test_what_a_replica_cannot_hold_waits():
         assert (
             bound.step_seconds(LAYOUTS[2], ahead)[-1] > 2 * free.step_seconds(LAYOUTS[2], ahead)[-1]
         )
+
+
+def test_a_layout_has_its_own_limit():
+    """One whose replicas run more requests at once is not taken to queue them."""
+    ahead = course(requests([50] * 64), np.full((64, 1), 100))
+    per_rank = {layout.tp: 16 * layout.tp for layout in LAYOUTS}
+    free, bound, growing = (
+        make_planner(crossover(), costs(0), max_num_seqs=limits)
+        for limits in (MAX_NUM_SEQS, dict.fromkeys(per_rank, 16), per_rank)
+    )
+    for layout in LAYOUTS:
+        alone = free.step_seconds(layout, ahead)
+        assert (growing.step_seconds(layout, ahead) == alone).all(), "64 = 16 x 4 ranks"
+        queued = (bound.step_seconds(layout, ahead) > alone).any()
+        assert queued == (layout.tp > 1), "16 on each of 4 replicas"
 
 
 def test_expected_requests_shorten_the_horizon():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pat_vllm.executor.messages import ResolvedKernels
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling import profile as profile_module
 from pat_vllm.profiling.plan import ProfilePlan, estimate
 from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint, SwitchPoint
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
@@ -41,8 +42,8 @@ def profile(key: dict[str, Any] = KEY) -> Profile:
         key=key,
         ranks=2,
         layouts=(1, 2),
-        max_num_seqs=4,
-        max_batch_tokens=8,
+        max_num_seqs={1: 4, 2: 8},
+        max_batch_tokens={1: 8, 2: 16},
         kv_tokens={1: 64, 2: 128},
         kv_bytes_per_token=4,
         steps=(step(1), step(2)),
@@ -62,8 +63,8 @@ def limits(draw: st.DrawFn) -> EngineLimits:
     blocks = -(-max_model_len // block_size) + draw(st.integers(1, 5000))
     return EngineLimits(
         layouts=layouts,
-        max_num_seqs=draw(st.integers(1, 512)),
-        max_batch_tokens=draw(st.integers(16, 16_384)),
+        max_num_seqs={layout.tp: draw(st.integers(1, 512)) for layout in layouts},
+        max_batch_tokens={layout.tp: draw(st.integers(16, 16_384)) for layout in layouts},
         max_model_len=max_model_len,
         block_size=block_size,
         blocks={layout.tp: blocks * layout.tp for layout in layouts},
@@ -90,7 +91,7 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
             lengths += [p + 1 for p in limits.prompts(point.prefill)]
             assert max(lengths) <= limits.max_model_len
             assert min(lengths) > 1
-            assert len(lengths) <= limits.max_num_seqs
+            assert len(lengths) <= limits.max_num_seqs[point.tp]
             blocks = sum(-(-n // limits.block_size) for n in lengths)
             assert blocks <= limits.blocks[point.tp]
     assert full.points[: len(quick.points)] == quick.points
@@ -138,6 +139,21 @@ def test_older_files_name_the_requests_of_a_switch_otherwise() -> None:
     older = SwitchSample.model_validate({**values, "live": 3, "kv": 0.0, "weights": 0.0})
     assert older.num_seqs == 3
     assert SwitchSample.model_validate(older.model_dump()) == older
+
+
+def test_files_with_one_limit_for_all_layouts_are_read(tmp_path: Path) -> None:
+    """As those of before are."""
+    one = {"max_num_seqs": 4, "max_batch_tokens": 8}
+    content = profile().model_dump(mode="json") | one
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"digest": profile_module._digest(content), **content}))
+    found = Profile.load(path)
+    assert found.max_num_seqs == {1: 4, 2: 4} and found.max_batch_tokens == {1: 8, 2: 8}
+    found.save(path)
+    assert Profile.load(path) == found
+    for name in one:
+        with pytest.raises(ValueError, match=f"{name} has no entry for layout tp=2"):
+            Profile.model_validate(content | {name: {"1": 4}})
 
 
 # ---------------------------------------------------------------- the cache
@@ -483,7 +499,7 @@ def test_load_or_measure(
     assert get(str(named)) == Profile.load(named) and len(measured) == 2
     other = tmp_path / "other.json"
     first.model_copy(update={"key": {**first.key, "max_num_seqs": 1}}).save(other)
-    with pytest.raises(ProfileError, match="max_num_seqs is 16 here and 1"):
+    with pytest.raises(ProfileError, match=r"max_num_seqs is {'1': 16, '2': 32} here and 1"):
         get(str(other))
     other.write_text("{")
     with pytest.raises(ProfileError):

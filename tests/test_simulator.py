@@ -172,6 +172,18 @@ def test_requests_beyond_max_num_seqs_wait():
     assert run.finished == (1.5, 2.25, 4.5)
 
 
+def test_each_layout_has_its_own_limit():
+    capacity = ReplicaCapacity(max_num_seqs={1: 1, 2: 2})
+    run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), capacity)
+    assert run.finished == (1.5, 2.25, 4.5)
+    run = simulate(batch(2, 2, 2, 2), StayPolicy(ONE), Constant(), capacity)
+    assert run.finished == (2.0, 2.0, 4.0, 4.0)
+    # What both replicas run goes on in the one replica of the other layout, where nothing waits.
+    policy = FollowSchedule(LayoutSchedule(ONE, ((2, TWO),)))
+    run = simulate(batch(2, 2, 4, 4), policy, Constant(), capacity)
+    assert run.finished == (2.0, 2.0, 4 + 3.0, 4 + 3.0)
+
+
 def test_arrivals_and_idle_time():
     policy = Recorder(LayoutSchedule(TWO))
     run = simulate(batch(2, 2, 2, arrivals=[1.0, 1.1, 10.0]), policy, Constant(), FREE)
@@ -182,7 +194,7 @@ def test_arrivals_and_idle_time():
 
 
 def test_prompts_are_computed_in_chunks():
-    capacity = ReplicaCapacity(max_batch_tokens=10)
+    capacity = ReplicaCapacity(max_batch_tokens={2: 10})
     run = simulate(batch(2, prompt=25), StayPolicy(TWO), Constant(), capacity)
     # 10 + 10 + 5 tokens of prompt, the last with the first token; then the second token.
     assert run.finished == (4 * 0.75,)
@@ -261,8 +273,8 @@ def schedules(draw, total, layouts=LAYOUTS):
 def test_every_request_finishes_with_its_length(data, lengths):
     arrivals = data.draw(st.lists(st.floats(0, 30), min_size=len(lengths), max_size=len(lengths)))
     capacity = ReplicaCapacity(
-        max_num_seqs=data.draw(st.integers(1, 4)),
-        max_batch_tokens=data.draw(st.integers(4, 64)),
+        max_num_seqs={tp: data.draw(st.integers(1, 4)) for tp in (1, 2, 4)},
+        max_batch_tokens={tp: data.draw(st.integers(4, 64)) for tp in (1, 2, 4)},
         kv_tokens={tp: data.draw(st.integers(50, 300)) for tp in (1, 2, 4)},
     )
     trace = batch(*lengths, prompt=data.draw(st.integers(1, 9)), arrivals=arrivals)
@@ -287,8 +299,8 @@ def test_chunks_change_nothing_where_the_steps_of_a_chunk_are_equal(data, length
     """Every response ends when it does step by step, however steps tie and wherever one drains."""
     arrivals = data.draw(st.just([0.0]) | st.lists(st.floats(0, 30), min_size=1))
     capacity = ReplicaCapacity(
-        max_num_seqs=data.draw(st.integers(1, 30)),
-        max_batch_tokens=data.draw(st.integers(4, 200)),
+        max_num_seqs={tp: data.draw(st.integers(1, 30)) for tp in (1, 2, 4)},
+        max_batch_tokens={tp: data.draw(st.integers(4, 200)) for tp in (1, 2, 4)},
         kv_tokens={tp: data.draw(st.integers(1_000, 30_000)) for tp in (1, 2, 4)},
     )
     schedule = data.draw(schedules(len(lengths)))

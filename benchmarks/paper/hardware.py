@@ -27,10 +27,12 @@ from benchmarks.paper.figures import (
 )
 from benchmarks.paper.policy import NODE_SIZE
 from benchmarks.paper.roofline import Machine, ModelSize
+from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits, layout_limits
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 
-_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PREFILLS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MIXED_BATCHES = (8, 64)
@@ -61,7 +63,8 @@ def modelled_profile(
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
         link: connection of a node's GPUs; by default what the GPU usually has.
-        max_num_seqs, max_batch_tokens: of a replica.
+        max_num_seqs, max_batch_tokens: of a rank; a replica's follow its ranks as in an engine
+            (`pat_vllm/limits.py`), under static layouts and under PAT alike.
         memory_fraction: share of a GPU's memory that the engine uses.
         dtype_bytes: bytes of a weight and of a KV element.
         node_size: GPUs of a node; tensor parallelism does not span nodes.
@@ -102,9 +105,11 @@ def modelled_profile(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
             f"and the model's heads, stays within a node of {node_size} and leaves memory for KV"
         )
+    given = Limits(max_num_seqs, max_batch_tokens)
+    limits = {tp: layout_limits(Layout.of(tp, ranks), given, PATConfig()) for tp in kv_tokens}
     steps: list[StepSample] = []
     for tp, room in kv_tokens.items():
-        steps += _steps(machine, tp, room, max_num_seqs, max_batch_tokens)
+        steps += _steps(machine, tp, room, limits[tp])
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({link})",
@@ -122,8 +127,8 @@ def modelled_profile(
         },
         ranks=ranks,
         layouts=tuple(kv_tokens),
-        max_num_seqs=max_num_seqs,
-        max_batch_tokens=max_batch_tokens,
+        max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
+        max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         kv_tokens=kv_tokens,
         kv_bytes_per_token=machine.kv_bytes_per_token,
         steps=tuple(steps),
@@ -169,9 +174,7 @@ def _known_name(config: Mapping[str, Any]) -> str:
     return str(config.get("_name_or_path") or config.get("model_type") or "model")
 
 
-def _steps(
-    machine: Machine, tp: int, room: int, max_num_seqs: int, max_batch_tokens: int
-) -> Iterable[StepSample]:
+def _steps(machine: Machine, tp: int, room: int, limits: Limits) -> Iterable[StepSample]:
     """The grid of decode steps that fit in memory, prefills, and both in one step."""
 
     def sample(batch: int, each: int, prefill: int = 0) -> StepSample:
@@ -188,15 +191,16 @@ def _steps(
             repeats=1,
         )
 
-    prefills = [p for p in _PREFILLS if p <= min(max_batch_tokens, room)]
+    prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
     for batch in _BATCHES:
-        if batch <= max_num_seqs:
+        if batch <= limits.max_num_seqs:
             yield from (sample(batch, each) for each in _CONTEXTS if batch * each <= room)
     yield from (sample(0, 0, prefill) for prefill in prefills)
     for batch in _MIXED_BATCHES:
         for prefill in prefills[2::2]:
-            fits = batch + prefill <= max_batch_tokens and batch * 1024 + prefill <= room
-            if batch <= max_num_seqs and fits:
+            in_memory = batch * 1024 + prefill <= room
+            in_step = batch + prefill <= limits.max_num_batched_tokens
+            if batch <= limits.max_num_seqs and in_step and in_memory:
                 yield sample(batch, 1024, prefill)
 
 

@@ -204,7 +204,7 @@ class _Search:
                 self._truth.step_seconds(
                     layout.tp,
                     StepShape(
-                        min(-(-live // layout.replicas), self._capacity.max_num_seqs),
+                        min(-(-live // layout.replicas), self._capacity.most_seqs(layout.tp)),
                         -(-context // layout.replicas),
                         longest,
                         busy=min(live, layout.replicas),

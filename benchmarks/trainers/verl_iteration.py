@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
-from benchmarks.common import PARK_SECONDS, ROOT, machine, write_results
+from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits, write_results
 from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
@@ -34,6 +34,7 @@ DEFAULT = f"default: 1 engine of tp={RANKS}"
 REPLICAS = f"{RANKS} engines of tp=1"
 STATIC = {"default": DEFAULT, "replicas": REPLICAS}
 _KV_BYTES = 1 << 28
+_LIMITS: dict[str, Any] = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
 _INSIDE = "PAT_BENCHMARK_INSIDE"
 
 
@@ -91,7 +92,8 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, T
         # The first: it measures its profile while nothing else runs.
         sides = {PAT: _start(model, pat)}
         if DEFAULT in static:
-            sides[DEFAULT] = _start(model, name="vllm", first_replica=1)
+            limits = stock_limits(_LIMITS, tp=RANKS)
+            sides[DEFAULT] = _start(model, name="vllm", first_replica=1, **limits)
         if REPLICAS in static:
             sides[REPLICAS] = _start(model, name="vllm", tp=1, first_replica=2)
         for repeat, trace in enumerate(traces):
@@ -102,12 +104,11 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, T
 
 
 def _start(model: Path, *overrides: str, **options: Any) -> VerlSide:
-    """Servers of verl over all devices, with the same limits on each side."""
+    """Servers of verl over all devices, with the same limits on each side, if not given."""
     kv = f"engine_kwargs.vllm.kv_cache_memory_bytes={_KV_BYTES}"
     # Of a weight that is larger than a bucket verl sends no part.
     bucket = {"checkpoint_engine.update_weights_bucket_megabytes": 320}
-    limits: dict[str, Any] = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    return VerlSide(start(model, kv, *overrides, **bucket, **limits, **options))
+    return VerlSide(start(model, kv, *overrides, **bucket, **_LIMITS | options))
 
 
 def _turn(side: VerlSide, model: Path, trace: LengthTrace, repeat: int) -> None:

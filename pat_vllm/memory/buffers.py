@@ -7,10 +7,12 @@ Sizes are those of vLLM 0.32: `v1/worker/gpu_model_runner.py` and `gpu_input_bat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits, layout_limits
 from pat_vllm.memory.model import ModelShape
 
 MiB = 1 << 20
@@ -32,6 +34,7 @@ class EngineShape:
 
     Attributes:
         layouts: the base layout first.
+        pat: PAT's options; those of them that limits depend on.
         runner: vLLM's model runner, V2 by default on CUDA.
         weights: PAT's option, resolved.
         migrates: whether switches carry KV between ranks.
@@ -40,6 +43,7 @@ class EngineShape:
     """
 
     layouts: tuple[Layout, ...]
+    pat: PATConfig = field(default_factory=PATConfig)
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 32768
@@ -50,6 +54,11 @@ class EngineShape:
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     steps_in_flight: int = 2
+
+    def limits(self, layout: Layout) -> Limits:
+        """What a replica of a layout runs at once."""
+        given = Limits(self.max_num_seqs, self.max_num_batched_tokens)
+        return layout_limits(layout, given, self.pat)
 
     @property
     def block_table_width(self) -> int:
@@ -68,7 +77,7 @@ class Buffer:
         pinned: host memory that the device can read.
         pageable: other host memory.
         mirrored: `device` is a copy of as many bytes of `pinned`. On CPU they are one.
-        shared: the layouts have it in common; the base layout's counts.
+        shared: the layouts have it in common; the largest counts.
         with_kv: allocated with the KV cache, after vLLM has measured what a layout takes.
     """
 
@@ -89,13 +98,20 @@ class Buffer:
 def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
     """All that the model runner of a layout keeps."""
     make = _v2_buffers if engine.runner == "V2" else _v1_buffers
-    return [*make(model, engine), *_attention_buffers(model, engine, layout)]
+    return [*make(model, engine, layout), *_attention_buffers(model, engine, layout)]
 
 
 def all_buffers(model: ModelShape, engine: EngineShape) -> list[list[Buffer]]:
-    """Of each layout, what it has to itself; the base layout has what is shared."""
-    base, *others = (runner_buffers(model, engine, layout) for layout in engine.layouts)
-    return [base, *([one for one in buffers if not one.shared] for buffers in others)]
+    """Of each layout, what it has to itself; the base layout's list has what is shared, too."""
+    every = [runner_buffers(model, engine, layout) for layout in engine.layouts]
+    # The runners of all layouts make the same buffers, in the same order.
+    shared = [max(alike, key=_size) for alike in zip(*every, strict=True) if alike[0].shared]
+    own = [[one for one in buffers if not one.shared] for buffers in every]
+    return [shared + own[0], *own[1:]]
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.device + buffer.pinned + buffer.pageable
 
 
 def pinned_bytes(buffers: Iterable[Sequence[Buffer]]) -> int:
@@ -129,8 +145,9 @@ class _Made:
         return Buffer(name, device=size, pinned=writes, **options)
 
 
-def _v2_buffers(model: ModelShape, engine: EngineShape) -> list[Buffer]:
-    seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+def _v2_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
+    limits = engine.limits(layout)
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     width = engine.block_table_width
     mask = -(-model.vocab // 32)
     made = _Made(seqs, max(2, engine.steps_in_flight))
@@ -168,8 +185,9 @@ def _mirrored(name: str, size: int, **options: bool) -> Buffer:
     return Buffer(name, device=size, pinned=size, mirrored=True, **options)
 
 
-def _v1_buffers(model: ModelShape, engine: EngineShape) -> list[Buffer]:
-    seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+def _v1_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
+    limits = engine.limits(layout)
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     return [
         Buffer("token ids", pageable=(4 + 1) * seqs * engine.max_model_len),
         _mirrored("input embeddings", tokens * model.hidden * model.dtype_bytes, shared=True),
@@ -190,10 +208,11 @@ def _v1_buffers(model: ModelShape, engine: EngineShape) -> list[Buffer]:
 
 
 def _attention_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
-    seqs = engine.max_num_seqs
+    limits = engine.limits(layout)
+    seqs = limits.max_num_seqs
     if engine.attention == "FLASHINFER":
         heads = model.heads // layout.tp
-        elements = engine.max_num_batched_tokens * heads * model.head_size
+        elements = limits.max_num_batched_tokens * heads * model.head_size
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)
         pages = 4 * (seqs * engine.block_table_width + 2 * seqs + 1)
         return [

@@ -122,4 +122,5 @@ def rank_memory(
 
 
 def _step_bytes(model: ModelShape, engine: EngineShape, layout: Layout) -> int:
-    return model.step_bytes(layout.tp, engine.max_num_batched_tokens, engine.max_num_seqs)
+    limits = engine.limits(layout)
+    return model.step_bytes(layout.tp, limits.max_num_batched_tokens, limits.max_num_seqs)

@@ -142,13 +142,13 @@ class Planner:
         step: StepSeconds,
         switch: SwitchSeconds,
         *,
-        max_num_seqs: int,
+        max_num_seqs: Mapping[int, int],
         kv_tokens: Mapping[int, int],
     ) -> None:
         """Plan for an engine.
 
         Args:
-            max_num_seqs: requests that a replica runs at once.
+            max_num_seqs: requests that a replica runs at once, by tp.
             kv_tokens: tokens whose KV a replica's memory holds, by tp.
         """
         self.layouts = tuple(layouts)
@@ -167,7 +167,7 @@ class Planner:
         batch = np.maximum(1.0, course.live / busy)
         mean_context = course.context / course.live
         held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
-        running = np.minimum(batch, np.clip(held, 1.0, self._max_num_seqs))
+        running = np.minimum(batch, np.clip(held, 1.0, self._max_num_seqs[layout.tp]))
         seconds = self._step(layout.tp, running, running * mean_context, course.longest, 0, busy)
         return seconds * (batch / running)
 

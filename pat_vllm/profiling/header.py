@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import layouts_of
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.points import EngineLimits
 from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token
@@ -20,13 +22,13 @@ if TYPE_CHECKING:
 def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineLimits:
     """What an engine can be asked to do; `kv_cache_config` is the base layout's."""
     layouts = layouts_of(vllm_config)
-    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    limits, model = limits_by_tp(vllm_config), vllm_config.model_config
     assert model is not None
     heads = model.get_total_num_kv_heads()
     return EngineLimits(
         layouts=layouts,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_batch_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
+        max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         max_model_len=model.max_model_len,
         block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
         blocks={
@@ -53,10 +55,15 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
         "key": key,
         "ranks": base.world_size,
         "layouts": [layout.tp for layout in limits.layouts],
-        "max_num_seqs": limits.max_num_seqs,
-        "max_batch_tokens": limits.max_batch_tokens,
-        "kv_tokens": {str(tp): tokens for tp, tokens in limits.kv_tokens.items()},
+        "max_num_seqs": _by_name(limits.max_num_seqs),
+        "max_batch_tokens": _by_name(limits.max_batch_tokens),
+        "kv_tokens": _by_name(limits.kv_tokens),
         "kv_bytes_per_token": kv_bytes_per_token(
             kv_cache_config, base, vllm_config.model_config.get_total_num_kv_heads()
         ),
     }
+
+
+def _by_name(by_tp: Mapping[int, int]) -> dict[str, int]:
+    """With keys as JSON has them."""
+    return {str(tp): number for tp, number in by_tp.items()}

@@ -21,6 +21,7 @@ from vllm.version import __version__ as vllm_version
 
 from pat_vllm import __version__
 from pat_vllm.config import layouts_of
+from pat_vllm.limits import limits_by_tp
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -72,6 +73,7 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         resolved: what the workers chose where `vllm_config` leaves the choice to them.
     """
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    limits = limits_by_tp(vllm_config)
     compilation, kernels = vllm_config.compilation_config, vllm_config.kernel_config
     assert model is not None
     eager = bool(model.enforce_eager)
@@ -89,8 +91,10 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "moe_backend": kernels.moe_backend,
         "quantization": model.quantization and str(model.quantization),
         "custom_all_reduce": not vllm_config.parallel_config.disable_custom_all_reduce,
-        "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_seqs": _if_alike({tp: one.max_num_seqs for tp, one in limits.items()}),
+        "max_num_batched_tokens": _if_alike(
+            {tp: one.max_num_batched_tokens for tp, one in limits.items()}
+        ),
         "max_model_len": model.max_model_len,
         "block_size": vllm_config.cache_config.block_size,
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
@@ -141,6 +145,13 @@ def title(key: Mapping[str, Any]) -> str:
         f"{model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, {key['dtype']}; "
         f"{key['ranks']} ranks on {key['hardware']}"
     )
+
+
+def _if_alike(by_tp: Mapping[int, int]) -> int | dict[str, int]:
+    """The one number that all layouts have, or that of each by its tp."""
+    if len(set(by_tp.values())) == 1:
+        return next(iter(by_tp.values()))
+    return {str(tp): number for tp, number in by_tp.items()}
 
 
 def _model(hf_config: Any) -> dict[str, Any]:

@@ -115,8 +115,9 @@ def _possible(limits: EngineLimits, point: Point) -> bool:
 
 
 def _share(limits: EngineLimits, layout: Layout) -> int:
-    """Requests of each replica when `max_num_seqs` are spread over all."""
-    return max(1, min(limits.max_num_seqs // layout.replicas, limits.most_requests(layout.tp)))
+    """Requests of each replica when as many as every layout can run are spread over all."""
+    total = min(limits.max_num_seqs[one.tp] * one.replicas for one in limits.layouts)
+    return max(1, min(total // layout.replicas, limits.most_requests(layout.tp)))
 
 
 def _decode(limits: EngineLimits, layout: Layout, batches: Iterable[int]) -> list[Point]:
@@ -145,7 +146,7 @@ def _extremes(limits: EngineLimits, layout: Layout) -> list[Point]:
 
 def _middle(limits: EngineLimits, layout: Layout) -> list[Point]:
     points = _decode(limits, layout, (32 // layout.replicas, 32))
-    prefill = min(512, limits.max_batch_tokens)
+    prefill = min(512, limits.max_batch_tokens[layout.tp])
     return [*points, StepPoint(layout.tp, 0, 0, layout.replicas, prefill=prefill)]
 
 
@@ -172,7 +173,7 @@ def _lonely(limits: EngineLimits, layout: Layout) -> list[Point]:
 
 
 def _short_prefill(limits: EngineLimits, layout: Layout) -> list[Point]:
-    tokens = min(limits.max_batch_tokens, 64)
+    tokens = min(limits.max_batch_tokens[layout.tp], 64)
     return [StepPoint(layout.tp, 0, 0, layout.replicas, prefill=tokens)]
 
 
@@ -211,9 +212,10 @@ def _skewed(limits: EngineLimits, layout: Layout) -> list[Point]:
 
 
 def _prefills(limits: EngineLimits, layout: Layout) -> list[Point]:
-    sizes = sorted({16, 64, 256, 1024, 2048, 4096, limits.max_batch_tokens})
+    most = limits.max_batch_tokens[layout.tp]
+    sizes = sorted({16, 64, 256, 1024, 2048, 4096, most})
     return [
-        StepPoint(layout.tp, 0, 0, layout.replicas, prefill=min(n, limits.max_batch_tokens))
+        StepPoint(layout.tp, 0, 0, layout.replicas, prefill=min(n, most))
         for n in sizes
         if n <= 8192
     ]

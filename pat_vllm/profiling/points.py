@@ -25,16 +25,16 @@ class EngineLimits:
 
     Attributes:
         layouts: base first.
-        max_num_seqs: requests that a replica runs at once.
-        max_batch_tokens: tokens that a step of a replica may compute.
+        max_num_seqs: requests that a replica runs at once, by tp.
+        max_batch_tokens: tokens that a step of a replica may compute, by tp.
         max_model_len: tokens of the longest context.
         block_size: tokens in a KV block.
         blocks: KV blocks that requests of a replica can have, by tp.
     """
 
     layouts: tuple[Layout, ...]
-    max_num_seqs: int
-    max_batch_tokens: int
+    max_num_seqs: Mapping[int, int]
+    max_batch_tokens: Mapping[int, int]
     max_model_len: int
     block_size: int
     blocks: Mapping[int, int]
@@ -57,7 +57,7 @@ class EngineLimits:
     def most_requests(self, tp: int) -> int:
         """Requests with short contexts that a replica can run at once."""
         each = -(-(self.short + self.room + 1) // self.block_size)
-        most = min(self.max_num_seqs, self.max_batch_tokens, self.blocks[tp] // each)
+        most = min(self.max_num_seqs[tp], self.max_batch_tokens[tp], self.blocks[tp] // each)
         return max(1, most)
 
     @property
@@ -78,8 +78,8 @@ class EngineLimits:
         contexts = [c + self.room + 1 for c in point.contexts]
         blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
         return (
-            0 < point.batch + len(prompts) <= self.max_num_seqs
-            and point.batch + point.prefill <= self.max_batch_tokens
+            0 < point.batch + len(prompts) <= self.max_num_seqs[point.tp]
+            and point.batch + point.prefill <= self.max_batch_tokens[point.tp]
             and max(contexts, default=0) <= self.max_model_len
             and blocks <= self.blocks[point.tp]
         )

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from pat_vllm.config import StrictModel
 from pat_vllm.layout import Layout
@@ -112,8 +119,8 @@ class Profile(StrictModel):
         key: for what it holds: model, hardware, flags, versions; names and plain values.
         ranks: devices of the engine.
         layouts: tensor-parallel sizes, ascending; the first is the base.
-        max_num_seqs: requests that a replica runs at once.
-        max_batch_tokens: tokens that a step of a replica may compute.
+        max_num_seqs: requests that a replica runs at once, by tp; older files have one number.
+        max_batch_tokens: tokens that a step of a replica may compute, by tp; likewise.
         kv_tokens: tokens whose KV a replica's memory holds, by tp.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
         steps, switches: the samples.
@@ -127,13 +134,18 @@ class Profile(StrictModel):
     key: dict[str, Any]
     ranks: Positive
     layouts: tuple[Positive, ...] = Field(min_length=1)
-    max_num_seqs: Positive
-    max_batch_tokens: Positive
+    max_num_seqs: dict[int, Positive]
+    max_batch_tokens: dict[int, Positive]
     kv_tokens: dict[int, int]
     kv_bytes_per_token: Positive
     steps: tuple[StepSample, ...]
     switches: tuple[SwitchSample, ...] = ()
     note: str = ""
+
+    @field_validator("max_num_seqs", "max_batch_tokens", mode="before")
+    @classmethod
+    def _in_every_layout(cls, value: Any, info: ValidationInfo) -> Any:
+        return dict.fromkeys(info.data.get("layouts", ()), value) if type(value) is int else value
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
@@ -142,8 +154,9 @@ class Profile(StrictModel):
         for tp in self.layouts:
             if self.ranks % tp:
                 raise ValueError(f"layout tp={tp} does not divide the {self.ranks} ranks")
-            if self.kv_tokens.get(tp, 0) < 1:
-                raise ValueError(f"kv_tokens has no entry for layout tp={tp}")
+            for name in ("max_num_seqs", "max_batch_tokens", "kv_tokens"):
+                if getattr(self, name).get(tp, 0) < 1:
+                    raise ValueError(f"{name} has no entry for layout tp={tp}")
             if not any(s.tp == tp and s.batch for s in self.steps):
                 raise ValueError(f"steps has no decode step of layout tp={tp}")
         for sample in self.steps:

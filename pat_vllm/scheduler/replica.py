@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -177,8 +176,7 @@ class ReplicaFactory:
         config = layout_config(self._vllm_config, layout)
         config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         # The class that stock vLLM would choose.
-        config.scheduler_config = copy.copy(config.scheduler_config)
-        config.scheduler_config.scheduler_cls = None
+        config.scheduler_config.scheduler_cls = None  # of the layout's own copy
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="PATConnector",
             kv_connector_module_path="pat_vllm.kv_transfer.connector",

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
-from pat_vllm.patches import preempt_carried
+from pat_vllm.limits import limits_by_tp
+from pat_vllm.patches import make_room_for_grammars, preempt_carried
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.profiling.load import load_or_measure
@@ -67,6 +68,8 @@ class PATScheduler(SchedulerInterface):
         self._log_stats = log_stats
         executor = executor_of(vllm_config)
         layouts = layouts_of(vllm_config)
+        most = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
+        make_room_for_grammars(structured_output_manager, most)
         factory = ReplicaFactory(
             vllm_config,
             layouts[0],

@@ -28,14 +28,14 @@ class ReplicaCapacity:
     """What a replica can hold.
 
     Attributes:
-        max_num_seqs: requests that it runs at once; the others wait.
-        max_batch_tokens: tokens that one of its steps computes.
+        max_num_seqs: requests that it runs at once, by tp or in every layout; the others wait.
+        max_batch_tokens: tokens that one of its steps computes, by tp or in every layout.
         kv_tokens: tokens whose KV it has memory for, by tp; unlimited where not named.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
     """
 
-    max_num_seqs: int = 256
-    max_batch_tokens: int = 8192
+    max_num_seqs: int | Mapping[int, int] = 256
+    max_batch_tokens: int | Mapping[int, int] = 8192
     kv_tokens: Mapping[int, int] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
 
@@ -49,9 +49,21 @@ class ReplicaCapacity:
             profile.kv_bytes_per_token,
         )
 
+    def most_seqs(self, tp: int) -> int:
+        """`max_num_seqs` in the layout of this tp."""
+        return _of_layout(self.max_num_seqs, tp)
+
+    def most_tokens(self, tp: int) -> int:
+        """`max_batch_tokens` in the layout of this tp."""
+        return _of_layout(self.max_batch_tokens, tp)
+
     def kv_room(self, tp: int) -> float:
         """Tokens whose KV a replica has memory for; infinite where that is not limited."""
         return self.kv_tokens.get(tp, math.inf)
+
+
+def _of_layout(limit: int | Mapping[int, int], tp: int) -> int:
+    return limit if isinstance(limit, int) else limit[tp]
 
 
 class SimulatedRequests:
@@ -214,13 +226,14 @@ class SimulatedReplica:
             context += tokens
             if tokens > longest:
                 longest = tokens
-        budget = capacity.max_batch_tokens - len(decoding)
+        budget = capacity.most_tokens(tp) - len(decoding)
         prefilling: list[tuple[int, int]] = []
         for request, missing in unfinished:
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
-        while self.waiting and len(self.running) < capacity.max_num_seqs and budget > 0:
+        most = capacity.most_seqs(tp)
+        while self.waiting and len(self.running) < most and budget > 0:
             request = self.waiting[0]
             tokens = requests.num_tokens(request)
             group = requests.group[request]

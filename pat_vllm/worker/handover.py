@@ -48,8 +48,8 @@ class Handover(Protocol):
         """Make `runner` forget every request."""
         ...
 
-    def share(self, base: Any, runner: Any) -> None:
-        """Have `runner` use large buffers of `base` instead of its own.
+    def share(self, host: Any, runner: Any) -> None:
+        """Have `runner` use large buffers of `host` instead of its own, as far as it needs them.
 
         Only one of them has requests at any time.
         """
@@ -170,7 +170,7 @@ class V1Handover:
         _finish(runner, set(runner.requests))
         forget_sampled_tokens(runner.input_batch)
 
-    def share(self, base: RunnerV1, runner: RunnerV1) -> None:
+    def share(self, host: RunnerV1, runner: RunnerV1) -> None:
         return
 
 
@@ -199,5 +199,5 @@ class V2Handover:
     def clear(self, runner: RunnerV2) -> None:
         _finish(runner, set(runner.req_states.req_id_to_index))
 
-    def share(self, base: RunnerV2, runner: RunnerV2) -> None:
-        share_penalty_counts(runner, base)
+    def share(self, host: RunnerV2, runner: RunnerV2) -> None:
+        share_penalty_counts(runner, host)

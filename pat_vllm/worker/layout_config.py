@@ -12,10 +12,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.config import pat_config
 from pat_vllm.layout import Layout
+from pat_vllm.limits import limits_of, narrower_limit
 from pat_vllm.speculation import draft_lengths, every_length
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import SchedulerConfig, SpeculativeConfig, VllmConfig
 
 KV_LAYOUTS = tuple(
     layout.name for layout in KVCacheLayout if layout.is_layer_compact and layout.is_block_compact
@@ -51,8 +52,10 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
         config.compilation_config.cache_dir = folder
     if config.compilation_config.debug_dump_path is not None:
         config.compilation_config.debug_dump_path /= str(layout)
+    config.scheduler_config = _scheduler_config(vllm_config, layout)
     _resize_compile_ranges(config, vllm_config)
-    _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
+    _resize_cuda_graphs(config, vllm_config)
+    _limit_cuda_graphs(config, pat_config(vllm_config).largest_batch(layout))
     if vllm_config.speculative_config is not None:
         _make_speculative(config, vllm_config.speculative_config)
     config.cache_config = copy.copy(vllm_config.cache_config)
@@ -97,13 +100,54 @@ def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
     config._set_compile_ranges()
 
 
-def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:
+def _scheduler_config(engine: VllmConfig, layout: Layout) -> SchedulerConfig:
+    """The engine's with the limits of a layout, by which vLLM admits requests and sizes buffers."""
+    options, config = pat_config(engine), copy.copy(engine.scheduler_config)
+    limits = limits_of(engine, layout)
+    config.max_num_seqs = limits.max_num_seqs
+    config.max_num_batched_tokens = limits.max_num_batched_tokens
+    config.max_num_active_seqs = narrower_limit(
+        config.max_num_active_seqs, layout, limits.max_num_seqs, options
+    )
+    config.max_num_scheduled_tokens = narrower_limit(
+        config.max_num_scheduled_tokens, layout, limits.max_num_batched_tokens, options
+    )
+    return config
+
+
+def _resize_cuda_graphs(config: VllmConfig, engine: VllmConfig) -> None:
+    """Capture the batch sizes that vLLM would for the limits of `config`.
+
+    Sizes that it would not have chosen for the engine are the user's, and stay.
+    """
+    sizes = engine.compilation_config.cudagraph_capture_sizes
+    if not sizes:
+        return
+    if _capture_sizes(engine, engine.scheduler_config) == sizes:
+        chosen = _capture_sizes(engine, config.scheduler_config)
+        config.compilation_config.cudagraph_capture_sizes = chosen
+        config.compilation_config.max_cudagraph_capture_size = chosen[-1]
+
+
+def _capture_sizes(engine: VllmConfig, scheduler: SchedulerConfig) -> list[int]:
+    """The batch sizes that vLLM captures of an engine with these limits, ascending."""
+    config = copy.copy(engine)
+    config.scheduler_config = scheduler
+    config.compilation_config = copy.copy(engine.compilation_config)
+    config.compilation_config.cudagraph_capture_sizes = None  # type: ignore[assignment]
+    config.compilation_config.max_cudagraph_capture_size = None  # type: ignore[assignment]
+    config._set_cudagraph_sizes()
+    return config.compilation_config.cudagraph_capture_sizes
+
+
+def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
     """Capture no graphs for batches that the layout will not see."""
-    sizes = config.cudagraph_capture_sizes
+    sizes = config.compilation_config.cudagraph_capture_sizes
     if sizes and largest_batch is not None:
-        enough = next((size for size in sorted(sizes) if size >= largest_batch), max(sizes))
-        config.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
-        config.max_cudagraph_capture_size = enough
+        tokens = largest_batch * config.uniform_decode_query_len
+        enough = next((size for size in sorted(sizes) if size >= tokens), max(sizes))
+        config.compilation_config.cudagraph_capture_sizes = [one for one in sizes if one <= enough]
+        config.compilation_config.max_cudagraph_capture_size = enough
 
 
 def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:

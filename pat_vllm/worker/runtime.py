@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
+    from pat_vllm.worker.handover import Handover
+
     ModelRunner: TypeAlias = RunnerV1 | RunnerV2
 
 
@@ -118,6 +120,29 @@ class LayoutRuntime:
         self.connector.register_kv_caches(
             buffer.views(kv_cache_config, self.config.cache_config.get_resolved_kv_cache_layout())
         )
+
+
+def largest_first(runtimes: Iterable[LayoutRuntime]) -> list[LayoutRuntime]:
+    """Layouts by the size of the buffers that they share, descending; else in their order.
+
+    Model Runner V2 has a row in them for each request, V1 for each token of a step. The first
+    layout's are there, and the others use their first rows.
+    """
+
+    def rows(runtime: LayoutRuntime) -> int:
+        scheduler = runtime.config.scheduler_config
+        if runtime.config.use_v2_model_runner:
+            return scheduler.max_num_seqs
+        return scheduler.max_num_batched_tokens
+
+    return sorted(runtimes, key=rows, reverse=True)
+
+
+def share_buffers(runtimes: Iterable[LayoutRuntime], handover: Handover) -> None:
+    """Have loaded layouts use the buffers of the largest of them that come with a model."""
+    host, *others = largest_first(runtimes)
+    for runtime in others:
+        handover.share(host.runner, runtime.runner)
 
 
 def shut_down_beside(active: LayoutRuntime, runtimes: Iterable[LayoutRuntime]) -> None:

@@ -46,8 +46,10 @@ from pat_vllm.worker.runtime import (
     LayoutRuntime,
     cpu_world_group,
     device_world_group,
+    largest_first,
     make_tp_group,
     seed_like,
+    share_buffers,
     shut_down_beside,
 )
 from pat_vllm.worker.side_stream import SideStream
@@ -119,9 +121,9 @@ class PATWorkerMixin(_Base):
         }
         self._base = self._runtimes[layouts[0]]
         self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
-        for runtime in self._runtimes.values():
+        for runtime in (by_size := largest_first(self._runtimes.values())):
             install_tp_group(runtime.group)
-            with set_current_vllm_config(runtime.config), buffers_of(self._base.runner):
+            with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
             skip_empty_drafts(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
@@ -144,15 +146,14 @@ class PATWorkerMixin(_Base):
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""
-        for runtime in self._runtimes.values():  # base first
+        for count, runtime in enumerate(self._runtimes.values(), start=1):  # base first
             self._activate(runtime)
             super().load_model(**kwargs)
             # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
                 engine = self.weight_transfer_engine
-            else:
-                self._handover.share(self._base.runner, runtime.runner)
+            share_buffers([*self._runtimes.values()][:count], self._handover)
         self._weights.finish_loading()
         self.weight_transfer_engine = engine
         self._activate(self._base)
@@ -346,6 +347,7 @@ class PATWorkerMixin(_Base):
         self._active = runtime
         self.model_runner = runtime.runner  # type: ignore[assignment]
         self.vllm_config = runtime.config
+        self.scheduler_config = runtime.config.scheduler_config
         self.parallel_config = runtime.config.parallel_config
         self.cache_config = runtime.config.cache_config
         self.compilation_config = runtime.config.compilation_config

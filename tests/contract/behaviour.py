@@ -198,8 +198,19 @@ TEXTS = (
     ),
     Text(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner.__init__",
-        r"self\.inputs_embeds = self\._make_buffer\([^()]*dtype=self\.dtype, numpy=False\)",
-        "the one buffer without a NumPy array, which layouts share",
+        r"self\.inputs_embeds = "
+        r"self\._make_buffer\(self\.max_num_tokens, [^()]*dtype=self\.dtype, numpy=False\)",
+        "the one buffer without a NumPy array, which layouts share; it has a row for each token",
+    ),
+    Text(
+        "vllm.v1.structured_output.StructuredOutputManager.grammar_bitmask",
+        r"max_batch_size = self\.vllm_config\.scheduler_config\.max_num_seqs",
+        "the manager of grammars has room for the requests of the config that it is given",
+    ),
+    Text(
+        "vllm.config.vllm.VllmConfig._set_cudagraph_sizes",
+        r"max_num_seqs = self\.scheduler_config\.max_num_seqs",
+        "the sizes that vLLM captures follow from limits",
     ),
     Text(
         "vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder.set_workspace_buffer",

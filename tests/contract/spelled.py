@@ -77,6 +77,7 @@ def assigned(worker: Worker, executor: MultiprocExecutor) -> tuple[Any, ...]:
         *(worker.local_rank, worker.weight_transfer_engine, worker.model_runner),
         *(worker.vllm_config, worker.parallel_config, worker.cache_config),
         *(worker.compilation_config, worker.load_config, worker.available_kv_cache_memory_bytes),
+        worker.scheduler_config,
         *(executor.is_failed, executor.failure_callback, executor.response_mqs),
         *(executor.supports_pp, executor.uses_ray),
     )

@@ -63,7 +63,7 @@ class Runner:
     memory: DeviceMemory
     pools: dict[int, int]
     """Of CUDA graphs: bytes by handle."""
-    lora_config = cudagraph_manager = None
+    lora_config = cudagraph_manager = speculative_config = None
     is_pooling_model = False
     counters = COUNTERS
     max_num_reqs = 4
@@ -91,7 +91,8 @@ class Runner:
         self.model.requires_grad_(False)
         self.model.weight.fill_(self.tp)
         self.model.register_buffer("cache", torch.zeros(16).fill_(10.0 + self.tp))
-        counters = torch.zeros(self.counters, dtype=torch.int32)
+        # For each request; a wider layout runs more.
+        counters = torch.zeros(self.counters * self.tp, dtype=torch.int32)
         state = SimpleNamespace(output_bin_counts=counters, prompt_bin_mask=counters[:1])
         self.sampler = SimpleNamespace(penalties_state=state)
 
@@ -175,7 +176,10 @@ class RunnerV1(Runner):
         self.input_batch = SimpleNamespace()
 
     def _dummy_run(self, num_tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return allocated(num_tokens), allocated(num_tokens)
+        limits = self.vllm_config.scheduler_config
+        assert num_tokens == limits.max_num_seqs, "a step of all requests that the layout runs"
+        # Hidden states are among what sampling is said to take.
+        return allocated(0), allocated(0)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         allocated(self.needs.activations[self.tp])

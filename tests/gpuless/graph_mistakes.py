@@ -118,12 +118,12 @@ MISTAKES = {
     "penalty counters for each layout": Mistake(
         "shared",
         _WORKER + "load_model",
-        {"self._handover.share(self._base.runner, runtime.runner)": "pass"},
+        {"share_buffers([*self._runtimes.values()][:count], self._handover)": "pass"},
     ),
     "token ids for each layout": Mistake(
         "shared",
         "pat_vllm.patches:token_ids_of",
-        {"return shared if size ==": "return shared if () =="},
+        {"size[0] > most_rows": "True"},
     ),
     "a pool for each layout": Mistake(
         "pools",

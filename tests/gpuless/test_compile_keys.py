@@ -20,6 +20,7 @@ from vllm.config.compilation import PassConfig
 
 from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
+from pat_vllm.limits import limits_of
 from pat_vllm.worker import layout_config as module
 from pat_vllm.worker.layout_config import layout_config
 from tests.support.mutation import mutated
@@ -138,17 +139,18 @@ def check_ranges_are_those_of_stock_vllm() -> None:
         engine = fusing(engine_config(8, base_tp=1), given)
         made = list(engine.compilation_config.compile_ranges_endpoints)
         for layout in layouts_of(engine):
-            stock = fusing(engine_config(layout.tp), given)
+            tokens = limits_of(engine, layout).max_num_batched_tokens
+            stock = fusing(engine_config(layout.tp), given, tokens)
             found = layout_config(engine, layout).compilation_config
             assert found.get_compile_ranges() == stock.compilation_config.get_compile_ranges()
             assert found.pass_config.fuse_allreduce_rms == (layout.tp > 1)
         assert engine.compilation_config.compile_ranges_endpoints == made
 
 
-def fusing(engine: Any, given: Sequence[int]) -> Any:
+def fusing(engine: Any, given: Sequence[int], tokens: int = MAX_TOKENS) -> Any:
     """A config with which vLLM fuses all-reduces, where there are any."""
     engine.model_config = SimpleNamespace(dtype=torch.bfloat16, get_hidden_size=lambda: HIDDEN)
-    engine.scheduler_config.max_num_batched_tokens = MAX_TOKENS
+    engine.scheduler_config.max_num_batched_tokens = tokens
     engine.compilation_config = CompilationConfig(compile_ranges_endpoints=list(given))
     tp = engine.parallel_config.tensor_parallel_size
     engine.compilation_config.pass_config.fuse_allreduce_rms = tp > 1

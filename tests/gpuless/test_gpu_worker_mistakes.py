@@ -9,7 +9,7 @@ import pytest
 
 from pat_vllm.kv_transfer.kv_buffer import _Allocation
 from pat_vllm.worker.gpu_worker import PATGPUWorker
-from pat_vllm.worker.runtime import shut_down_beside
+from pat_vllm.worker.runtime import share_buffers, shut_down_beside
 from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.device_memory import DeviceMemory
 from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
@@ -48,7 +48,12 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, str]]] = {
     "nothing is shared": (
         "shared",
         PATWorkerMixin.load_model,
-        {"self._handover.share(self._base.runner, runtime.runner)": "pass"},
+        {"share_buffers([*self._runtimes.values()][:count], self._handover)": "pass"},
+    ),
+    "the smallest is shared": (
+        "shared",
+        share_buffers,
+        {"host, *others = largest_first(runtimes)": "*others, host = largest_first(runtimes)"},
     ),
     "one runner is shut down": (
         "shutdown",
@@ -134,6 +139,16 @@ def test_a_mistake_is_seen(
     }
     with mutated(function, changes), pytest.raises(AssertionError):
         checks[check]()
+
+
+def test_a_warm_up_by_the_engines_limits_is_seen(
+    device: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's worker has them in an attribute of its own."""
+    imitate_gpus(monkeypatch, device, "v1")
+    changes = {"self.scheduler_config = runtime.config.scheduler_config": "pass"}
+    with mutated(PATWorkerMixin._activate, changes), pytest.raises(AssertionError, match="a step"):
+        start_worker()
 
 
 def test_a_worker_that_knows_of_no_sleep_is_seen(

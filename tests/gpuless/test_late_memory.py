@@ -450,33 +450,44 @@ class RunnerV1:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 32) -> None:
         make = functools.partial(GPUModelRunner._make_buffer, self)  # type: ignore[arg-type]
-        self.inputs_embeds = make(32, 8, dtype=torch.bfloat16, numpy=False)
+        self.max_num_tokens = tokens
+        self.inputs_embeds = make(tokens, 8, dtype=torch.bfloat16, numpy=False)
         self.others = [
-            make(32, 8, dtype=torch.float32, numpy=False),
-            make(16, 8, dtype=torch.bfloat16, numpy=False),
-            make(32, dtype=torch.int32),
+            make(tokens, 8, dtype=torch.float32, numpy=False),
+            make(4, 8, dtype=torch.bfloat16, numpy=False),
+            make(tokens, dtype=torch.int32),
         ]
 
 
 def check_input_embeddings() -> None:
     """Layouts have them in common, and nothing else that is like them."""
-    base: Any = RunnerV1()
-    with patches.input_embeddings_of(base):
-        derived = RunnerV1()
-    assert derived.inputs_embeds is base.inputs_embeds
-    assert all(one is not base.inputs_embeds for one in derived.others)
+    host: Any = RunnerV1()
+    for tokens in (32, 16, 64):
+        with patches.input_embeddings_of(host):
+            derived = RunnerV1(tokens)
+        assert shares(derived.inputs_embeds, host) == (tokens <= 32)
+        assert derived.inputs_embeds.cpu.shape == derived.inputs_embeds.gpu.shape == (tokens, 8)
+        assert not any(shares(one, host) for one in derived.others)
     for no_runner_v1 in (None, SimpleNamespace(req_states=None)):
         with patches.input_embeddings_of(no_runner_v1):  # type: ignore[arg-type]
-            assert RunnerV1().inputs_embeds is not base.inputs_embeds
-    assert RunnerV1().inputs_embeds is not base.inputs_embeds
+            assert not shares(RunnerV1().inputs_embeds, host)
+    assert not shares(RunnerV1().inputs_embeds, host)
+
+
+def shares(buffer: Any, host: Any) -> bool:
+    """Whether a buffer begins where the input embeddings of `host` do, on the host and device."""
+    pairs = [(one.cpu.data_ptr(), one.gpu.data_ptr()) for one in (buffer, host.inputs_embeds)]
+    return pairs[0] == pairs[1]
 
 
 EMBEDDING_MISTAKES = {
-    "each layout has its own": {"return shared": "pass"},
+    "each layout has its own": {"if not same": "if True"},
+    "rows that are not there": {" or rows > most_rows": ""},
+    "all rows for few": {"shared.cpu[:rows], shared.gpu[:rows]": "shared.cpu, shared.gpu"},
     "another dtype": {' and options.get("dtype") == shared.cpu.dtype': ""},
-    "another size": {"size == tuple(shared.cpu.shape) and ": ""},
+    "another size": {"size == (rows, columns) and ": ""},
     "for ever": {"GPUModelRunner._make_buffer = original": "pass"},
 }
 

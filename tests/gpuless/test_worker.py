@@ -18,12 +18,15 @@ from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches import probe_p2p_between, token_ids_of
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.handover import V1Handover, V2Handover, gather_states
+from pat_vllm.worker.runtime import largest_first
 from pat_vllm.worker.worker import PATWorkerMixin
 from tests.support.mutation import mutated
 
 RANKS = 8
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
 MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 1 << 12
+MOST_SEQS = {1: MAX_NUM_SEQS, 2: 2 * MAX_NUM_SEQS, 4: 3 * MAX_NUM_SEQS, 8: MAX_NUM_SEQS}
+"""Requests that a replica runs, by tp."""
 
 Make = Callable[..., Iterator[Any]]
 """Makes a worker for each rank of 8 GPUs, in turn."""
@@ -77,7 +80,21 @@ class Stock:
 
 class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
     def _make_runner(self, config: Any) -> Any:
-        return SimpleNamespace(req_states=request_states())
+        states = request_states(config.scheduler_config.max_num_seqs)
+        return SimpleNamespace(req_states=states, speculative_config=None)
+
+
+def config_of(engine: Any, layout: Layout, rank: int) -> Any:
+    """As far as these checks go, a layout's; one in the middle runs most requests."""
+    scheduler = SimpleNamespace(max_num_seqs=MOST_SEQS[layout.tp], max_num_batched_tokens=16)
+    return SimpleNamespace(
+        scheduler_config=scheduler,
+        use_v2_model_runner=True,
+        parallel_config=None,
+        cache_config=None,
+        compilation_config=None,
+        load_config=None,
+    )
 
 
 @pytest.fixture
@@ -97,9 +114,7 @@ def make(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> Make:
         monkeypatch.setattr(parallel_state, name, alone)
     for name, value in {
         "exit_when_orphaned": lambda: None,
-        "layout_config": lambda config, layout, rank: SimpleNamespace(
-            parallel_config=None, cache_config=None, compilation_config=None, load_config=None
-        ),
+        "layout_config": config_of,
         "LayoutWeights": lambda *args: None,
         "set_current_vllm_config": lambda config: torch.no_grad(),
         "device_world_group": lambda: None,
@@ -129,13 +144,22 @@ def make(monkeypatch: pytest.MonkeyPatch, pinned: list[int]) -> Make:
 
 
 def check_pinned_memory(make: Make) -> None:
-    """That of token ids is max_num_seqs * max_model_len * 4 bytes, as much as stock vLLM takes."""
+    """That of token ids is max_num_seqs * max_model_len * 4 bytes, as much as stock vLLM takes.
+
+    The layout counts that runs most requests. The others use the first rows.
+    """
     large = MAX_NUM_SEQS * MAX_MODEL_LEN * 4
     for worker in make():
-        assert sum(size >= large for size in worker.pinned) == 1
-        base, *others = (one.runner.req_states for one in worker._runtimes.values())
-        assert all(one.all_token_ids is base.all_token_ids for one in others)
-        assert len({id(one.total_len) for one in (base, *others)}) == len(LAYOUTS)
+        found = [size for size in worker.pinned if size >= large]
+        assert found == [max(MOST_SEQS.values()) * MAX_MODEL_LEN * 4]
+        every = {layout.tp: one.runner.req_states for layout, one in worker._runtimes.items()}
+        for tp, one in every.items():
+            ids = one.all_token_ids
+            assert ids.gpu.shape == (ids.num_rows, MAX_MODEL_LEN)
+            assert ids.num_rows == one.max_num_reqs == MOST_SEQS[tp]
+        assert len({one.all_token_ids.gpu.data_ptr() for one in every.values()}) == 1
+        assert len({id(one.all_token_ids._staged_write_indices) for one in every.values()}) == 1
+        assert len({one.total_len.gpu.data_ptr() for one in every.values()}) == len(LAYOUTS)
     assert states.StagedWriteTensor is buffer_utils.StagedWriteTensor
 
 
@@ -300,12 +324,31 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, str]]] = {
     "token ids for each layout": (
         "pinned",
         token_ids_of,
-        {"shared if size == tuple(shared.gpu.shape) else make(": "make("},
+        {"size[0] > most_rows": "True"},
     ),
     "all states of requests are shared": (
         "pinned",
         token_ids_of,
-        {"if size == tuple(shared.gpu.shape) else": "if True else"},
+        {
+            "if isinstance(size, int) or": (
+                "if isinstance(size, int):\n            size = (size, columns)\n        if"
+            )
+        },
+    ),
+    "the rows of a layout that has fewer": (
+        "pinned",
+        largest_first,
+        {"reverse=True": "reverse=False"},
+    ),
+    "rows of tokens for requests": (
+        "pinned",
+        largest_first,
+        {"if runtime.config.use_v2_model_runner": "if False"},
+    ),
+    "all rows for few requests": (
+        "pinned",
+        token_ids_of,
+        {"shared.gpu[: size[0]]": "shared.gpu"},
     ),
     "ranks taken for devices": (
         "peers",

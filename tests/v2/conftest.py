@@ -47,6 +47,8 @@ def served(request: pytest.FixtureRequest, runner_v2: None) -> Iterator[Served]:
                     max_model_len=256,
                     max_num_seqs=PLACES,
                     max_num_batched_tokens=CHUNK,
+                    # So that wider layouts, with more tokens, have prompts in chunks, too.
+                    long_prefill_token_threshold=CHUNK,
                 )
             )
         config = llm.llm_engine.vllm_config

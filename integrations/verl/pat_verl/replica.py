@@ -35,7 +35,7 @@ class PatReplica(vLLMReplica):
     def max_concurrency(self) -> int:
         """Requests that the server's actor takes at once.
 
-        `max_num_seqs` holds for each of the N replicas inside the engine.
+        In the base layout, `max_num_seqs` for each of the N ranks; no layout takes more in all.
         """
         if not self._pat:
             return super().max_concurrency
