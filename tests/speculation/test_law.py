@@ -47,7 +47,7 @@ REQUESTS = (
     Sampling(temperature=2.0, top_k=6),
     Sampling(),
 )
-"""How the requests of a batch draw, in turn. The last two of them have seeds of their own."""
+"""How the requests of a batch draw, four at a time. Those of the last two have seeds."""
 SEEDED = (2, 3)
 PROBABLE = 1e-3
 
@@ -120,18 +120,19 @@ class Sample:
 def draw(llm: Any, batches: int) -> Sample:
     """Responses of some batches, which go through `SCRIPTS` in turn."""
     controller = scheduler_of(llm).controller
-    # Switches are numbered, and seed the requests that have no seed by their number.
-    controller.switch_id += 1_000 - controller.switch_id % 1_000
+    controller.switch_id = 1_000  # seeds the requests that have no seed
     before = drafts(llm)
     sample = Sample()
-    unseeded = [i for i in range(BATCH) if i % len(REQUESTS) not in SEEDED]
+    unseeded = [i for i in range(BATCH) if kind_of(i) not in SEEDED]
     for number in range(batches):
         first = number * BATCH
         params = [parameters(i, seed=first + i) for i in range(BATCH)]
         replicas = run(llm, SCRIPTS[number % len(SCRIPTS)], params, sample.tokens)
         if len(replicas) == 2:
-            both = zip(*([i for i in one if i in unseeded] for one in replicas), strict=False)
-            sample.pairs += [(first + one, first + other) for one, other in both]
+            rows = zip(*replicas, strict=False)
+            same = [row for row in rows if set(row) <= set(unseeded)]
+            assert len(same) > BATCH / 10
+            sample.pairs += [(first + one, first + other) for one, other in same]
         if number >= 2:
             sample.pairs += [(first + i, first + i - 2 * BATCH) for i in unseeded]
     sample.drafted, sample.accepted = (
@@ -140,11 +141,16 @@ def draw(llm: Any, batches: int) -> Sample:
     return sample
 
 
+def kind_of(request: int) -> int:
+    """Which of `REQUESTS` a request of a batch is."""
+    return request // 4 % len(REQUESTS)
+
+
 def parameters(request: int, seed: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    kind = request % len(REQUESTS)
+    kind = kind_of(request)
     return SamplingParams(
         temperature=REQUESTS[kind].temperature,
         top_k=REQUESTS[kind].top_k,
@@ -198,9 +204,10 @@ def check(sample: Sample, model: Any) -> None:
     tokens = np.array(sample.tokens)
     assert tokens.shape == (len(sample.tokens), LENGTH)
     logits = teacher_forced(model, PROMPT, tokens)
+    kinds = np.array([kind_of(i % BATCH) for i in range(len(tokens))])
     laws = np.empty_like(logits)
     for kind, sampling in enumerate(REQUESTS):
-        laws[kind :: len(REQUESTS)] = sampling.law(logits[kind :: len(REQUESTS)])
+        laws[kinds == kind] = sampling.law(logits[kinds == kind])
     draws = Draws(tokens, laws)
     assert laws[np.arange(len(tokens))[:, None], np.arange(LENGTH), tokens].all(), "ruled out"
     probable = {
