@@ -527,6 +527,40 @@ def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
+def verify_sampled_drafts() -> None:
+    """Have Model Runner V1 verify drafts on CPU by their requests' temperature, top-k and top-p.
+
+    Without it: vLLM's C++ writes these parameters of each draft token into a copy that nobody reads
+    (vLLM issue 55005), so that drafts are verified by whatever lies in the memory, also those of
+    greedy requests beside sampled ones. And where no request of a step has a draft, as in a
+    prefill, top-k fails. Missing seam: vLLM's registry of kernels would do for the first, but
+    complains in each worker of a kernel that is registered again.
+    """
+    import vllm.v1.sample.rejection_sampler as rejection_sampler
+
+    def constraining(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def apply(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            return original(logits, *args, **options) if len(logits) else logits
+
+        return apply
+
+    _replace(rejection_sampler, "expand_batch_to_tokens", lambda original: _of_each_token)
+    _replace(rejection_sampler, "apply_sampling_constraints", constraining)
+
+
+def _of_each_token(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """A value [requests] for each token [tokens]; `cu_num_tokens` [requests] counts up to them."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    of_tokens = x.repeat_interleave(counts, output_size=num_tokens)
+    return of_tokens.masked_fill(of_tokens == replace_from, replace_to)
+
+
 @contextmanager
 def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
     """Inside, have a new Model Runner V2 keep token ids where `host` does, if that is one, too.

@@ -73,8 +73,8 @@ def test_a_dead_worker_fails_the_engine_and_leaves_nothing(sabotage, tp, monkeyp
     assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
 
 
-def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
-    """For an engine with the PAT options `pat` that works in layout `tp`."""
+def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch, **options):
+    """For an engine with the PAT options `pat` and vLLM's `options` that works in layout `tp`."""
     from vllm import SamplingParams
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -82,7 +82,7 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch):
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     before = engine_processes()
     local = pat.get("launcher") != "ray"
-    with engine("qwen3", 2, pat, in_process=False, from_server=local) as llm:
+    with engine("qwen3", 2, pat, in_process=False, from_server=local, **options) as llm:
         spawned = engine_processes(before)
         assert len(spawned) >= 3
         pat_vllm.switch(llm, tp=tp)

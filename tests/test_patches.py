@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from vllm.v1.core import kv_cache_coordinator
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine.core_client import AsyncMPClient, MPClient, SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample import rejection_sampler
 
 from pat_vllm import patches
 
@@ -168,6 +170,30 @@ def test_admission_counts_each_load_once_and_gives_them_back() -> None:
     assert scheduler._inflight_prefills == {"a", "b", "c"}
     assert scheduler._inflight_prefill_reserved_blocks() == -1
     assert pool.enable_caching
+
+
+def test_drafts_are_verified_by_the_parameters_of_their_requests() -> None:
+    """vLLM's own C++ for CPU leaves them unwritten, and fails where there are no drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("expand_batch_to_tokens", "apply_sampling_constraints"):
+            patch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+        for _ in range(2):
+            patches.verify_sampled_drafts()
+        expand = rejection_sampler.expand_batch_to_tokens
+        counts = torch.tensor([2, 2, 5], dtype=torch.int32)
+        temperature = expand(torch.tensor([0.5, 9.0, 0.0]), counts, 5, replace_to=1)
+        assert temperature.tolist() == [0.5, 0.5, 1.0, 1.0, 1.0]
+        top_k = expand(torch.tensor([7, 8, 9], dtype=torch.int32), counts, 5)
+        assert top_k.dtype == torch.int32
+        assert top_k.tolist() == [7, 7, 9, 9, 9]
+        parameters: Any = SimpleNamespace(
+            all_greedy=False, temperature=torch.ones(1), top_k=torch.ones(1), top_p=None
+        )
+        none = torch.zeros(1, dtype=torch.int32)
+        constrained = rejection_sampler.apply_sampling_constraints(
+            torch.zeros(0, 16), none, parameters
+        )
+        assert constrained.shape == (0, 16)
 
 
 def test_pool_resets_are_quiet_inside() -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from pat_vllm.patches import verify_sampled_drafts
 from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -25,6 +26,8 @@ class PATCPUWorker(PATWorkerMixin, CPUWorker):
             return RunnerV2(config, self.device)
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner as RunnerV1
 
+        if config.speculative_config is not None:
+            verify_sampled_drafts()
         return RunnerV1(config, self.device)
 
     def determine_available_memory(self) -> int:

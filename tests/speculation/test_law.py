@@ -1,0 +1,326 @@
+"""Sampled responses follow the law of the model, whatever is drafted and wherever it is verified.
+
+One engine of two ranks draws responses to one prompt from a model with 16 tokens, batch by batch.
+In the middle of each batch the layout and the draft length change. Of each position of the
+responses, `tests.speculation.law` tests the tokens against their exact probabilities given the
+tokens before them, and whether requests are independent that must not draw the same random numbers.
+
+The engine is kept in step, so the same seeds give the same responses in each run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pat_vllm
+from tests.engines import engine, scheduler_of
+from tests.models import random_model
+from tests.speculation.law import NAMINGS, Draws, Sampling, chi_square, independence, teacher_forced
+from tests.v2.mistakes import SWITCH, Mistake, made
+
+pytestmark = pytest.mark.slow
+
+MOST = 4
+SPECULATIVE: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": MOST,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
+PHRASE = [3, 4, 5, 6, 7, 8, 9, 10]
+PROMPT = [*PHRASE, *PHRASE, *PHRASE, *PHRASE[:4]]
+LENGTH = 8
+"""Tokens of a response. The last positions are in another KV block than the prompt."""
+
+BATCH = 500
+QUICK, MANY = 8, 40
+"""Batches: for every change, and for 20,000 responses."""
+REQUESTS = (
+    Sampling(),
+    Sampling(temperature=1.5),
+    Sampling(temperature=2.0, top_k=6),
+    Sampling(),
+)
+"""How the requests of a batch draw, four at a time. Those of the last two have seeds."""
+SEEDED = (2, 3)
+PROBABLE = 1e-3
+
+
+@dataclass(frozen=True)
+class Script:
+    """What happens in a batch: layout and draft length at first, and from step `at` on."""
+
+    tp: int
+    length: int
+    then_tp: int
+    then_length: int
+    at: int = 2
+
+
+SCRIPTS = (Script(2, 4, 1, 2), Script(1, 4, 2, 1), Script(2, 2, 1, 4), Script(1, 1, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine(
+            "vocab16",
+            2,
+            {"kv_transfer": "migrate"},
+            speculative_config=SPECULATIVE,
+            max_model_len=64,
+            max_num_seqs=BATCH,
+            max_num_batched_tokens=BATCH * 32,
+            kv_cache_memory_bytes=128 << 20,
+        ) as llm,
+    ):
+        # Lets a test function travel to the workers.
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+        # An engine step is a step of each replica, whichever is the faster.
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        patch.setattr(executor, "finished", functools.partial(executor.finished, wait_for_all=True))
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(random_model("vocab16"))
+
+
+# -------------------------------------------------------------------- the law
+
+
+@dataclass
+class Sample:
+    """What batches have drawn.
+
+    Attributes:
+        tokens: of each response, in the order of the requests.
+        pairs: requests of two replicas, or of two batches, that would draw the same random numbers
+            if both were seeded alike.
+        drafted: draft tokens verified.
+        accepted: how many of them were accepted.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+
+def draw(llm: Any, batches: int) -> Sample:
+    """Responses of some batches, which go through `SCRIPTS` in turn."""
+    controller = scheduler_of(llm).controller
+    controller.switch_id = 1_000  # seeds the requests that have no seed
+    before = drafts(llm)
+    sample = Sample()
+    unseeded = [i for i in range(BATCH) if kind_of(i) not in SEEDED]
+    for number in range(batches):
+        first = number * BATCH
+        params = [parameters(i, seed=first + i) for i in range(BATCH)]
+        replicas = run(llm, SCRIPTS[number % len(SCRIPTS)], params, sample.tokens)
+        if len(replicas) == 2:
+            rows = zip(*replicas, strict=False)
+            same = [row for row in rows if set(row) <= set(unseeded)]
+            assert len(same) > BATCH / 10
+            sample.pairs += [(first + one, first + other) for one, other in same]
+        if number >= 2:
+            sample.pairs += [(first + i, first + i - 2 * BATCH) for i in unseeded]
+    sample.drafted, sample.accepted = (
+        now - then for now, then in zip(drafts(llm), before, strict=True)
+    )
+    return sample
+
+
+def kind_of(request: int) -> int:
+    """Which of `REQUESTS` a request of a batch is."""
+    return request // 4 % len(REQUESTS)
+
+
+def parameters(request: int, seed: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = kind_of(request)
+    return SamplingParams(
+        temperature=REQUESTS[kind].temperature,
+        top_k=REQUESTS[kind].top_k,
+        seed=seed if kind in SEEDED else None,
+        max_tokens=LENGTH,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def drafts(llm: Any) -> tuple[int, int]:
+    """Draft tokens verified and accepted so far."""
+    samples = pat_vllm.report(llm).drafts
+    return sum(one.drafted for one in samples), sum(one.accepted for one in samples)
+
+
+def run(
+    llm: Any, script: Script, params: Sequence[Any], tokens: list[list[int]]
+) -> list[list[int]]:
+    """Responses of one batch, added to `tokens`. Returns the requests by replica."""
+    other = 3 - script.tp
+    assert pat_vllm.switch(llm, tp=other)
+    assert pat_vllm.switch(llm, tp=script.tp)  # seeds what has no seed
+    names = [
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": PROMPT}, one)
+        for i, one in enumerate(params)
+    ]
+    number = {name: i for i, name in enumerate(names)}
+    replicas = [
+        [number[request.request_id] for request in replica.scheduler.waiting]
+        for replica in scheduler_of(llm).replica_set.replicas
+    ]
+    responses: dict[str, list[int]] = {}
+    step = 0
+    pat_vllm.speculate(llm, script.length)
+    while llm.llm_engine.has_unfinished_requests():
+        if step == script.at:
+            assert pat_vllm.switch(llm, tp=script.then_tp)
+            pat_vllm.speculate(llm, script.then_length)
+        for output in llm.llm_engine.step():
+            responses[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+        assert step < 100, "the engine makes no progress"
+    tokens += (responses[str(i)] for i in range(len(params)))
+    return replicas
+
+
+def check(sample: Sample, model: Any) -> None:
+    """The responses are drawn from the model's law, and no two with the same random numbers."""
+    tokens = np.array(sample.tokens)
+    assert tokens.shape == (len(sample.tokens), LENGTH)
+    logits = teacher_forced(model, PROMPT, tokens)
+    kinds = np.array([kind_of(i % BATCH) for i in range(len(tokens))])
+    laws = np.empty_like(logits)
+    for kind, sampling in enumerate(REQUESTS):
+        laws[kinds == kind] = sampling.law(logits[kinds == kind])
+    draws = Draws(tokens, laws)
+    assert laws[np.arange(len(tokens))[:, None], np.arange(LENGTH), tokens].all(), "ruled out"
+    probable = {
+        f"{name}, position {position}": chi_square(*naming(draws, position))
+        for name, naming in NAMINGS.items()
+        for position in range(name == "first token", LENGTH)
+    }
+    probable["pairs"] = independence(draws, sample.pairs)
+    print({name: f"{value:.2g}" for name, value in probable.items()})
+    assert min(probable.values()) > PROBABLE, probable
+
+
+@pytest.mark.parametrize("batches", [QUICK, pytest.param(MANY, marks=pytest.mark.nightly)])
+def test_the_law_holds_across_switches_and_changes_of_the_draft_length(
+    llm: Any, model: Any, batches: int
+) -> None:
+    began = len(pat_vllm.report(llm).switches)
+    sample = draw(llm, batches)
+    acceptance = sample.accepted / sample.drafted
+    assert 0.3 < acceptance < 0.7
+    busy = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
+    assert len(busy) == batches
+    assert min(one.migrated for one in busy) > BATCH / 2
+    check(sample, model)
+
+
+# -------------------------------------------------------------------- its power
+
+REJECTION = "vllm.v1.sample.rejection_sampler"
+
+MISTAKES = {
+    "every draft is accepted": Mistake(
+        f"{REJECTION}:generate_uniform_probs",
+        {"return uniform_probs": "return uniform_probs.zero_()"},
+    ),
+    "what replaces a draft may be the draft": Mistake(
+        f"{REJECTION}:sample_recovered_tokens",
+        {
+            "cu_num_draft_tokens,\n        draft_token_ids,": "cu_num_draft_tokens,\n"
+            "        torch.zeros_like(draft_token_ids),"
+        },
+        nightly=True,
+    ),
+    "drafts are verified at another temperature": Mistake(
+        "pat_vllm.patches:_of_each_token",
+        {"x.repeat": "x.roll(1).repeat"},
+        nightly=True,
+    ),
+    "replicas draw the same numbers": Mistake(
+        SWITCH, {"command.target.replica_of(self.rank)": "0"}
+    ),
+    "each switch seeds alike": Mistake(SWITCH, {"command.switch_id": "0"}),
+    "a request's generator starts again": Mistake(
+        "pat_vllm.worker.handover:V1Handover.give",
+        {
+            "generator.set_state(packed.generator_state)": "generator.manual_seed("
+            "packed.state['sampling_params'].seed)"
+        },
+        nightly=True,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(one, id=name, marks=[pytest.mark.nightly] * one.nightly)
+        for name, one in MISTAKES.items()
+    ],
+)
+def test_a_mistake_is_seen_in_fewer_responses(llm: Any, model: Any, mistake: Mistake) -> None:
+    with made(llm, mistake):
+        sample = draw(llm, len(SCRIPTS))
+    with pytest.raises(AssertionError):
+        check(sample, model)
+
+
+# -------------------------------------------------------------------- what seeds promise
+
+SEEDS = 12
+
+
+def seeded(llm: Any, script: Script, others: int = 0) -> list[list[int]]:
+    """Responses of requests with seeds, beside some without."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(seed=i, max_tokens=30, ignore_eos=True, temperature=1.5)
+        for i in range(SEEDS)
+    ]
+    params += [SamplingParams(max_tokens=30, ignore_eos=True)] * others
+    responses: list[list[int]] = []
+    run(llm, script, params, responses)
+    return responses[:SEEDS]
+
+
+@pytest.mark.parametrize("length", [0, 2, MOST])
+def test_one_draft_length_gives_one_response(llm: Any, length: int) -> None:
+    """Of a request with a seed, in whatever layout, and beside whichever others."""
+    one = seeded(llm, Script(1, length, 1, length))
+    assert len({tuple(response) for response in one}) == SEEDS
+    assert seeded(llm, Script(2, length, 2, length), others=5) == one
+
+
+def test_the_same_changes_give_the_same_response(llm: Any) -> None:
+    """Verification takes random numbers. Another draft length, or a switch, draws other tokens."""
+    script = Script(1, 4, 2, 2, at=4)
+    one = seeded(llm, script)
+    assert seeded(llm, script, others=5) == one
+    for other in (Script(1, 4, 1, 2, at=4), Script(1, 4, 2, 2, at=5), Script(1, 2, 2, 2, at=4)):
+        different = sum(a != b for a, b in zip(seeded(llm, other), one, strict=True))
+        assert different > SEEDS / 2
+
+
+def test_without_drafts_a_switch_changes_no_response(llm: Any) -> None:
+    assert seeded(llm, Script(1, 0, 2, 0, at=5)) == seeded(llm, Script(1, 0, 1, 0))
