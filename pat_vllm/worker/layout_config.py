@@ -15,7 +15,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.speculation import draft_lengths, every_length
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 KV_LAYOUTS = tuple(
     layout.name for layout in KVCacheLayout if layout.is_layer_compact and layout.is_block_compact
@@ -52,9 +52,10 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     if config.compilation_config.debug_dump_path is not None:
         config.compilation_config.debug_dump_path /= str(layout)
     _resize_compile_ranges(config, vllm_config)
-    _limit_cuda_graphs(config.compilation_config, pat_config(vllm_config).largest_batch(layout))
     if vllm_config.speculative_config is not None:
         _make_speculative(config, vllm_config.speculative_config)
+        _capture_every_draft_length(config, vllm_config)
+    _limit_cuda_graphs(config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
@@ -68,6 +69,39 @@ def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
     config.speculative_config = own
     # vLLM has looked at the user's config, which need not have a schedule.
     config._maybe_override_dynamic_sd_cudagraph_mode()
+
+
+def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
+    """Capture the batch sizes that vLLM would for each draft length if there were no other.
+
+    It chooses them for the largest batch of each length in a schedule. Here any batch may have any
+    length. Sizes that it would not have chosen for the engine are the user's, and stay.
+    """
+    compilation = config.compilation_config
+    if not compilation.cudagraph_capture_sizes or not config.use_v2_model_runner:
+        return
+    if _capture_sizes(engine) != engine.compilation_config.cudagraph_capture_sizes:
+        return
+    assert engine.speculative_config is not None
+    sizes = set(compilation.cudagraph_capture_sizes)
+    for length in lengths_of(engine.speculative_config):
+        alone = copy.copy(config)
+        alone.speculative_config = copy.copy(config.speculative_config)
+        assert alone.speculative_config is not None
+        alone.speculative_config.num_speculative_tokens_per_batch_size = [(1, 1, length)]
+        sizes.update(_capture_sizes(alone))
+    compilation.cudagraph_capture_sizes = sorted(sizes)
+    compilation.max_cudagraph_capture_size = max(sizes)
+
+
+def _capture_sizes(config: VllmConfig) -> list[int]:
+    """The batch sizes, in tokens, that vLLM itself chooses for a config, ascending."""
+    config = copy.copy(config)
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.cudagraph_capture_sizes = None  # type: ignore[assignment]
+    config.compilation_config.max_cudagraph_capture_size = None  # type: ignore[assignment]
+    config._set_cudagraph_sizes()
+    return config.compilation_config.cudagraph_capture_sizes
 
 
 def lengths_of(config: SpeculativeConfig) -> tuple[int, ...]:
@@ -97,13 +131,15 @@ def _resize_compile_ranges(config: VllmConfig, engine: VllmConfig) -> None:
     config._set_compile_ranges()
 
 
-def _limit_cuda_graphs(config: CompilationConfig, largest_batch: int | None) -> None:
-    """Capture no graphs for batches that the layout will not see."""
-    sizes = config.cudagraph_capture_sizes
+def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
+    """Capture no graphs for batches that the layout will not see; `largest_batch` in requests."""
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes
     if sizes and largest_batch is not None:
-        enough = next((size for size in sorted(sizes) if size >= largest_batch), max(sizes))
-        config.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
-        config.max_cudagraph_capture_size = enough
+        tokens = largest_batch * config.uniform_decode_query_len
+        enough = next((size for size in sorted(sizes) if size >= tokens), max(sizes))
+        compilation.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
+        compilation.max_cudagraph_capture_size = enough
 
 
 def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
