@@ -171,7 +171,9 @@ class V1Handover:
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, base: RunnerV1, runner: RunnerV1) -> None:
-        return
+        # Of "ngram_gpu". A runner without requests takes them from the host when it gets some.
+        if (shared := getattr(base, "token_ids_gpu_tensor", None)) is not None:
+            runner.token_ids_gpu_tensor = shared[: len(runner.token_ids_gpu_tensor)]
 
 
 def _pack(token_ids: list[int] | None) -> np.ndarray | None:

@@ -6,7 +6,6 @@ vLLM's configs and its graph manager are its own; nothing is captured. `test_cud
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,8 +242,10 @@ MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]
     "graphs of one size only": (
         lambda: check_every_length(engine_config()),
         patches._smallest_graphs,
-        {"return ": "return [one for one in kinds.values() if one.num_tokens == min("
-        "each.num_tokens for each in kinds.values() if each.cg_mode == one.cg_mode)]; "},
+        {
+            "return ": "return [one for one in kinds.values() if one.num_tokens == min("
+            "each.num_tokens for each in kinds.values() if each.cg_mode == one.cg_mode)]; "
+        },
     ),
     "as many lengths as requests": (
         lambda: check_every_length(engine_config(max_num_seqs=2)),
