@@ -165,7 +165,8 @@ def _v2_buffers(model: ModelShape, engine: EngineShape) -> list[Buffer]:
         made.staged("ends of bad words", MAX_BAD_WORDS + 1),
         made.backed("numbers of tokens to score", 1),
         made.staged("tokens to score", MAX_LOGPROB_TOKEN_IDS),
-        Buffer("grammar bitmask", device=4 * seqs * (1 + drafts) * (mask + 1)),
+        Buffer("grammar bitmask", device=4 * seqs * (1 + drafts) * mask, shared=True),
+        Buffer("rows of grammars", device=4 * seqs * (1 + drafts)),
         Buffer("drafts", device=2 * 8 * seqs * drafts),
         Buffer("matches of drafts", device=8 * seqs * _scanned_blocks(engine) if drafts else 0),
     ]

@@ -18,7 +18,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.patches import forget_sampled_tokens, share_penalty_counts
+from pat_vllm.patches import (
+    forget_sampled_tokens,
+    share_grammar_bitmask,
+    share_penalty_counts,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -203,3 +207,4 @@ class V2Handover:
 
     def share(self, base: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, base)
+        share_grammar_bitmask(runner, base)

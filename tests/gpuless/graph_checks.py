@@ -102,7 +102,7 @@ def check_addresses(make: Made) -> None:
 
 
 def check_shared(make: Made) -> None:
-    """Layouts have one KV buffer, one copy of the weights, of token ids and of penalty counters."""
+    """Layouts have one KV buffer, one copy of the weights, and of what a step writes first."""
     run = make()
     base, *others = run.worker.runtimes.values()
 
@@ -124,6 +124,7 @@ def check_shared(make: Made) -> None:
             "req_states.all_token_ids.gpu",
             "sampler.penalties_state.output_bin_counts",
             "sampler.penalties_state.prompt_bin_mask",
+            "structured_outputs_worker.grammar_bitmask",
         ):
             of = attrgetter(name)
             assert of(one.runner).data_ptr() == of(base.runner).data_ptr(), name
@@ -154,7 +155,7 @@ def check_drafts(make: Made) -> None:
                 if number in graphs
             ]
             # A step of a token each comes before the last one.
-            assert used[-1] == (tp, 1 + drafts), f"{phase}: {used}"
+            assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
             assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
 
 

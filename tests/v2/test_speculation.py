@@ -6,6 +6,7 @@ steps in flight; "ngram" has one, as vLLM runs it.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -17,11 +18,14 @@ from vllm.sampling_params import StructuredOutputsParams
 
 import pat_vllm
 from pat_vllm import patches
+from pat_vllm.memory.buffers import EngineShape, all_buffers
+from pat_vllm.memory.model import ModelShape
 from pat_vllm.scheduler.replica import Replica
 from tests.engines import Job, Outcome, engine, run, scheduler_of
 from tests.models import phrase, random_model
 from tests.support import ngram
 from tests.support.v2_on_cpu.v2_on_cpu import scheduled_asynchronously
+from tests.test_engine_memory import TOLERANCE, allocated
 from tests.v2.batch import (
     CHUNK,
     PLACES,
@@ -169,6 +173,31 @@ def test_without_drafts_an_engine_is_one_that_never_speculates(speculating: Spec
         refresh(llm)
         expected = run(llm, speculating.jobs)
     assert_same(speculating.static, expected)
+
+
+def test_buffers_are_as_computed(speculating: Speculating) -> None:
+    """Of each layout, those that no layout before has."""
+    llm = speculating.llm
+    refresh(llm)
+    config = json.loads((random_model(MODEL) / "config.json").read_text())
+    shape = EngineShape(
+        tuple(pat_vllm.report(llm).layouts),
+        max_num_seqs=PLACES + 2,
+        max_num_batched_tokens=CHUNK,
+        max_model_len=256,
+        block_size=32,
+        attention="CPU_ATTN",
+        num_speculative_tokens=LENGTHS[-1],
+        steps_in_flight=1 + speculating.asynchronous,
+    )
+    buffers = all_buffers(ModelShape.from_config(config, dtype_bytes=4), shape)
+    expected = [sum(one.on_cpu for one in made) for made in buffers]
+    for rank in llm.collective_rpc(allocated):
+        for found, computed, largest in zip(
+            rank["runners"], expected, rank["largest"], strict=True
+        ):
+            assert found == pytest.approx(computed, rel=TOLERANCE), largest
+    refresh(llm)  # what KV there was has moved
 
 
 # ---------------------------------------------------------------- switches
