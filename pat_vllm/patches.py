@@ -534,10 +534,31 @@ def _look_up_all(original: Callable[..., list[int]]) -> Callable[..., list[int]]
 def _find_all(original: Callable[..., None]) -> Callable[..., None]:
     def call(manager: CudaGraphManager) -> None:
         original(manager)
+        for graphs in manager._capture_descs.values():
+            graphs[:] = _worth_capturing(graphs, manager.decode_query_len)
         for key in manager._candidates:
             manager._candidates[key] = _smallest_graphs(manager, *key)
 
     return call
+
+
+def _worth_capturing(
+    graphs: Sequence[BatchExecutionDescriptor], longest: int
+) -> list[BatchExecutionDescriptor]:
+    """Of graphs for some drafts, but not the most, those for batches that have one for none.
+
+    And the largest of each length. There is a size for nearly each batch otherwise, and so a graph
+    of each length: eight times as many as without speculation.
+    """
+    batches = {graph.num_reqs for graph in graphs if graph.uniform_token_count == 1}
+    kept: list[BatchExecutionDescriptor] = []
+    seen: set[int | None] = {None, 1, longest}
+    for graph in graphs:  # the largest comes first
+        length = graph.uniform_token_count
+        if length not in seen or length in (None, 1, longest) or graph.num_reqs in batches:
+            kept.append(graph)
+        seen.add(length)
+    return kept
 
 
 def _smallest_graphs(

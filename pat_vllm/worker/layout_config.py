@@ -72,26 +72,22 @@ def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
 
 
 def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
-    """Capture the batch sizes that vLLM would for each draft length if there were no other.
+    """Capture a graph for the largest batch with each draft length, too.
 
-    It chooses them for the largest batch of each length in a schedule. Here any batch may have any
-    length. Sizes that it would not have chosen for the engine are the user's, and stay.
+    vLLM does so for the largest batch that its schedule gives to a length. Here any batch may have
+    any length. Sizes that it would not have chosen for the engine are the user's, and stay.
     """
     compilation = config.compilation_config
-    if not compilation.cudagraph_capture_sizes or not config.use_v2_model_runner:
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if not sizes or not largest or not config.use_v2_model_runner:
         return
     if _capture_sizes(engine) != engine.compilation_config.cudagraph_capture_sizes:
         return
     assert engine.speculative_config is not None
-    sizes = set(compilation.cudagraph_capture_sizes)
-    for length in lengths_of(engine.speculative_config):
-        alone = copy.copy(config)
-        alone.speculative_config = copy.copy(config.speculative_config)
-        assert alone.speculative_config is not None
-        alone.speculative_config.num_speculative_tokens_per_batch_size = [(1, 1, length)]
-        sizes.update(_capture_sizes(alone))
-    compilation.cudagraph_capture_sizes = sorted(sizes)
-    compilation.max_cudagraph_capture_size = max(sizes)
+    most = config.scheduler_config.max_num_seqs
+    tokens = (1 + length for length in lengths_of(engine.speculative_config))
+    added = (min(most, largest // of_request) * of_request for of_request in tokens)
+    compilation.cudagraph_capture_sizes = sorted({*sizes, *filter(None, added)})
 
 
 def _capture_sizes(config: VllmConfig) -> list[int]:

@@ -109,9 +109,9 @@ def dispatched(manager: Any, batch: int, drafts: int) -> Any:
 
 
 def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None) -> None:
-    """A decode step has the graph that stock vLLM would have with its draft length alone.
+    """A decode step has a graph, in each layout, where stock vLLM with this draft length alone has.
 
-    In each layout, for each batch. Some more sizes are captured, so that it may be a smaller one.
+    Without drafts and with the longest it is no larger; in between, the batch may be padded more.
 
     Args:
         largest: by tp, the largest batch with which the layout is entered.
@@ -130,7 +130,17 @@ def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None
                 assert found.cg_mode.value >= wanted.cg_mode.value, seen
                 if wanted.cg_mode == FULL:
                     assert found.uniform_token_count == 1 + drafts, seen
+                    assert found.num_reqs < batch + 16, seen
+                if wanted.cg_mode == FULL and drafts in (0, LONGEST):
                     assert found.num_tokens <= wanted.num_tokens, seen
+
+
+def check_number(engine: VllmConfig) -> None:
+    """A layout captures at most three times as many full graphs as stock vLLM with fixed drafts."""
+    stock = manager_of(engine)
+    for layout in layouts_of(engine):
+        manager = manager_of(layout_config(engine, layout))
+        assert len(manager._capture_descs[FULL]) <= 3 * len(stock._capture_descs[FULL])
 
 
 def test_every_draft_length_has_graphs_in_every_layout() -> None:
@@ -138,6 +148,7 @@ def test_every_draft_length_has_graphs_in_every_layout() -> None:
     assert engine.speculative_config is not None
     assert lengths_of(engine.speculative_config) == LENGTHS
     check_every_length(engine)
+    check_number(engine)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
@@ -233,6 +244,11 @@ MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]
         lambda: check_every_length(engine_config()),
         module._capture_every_draft_length,
         {"in lengths_of(engine.speculative_config)": "in ()"},
+    ),
+    "graphs of every size for every length": (
+        lambda: check_number(engine_config()),
+        patches._worth_capturing,
+        {"return kept": "return list(graphs)"},
     ),
     "sizes in requests": (
         lambda: check_every_length(scheduled(), {2: 20, 4: 3}),
