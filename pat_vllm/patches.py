@@ -21,9 +21,10 @@ import asyncio
 import copy
 import functools
 import logging
+import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.utils import CpuGpuBuffer
     from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
@@ -518,13 +520,96 @@ def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
         _replace(runner, "sample_tokens", sample)
 
 
+def take_every_draft_length(runner: RunnerV1 | RunnerV2) -> None:
+    """Have a runner with an n-gram drafter serve every draft length that its config names.
+
+    Without it: the drafter "ngram_gpu" of Model Runner V1 fails in a step of another draft length
+    than the longest. V2 captures no graphs for the longest ones where a layout runs fewer requests
+    at once than there are draft lengths, and looks among the graphs of one size only, which need
+    not have the step's draft length. Missing seam: vLLM takes the lengths from a schedule by number
+    of requests.
+    """
+    config = runner.speculative_config
+    if config is None:
+        return
+    if hasattr(runner, "req_states"):
+        import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
+
+        _replace(cudagraph_utils, "build_dynamic_sd_schedule_lookup", _look_up_all)
+        _replace(cudagraph_utils.CudaGraphManager, "_init_candidates", _find_all)
+    elif config.method == "ngram_gpu":
+        _replace(runner.drafter, "propose", functools.partial(_propose_some, runner.drafter))
+
+
+def _look_up_all(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def call(schedule: Sequence[Any], vllm_max_batch_size: int, **options: Any) -> list[int]:
+        return original(schedule, max(vllm_max_batch_size, len(schedule)), **options)
+
+    return call
+
+
+def _find_all(original: Callable[..., None]) -> Callable[..., None]:
+    def call(manager: CudaGraphManager) -> None:
+        original(manager)
+        for graphs in manager._capture_descs.values():
+            graphs[:] = _worth_capturing(graphs, manager.decode_query_len)
+        for key in manager._candidates:
+            manager._candidates[key] = _smallest_graphs(manager, *key)
+
+    return call
+
+
+def _worth_capturing(
+    graphs: Sequence[BatchExecutionDescriptor], longest: int
+) -> list[BatchExecutionDescriptor]:
+    """Of graphs for some drafts, but not the most, those for batches that have one for none.
+
+    And the largest of each length. There is a size for nearly each batch otherwise, and so a graph
+    of each length: eight times as many as without speculation.
+    """
+    batches = {graph.num_reqs for graph in graphs if graph.uniform_token_count == 1}
+    kept: list[BatchExecutionDescriptor] = []
+    seen: set[int | None] = {None, 1, longest}
+    for graph in graphs:  # the largest comes first
+        length = graph.uniform_token_count
+        if length not in seen or length in (None, 1, longest) or graph.num_reqs in batches:
+            kept.append(graph)
+        seen.add(length)
+    return kept
+
+
+def _smallest_graphs(
+    manager: CudaGraphManager, num_tokens: int, num_active_loras: int
+) -> list[BatchExecutionDescriptor]:
+    """Of each kind, the smallest graph for so many tokens; kinds for fewer steps come first."""
+    kinds: dict[Any, BatchExecutionDescriptor] = {}
+    for graphs in manager._capture_descs.values():
+        for graph in graphs:  # the largest comes first
+            if graph.num_tokens >= num_tokens and graph.num_active_loras == num_active_loras:
+                length = graph.uniform_token_count or math.inf
+                kinds[-graph.cg_mode.value, length, graph.num_ubatches] = graph
+    return [kinds[kind] for kind in sorted(kinds)]
+
+
+def _propose_some(drafter: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(num_speculative_tokens: int, *args: Any, **options: Any) -> Any:
+        drafts, num_valid = original(drafter.k, *args, **options)
+        return drafts[:, :num_speculative_tokens], num_valid.clamp(max=num_speculative_tokens)
+
+    return call
+
+
 def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(input_batch: Any, *args: Any, **options: Any) -> Any:
-        if options.get("num_speculative_tokens") == 0 and not options.get("dummy_run"):
+        if _asks_for_none(options):
             return speculator.drafts[: input_batch.num_reqs]  # which the runner masks
         return original(input_batch, *args, **options)
 
     return call
+
+
+def _asks_for_none(options: Mapping[str, Any]) -> bool:
+    return options.get("num_speculative_tokens") == 0 and not options.get("dummy_run")
 
 
 def verify_sampled_drafts() -> None:
@@ -657,6 +742,20 @@ def share_penalty_counts(runner: RunnerV2, host: RunnerV2) -> None:
     assert rows <= len(shared.output_bin_counts)
     own.output_bin_counts = shared.output_bin_counts[:rows]
     own.prompt_bin_mask = shared.prompt_bin_mask[:rows]
+
+
+def share_grammar_bitmask(runner: RunnerV2, base: RunnerV2) -> None:
+    """Have a Model Runner V2 use the grammar bitmask of `base`.
+
+    Without it: each layout keeps a bit for each token of the vocabulary, each request and each
+    token that it may get in a step, hundreds of MB with drafts. A step writes what it reads.
+    Missing seam: a runner that takes given buffers.
+    """
+    own, shared = runner.structured_outputs_worker, base.structured_outputs_worker
+    if own is not None and shared is not None:
+        rows = len(own.grammar_bitmask)
+        assert rows <= len(shared.grammar_bitmask)
+        own.grammar_bitmask = shared.grammar_bitmask[:rows]
 
 
 # -------------------------------------------------------------------- weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,16 +129,16 @@ def check_kv() -> None:
 
 def check_shared() -> None:
     """What layouts share is there once; a derived layout has tens of MB."""
-    for attention in ("FLASH_ATTN", "FLASHINFER"):
-        for runner in ("V1", "V2"):
-            options: Any = {"attention": attention, "runner": runner}
-            check_the_largest_is_shared(**options)
-            base, *others = all_buffers(MODELS["Qwen3-32B"], pat(**options))
-            alone = runner_buffers(MODELS["Qwen3-32B"], static(**options), Layout(1, 1))
-            assert sorted(base, key=repr) == sorted(alone, key=repr)
-            for one in others:
-                assert 0 < sum(buffer.device for buffer in one) < 30e6
-                assert sum(buffer.pinned for buffer in one) < 4e6
+    cases = itertools.product(("FLASH_ATTN", "FLASHINFER"), ("V1", "V2"), (0, 8))
+    for attention, runner, drafts in cases:
+        options: Any = {"attention": attention, "runner": runner, "num_speculative_tokens": drafts}
+        check_the_largest_is_shared(**options)
+        base, *others = all_buffers(MODELS["Qwen3-32B"], pat(**options))
+        alone = runner_buffers(MODELS["Qwen3-32B"], static(**options), Layout(1, 1))
+        assert sorted(base, key=repr) == sorted(alone, key=repr)
+        for one in others:
+            assert 0 < sum(buffer.device for buffer in one) < 30e6
+            assert sum(buffer.pinned for buffer in one) < 4e6
 
 
 def check_the_largest_is_shared(**options: Any) -> None:
@@ -154,10 +155,17 @@ def check_the_largest_is_shared(**options: Any) -> None:
 
 
 def check_pinned() -> None:
-    """Token ids of Model Runner V2: 4 bytes for each token of each request."""
+    """Token ids of Model Runner V2: 4 bytes for each token of each request.
+
+    With drafts they are on the device, beside the bits of grammars for each draft.
+    """
     (stock,) = all_buffers(MODELS["Llama-3.1-8B"], static())
     pinned = sum(buffer.pinned for buffer in stock)
     assert 0 < pinned - 256 * 32768 * 4 < 400_000
+    (drafting,) = all_buffers(MODELS["Llama-3.1-8B"], static(num_speculative_tokens=8))
+    assert sum(buffer.pinned for buffer in drafting) < 400_000
+    moved = sum(buffer.device for buffer in drafting) - sum(buffer.device for buffer in stock)
+    assert 0 < moved - 256 * 32768 * 4 - 256 * 8 * (128256 // 8) < 600_000
 
 
 def test_weights() -> None:
@@ -218,6 +226,21 @@ MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]
         check_shared,
         buffers_module._attention_buffers,
         {"device=workspace, shared=True": "device=workspace"},
+    ),
+    "a bitmask of grammars for each layout": (
+        check_shared,
+        buffers_module._v2_buffers,
+        {"* mask, shared=True": "* mask"},
+    ),
+    "tokens of the drafter for each layout": (
+        check_shared,
+        buffers_module._v1_drafts,
+        {"engine.max_model_len, shared=True": "engine.max_model_len"},
+    ),
+    "token ids are pinned for a drafter on the device": (
+        check_pinned,
+        buffers_module._v2_buffers,
+        {"pinned=not drafts": "pinned=True"},
     ),
     "token ids as large as their dtype's name": (
         check_pinned,

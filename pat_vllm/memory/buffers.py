@@ -26,6 +26,8 @@ MAX_TOKEN_IDS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_LOGPROB_TOKEN_IDS = 128
+_SCANNED = {1024: 256, 256: 128, 64: 64, 0: 16}
+"""Tokens of a block in which n-grams are looked for, by the least `max_model_len`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class EngineShape:
         migrates: whether switches carry KV between ranks.
         attention: the backend, where it keeps large buffers.
         steps_in_flight: 2 with asynchronous scheduling.
+        num_speculative_tokens: the most draft tokens; 0 without speculation.
+        drafter: vLLM's method.
     """
 
     layouts: tuple[Layout, ...]
@@ -54,11 +58,13 @@ class EngineShape:
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     steps_in_flight: int = 2
+    num_speculative_tokens: int = 0
+    drafter: Literal["ngram", "ngram_gpu"] = "ngram_gpu"
 
     def limits(self, layout: Layout) -> Limits:
         """What a replica of a layout runs at once."""
         given = Limits(self.max_num_seqs, self.max_num_batched_tokens)
-        return layout_limits(layout, given, self.pat)
+        return layout_limits(layout, given, self.pat, 1 + self.num_speculative_tokens)
 
     @property
     def block_table_width(self) -> int:
@@ -150,9 +156,11 @@ def _v2_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     width = engine.block_table_width
     mask = -(-model.vocab // 32)
+    drafts = engine.num_speculative_tokens
     made = _Made(seqs, max(2, engine.steps_in_flight))
     return [
-        made.staged("token ids", engine.max_model_len, pinned=True, shared=True),
+        # A drafter on the device has them there.
+        made.staged("token ids", engine.max_model_len, pinned=not drafts, shared=True),
         made.backed("lengths of requests", 2),
         made.staged("computed and total lengths", 1, count=2),
         Buffer("last tokens", device=(8 + 4) * seqs),
@@ -174,8 +182,18 @@ def _v2_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[
         made.staged("ends of bad words", MAX_BAD_WORDS + 1),
         made.backed("numbers of tokens to score", 1),
         made.staged("tokens to score", MAX_LOGPROB_TOKEN_IDS),
-        Buffer("grammar bitmask", device=4 * seqs * (mask + 1)),
+        Buffer("grammar bitmask", device=4 * seqs * (1 + drafts) * mask, shared=True),
+        Buffer("rows of grammars", device=4 * seqs * (1 + drafts)),
+        Buffer("drafts", device=2 * 8 * seqs * drafts),
+        Buffer("matches of drafts", device=8 * seqs * _scanned_blocks(engine) if drafts else 0),
     ]
+
+
+def _scanned_blocks(engine: EngineShape) -> int:
+    """Blocks in which vLLM looks for n-grams."""
+    length = engine.max_model_len
+    tokens = next(size for least, size in _SCANNED.items() if length >= least)
+    return -(-length // tokens)
 
 
 # -------------------------------------------------------------------- Model Runner V1
@@ -201,7 +219,23 @@ def _v1_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[
         _mirrored("sampling parameters", 6 * 4 * seqs),
         _mirrored("block tables", 4 * seqs * engine.block_table_width),
         _mirrored("slots", 8 * tokens),
+        *_v1_drafts(engine, seqs),
     ]
+
+
+def _v1_drafts(engine: EngineShape, seqs: int) -> list[Buffer]:
+    drafts = engine.num_speculative_tokens
+    if not drafts:
+        return []
+    buffers = [Buffer("drafts", pinned=8 * seqs * drafts)]
+    if engine.steps_in_flight > 1:
+        buffers.append(Buffer("accepted drafts", pinned=4 * seqs))
+    if engine.drafter == "ngram_gpu":
+        buffers += [
+            Buffer("token ids of drafts", device=4 * seqs * engine.max_model_len, shared=True),
+            Buffer("lengths of drafts", device=4 * seqs, pinned=(8 + 4 + 4) * seqs),
+        ]
+    return buffers
 
 
 # -------------------------------------------------------------------- attention

@@ -18,7 +18,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.patches import forget_sampled_tokens, share_penalty_counts
+from pat_vllm.patches import (
+    forget_sampled_tokens,
+    share_grammar_bitmask,
+    share_penalty_counts,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -171,7 +175,9 @@ class V1Handover:
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
-        return
+        # Of "ngram_gpu". A runner without requests takes them from the host when it gets some.
+        if (shared := getattr(host, "token_ids_gpu_tensor", None)) is not None:
+            runner.token_ids_gpu_tensor = shared[: len(runner.token_ids_gpu_tensor)]
 
 
 def _pack(token_ids: list[int] | None) -> np.ndarray | None:
@@ -201,3 +207,4 @@ class V2Handover:
 
     def share(self, host: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, host)
+        share_grammar_bitmask(runner, host)

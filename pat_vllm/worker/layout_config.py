@@ -55,9 +55,10 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.scheduler_config = _scheduler_config(vllm_config, layout)
     _resize_compile_ranges(config, vllm_config)
     _resize_cuda_graphs(config, vllm_config)
-    _limit_cuda_graphs(config, pat_config(vllm_config).largest_batch(layout))
     if vllm_config.speculative_config is not None:
         _make_speculative(config, vllm_config.speculative_config)
+        _capture_every_draft_length(config, vllm_config)
+    _limit_cuda_graphs(config, pat_config(vllm_config).largest_batch(layout))
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
@@ -71,6 +72,25 @@ def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
     config.speculative_config = own
     # vLLM has looked at the user's config, which need not have a schedule.
     config._maybe_override_dynamic_sd_cudagraph_mode()
+
+
+def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
+    """Capture a graph for the largest batch with each draft length, too.
+
+    vLLM does so for the largest batch that its schedule gives to a length. Here any batch may have
+    any length. Sizes that it would not have chosen for the engine are the user's, and stay.
+    """
+    compilation = config.compilation_config
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if not sizes or not largest or not config.use_v2_model_runner:
+        return
+    if not _vllm_chose_sizes(engine):
+        return
+    assert engine.speculative_config is not None
+    most = config.scheduler_config.max_num_seqs
+    tokens = (1 + length for length in lengths_of(engine.speculative_config))
+    added = (min(most, largest // of_request) * of_request for of_request in tokens)
+    compilation.cudagraph_capture_sizes = sorted({*sizes, *filter(None, added)})
 
 
 def lengths_of(config: SpeculativeConfig) -> tuple[int, ...]:
@@ -120,17 +140,20 @@ def _resize_cuda_graphs(config: VllmConfig, engine: VllmConfig) -> None:
 
     Sizes that it would not have chosen for the engine are the user's, and stay.
     """
-    sizes = engine.compilation_config.cudagraph_capture_sizes
-    if not sizes:
-        return
-    if _capture_sizes(engine, engine.scheduler_config) == sizes:
+    if engine.compilation_config.cudagraph_capture_sizes and _vllm_chose_sizes(engine):
         chosen = _capture_sizes(engine, config.scheduler_config)
         config.compilation_config.cudagraph_capture_sizes = chosen
         config.compilation_config.max_cudagraph_capture_size = chosen[-1]
 
 
+def _vllm_chose_sizes(engine: VllmConfig) -> bool:
+    """Whether the batch sizes that are captured are vLLM's, and not the user's."""
+    sizes = engine.compilation_config.cudagraph_capture_sizes
+    return _capture_sizes(engine, engine.scheduler_config) == sizes
+
+
 def _capture_sizes(engine: VllmConfig, scheduler: SchedulerConfig) -> list[int]:
-    """The batch sizes that vLLM captures of an engine with these limits, ascending."""
+    """The batch sizes, in tokens, that vLLM captures of an engine with these limits, ascending."""
     config = copy.copy(engine)
     config.scheduler_config = scheduler
     config.compilation_config = copy.copy(engine.compilation_config)

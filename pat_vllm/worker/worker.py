@@ -37,6 +37,7 @@ from pat_vllm.patches import (
     install_tp_group,
     probe_p2p_between,
     skip_empty_drafts,
+    take_every_draft_length,
     use_attention_workspace,
 )
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
@@ -126,6 +127,7 @@ class PATWorkerMixin(_Base):
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
             skip_empty_drafts(runtime.runner)
+            take_every_draft_length(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)

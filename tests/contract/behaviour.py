@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
+GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager"
 LINEAR = "vllm.model_executor.layers.linear"
 RING = "vllm.distributed.device_communicators.shm_broadcast"
 
@@ -190,6 +191,31 @@ TEXTS = (
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner.profile_cudagraph_memory",
         r"profiling_pool = current_platform\.graph_pool_handle\(\)",
         "same, V1",
+    ),
+    Text(
+        f"{GRAPHS}._init_candidates",
+        r"(?s)build_dynamic_sd_schedule_lookup\([^()]*vllm_max_batch_size=self\.max_num_reqs",
+        "the lengths of a schedule that has more of them than there are requests",
+    ),
+    Text(
+        f"{GRAPHS}._init_candidates",
+        r"(?s)descs\.sort\(key=[^()]*\.num_tokens, reverse=True\)\s+self\._capture_descs\[",
+        "of the graphs of a kind the largest comes first",
+    ),
+    Text(
+        f"{GRAPHS}.dispatch",
+        r"(?s)for desc in self\._candidates\[.*if _is_compatible\(",
+        "the first candidate that fits a step is its graph",
+    ),
+    Text(
+        "vllm.v1.spec_decode.ngram_proposer_gpu.NgramProposerGPU.propose",
+        r"assert num_speculative_tokens == self\.k",
+        "Model Runner V1's drafter on the device is always asked for the longest drafts",
+    ),
+    Text(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample_tokens",
+        r"(?s)num_speculative_tokens=num_spec_tokens.*draft_tokens\[:, num_spec_tokens:\] = -1",
+        "what Model Runner V2's drafter returns beyond the draft length is masked",
     ),
     Text(
         f"{WORKER}.determine_available_memory",

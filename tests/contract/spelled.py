@@ -22,9 +22,13 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.spec_decode.ngram_proposer_gpu import NgramProposerGPU
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -98,6 +102,14 @@ def in_strings(
 def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
     """Told apart, and asked for what not every one has."""
     return v1.inputs_embeds, v1.attn_groups, v2.attn_groups
+
+
+def drafters(v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1) -> tuple[Any, ...]:
+    """What of speculation is replaced by name, or asked for."""
+    return (
+        *(v1.propose, v1.k, v2.propose, v2.drafts, runner.token_ids_gpu_tensor),
+        *(cudagraph_utils.build_dynamic_sd_schedule_lookup, CudaGraphManager._init_candidates),
+    )
 
 
 def weight_loaders(

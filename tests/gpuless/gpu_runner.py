@@ -63,7 +63,7 @@ class Runner:
     memory: DeviceMemory
     pools: dict[int, int]
     """Of CUDA graphs: bytes by handle."""
-    lora_config = cudagraph_manager = speculative_config = None
+    lora_config = cudagraph_manager = speculative_config = structured_outputs_worker = None
     is_pooling_model = False
     counters = COUNTERS
     max_num_reqs = 4

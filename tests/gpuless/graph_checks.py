@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 
 from tests.gpuless.graph_mistakes import MISTAKES
-from tests.gpuless.graph_run import Run, full_graphs, inputs_of
+from tests.gpuless.graph_run import DRAFTS, Run, full_graphs, inputs_of
 from tests.support.mutation import mutated
 
 RANK = 1
@@ -38,6 +38,11 @@ Made = Callable[[], Run]
 @functools.cache
 def _eager(ranks: int, use_v2: bool) -> list[tuple[str, torch.Tensor]]:
     return Run.start(ranks, RANK, use_v2, graphs=False).drive().hidden
+
+
+@functools.cache
+def _eager_drafts(ranks: int, decode_steps: int) -> list[tuple[str, torch.Tensor]]:
+    return Run.start(ranks, RANK, graphs=False, drafts=DRAFTS).verify().hidden
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -97,7 +102,7 @@ def check_addresses(make: Made) -> None:
 
 
 def check_shared(make: Made) -> None:
-    """Layouts have one KV buffer, one copy of the weights, of token ids and of penalty counters."""
+    """Layouts have one KV buffer, one copy of the weights, and of what a step writes first."""
     run = make()
     base, *others = run.worker.runtimes.values()
 
@@ -119,9 +124,39 @@ def check_shared(make: Made) -> None:
             "req_states.all_token_ids.gpu",
             "sampler.penalties_state.output_bin_counts",
             "sampler.penalties_state.prompt_bin_mask",
+            "structured_outputs_worker.grammar_bitmask",
         ):
             of = attrgetter(name)
             assert of(one.runner).data_ptr() == of(base.runner).data_ptr(), name
+
+
+def check_drafts(make: Made) -> None:
+    """Steps of each draft length replay graphs of theirs, of the active layout.
+
+    They compute what is computed without graphs.
+    """
+    run = make()
+    expected = _eager_drafts(run.worker._base.layout.world_size, run.decode_steps)
+    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
+    for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
+        assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    graphs = {
+        graph.number: (tp, description.uniform_token_count)
+        for tp, runtime in run.worker.runtimes.items()
+        for description, graph in full_graphs(runtime.runner).items()
+    }
+    for tp in run.worker.runtimes:
+        for drafts in range(DRAFTS + 1):
+            phase = f"tp={tp}, {drafts} drafts"
+            used = [
+                graphs[number]
+                for at, number in run.driver.replayed
+                if at == phase
+                if number in graphs
+            ]
+            # A step of a token each comes before the last one.
+            assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
+            assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
 
 
 def check_pools(make: Made) -> None:
@@ -200,6 +235,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "own graphs": lambda: check_own_graphs(_driven),
     "addresses": lambda: check_addresses(_driven),
     "shared": lambda: check_shared(_driven),
+    "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
     "pools": lambda: check_pools(_driven),
     "pools, offloaded": _offloaded_pools,
     "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
@@ -217,6 +253,8 @@ def _with_two_layouts(check: str) -> None:
     match check:
         case "order":
             check_order(lambda rank: Run.start(2, rank), (0, 1))
+        case "drafts":
+            check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify())
         case "pools":
             check_pools(lambda: Run.start(2, RANK))
         case "shared":

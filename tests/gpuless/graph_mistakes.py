@@ -125,6 +125,9 @@ MISTAKES = {
         "pat_vllm.patches:token_ids_of",
         {"size[0] > most_rows": "True"},
     ),
+    "graphs for the longest drafts only": Mistake(
+        "drafts", "pat_vllm.speculation:every_length", {"sorted(lengths)": "[max(lengths)]"}
+    ),
     "a pool for each layout": Mistake(
         "pools",
         _WORKER + "initialize_from_config",

@@ -12,6 +12,8 @@ from tests.gpuless.cuda_graphs import Driver, Graph
 
 PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
 """By number of ranks, the layouts that are visited before the first update."""
+DRAFTS = 3
+"""The most that a worker verifies which speculates; PAT keeps each length up to them ready."""
 PROMPTS = ((11, 12, 13), (21, 22), (31, 32))
 
 
@@ -33,13 +35,19 @@ class Run:
 
     @classmethod
     def start(
-        cls, ranks: int, rank: int, use_v2: bool = True, graphs: bool = True, warm: bool = False
+        cls,
+        ranks: int,
+        rank: int,
+        use_v2: bool = True,
+        graphs: bool = True,
+        warm: bool = False,
+        drafts: int = 0,
     ) -> Run:
         """See `GraphWorker.start`."""
         from tests.gpuless.graph_worker import GraphWorker
 
         driver = Driver()
-        run = cls(GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm), driver)
+        run = cls(GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm, drafts), driver)
         for runtime in run.worker.runtimes.values():
             model = runtime.runner.get_model()
             model.compute_logits = functools.partial(run._sample, model.compute_logits)
@@ -69,8 +77,12 @@ class Run:
         use_v2: bool = self.worker.use_v2_model_runner
         return use_v2
 
-    def generate(self, phase: str, tp: int) -> None:
-        """Prefill the prompts and decode, in the layout of this tp, which must be active."""
+    def generate(self, phase: str, tp: int, drafts: int = 0) -> None:
+        """Prefill the prompts and decode, in the layout of this tp, which must be active.
+
+        Args:
+            drafts: draft tokens of each request that one more step verifies.
+        """
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -78,7 +90,8 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
-        room = self.decode_steps + 1
+        steps = self.decode_steps + bool(drafts)
+        room = steps + drafts + 1
         lengths = [len(prompt) for prompt in PROMPTS]
         requests = make_requests(phase, lengths, room, 32, decoding=False)
         first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
@@ -87,8 +100,11 @@ class Run:
             new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
             new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
         self._step(first)
-        for done in range(1, room):
-            self._step(decode_step(requests, done))
+        for done in range(1, steps + 1):
+            verified = drafts if done > self.decode_steps else 0
+            step = decode_step(requests, done, verified)
+            step.num_spec_tokens_to_schedule = drafts
+            self._step(step)
         self.worker.execute_model(finish(requests))
 
     def _step(self, step: Any) -> None:
@@ -103,6 +119,15 @@ class Run:
         failed = self.worker.pat_call_in_base(method, args, {})
         assert failed is None, failed
         self.worker.pat_refresh_weights()
+
+    def verify(self) -> Run:
+        """Verify drafts of each length, in each layout."""
+        for number, tp in enumerate(self.worker.runtimes):
+            if number:
+                self.worker.switch(number, tp)
+            for drafts in range(DRAFTS + 1):
+                self.generate(f"tp={tp}, {drafts} drafts", tp, drafts)
+        return self
 
     def drive(self) -> Run:
         """Switch, generate, update weights, sleep and wake up."""

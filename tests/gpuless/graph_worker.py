@@ -41,6 +41,9 @@ from tests.models import random_model
 
 SIZES = [1, 4, 8]
 """Batch sizes to capture, in tokens."""
+DRAFT_SIZES = [16]
+"""More of them where requests verify drafts."""
+NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 MAX_NUM_SEQS = 4
 KV_BYTES = 1 << 20
 _GARBAGE = 0x5A
@@ -133,7 +136,14 @@ class GraphWorker(PATGPUWorker):
 
     @classmethod
     def start(
-        cls, ranks: int, rank: int, driver: Driver, use_v2: bool, graphs: bool, warm: bool
+        cls,
+        ranks: int,
+        rank: int,
+        driver: Driver,
+        use_v2: bool,
+        graphs: bool,
+        warm: bool,
+        drafts: int = 0,
     ) -> GraphWorker:
         """A worker of an engine with all layouts of `ranks` ranks, as vLLM starts it.
 
@@ -141,6 +151,7 @@ class GraphWorker(PATGPUWorker):
             use_v2: whether with Model Runner V2.
             graphs: whether it captures.
             warm: whether PAT warms each layout up with requests, which takes longer than the rest.
+            drafts: the most draft tokens; 0 without speculation.
         """
         driver.install(type(current_platform))
         # Other processes have one engine, and do not go on after an error.
@@ -152,7 +163,7 @@ class GraphWorker(PATGPUWorker):
             mock.patch.dict(os.environ, runner),
             mock.patch.object(worker_module, "warm_up", warm_up),
         ):
-            return cls._start(_engine_config(ranks, graphs), rank, driver)
+            return cls._start(_engine_config(ranks, graphs, drafts), rank, driver)
 
     @classmethod
     def _start(cls, config: Any, rank: int, driver: Driver) -> GraphWorker:
@@ -211,7 +222,7 @@ class GraphWorker(PATGPUWorker):
             parameter.data = parameter.data * 0.75
 
 
-def _engine_config(ranks: int, graphs: bool) -> Any:
+def _engine_config(ranks: int, graphs: bool, drafts: int = 0) -> Any:
     pat = {"policy": {"kind": "static", "tp": 1}, "weights": "inplace", "kv_transfer": "recompute"}
     config = EngineArgs(
         model=str(random_model("qwen3")),
@@ -225,13 +236,15 @@ def _engine_config(ranks: int, graphs: bool) -> Any:
         max_num_batched_tokens=32,
         block_size=32,
         seed=7,
+        speculative_config=NGRAM | {"num_speculative_tokens": drafts} if drafts else None,
     ).create_engine_config()
     # vLLM's CPU platform allows no graphs.
     config.model_config.enforce_eager = not graphs
     compilation = config.compilation_config
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
-    compilation.cudagraph_capture_sizes = list(SIZES)
-    compilation.max_cudagraph_capture_size = max(SIZES)
+    sizes = [*SIZES, *DRAFT_SIZES] if drafts else SIZES
+    compilation.cudagraph_capture_sizes = list(sizes)
+    compilation.max_cudagraph_capture_size = max(sizes)
     return config
 
 

@@ -22,6 +22,27 @@ def idle_requests(worker: Any) -> int:
     return sum(len(runner.req_states.req_id_to_index) for runner in runners)
 
 
+class _Counted:
+    """In place of a kernel: counts its launches."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+def searches(worker: Any) -> int:
+    """How often this rank has looked for n-grams since the last call; the first gives 0."""
+    module = importlib.import_module("vllm.v1.worker.gpu.spec_decode.ngram.speculator")
+    counted: Any = module._ngram_scan_kernel
+    launches = counted.launches if isinstance(counted, _Counted) else 0
+    module._ngram_scan_kernel = _Counted(getattr(counted, "kernel", counted))
+    return launches
+
+
 def make_mistake(worker: Any, function: str, changes: dict[str, str]) -> None:
     """Change a function of this process, see `tests.support.mutation`."""
     _mistakes.enter_context(mutated(find(function), changes))

@@ -55,17 +55,25 @@ def _patch_language_once(interpreter: Any) -> None:
 
 
 def _take_any_mask(interpreter: Any) -> None:
-    """Have the interpreter store where a mask of integers says so, as compiled code does.
+    """Have the interpreter load and store where a mask of integers says so, as compiled code does.
 
     It makes such of "and" between a truth value and many, as vLLM's kernel for grammars has it.
     """
-    store = interpreter.InterpreterBuilder.create_masked_store
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return load(self, pointers, mask, *rest)
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
         mask.data = mask.data.astype(bool)
         return store(self, pointers, value, mask, *rest)
 
-    interpreter.InterpreterBuilder.create_masked_store = create_masked_store
+    builder.create_masked_load, builder.create_masked_store = (
+        create_masked_load,
+        create_masked_store,
+    )
 
 
 def _patch_interpreter(interpreter: Any) -> None:

@@ -1,0 +1,295 @@
+"""CUDA graphs for every draft length: which ones vLLM's managers capture in each layout.
+
+vLLM's configs and its graph manager are its own; nothing is captured. `test_cuda_graphs.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
+
+from pat_vllm import patches, speculation
+from pat_vllm.config import layouts_of
+from pat_vllm.layout import Layout
+from pat_vllm.worker import layout_config as module
+from pat_vllm.worker.layout_config import layout_config, lengths_of
+from tests.models import random_model
+from tests.support.mutation import mutated
+
+LONGEST = 5
+LENGTHS = (0, 1, 2, 4, 5)
+MAX_NUM_SEQS = 100
+"""No size that vLLM captures without speculation, but for being the largest batch."""
+NGRAM = {"method": "ngram_gpu", "num_speculative_tokens": LONGEST, "prompt_lookup_max": 3}
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runners() -> Iterator[Callable[[bool], None]]:
+    """Says which of vLLM's model runners configs are for."""
+    import vllm.model_executor.models.registry as registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM looks at each new model class in a process of its own, which takes long.
+        patch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
+        patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        patch.setattr(cudagraph_utils, "get_pp_group", lambda: alone)
+        patch.setattr(
+            type(current_platform), "get_global_graph_pool", lambda self: (0, 1), raising=False
+        )
+        # Restored with the rest.
+        lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
+        patch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
+        runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
+        patches.take_every_draft_length(runner)
+
+        def choose(use_v2: bool) -> None:
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(use_v2)))
+
+        choose(True)
+        yield choose
+
+
+def engine_config(
+    speculative: dict[str, Any] | None = NGRAM,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    sizes: list[int] | None = None,
+    **pat: Any,
+) -> VllmConfig:
+    """Of an engine with CUDA graphs, which vLLM's CPU platform does not allow by itself.
+
+    Args:
+        sizes: to capture, as a user says; else vLLM chooses them.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=str(random_model("qwen3")),
+        tensor_parallel_size=4,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"policy": {"kind": "static", "tp": 1}, **pat}},
+        speculative_config=speculative,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=max_num_seqs,
+    ).create_engine_config()
+    config.model_config.enforce_eager = False
+    compilation = config.compilation_config
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.cudagraph_capture_sizes = sizes  # type: ignore[assignment]
+    compilation.max_cudagraph_capture_size = max(sizes) if sizes else None  # type: ignore[assignment]
+    config._set_cudagraph_sizes()
+    return config
+
+
+def manager_of(config: VllmConfig) -> Any:
+    """vLLM's for Model Runner V2, as after its captures."""
+    manager = cudagraph_utils.CudaGraphManager(
+        config,
+        torch.device("cpu"),
+        config.compilation_config.cudagraph_mode,
+        decode_query_len=config.uniform_decode_query_len,
+    )
+    manager._graphs_captured = True
+    return manager
+
+
+def dispatched(manager: Any, batch: int, drafts: int) -> Any:
+    """The graph of a step of requests that each verify so many drafts."""
+    length = 1 + drafts
+    return manager.dispatch(batch, batch * length, length, 0, max_query_len=length)
+
+
+def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None) -> None:
+    """A decode step has a graph, in each layout, where stock vLLM with this draft length alone has.
+
+    Without drafts and with the longest it is no larger; in between, the batch may be padded more.
+
+    Args:
+        largest: by tp, the largest batch with which the layout is entered.
+    """
+    max_num_seqs = engine.scheduler_config.max_num_seqs
+    ours = {layout.tp: manager_of(layout_config(engine, layout)) for layout in layouts_of(engine)}
+    for drafts in LENGTHS:
+        alone = {**NGRAM, "num_speculative_tokens": drafts} if drafts else None
+        stock = manager_of(engine_config(alone, max_num_seqs))
+        for tp, manager in ours.items():
+            for batch in range(1, (largest or {}).get(tp, max_num_seqs) + 1):
+                wanted, found = (dispatched(one, batch, drafts) for one in (stock, manager))
+                seen = f"tp={tp}: {batch} requests with {drafts} drafts: {found}, not {wanted}"
+                # No graph is larger than vLLM's limit.
+                assert wanted.cg_mode == FULL or batch * (1 + drafts) > 480
+                assert found.cg_mode.value >= wanted.cg_mode.value, seen
+                if wanted.cg_mode == FULL:
+                    assert found.uniform_token_count == 1 + drafts, seen
+                    assert found.num_reqs < batch + 16, seen
+                if wanted.cg_mode == FULL and drafts in (0, LONGEST):
+                    assert found.num_tokens <= wanted.num_tokens, seen
+
+
+def check_number(engine: VllmConfig) -> None:
+    """A layout captures at most three times as many full graphs as stock vLLM with fixed drafts."""
+    stock = manager_of(engine)
+    for layout in layouts_of(engine):
+        manager = manager_of(layout_config(engine, layout))
+        assert len(manager._capture_descs[FULL]) <= 3 * len(stock._capture_descs[FULL])
+
+
+def test_every_draft_length_has_graphs_in_every_layout() -> None:
+    engine = engine_config()
+    assert engine.speculative_config is not None
+    assert lengths_of(engine.speculative_config) == LENGTHS
+    check_every_length(engine)
+    check_number(engine)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+def test_fewer_requests_than_draft_lengths(max_num_seqs: int) -> None:
+    check_every_length(engine_config(max_num_seqs=max_num_seqs))
+
+
+def scheduled() -> VllmConfig:
+    """Layouts that are entered with few requests, for which they capture graphs."""
+    return engine_config(policy={"kind": "schedule", "switch_at": {"20": 2, "3": 4}})
+
+
+def test_layouts_that_are_entered_with_few_requests() -> None:
+    engine = scheduled()
+    check_every_length(engine, {2: 20, 4: 3})
+    narrow, wide = (layout_config(engine, Layout.of(tp, 4)).compilation_config for tp in (2, 4))
+    assert narrow.max_cudagraph_capture_size < 20 * (1 + LONGEST) + 16
+    assert wide.max_cudagraph_capture_size < 3 * (1 + LONGEST) + 16
+
+
+def test_sizes_of_a_user_are_left_alone() -> None:
+    engine = engine_config(sizes=[1, 2, 4, 8, 16])
+    for layout in layouts_of(engine):
+        config = layout_config(engine, layout).compilation_config
+        assert config.cudagraph_capture_sizes == [1, 2, 4, 8, 16]
+
+
+def test_a_layout_speculates_with_its_own_tp() -> None:
+    check_own_configs(engine_config())
+
+
+def check_own_configs(engine: VllmConfig) -> None:
+    configs = [layout_config(engine, layout) for layout in layouts_of(engine)]
+    assert engine.speculative_config is not None
+    for config in configs:
+        own = config.speculative_config
+        assert own is not None
+        for parallel in (own.target_parallel_config, own.draft_parallel_config):
+            assert parallel is config.parallel_config, config.parallel_config.tensor_parallel_size
+        assert own.uses_dynamic_speculative_decoding()
+    assert len({id(config.speculative_config) for config in configs}) == len(configs)
+    stock = engine.speculative_config
+    assert not stock.uses_dynamic_speculative_decoding(), "the engine's is changed"
+    assert stock.target_parallel_config.tensor_parallel_size == 4
+
+
+def test_model_runner_v1_has_graphs_of_pieces_only(runners: Callable[[bool], None]) -> None:
+    """As vLLM chooses where the draft length changes."""
+    runners(False)
+    try:
+        engine = engine_config({**NGRAM, "method": "ngram"})
+        for layout in layouts_of(engine):
+            compilation = layout_config(engine, layout).compilation_config
+            assert compilation.cudagraph_mode == PIECEWISE
+            stock = engine.compilation_config
+            assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
+        assert engine.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+    finally:
+        runners(True)
+
+
+def test_the_longest_drafts_of_model_runner_v1_on_the_device_are_cut() -> None:
+    """Its drafter looks for the longest only. It counts how many of a request's drafts are real."""
+    found = torch.tensor([[7, 8, 9], [5, -1, -1]]), torch.tensor([3, 1])
+    asked = []
+
+    def propose(length: int, *args: Any) -> Any:
+        asked.append((length, *args))
+        return found
+
+    drafter = SimpleNamespace(k=3, propose=propose)
+    config = SimpleNamespace(method="ngram_gpu")
+    runner: Any = SimpleNamespace(speculative_config=config, drafter=drafter)
+    patches.take_every_draft_length(runner)
+    patches.take_every_draft_length(runner)
+    for length, drafts, counts in (
+        (3, [[7, 8, 9], [5, -1, -1]], [3, 1]),
+        (1, [[7], [5]], [1, 1]),
+        (0, [[], []], [0, 0]),
+    ):
+        tokens, num_valid = drafter.propose(length, "tokens")
+        assert (tokens.tolist(), num_valid.tolist()) == (drafts, counts)
+    assert asked == [(3, "tokens")] * 3
+
+
+MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]]] = {
+    "graphs for the longest drafts only": (
+        lambda: check_every_length(engine_config()),
+        speculation.every_length,
+        {"sorted(lengths)": "[max(lengths)]"},
+    ),
+    "sizes for the longest drafts only": (
+        lambda: check_every_length(engine_config()),
+        module._capture_every_draft_length,
+        {"in lengths_of(engine.speculative_config)": "in ()"},
+    ),
+    "graphs of every size for every length": (
+        lambda: check_number(engine_config()),
+        patches._worth_capturing,
+        {"return kept": "return list(graphs)"},
+    ),
+    "sizes in requests": (
+        lambda: check_every_length(scheduled(), {2: 20, 4: 3}),
+        module._limit_cuda_graphs,
+        {" * config.uniform_decode_query_len": ""},
+    ),
+    "graphs of one size only": (
+        lambda: check_every_length(engine_config()),
+        patches._smallest_graphs,
+        {
+            "return ": "return [one for one in kinds.values() if one.num_tokens == min("
+            "each.num_tokens for each in kinds.values() if each.cg_mode == one.cg_mode)]; "
+        },
+    ),
+    "as many lengths as requests": (
+        lambda: check_every_length(engine_config(max_num_seqs=2)),
+        patches._look_up_all,
+        {"max(vllm_max_batch_size, len(schedule))": "vllm_max_batch_size"},
+    ),
+    "layouts share a config": (
+        lambda: check_own_configs(engine_config()),
+        module._make_speculative,
+        {"own = copy.copy(engine)": "own = engine"},
+    ),
+    "the tp of the engine": (
+        lambda: check_own_configs(engine_config()),
+        module._make_speculative,
+        {"config.parallel_config": "engine.target_parallel_config"},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check, function, changes = MISTAKES[mistake]
+    with mutated(function, changes):
+        # A mistake in what was patched in has to be patched in again.
+        lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
+        original = getattr(lookup, "__wrapped__", lookup)
+        monkeypatch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", original)
+        runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
+        patches.take_every_draft_length(runner)
+        with pytest.raises(AssertionError):
+            check()
