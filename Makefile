@@ -28,8 +28,8 @@ $(STAMP): pyproject.toml
 		echo "No g++: torch.compile needs it, else set TORCHDYNAMO_DISABLE=1 (Debian: apt-get install g++)"
 	@touch $@
 
-demo: venv ## A long-tail batch that switches layout while it runs
-	$(BIN)/pat-vllm demo
+demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts)
+	$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
 test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly
 	$(BIN)/python -m pytest -m "not gpu and not nightly"

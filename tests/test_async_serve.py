@@ -35,6 +35,14 @@ PATIENCE = 300.0
 """Seconds, a hundred times what anything that is waited for takes."""
 STREAMS = 8
 TOKENS = 240
+DRAFTS: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+    "num_speculative_tokens_per_batch_size": [[1, 1, 0]],
+}
+"""Speculative decoding on demand: without that there are no drafts."""
 
 
 def prompt_of(index: int) -> list[int]:
@@ -67,7 +75,8 @@ def llm(run: Callable[..., Any]) -> Iterator[Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     arguments = AsyncEngineArgs(
-        model=str(random_model("qwen3")),
+        model=str(random_model("repeating")),
+        speculative_config=dict(DRAFTS),
         tensor_parallel_size=2,
         distributed_executor_backend="pat",
         additional_config={
@@ -168,6 +177,12 @@ def forced(report: pat_vllm.Report, since: pat_vllm.Report) -> list[Any]:
     return [switch for switch in new if switch.reason == "forced"]
 
 
+def drafts_of(report: pat_vllm.Report) -> tuple[int, int]:
+    """Draft tokens that were verified, and those that were accepted."""
+    drafted = sum(one.drafted for one in report.drafts)
+    return drafted, sum(one.accepted for one in report.drafts)
+
+
 def test_streams_across_switches(
     llm: Any, run: Callable[..., Any], expected: list[list[int]]
 ) -> None:
@@ -226,6 +241,33 @@ def test_an_unknown_layout_is_an_error_of_the_call_only(llm: Any, run: Callable[
             await pat_vllm.switch_async(llm, 3)
         await gather([stream])
         assert len(stream.token_ids) == 40
+
+    run(scenario())
+
+
+def test_drafts_on_demand(llm: Any, run: Callable[..., Any], expected: list[list[int]]) -> None:
+    """Greedy text is what it is without, whatever layout and draft length."""
+
+    async def scenario() -> None:
+        before = await idle(llm)
+        assert not any(one.drafted for one in before.drafts)
+        with pytest.raises(Exception, match=r"keeps \[0, 1, 2, 4\] ready"):
+            await pat_vllm.speculate_async(llm, 3)
+        await pat_vllm.speculate_async(llm, 4)
+        streams = [Stream(llm, f"drafted-{index}", index) for index in range(1, STREAMS, 2)]
+        for tokens, tp, length in ((20, 2, 1), (60, 1, 4), (100, 2, 0), (140, 1, 4), (180, 2, 2)):
+            await progress(streams, tokens)
+            assert await pat_vllm.switch_async(llm, tp)
+            await pat_vllm.speculate_async(llm, length)
+        assert await gather(streams) == expected[1::2]
+        report = await idle(llm)
+        assert len(forced(report, before)) == 5
+        assert {one.num_speculative_tokens for one in report.drafts if one.drafted} >= {1, 2, 4}
+        drafted, accepted = drafts_of(report)
+        assert 0.2 < accepted / drafted < 0.9
+        # The next requests get what is configured, which is none.
+        assert await gather([Stream(llm, "undrafted", 1)]) == expected[1:2]
+        assert drafts_of(await idle(llm)) == (drafted, accepted)
 
     run(scenario())
 
@@ -341,12 +383,13 @@ class Server:
             "tensor-parallel-size": 2,
             "distributed-executor-backend": "pat",
             "additional-config": json.dumps({"pat": pat}),
+            "speculative-config": json.dumps(DRAFTS),
             "served-model-name": "tiny",
             "host": "127.0.0.1",
             "port": port,
         }
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-        command += [str(random_model("qwen3")), "--enforce-eager"]
+        command += [str(random_model("repeating")), "--enforce-eager"]
         command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
         environment = {
             **os.environ,
@@ -450,7 +493,10 @@ def complete_all(url: str, lengths: list[int], stream: bool) -> list[tuple[str, 
 
 
 def test_vllm_serve(server: Server) -> None:
-    """Concurrent streams, switches by policy and on demand under load, metrics, a clean end."""
+    """Concurrent streams, switches by policy and on demand under load, metrics, a clean end.
+
+    Then the same with drafts, on demand as well.
+    """
 
     def report() -> pat_vllm.Report:
         (text,) = server.rpc("pat_report")
@@ -496,6 +542,17 @@ def test_vllm_serve(server: Server) -> None:
     assert server.metric("vllm:request_success_total") == 2 * (len(tail) + len(long))
     assert server.metric("vllm:num_preemptions_total") == 0
     assert server.metric("vllm:num_requests_running") == 0
+
+    # With drafts: no text changes of the greedy half, and the metrics are those of the report.
+    assert drafts_of(report()) == (0, 0)
+    server.rpc("pat_speculate", 4)
+    texts = complete_all(server.url, tail, stream=True)
+    assert texts[1::2] == reference[0][1::2]
+    assert [tokens for _, tokens in texts] == tail
+    drafted, accepted = drafts_of(report())
+    assert 0.2 < accepted / drafted < 0.9
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == drafted
+    assert server.metric("vllm:spec_decode_num_accepted_tokens_total") == accepted
 
     log = server.child.output
     assert "PAT switched tp1dp2 -> tp2dp1 (policy)" in log

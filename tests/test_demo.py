@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pat_vllm.cli.demo import (
     Contender,
     contenders,
     disagreement,
-    draw_timeline,
+    drafts_of,
     make_batch,
     response_lengths,
     run_spec,
@@ -20,10 +21,11 @@ from pat_vllm.cli.demo import (
     verdict,
 )
 from pat_vllm.cli.demo_plot import plot
+from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import RunFailed, RunResult, environment, run
 from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import LiveSample, Report, SwitchReport
+from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 
 from .models import random_model
 
@@ -114,6 +116,17 @@ def test_contenders_differ_in_nothing_but_the_policy(tmp_path):
     policies = [spec.engine["additional_config"]["pat"].pop("policy") for spec in specs]
     assert len({json.dumps(policy, sort_keys=True) for policy in policies}) == 3
     assert specs[0] == specs[1] == specs[2]
+    assert "speculative_config" not in specs[0].engine
+
+
+def test_all_contenders_speculate_alike(tmp_path):
+    config = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    batch = make_batch((4, 9), vocab=300, temperature=0.0, seed=5)
+    specs = [run_spec(tmp_path, 2, c, batch, batch, 3) for c in contenders(2, switch_at=2)]
+    configs = [spec.engine["speculative_config"] for spec in specs]
+    assert configs[0] == configs[1] == configs[2]
+    assert (configs[0]["method"], configs[0]["num_speculative_tokens"]) == ("ngram", 3)
 
 
 def test_too_long_a_batch_is_refused(tmp_path):
@@ -204,9 +217,31 @@ def test_agreement():
     assert "has 2 and 1 tokens" in (disagreement([first, (contender, short)]) or "")
 
 
-def test_plot_is_an_image(tmp_path):
+def with_drafts(result):
+    """A run of `results` that speculated: 7 of 10 draft tokens were accepted in its batch."""
+    drafts = (
+        DraftSample(BEGAN - 1.0, ONE, 0, 4, 5, 90, 1),  # in the warm-up
+        DraftSample(BEGAN + 1.0, ONE, 0, 4, 3, 8, 6),
+        DraftSample(BEGAN + 2.0, TWO, 0, 4, 3, 2, 1),
+    )
+    return dataclasses.replace(result, report=dataclasses.replace(result.report, drafts=drafts))
+
+
+def test_drafts_of_a_batch():
+    result = with_drafts(results()[2][1])
+    assert (result.drafted, result.acceptance) == (10, 0.7)
+    replicas, group, (contender, _) = results()
+    assert drafts_of([replicas, group, (contender, result)]) == (
+        "n-gram drafts, k = 4: accepted in 'replicas' 0% of 0, 'one group' 0% of 0, "
+        "'live switch' 70% of 10 tokens."
+    )
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_plot_is_an_image(tmp_path, speculate):
     path = tmp_path / "demo.png"
-    plot([(contender.label, result) for contender, result in results()], path)
+    runs = [(c.label, with_drafts(one) if speculate else one) for c, one in results()]
+    plot(runs, path)
     assert path.read_bytes().startswith(PNG_SIGNATURE)
 
 
@@ -241,6 +276,12 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     assert "is no directory with a checkpoint" in text
 
 
+def test_sampling_does_not_go_with_drafts(tmp_path):
+    code, text, _ = demo_command(tmp_path, "repeating", "--speculate", "--temperature", "1")
+    assert code == 2
+    assert "--temperature 1 does not go with --speculate" in text
+
+
 @pytest.mark.slow
 def test_a_failed_engine_shows_its_last_words():
     batch = make_batch((4,), vocab=300, temperature=0.0, seed=0)
@@ -251,17 +292,27 @@ def test_a_failed_engine_shows_its_last_words():
 
 
 @pytest.mark.slow
-def test_demo_end_to_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("qwen3", ()),
+        pytest.param("repeating", ("--speculate",), marks=pytest.mark.nightly),
+    ],
+)
+def test_demo_end_to_end(tmp_path, monkeypatch, model, options):
     # As a user has it, rather than as conftest.py sets it: a core for each rank.
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     code, text, image = demo_command(
         tmp_path,
-        random_model("qwen3"),
-        *("--requests", "10", "--max-tokens", "60", "--switch-at", "3"),
+        random_model(model),
+        *("--requests", "10", "--max-tokens", "60", "--switch-at", "3", *options),
     )
     assert code == 0, text
     assert "Outputs of all three runs agree" in text
     assert "switch tp1dp2 -> tp2dp1" in text
+    shares = [int(one) for one in re.findall(r"' (\d+)% of \d+", text)]
+    assert len(shares) == (3 if options else 0)
+    assert all(20 < share < 90 for share in shares), text
     content = image.read_bytes()
     assert content.startswith(PNG_SIGNATURE) and len(content) > 10_000

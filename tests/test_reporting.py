@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,7 @@ from pat_vllm.reporting import (
     rollout,
 )
 from pat_vllm.reporting import history as history_module
+from tests.support.mutation import mutated
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 
@@ -182,6 +184,54 @@ def test_since(monkeypatch: pytest.MonkeyPatch):
             assert [record.at for record in records] == times
         assert report.steps[ONE].steps == MAX_RECORDS + 10  # totals stay whole
     assert history.report(ONE, [ONE, TWO], last + 1).layouts == (ONE, TWO)
+
+
+def check_drafts_are_counted() -> None:
+    """By replica, draft length and second; those of two batches apart."""
+    history = History()
+    for at, replica, length, drafted, accepted in (
+        (10.0, 0, 4, 0, 0),
+        (10.1, 1, 4, 8, 3),
+        (10.2, 0, 4, 16, 7),
+        (10.3, 0, 1, 4, 4),
+        (11.2, 1, 4, 8, 2),
+        (11.3, 1, 4, 8, 1),
+    ):
+        history.drafts(at, ONE, replica, length, drafted, accepted)
+    history.idle()
+    history.drafts(11.4, ONE, 1, 4, 8, 8)
+    samples = [
+        (one.at, one.replica, one.num_speculative_tokens, one.steps, one.drafted, one.accepted)
+        for one in history.report(ONE, [ONE]).drafts
+    ]
+    assert samples == [
+        (10.0, 0, 4, 2, 16, 7),
+        (10.1, 1, 4, 1, 8, 3),
+        (10.3, 0, 1, 1, 4, 4),
+        (11.2, 1, 4, 2, 16, 3),
+        (11.4, 1, 4, 1, 8, 8),
+    ]
+    assert [one.at for one in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
+
+
+def test_drafts_are_counted():
+    check_drafts_are_counted()
+
+
+@pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        pytest.param(
+            History.idle, {"self._counting.clear()": "pass"}, id="a batch's steps counted twice"
+        ),
+        pytest.param(
+            History.drafts, {"self._counting.get(replica)": "None"}, id="each step by itself"
+        ),
+    ],
+)
+def test_drafts_that_are_counted_wrongly_are_seen(function: Any, changes: dict[str, str]):
+    with mutated(function, changes), pytest.raises(AssertionError):
+        check_drafts_are_counted()
 
 
 def test_little_is_sent_of_a_long_history(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import PredictorReport, RefusedSwitch, Report, SwitchReport, describe
+from pat_vllm.reporting import (
+    DraftSample,
+    PredictorReport,
+    RefusedSwitch,
+    Report,
+    SwitchReport,
+    describe,
+)
 
 NARROW, WIDE = Layout(1, 2), Layout(2, 1)
 
@@ -73,3 +80,23 @@ def test_failures_to_plan_are_told_apart() -> None:
         assert describe(report, started=20.0, seconds=1.0, responses=8) == (
             f"8 responses in 1.00 s; no switch; {told}"
         )
+
+
+def test_drafts_of_the_rollout() -> None:
+    def drafts(at: float, drafted: int, accepted: int) -> DraftSample:
+        return DraftSample(at, NARROW, 0, 4, 7, drafted, accepted)
+
+    report = replace(
+        REPORT,
+        switches=(),
+        refused=(),
+        drafts=(drafts(19.0, 50, 50), drafts(20.5, 100, 30), drafts(21.5, 60, 12)),
+    )
+    assert describe(report, started=20.0, seconds=2.0, responses=8) == (
+        "8 responses in 2.00 s; no switch; 42 of 160 draft tokens accepted"
+    )
+    # With a draft length of 0 there is nothing to tell.
+    nothing = replace(report, drafts=(drafts(20.5, 0, 0),))
+    assert describe(nothing, started=20.0, seconds=2.0, responses=8) == (
+        "8 responses in 2.00 s; no switch"
+    )

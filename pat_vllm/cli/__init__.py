@@ -71,16 +71,28 @@ def write_random_model(
 @app.command("demo")
 def run_demo(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint to use instead of a random model.")
+        Path | None,
+        typer.Option(
+            help="Checkpoint to use instead of a random model; `repeating` is a random model "
+            "whose text repeats itself, so that drafts are accepted."
+        ),
     ] = None,
     models_dir: Annotated[
-        Path, typer.Option(help="Where the random model (0.7 GB) is made once and kept.")
+        Path, typer.Option(help="Where a random model (0.7 GB) is made once and kept.")
     ] = Path(".models"),
     ranks: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
     requests: Annotated[int, typer.Option(min=2, help="Requests in the batch.")] = 128,
     max_tokens: Annotated[int, typer.Option(min=8, help="Longest response, tokens.")] = 320,
     switch_at: Annotated[int, typer.Option(min=1, help="Live requests at which to switch.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Speculative decoding in all runs: n-gram drafts.")
+    ] = False,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=1, help="With --speculate: draft tokens a request and step.")
+    ] = 4,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; 1 by default, 0 with --speculate.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and sampling.")] = 0,
     output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png"),
 ) -> None:
@@ -102,7 +114,8 @@ def run_demo(
             requests=requests,
             max_tokens=max_tokens,
             switch_at=switch_at,
-            temperature=temperature,
+            num_speculative_tokens=num_speculative_tokens if speculate else 0,
+            temperature=float(not speculate) if temperature is None else temperature,
             seed=seed,
             output=output,
         )

@@ -16,9 +16,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pat_vllm.cli import random_model
+from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
@@ -40,6 +40,12 @@ MODEL = dict(
 )
 """Shape of the demo's own model: 169M parameters."""
 
+REPEATING = Path("repeating")
+"""Stands for a model of that shape whose text repeats a phrase, with interruptions."""
+_REPEAT = 1.2
+"""How much it does: about half of the drafts are accepted."""
+_NGRAMS = dict(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
+
 PROMPT_TOKENS = (8, 32)
 MIN_LENGTH = 4
 # Lengths are log-normal: a twelfth of the longest in the middle, a third of them e times that.
@@ -51,9 +57,6 @@ WARM_UP_SHARE = 1 / 16
 _FLOAT32_BYTES = 4
 _KV_BLOCK_TOKENS = 128
 """vLLM's block size on CPUs; smaller on other platforms."""
-_MARKS = ":#%@&+*"
-"""What stands for a layout in the drawn timeline, in order of appearance."""
-_COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow")
 
 
 @dataclass(frozen=True)
@@ -116,9 +119,17 @@ def make_batch(lengths: Sequence[int], vocab: int, temperature: float, seed: int
 
 
 def run_spec(
-    model: Path, ranks: int, contender: Contender, batch: Batch, warm_up: Batch
+    model: Path,
+    ranks: int,
+    contender: Contender,
+    batch: Batch,
+    warm_up: Batch,
+    num_speculative_tokens: int = 0,
 ) -> RunSpec:
     """The engine of a contender: they differ in the policy and in nothing else.
+
+    Args:
+        num_speculative_tokens: draft tokens a request and step; 0 is no speculative decoding.
 
     Raises:
         ValueError: the model's context is too short for the batch.
@@ -133,7 +144,8 @@ def run_spec(
     heads = config.get("num_key_value_heads", config["num_attention_heads"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
-    contexts = (len(p) + n for p, n in zip(batch.prompts, batch.lengths, strict=True))
+    drafts = num_speculative_tokens
+    contexts = (len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True))
     # Room for all requests in one replica, so that no run preempts any.
     blocks = 8 + sum(math.ceil(context / _KV_BLOCK_TOKENS) for context in contexts)
     engine = dict(
@@ -149,6 +161,8 @@ def run_spec(
         kv_cache_memory_bytes=blocks * _KV_BLOCK_TOKENS * token_bytes,
         skip_tokenizer_init=True,
     )
+    if drafts:
+        engine["speculative_config"] = {**_NGRAMS, "num_speculative_tokens": drafts}
     return RunSpec(engine, batch, warm_up)
 
 
@@ -202,44 +216,13 @@ def verdict(results: Sequence[tuple[Contender, RunResult]]) -> str:
     )
 
 
-def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
-    """Live requests (upwards, each row half of the one above) and layout over time, in ASCII."""
-    live, spans = result.live, result.spans
-    most = max(count for _, count in live)
-    marks: dict[Layout, str] = {}
-    for layout, _, _ in spans:
-        marks.setdefault(layout, _MARKS[len(marks) % len(_MARKS)])
-
-    columns: list[tuple[int, str]] = []
-    for column in range(width):
-        at = (column + 0.5) / width * result.seconds
-        count = next((n for start, n in reversed(live) if start <= at), most)
-        layout = next(layout for layout, _, end in spans if at <= end)
-        columns.append((count, marks[layout]))
-
-    levels = [most]
-    while levels[-1] > 1:
-        levels.append(1 << (levels[-1] - 1).bit_length() - 1)
-    lines = [
-        f"{level:>6} |" + "".join(mark if n >= level else " " for n, mark in columns).rstrip()
-        for level in levels
-    ]
-    end = f"{result.seconds:.1f} s"
-    lines.append(" " * 7 + "+" + "-" * width)
-    lines.append(" " * 8 + "0 s" + end.rjust(width - 3))
-    lines += [f"{mark * 3:>6}  {_describe(layout)}" for layout, mark in marks.items()]
-    lines += [
-        f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: "
-        f"{s.num_seqs} live, "
-        f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), {s.seconds * 1e3:.0f} ms"
-        for s in result.switches
-    ]
-    return lines
-
-
-def _describe(layout: Layout) -> str:
-    groups = "one group" if layout.replicas == 1 else f"{layout.replicas} replicas"
-    return f"layout {layout}: {groups} of tp={layout.tp}"
+def drafts_of(results: Sequence[tuple[Contender, RunResult]]) -> str:
+    """In a sentence, how long drafts were in each run, and how many were accepted."""
+    lengths = {sample.num_speculative_tokens for _, run in results for sample in run.drafts}
+    runs = ", ".join(
+        f"'{contender.label}' {run.acceptance:.0%} of {run.drafted}" for contender, run in results
+    )
+    return f"n-gram drafts, k = {', '.join(map(str, sorted(lengths)))}: accepted in {runs} tokens."
 
 
 def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> None:
@@ -254,22 +237,21 @@ def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> No
     console.print(table)
     console.print("Same batch, same flags, each run in a new process. seconds: generation;")
     console.print("vs static: relative to the faster static layout; stall: while switching.")
+    if any(run.drafts for _, run in results):
+        console.print(drafts_of(results))
     console.print(f"\nLive requests in run '{results[-1][0].label}':")
     for line in draw_timeline(results[-1][1]):
-        console.print(_coloured(line), soft_wrap=True)
+        console.print(coloured(line), soft_wrap=True)
 
 
-def _coloured(line: str) -> Text:
-    text = Text(line)
-    if line[7:8] == "|" or line.strip()[:1] in _MARKS:
-        for mark, colour in zip(_MARKS, _COLOURS, strict=True):
-            text.highlight_regex("(?<=[| ])[" + mark + "]+|[" + mark + "]{2,}", colour)
-    return text
+def demo_model(directory: Path, repeat: float = 0.0) -> Path:
+    """The demo's own model in `directory`, made on the first call; for `repeat`, see `make_model`.
 
-
-def demo_model(directory: Path) -> Path:
-    """The demo's own model in `directory`, made on the first call."""
-    key = json.dumps(MODEL, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
+    Returns:
+        The checkpoint's directory.
+    """
+    shape: dict[str, Any] = {**MODEL, "repeat": repeat} if repeat else MODEL
+    key = json.dumps(shape, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
     target = directory.resolve() / f"demo-{hashlib.sha256(key).hexdigest()[:12]}"
     if target.is_dir():
         return target
@@ -277,7 +259,7 @@ def demo_model(directory: Path) -> Path:
     # Renamed when complete, so that an interrupted demo leaves no half of a model behind.
     scratch = Path(tempfile.mkdtemp(prefix=".demo-", dir=target.parent))
     try:
-        random_model.make_model(scratch, **MODEL)  # type: ignore[arg-type]
+        random_model.make_model(scratch, **shape)
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -305,11 +287,15 @@ def demo(
     requests: int,
     max_tokens: int,
     switch_at: int,
+    num_speculative_tokens: int,
     temperature: float,
     seed: int,
     output: Path,
 ) -> bool:
     """Run the batch three times, print and plot what was measured.
+
+    Args:
+        model: None and `REPEATING` are the demo's own; for the others, see `pat-vllm demo --help`.
 
     Returns:
         Whether the three outputs agree token by token.
@@ -320,16 +306,21 @@ def demo(
     """
     from pat_vllm.cli.demo_plot import plot
 
-    if model is None:
+    if num_speculative_tokens and temperature:
+        raise ValueError(
+            f"--temperature {temperature:g} does not go with --speculate: what a request samples "
+            "depends on its drafts, which a switch drops. Leave it out"
+        )
+    if model is None or model == REPEATING:
         with console.status("making a random model"):
-            model = demo_model(models_dir)
+            model = demo_model(models_dir, _REPEAT if model == REPEATING else 0.0)
     vocab = model_config(model)["vocab_size"]
     lengths = response_lengths(requests, max_tokens, seed)
     batch = make_batch(lengths, vocab, temperature, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
     warm_up = make_batch(short, vocab, temperature, seed + 1)
     runs = [
-        (contender, run_spec(model, ranks, contender, batch, warm_up))
+        (contender, run_spec(model, ranks, contender, batch, warm_up, num_speculative_tokens))
         for contender in contenders(ranks, switch_at)
     ]
 

@@ -48,7 +48,7 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
             where="post",
             color=_SWITCHING_COLOUR if switching else colour[result.spans[0][0]],
             linewidth=2.2 if switching else 1.6,
-            label=f"{label}: {result.seconds:.1f} s, {result.tokens / result.seconds:.0f} tokens/s",
+            label=f"{label}: {_speed(result)}",
         )
     for number, switch in enumerate(last.switches):
         at = switch.at - last.began
@@ -96,3 +96,8 @@ _FLOOR = 0.8
 def _name(layout: Layout) -> str:
     groups = "one group" if layout.replicas == 1 else f"{layout.replicas} replicas"
     return f"layout {layout}: {groups} of tp={layout.tp}"
+
+
+def _speed(result: RunResult) -> str:
+    speed = f"{result.seconds:.1f} s, {result.tokens / result.seconds:.0f} tokens/s"
+    return speed + (f", {result.acceptance:.0%} of drafts accepted" if result.drafted else "")

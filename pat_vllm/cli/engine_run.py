@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import LiveSample, Report, SwitchReport
+from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -102,6 +102,21 @@ class RunResult:
     def switches(self) -> tuple[SwitchReport, ...]:
         """The report's switches while requests were running, the return when idle left out."""
         return tuple(s for s in self.report.switches if self._during(s.at) and s.reason != "idle")
+
+    @property
+    def drafts(self) -> tuple[DraftSample, ...]:
+        """The report's samples of drafts, while requests were running."""
+        return tuple(s for s in self.report.drafts if self._during(s.at))
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that were verified."""
+        return sum(sample.drafted for sample in self.drafts)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the draft tokens that was accepted; 0 without any."""
+        return sum(sample.accepted for sample in self.drafts) / max(1, self.drafted)
 
     @property
     def live(self) -> tuple[tuple[float, int], ...]:

@@ -144,6 +144,12 @@ class History:
             if one is not None:
                 self._drafts.append(one)
 
+    def idle(self) -> None:
+        """No request is left: the steps of the next ones are counted apart."""
+        with self._lock:
+            self._drafts.extend(self._counting.values())
+            self._counting.clear()
+
     def switch(self, switch: SwitchReport) -> None:
         """Note a switch."""
         self._switches.append(switch)

@@ -44,6 +44,10 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     counts = ((refused, "refused"), (len(not_made) - refused, "failed to plan"))
     if any(count for count, _ in counts):
         parts.append(", ".join(f"{count} {what}" for count, what in counts if count))
+    drafts = [one for one in report.drafts if one.at >= started]
+    if drafted := sum(one.drafted for one in drafts):
+        accepted = sum(one.accepted for one in drafts)
+        parts.append(f"{accepted} of {drafted} draft tokens accepted")
     if (predictor := report.predictor).responses:
         parts.append(
             f"learnt from {predictor.responses} responses in {predictor.batches} batches, "

@@ -69,6 +69,7 @@ class Monitor:
 
     def idle(self) -> None:
         """No request is left."""
+        self.history.idle()
         self.policy.idle(time.monotonic())
 
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:

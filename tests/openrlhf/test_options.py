@@ -13,6 +13,7 @@ from pat_openrlhf import launch, options
 ARGUMENTS: dict[str, Any] = {
     "vllm.engine": "pat",
     "vllm.pat": None,
+    "vllm.speculative_config": None,
     "vllm.num_engines": 1,
     "vllm.tensor_parallel_size": 4,
     "actor.num_nodes": 1,
@@ -23,6 +24,9 @@ ARGUMENTS: dict[str, Any] = {
     "data.max_images_per_prompt": 0,
 }
 """Those of OpenRLHF that matter here, by their dotted names."""
+
+
+OURS = {"vllm.engine", "vllm.pat", "vllm.speculative_config"}
 
 
 def arguments(**changed: Any) -> argparse.Namespace:
@@ -40,19 +44,44 @@ def refused(*said: str, **changed: Any) -> None:
 
 
 def test_pat_needs_no_options():
-    assert options.take_options(arguments()) == {}
+    assert options.take_options(arguments()) == options.EngineOptions({})
+
+
+def taken(**changed: Any) -> dict[str, Any]:
+    """PAT's options."""
+    found = options.take_options(arguments(**changed))
+    assert found is not None
+    return found.pat
 
 
 def test_options_are_checked_and_passed_on():
     given = {"layouts": [1, 4], "policy": {"kind": "schedule", "switch_at": {"8": 4}}}
-    assert options.take_options(arguments(vllm__pat=json.dumps(given))) == given
+    assert taken(vllm__pat=json.dumps(given)) == given
+
+
+def test_speculative_decoding():
+    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    found = options.take_options(arguments(vllm__speculative_config=json.dumps(given)))
+    assert found == options.EngineOptions({}, given)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ngram", ("is not JSON", '--vllm.speculative_config \'{"method": "ngram",')),
+        ("4", ("must be a JSON object", "num_speculative_tokens")),
+        ('{"method": "eagle3", "model": "/head"}', ("'eagle3'", "allowed: ngram, ngram_gpu")),
+        ('{"num_speculative_tokens": 4}', ("method None", "allowed: ngram, ngram_gpu")),
+    ],
+)
+def test_speculative_decoding_that_is_not_served(text, said):
+    refused(f"--vllm.speculative_config {text!r}", *said, vllm__speculative_config=text)
 
 
 def test_files_are_those_of_the_users_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy = {"kind": "predictor", "lengths_file": "lengths.json", "profile": "/profile.json"}
-    taken = options.take_options(arguments(vllm__pat=json.dumps({"base_tp": 2, "policy": policy})))
-    assert taken == {
+    assert taken(vllm__pat=json.dumps({"base_tp": 2, "policy": policy})) == {
         "base_tp": 2,
         "policy": {**policy, "lengths_file": str(tmp_path / "lengths.json")},
     }
@@ -61,11 +90,13 @@ def test_files_are_those_of_the_users_directory(tmp_path, monkeypatch):
 def test_vllm_leaves_openrlhf_as_it_is():
     args = arguments(vllm__engine="vllm", vllm__tensor_parallel_size=1, vllm__num_engines=None)
     assert options.take_options(args) is None
-    assert vars(args).keys() == ARGUMENTS.keys() - {"vllm.engine", "vllm.pat"}
+    assert vars(args).keys() == ARGUMENTS.keys() - OURS
 
 
-def test_options_for_another_engine():
-    refused("--vllm.pat '{}'", "--vllm_engine pat", vllm__engine="vllm", vllm__pat="{}")
+@pytest.mark.parametrize("name", ["vllm.pat", "vllm.speculative_config"])
+def test_options_for_another_engine(name):
+    given = {name.replace(".", "__"): "{}"}
+    refused(f"--{name} '{{}}'", "--vllm_engine pat", vllm__engine="vllm", **given)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +118,8 @@ def test_rays_collectives_need_rays_workers():
     text = '{"launcher": "mp"}'
     said = "--vllm.sync_with_ray", f"--vllm.pat {text!r}"
     refused(*said, vllm__pat=text, vllm__sync_with_ray=True)
-    assert options.take_options(arguments(vllm__sync_with_ray=True)) == {}
-    assert options.take_options(arguments(vllm__pat=text)) == {"launcher": "mp"}
+    assert taken(vllm__sync_with_ray=True) == {}
+    assert taken(vllm__pat=text) == {"launcher": "mp"}
 
 
 @pytest.mark.parametrize("engines", [None, 0])
@@ -183,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
     """As much of OpenRLHF's parser as matters here."""
     made = argparse.ArgumentParser()
     for name, value in ARGUMENTS.items():
-        if name not in ("vllm.engine", "vllm.pat"):
+        if name not in OURS:
             made.add_argument(f"--{name}", type=type(value), default=value)
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import COLOCATED, SWITCHING, Training, training
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
@@ -17,6 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 IN_SYNC = 1e-3
 """Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
 differently, which is 1e-4 of it; weights of the step before are 1e-1."""
+
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
 
 THREE_STEPS = ("--data.max_samples", "24")
 """Of the four of the example, each of 8 prompts."""
@@ -37,16 +46,22 @@ def test_separated_over_ray():
         run.leaves_nothing()
 
 
-def test_colocated_over_multiprocessing():
+def test_colocated_over_multiprocessing(tmp_path: Path):
     """Hybrid engine: one placement for both sides, CUDA IPC, and sleep at every change of sides.
 
-    The layouts share one copy of the weights, as on GPUs.
+    The layouts share one copy of the weights, as on GPUs, and the engine speculates.
     """
     pat = {**SWITCHING, "launcher": "mp", "weights": "inplace"}
-    with training(*COLOCATED, pat=pat) as run:
+    # Flat as the example's, but for a phrase that it repeats: drafts are accepted.
+    make_model(tmp_path / "model", layers=2, gain=0.5, repeat=6.0, dtype="bfloat16")
+    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
+    drafts = ("--vllm.speculative_config", json.dumps(DRAFTS))
+    with training(*COLOCATED, *model, *drafts, pat=pat) as run:
         run.succeed()
         assert in_sync(run) == [True] * 4, run.steps
         assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
+        drafts_of = [re.search(r"(\d+) of (\d+) draft tokens accepted", o) for o in run.rollouts]
+        assert all(one and 0.2 < int(one[1]) / int(one[2]) < 0.9 for one in drafts_of)
         assert "RayWorkerProc" not in run.log
         run.leaves_nothing()
 

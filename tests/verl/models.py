@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,41 @@ KNOWN = 320
 _SHAPE: dict[str, Any] = dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
 
 
-def few_tokens(seed: int = 0) -> Path:
+END_TOKENS = 100
+"""Tokens that end a response of `repeating_chat`: many, for it seldom leaves its phrase."""
+
+
+def few_tokens(seed: int = 0, repeat: float = 0.0) -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
-    target = _cache_dir() / f"verl-few-tokens-{seed}"
+
+    def write(model: Path) -> None:
+        make_model(model, seed=seed, repeat=repeat, **_SHAPE)
+        small = model.with_name("small")
+        make_model(small, **_SHAPE | {"vocab": KNOWN, "layers": 1})
+        for file in small.glob("*token*"):
+            shutil.copy(file, model / file.name)
+
+    return _kept(f"verl-few-tokens-{seed}" + (f"-{repeat}" if repeat else ""), write)
+
+
+def repeating_chat(repeat: float = 1.35) -> Path:
+    """A model for the GRPO example whose n-gram drafts are accepted half of the time."""
+
+    def write(model: Path) -> None:
+        make_model(model, repeat=repeat, **_SHAPE | {"arch": "llama"})
+        ends = [1, *range(VOCAB - END_TOKENS + 1, VOCAB)]
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    return _kept(f"verl-repeating-chat-{repeat}-{END_TOKENS}", write)
+
+
+def _kept(name: str, write: Callable[[Path], None]) -> Path:
+    """A directory that `write` has made, now or earlier."""
+    target = _cache_dir() / name
     if target.is_dir():
         return target
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    make_model(scratch / "model", seed=seed, **_SHAPE)
-    make_model(scratch / "small", **_SHAPE | {"vocab": KNOWN, "layers": 1})
-    for file in (scratch / "small").glob("*token*"):
-        shutil.copy(file, scratch / "model" / file.name)
+    write(scratch / "model")
     (scratch / "model").rename(target)
     shutil.rmtree(scratch)
     return target

@@ -49,6 +49,10 @@ def test_a_usual_config_passes() -> None:
     check_rollout(rollout(engine_kwargs__vllm__additional_config={"pat": {"policy": policy}}))
     check_rollout(rollout(checkpoint_engine__backend="nccl"))
     check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0, "merge": True}})
+    for drafts in ({"method": "ngram", "num_speculative_tokens": 4}, '{"method": "ngram_gpu"}'):
+        check_rollout(rollout(engine_kwargs__vllm__speculative_config=drafts))
+    # Heads that are trained, but not used in rollouts.
+    check_rollout(rollout(mtp={"enable": True, "enable_rollout": False}))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +91,24 @@ def test_a_usual_config_passes() -> None:
         ({"quantization": "fp8"}, "rollout.quantization=fp8", "set null"),
         ({"qat__enable": True}, "rollout.qat.enable=True", "set False"),
         (
-            {"mtp": {"enable": True, "enable_rollout": True}},
+            {"mtp": {"enable": True, "enable_rollout": True, "method": "mtp"}},
             "rollout.mtp.enable_rollout=True",
-            "set False",
+            "set False; without weights is +actor_rollout_ref.rollout.engine_kwargs.vllm.spec",
+        ),
+        (
+            {"engine_kwargs__vllm__speculative_config": {"method": "eagle3", "model": "/head"}},
+            "rollout.engine_kwargs.vllm.speculative_config.method=eagle3",
+            "allowed ngram, ngram_gpu",
+        ),
+        (
+            {"engine_kwargs__vllm__speculative_config": '{"method": "suffix"}'},
+            "rollout.engine_kwargs.vllm.speculative_config.method=suffix",
+            "allowed ngram, ngram_gpu",
+        ),
+        (
+            {"engine_kwargs__vllm__speculative_config": "ngram"},
+            "rollout.engine_kwargs.vllm.speculative_config must be a mapping, got 'ngram'",
+            "speculative_config='{method:ngram,num_speculative_tokens:4",
         ),
         (
             {"enable_rollout_routing_replay": True},

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("verl")
 
+from tests.verl.models import repeating_chat
 from tests.verl.trainer import Run, grpo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -26,6 +27,12 @@ SCHEDULE = f"{PAT}.policy={{kind:schedule,switch_at:{{4:2}}}}"
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=pat",
+)
+
+
+DRAFTS = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config="
+    "{method:ngram,num_speculative_tokens:4,prompt_lookup_min:2,prompt_lookup_max:4}"
 )
 
 
@@ -42,6 +49,14 @@ def check_steps(run: Run) -> None:
         assert all(1 <= int(number) <= 4 for number in live)
 
 
+def check_drafts(run: Run) -> None:
+    """Each rollout had drafts; the sampled tokens' probabilities decided which were accepted."""
+    for rollout in run.rollouts()[:3]:
+        found = re.search(r"(\d+) of (\d+) draft tokens accepted", rollout)
+        assert found, rollout
+        assert 0.2 < int(found[1]) / int(found[2]) < 0.9
+
+
 def test_three_steps() -> None:
     with grpo(SCHEDULE) as run:
         assert run.ended() == 0, run.output[-8000:]
@@ -52,10 +67,12 @@ def test_three_steps() -> None:
 def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
     """The other way to ask for PAT; and what happens when an engine is killed in a rollout.
 
-    The layouts share one copy of the weights, as on GPUs.
+    The layouts share one copy of the weights, as on GPUs, and the engine speculates.
     """
     inplace = f"{PAT}.weights=inplace"
-    with grpo(*VLLM, SCHEDULE, inplace, "trainer.total_training_steps=100") as run:
+    model = f"actor_rollout_ref.model.path={repeating_chat()}"
+    steps = "trainer.total_training_steps=100"
+    with grpo(*VLLM, SCHEDULE, inplace, DRAFTS, model, steps) as run:
         run.wait_for(lambda: "step:3 - " in run.printed(), "step 3")
         victim = run.engine_workers()[-1]
         # The next rollout begins, and cannot end before the worker is killed.
@@ -65,6 +82,7 @@ def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
 
         assert run.ended() != 0
         check_steps(run)
+        check_drafts(run)
         assert len(run.steps()) == 3
         assert "the PAT engine of rollout replica 0 has died" in run.output
         assert not run.left_after(GONE_WITHIN)

@@ -138,13 +138,22 @@ def test_pat_options_survive_the_command_line() -> None:
     pat = {"policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}}, "layouts": [1, 2]}
     server = object.__new__(PatHttpServer)
     server.config = config(name="pat")
-    engine_kwargs = {"additional_config": OmegaConf.create({"pat": pat, "mine": 1})}
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "num_speculative_tokens_per_batch_size": [[1, 8, 4], [9, 64, 0]],
+    }
+    engine_kwargs = {
+        "additional_config": OmegaConf.create({"pat": pat, "mine": 1}),
+        "speculative_config": OmegaConf.create(drafts),
+    }
     server._preprocess_engine_kwargs(engine_kwargs)
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     arguments = parser.parse_args(build_cli_args_from_config(engine_kwargs))
     assert arguments.distributed_executor_backend == "pat"
     assert arguments.additional_config["mine"] == 1
+    assert arguments.speculative_config == drafts
     parsed = PATConfig.parse(json.loads(json.dumps(arguments.additional_config))["pat"])
     assert parsed == PATConfig.parse({**pat, "launcher": "mp"})
 

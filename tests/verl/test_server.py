@@ -26,9 +26,16 @@ CLOSE = 5e-5
 PROMPTS = [[5 + i, 6, 7, 8 + i % 3] for i in range(6)]
 
 
+DRAFTS = (
+    "engine_kwargs.vllm.speculative_config={method:ngram,num_speculative_tokens:4,"
+    "prompt_lookup_min:2,prompt_lookup_max:4,num_speculative_tokens_per_batch_size:[[1,1,0]]}"
+)
+"""Speculative decoding on demand: without that there are no drafts."""
+
+
 @pytest.fixture(scope="module")
 def pat() -> Iterator[Server]:
-    with server(few_tokens(0)) as running:
+    with server(few_tokens(0), DRAFTS) as running:
         yield running
 
 
@@ -249,6 +256,20 @@ def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:
     for method in ("sleep", "wake_up", "clear_kv_cache"):
         pat.do(getattr(pat.replica, method)())
     old.check(regrouped(pat), PROMPTS)
+
+
+def test_drafts(pat: Server, old: Reference) -> None:
+    """Drafts are verified with the weights that were pushed last, whatever layout is active."""
+    repeating = few_tokens(0, repeat=1.2)
+    pat.do(pat.push(repeating, step=8))
+    assert not any(one.drafted for one in pat.call("pat_report").drafts)
+    pat.call("pat_speculate", 4)
+    Reference(repeating).check(regrouped(pat), PROMPTS)
+    drafts = pat.call("pat_report").drafts
+    drafted = sum(one.drafted for one in drafts)
+    assert 0.2 < sum(one.accepted for one in drafts) / drafted < 0.9
+    pat.do(pat.push(few_tokens(0), step=9))
+    old.check(in_layout(pat, 1), PROMPTS)
 
 
 def test_samples_of_a_prompt_are_siblings(pat: Server) -> None:

@@ -14,6 +14,7 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from pat_openrlhf.options import EngineOptions
 from pat_openrlhf.placement import gpus_of_bundles
 from pat_vllm.api import report_async
 from pat_vllm.reporting import Report, describe_awaited
@@ -110,9 +111,9 @@ def _death_told_plainly() -> Iterator[None]:
 class PatEngines:
     """Makes rollout actors when OpenRLHF's `create_vllm_engines` asks its `RolloutRayActor` to."""
 
-    def __init__(self, pat: dict[str, Any]) -> None:
-        """`pat` holds the options of each engine."""
-        self._pat = pat
+    def __init__(self, options: EngineOptions) -> None:
+        """`options` are those of each engine."""
+        self._options = options
         self._made = 0
 
     def options(self, **ray_options: Any) -> _Placed:
@@ -124,7 +125,9 @@ class PatEngines:
         calls = _CALLS_OF_RAY * arguments["tensor_parallel_size"]
         actor_class = ray.remote(PatRolloutActor)
         actor = actor_class.options(**ray_options, max_concurrency=calls).remote(
-            pat=self._pat, **arguments
+            pat=self._options.pat,
+            speculative_config=self._options.speculative_config,
+            **arguments,
         )
         self._made += 1
         if self._made == 1:

@@ -23,7 +23,7 @@ _OF_OPENRLHF = "--vllm.num_engines"
 
 
 def main() -> None:
-    """OpenRLHF's `train_ppo_ray`, with `--vllm_engine` and `--vllm.pat` as further options."""
+    """OpenRLHF's `train_ppo_ray`, with options of ours (`add_options`)."""
     try:
         check_installed()
     except ValueError as error:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.plugin import check_vllm_version
+from pat_vllm.speculation import DRAFTERS
 
 TESTED_OPENRLHF = "0.11.2"
 """The OpenRLHF release that this package is tested with."""
@@ -23,6 +25,23 @@ ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_OPENRLHF"
 """Environment variable that lets PAT run in another OpenRLHF release when set to 1."""
 
 ENGINES = ("vllm", "pat")
+
+_NGRAMS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+_OF_PAT = ("vllm.pat", "vllm.speculative_config")
+"""Options of ours that say more about `--vllm_engine pat`."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the engines get besides OpenRLHF's arguments.
+
+    Attributes:
+        pat: `additional_config["pat"]`.
+        speculative_config: vLLM's.
+    """
+
+    pat: dict[str, Any]
+    speculative_config: dict[str, Any] | None = None
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,23 +62,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help='options of --vllm_engine pat, as in additional_config["pat"], for instance '
         "'{\"layouts\": [1, 4]}'",
     )
+    group.add_argument(
+        "--vllm.speculative_config",
+        default=None,
+        metavar="JSON",
+        help="speculative decoding of --vllm_engine pat, as vLLM's --speculative-config, for "
+        f"instance '{_NGRAMS}'",
+    )
 
 
-def take_options(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The checked PAT options, or None where `--vllm_engine vllm` leaves OpenRLHF as it is.
+def take_options(args: argparse.Namespace) -> EngineOptions | None:
+    """The checked options of ours, or None where `--vllm_engine vllm` leaves OpenRLHF as it is.
 
     Raises:
         ValueError: names the option, its value, what is allowed, and the way out.
     """
     flat = vars(args)
     if flat["vllm.engine"] == "vllm":
-        if flat["vllm.pat"] is not None:
-            raise ValueError(
-                f"--vllm.pat {flat['vllm.pat']!r} is for --vllm_engine pat, not vllm; "
-                "change one of the two"
-            )
+        for name in _OF_PAT:
+            if flat[name] is not None:
+                raise ValueError(
+                    f"--{name} {flat[name]!r} is for --vllm_engine pat, not vllm; "
+                    "change one of the two"
+                )
         # OpenRLHF logs its arguments, and may one day have options of these names.
-        del flat["vllm.engine"], flat["vllm.pat"]
+        for name in ("vllm.engine", *_OF_PAT):
+            del flat[name]
         return None
     check_arguments(flat)
     options = parse_pat(flat["vllm.pat"], flat["vllm.tensor_parallel_size"])
@@ -68,7 +96,7 @@ def take_options(args: argparse.Namespace) -> dict[str, Any] | None:
             "--vllm.sync_with_ray is for actors of Ray, and the workers of --vllm.pat "
             f"{flat['vllm.pat']!r} are none; leave one of the two out"
         )
-    return options
+    return EngineOptions(options, parse_speculation(flat["vllm.speculative_config"]))
 
 
 def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
@@ -78,23 +106,47 @@ def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
         ValueError: not JSON, not an object, an unknown option, or one that does not fit `ranks`.
     """
     where = f"--vllm.pat {text!r}"
-    try:
-        options = json.loads(text) if text is not None else {}
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is not JSON ({error}); give an object in quotes of the shell, as in "
-            "--vllm.pat '{\"layouts\": [1, 4]}'"
-        ) from None
-    if not isinstance(options, dict):
-        raise ValueError(
-            f"{where} must be a JSON object; allowed options: {', '.join(PATConfig.model_fields)}"
-        )
+    options = _object(
+        "vllm.pat", "{}" if text is None else text, '{"layouts": [1, 4]}', PATConfig.model_fields
+    )
     try:
         PATConfig.parse(options).resolve_layouts(ranks)
     except ValueError as error:
         message = str(error).removeprefix('additional_config["pat"]: ')
         raise ValueError(f"{where}: {message}") from None
     return _with_full_paths(options)
+
+
+def parse_speculation(text: str | None) -> dict[str, Any] | None:
+    """The speculative config in `--vllm.speculative_config`; vLLM checks the rest of it.
+
+    Raises:
+        ValueError: not JSON, not an object, or a method that PAT does not serve.
+    """
+    if text is None:
+        return None
+    allowed = ("method", "num_speculative_tokens", "and others of vLLM's")
+    config = _object("vllm.speculative_config", text, _NGRAMS, allowed)
+    if (method := config.get("method")) not in DRAFTERS:
+        raise ValueError(
+            f"--vllm.speculative_config {text!r} has the method {method!r}; allowed: "
+            f"{', '.join(DRAFTERS)}, because layouts cannot share drafters with weights or state"
+        )
+    return config
+
+
+def _object(option: str, text: str, example: str, allowed: Iterable[str]) -> dict[str, Any]:
+    where = f"--{option} {text!r}"
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where} is not JSON ({error}); give an object in quotes of the shell, as in "
+            f"--{option} '{example}'"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object; allowed options: {', '.join(allowed)}")
+    return value
 
 
 def _with_full_paths(options: dict[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig, StaticPolicyConfig
+from pat_vllm.speculation import DRAFTERS
 
 NAME = "pat"
 """Value of `rollout.name` that asks for PAT; also vLLM's name of the executor backend."""
@@ -18,6 +21,10 @@ ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VERL"
 """Environment variable that lets it run with another verl when set to 1."""
 
 _KWARGS = "engine_kwargs.vllm"
+_SPECULATE = (
+    f"+actor_rollout_ref.rollout.{_KWARGS}.speculative_config="
+    "'{method:ngram,num_speculative_tokens:4,prompt_lookup_max:4}'"
+)
 
 
 def asks_for_pat(rollout: Any) -> bool:
@@ -91,6 +98,24 @@ def pat_options(rollout: Any) -> PATConfig:
     return PATConfig.parse(plain(_get(additional, "pat")))
 
 
+def speculative_config(rollout: Any) -> dict[str, Any] | None:
+    """vLLM's speculative config in a rollout config, a mapping or a JSON text; None without one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    given = _get(rollout, f"{_KWARGS}.speculative_config")
+    if isinstance(given, str):
+        with contextlib.suppress(json.JSONDecodeError):  # as wrong as any other text
+            given = json.loads(given)
+    if given is not None and not hasattr(given, "items"):
+        raise ValueError(
+            f"rollout.{_KWARGS}.speculative_config must be a mapping, got {given!r}; write "
+            f"{_SPECULATE}"
+        )
+    return plain(given)
+
+
 def plain(value: Any) -> Any:
     """Mappings and lists of OmegaConf as dicts and lists."""
     if hasattr(value, "items"):
@@ -159,8 +184,16 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     refuse("qat.enable", "set False", bool(_get(rollout, "qat.enable")))
     refuse(
         "mtp.enable_rollout",
-        "there is no speculative decoding with PAT: set False",
+        f"PAT's layouts cannot share drafters with weights: set False; without weights is "
+        f"{_SPECULATE}",
         bool(_get(rollout, "mtp.enable")) and bool(_get(rollout, "mtp.enable_rollout")),
+    )
+    method = (speculative_config(rollout) or {}).get("method")
+    refuse(
+        f"{_KWARGS}.speculative_config.method",
+        f"PAT's layouts cannot share drafters with weights or state: allowed {', '.join(DRAFTERS)}",
+        method not in (None, *DRAFTERS),
+        value=method,
     )
     refuse(
         "enable_rollout_routing_replay",

@@ -13,7 +13,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
-from pat_vllm import report_async, switch_async
+from pat_vllm import report_async, speculate_async, switch_async
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
@@ -42,7 +42,10 @@ class PatHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         engine_kwargs.setdefault("distributed_executor_backend", NAME)
         # verl writes the engine's command line, and a mapping of OmegaConf is not a dict there.
-        additional = plain(engine_kwargs.get("additional_config") or {})
+        for name in ("additional_config", "speculative_config"):
+            if name in engine_kwargs:
+                engine_kwargs[name] = plain(engine_kwargs[name])
+        additional = engine_kwargs.get("additional_config") or {}
         # verl's weight push and its GPUs are in this process's environment, which children share.
         pat = {**(additional.get("pat") or {}), "launcher": "mp"}
         engine_kwargs["additional_config"] = {**additional, "pat": pat}
@@ -122,6 +125,10 @@ class PatHttpServer(vLLMHttpServer):
     async def pat_switch(self, tp: int) -> bool:
         """Switch the engine now; see `pat_vllm.switch`."""
         return await switch_async(self.engine, tp)
+
+    async def pat_speculate(self, num_speculative_tokens: int | None) -> None:
+        """Change the number of draft tokens now; see `pat_vllm.speculate`."""
+        await speculate_async(self.engine, num_speculative_tokens)
 
     async def pat_check_alive(self) -> None:
         """Raise if the engine has died.
