@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -83,6 +85,24 @@ def test_last_token_depends_on_the_first() -> None:
         with torch.no_grad():
             a, b = model(tokens).logits[:, -1]
         assert (a - b).abs().max() > 1e-3, name
+
+
+@pytest.mark.slow
+def test_drafts_are_vllms() -> None:
+    from vllm.v1.spec_decode import ngram_proposer
+
+    numbers = random.Random(0)
+    drafted = 0
+    for _ in range(2000):
+        tokens = numbers.choices(range(3), k=numbers.randint(1, 24))
+        shortest = numbers.randint(1, 3)
+        longest, k = numbers.randint(shortest, 4), numbers.randint(1, 4)
+        expected = ngram_proposer._find_longest_matched_ngram_and_propose_tokens.py_func(
+            np.array(tokens), shortest, longest, 1000, k
+        ).tolist()
+        assert ngram.propose(tokens, shortest, longest, k) == expected, (tokens, shortest, longest)
+        drafted += len(expected)
+    assert drafted > 2000
 
 
 def check_drafts_are_accepted_and_refused(path: Path, vocab: int) -> None:
