@@ -89,8 +89,18 @@ class EngineProcess:
         self.start(function, *args)
         return self.result(timeout)
 
+    def pause(self) -> None:
+        """Stop all of its processes, so that it takes no core while it waits."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let its processes go on."""
+        self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """Shut the engine down; what does not end by itself is killed, workers included."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            self.resume()
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
@@ -110,6 +120,10 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.killpg(self._process.pid, number)
 
     def _last_words(self) -> str:
         if self._log is None or not self._log.exists():

@@ -20,8 +20,11 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler import block_pools as pools
 from pat_vllm.scheduler import layout_controller, monitor
 from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.scheduler.speculation import DraftLengths
 from pat_vllm.scheduler.switch import PlanningFailed
+from tests.support.mutation import mutated
 
 
 @pytest.fixture
@@ -269,3 +272,35 @@ def test_prompts_are_not_kept(scheduler: Any) -> None:
     """They may be long, and the router remembers many."""
     add(scheduler, 4)
     assert all(isinstance(one, int | bytes) for one in scheduler.replica_set._router._replica_of)
+
+
+def check_draft_length_asked_for_when_work_is_over(scheduler: Any) -> None:
+    """vLLM's in-process engine makes no step after a batch: its end is seen when the next comes."""
+    config: Any = SimpleNamespace(
+        num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
+    )
+    scheduler.controller.drafts = DraftLengths(config, {})
+    for length in (0, 2, None):
+        add(scheduler, 2)
+        step(scheduler)
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        scheduler.controller.speculate(length)
+        add(scheduler, 2)
+        step(scheduler)
+        table = set(scheduler.replica_set.replicas[0].scheduler.dynamic_sd_lookup)
+        assert table == {4 if length is None else length}
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+
+def test_a_draft_length_asked_for_when_work_is_over_holds_for_the_next_batch(
+    scheduler: Any,
+) -> None:
+    check_draft_length_asked_for_when_work_is_over(scheduler)
+
+
+def test_a_draft_length_that_an_end_seen_later_undoes_is_noticed(scheduler: Any) -> None:
+    with (
+        mutated(LayoutController.speculate, {"self._finish_idle()": "pass"}),
+        pytest.raises(AssertionError),
+    ):
+        check_draft_length_asked_for_when_work_is_over(scheduler)

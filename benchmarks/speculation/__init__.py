@@ -1,0 +1,1 @@
+"""What speculative decoding costs and saves under PAT; `python -m benchmarks.speculation PART`."""
