@@ -32,7 +32,7 @@ demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeat
 	$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
 test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly
-	$(BIN)/python -m pytest -m "not gpu and not nightly"
+	.ci/test $(BIN)/python
 
 test-all: venv test-verl test-openrlhf ## For before a release: also what is marked nightly, and both trainers whole
 	$(BIN)/python -m pytest -m "not gpu"

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -39,8 +40,24 @@ CEILING = 900
 above what honest work takes on a slow machine."""
 
 
+BESIDE = (
+    "contract",
+    "gpuless",
+    "test_engine_memory.py",
+    "test_plugin.py",
+    "test_profiling.py",
+)
+"""Slow tests that mostly wait for one process that works on one core: `make test` runs them beside
+those that start engines (`.ci/test`)."""
+
+
+# Before options choose by marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
     for item in items:
+        if item.path.relative_to(here).parts[0] in BESIDE:
+            item.add_marker(pytest.mark.beside)
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(CEILING))
 

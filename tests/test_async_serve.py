@@ -492,6 +492,7 @@ def complete_all(url: str, lengths: list[int], stream: bool) -> list[tuple[str, 
     return asyncio.run(together())
 
 
+@pytest.mark.beside
 def test_vllm_serve(server: Server) -> None:
     """Concurrent streams, switches by policy and on demand under load, metrics, a clean end.
 

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import statistics
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,11 +43,15 @@ from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ScaledTruth
+from tests.engines import engine_processes
+from tests.support.fork_server import context
 
 from .models import random_model
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 BEGAN = 100.0
+GONE_WITHIN = 150.0
+"""Seconds until the processes of engines that were closed are gone."""
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -614,7 +620,18 @@ def test_unknown_names_are_refused_before_anything_starts():
 
 
 @pytest.mark.slow
-def test_bench_runs_real_engines(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "from_server",
+    [
+        pytest.param(True, id="sooner than for users"),
+        pytest.param(False, id="as for users", marks=pytest.mark.nightly),
+    ],
+)
+def test_bench_runs_real_engines(from_server, tmp_path, monkeypatch):
+    if from_server:
+        made_by = SimpleNamespace(get_context=lambda method: context())
+        monkeypatch.setattr("benchmarks.engine_process.multiprocessing", made_by)
+    before = engine_processes()
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     arguments = ["--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats"]
@@ -634,6 +651,8 @@ def test_bench_runs_real_engines(tmp_path, monkeypatch):
     for group in groups:
         with pytest.raises(ProcessLookupError):
             os.killpg(group, 0)
+    _, alive = psutil.wait_procs(engine_processes(before), timeout=GONE_WITHIN)
+    assert not alive
     (path,) = tmp_path.glob("*-bench.json")
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG_SIGNATURE)
     assert path.with_suffix(".md").read_text() == markdown(json.loads(path.read_text()))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from pat_vllm.cli.engine_run import RunFailed, RunResult, environment, run
 from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from tests.support.fork_server import Program
 
 from .models import random_model
 
@@ -293,13 +295,17 @@ def test_a_failed_engine_shows_its_last_words():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "options"),
+    ("model", "options", "from_server"),
     [
-        ("qwen3", ()),
-        pytest.param("repeating", ("--speculate",), marks=pytest.mark.nightly),
+        pytest.param("qwen3", (), True, id="sooner than for users"),
+        pytest.param("qwen3", (), False, id="as for users", marks=pytest.mark.nightly),
+        pytest.param("repeating", ("--speculate",), True, id="drafts", marks=pytest.mark.nightly),
     ],
 )
-def test_demo_end_to_end(tmp_path, monkeypatch, model, options):
+def test_demo_end_to_end(model, options, from_server, tmp_path, monkeypatch):
+    if from_server:
+        started_by = SimpleNamespace(Popen=Program, STDOUT=None)
+        monkeypatch.setattr("pat_vllm.cli.engine_run.subprocess", started_by)
     # As a user has it, rather than as conftest.py sets it: a core for each rank.
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

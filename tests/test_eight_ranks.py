@@ -11,7 +11,9 @@ import pat_vllm
 from tests.engines import engine, run, teacher_forced
 from tests.test_switch import at_steps, batch, tolerance
 
-pytestmark = pytest.mark.slow
+# For every change: all pairs on four ranks, with more and with fewer KV heads (test_switch.py), and
+# all pairs of eight ranks' layouts in arithmetic (test_plan.py, test_exchange.py).
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 SIZES = (1, 2, 4, 8)
 

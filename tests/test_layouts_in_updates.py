@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 EXTENSION = "tests.support.updates_by_layer.UpdatesByLayer"
 
 
-@pytest.fixture(scope="module", params=["inplace", "materialized"])
+@pytest.fixture(
+    scope="module", params=["inplace", pytest.param("materialized", marks=pytest.mark.nightly)]
+)
 def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
     pat = {"kv_transfer": "migrate", "weights": request.param}
     with engine(OLD, 4, pat, worker_extension_cls=EXTENSION) as llm:

@@ -20,8 +20,9 @@ import pytest
 
 import pat_vllm
 from tests import test_faults
-from tests.engines import OPTIONS, engine, engine_processes
+from tests.engines import OPTIONS, engine_processes
 from tests.models import random_model
+from tests.support.on_ray import Host, where
 from tests.support.ray_on_cpu import ray_on_cpu
 from tests.test_switch import make_case
 
@@ -112,13 +113,6 @@ def node_ids(elsewhere: bool) -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU") == gpus}
 
 
-def where(worker: Any = None) -> tuple[str, list[str], float]:
-    """Runs in a worker: its node, its GPUs, and how many that are."""
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids()["GPU"]
-    return context.get_node_id(), gpus, context.get_assigned_resources()["GPU"]
-
-
 def until(condition: Any) -> bool:
     """Whether a condition comes to hold in good time."""
     give_up = time.monotonic() + GONE_WITHIN
@@ -164,7 +158,7 @@ def case(request: Any, cluster: Any) -> Iterator[Any]:
     ("sabotage", "tp", "elsewhere"),
     [
         pytest.param(test_faults.die_soon, 1, False, marks=pytest.mark.nightly),
-        (test_faults.die_in_exchange, 2, True),
+        pytest.param(test_faults.die_in_exchange, 2, True, marks=pytest.mark.nightly),
     ],
 )
 def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
@@ -177,39 +171,6 @@ def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
 
 
 # ---------------------------------------------------------------- in a caller's placement group
-
-
-class Host:
-    """An actor with an engine of its own, as trainers have them."""
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        os.environ.update(environment)
-
-    def start(self, ranks: int, pat: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Start an engine; returns where its workers are and what they hold."""
-        self._engine = engine("qwen3", ranks, pat, in_process=False, from_server=False, **options)
-        self._llm = self._engine.__enter__()
-        return {
-            "pid": os.getpid(),
-            "core": self._llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid,
-            "workers": self._llm.collective_rpc(where),
-        }
-
-    def generate(self, lengths: list[int], first: int = 0) -> list[list[int]]:
-        from vllm import SamplingParams
-
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": [5, 6, 7 + first + i]} for i in range(len(lengths))],
-            [SamplingParams(max_tokens=n, ignore_eos=True, temperature=0) for n in lengths],
-            use_tqdm=False,
-        )
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def report(self) -> Any:
-        return pat_vllm.report(self._llm)
-
-    def stop(self) -> None:
-        self._engine.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
@@ -256,7 +217,9 @@ def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) ->
     assert until(all_gpus_are_free)
 
 
-@pytest.mark.parametrize("victim", ["front end", "engine core"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("front end", marks=pytest.mark.nightly), "engine core"]
+)
 def test_a_killed_engine_leaves_nothing(victim: str, cluster: Any) -> None:
     """Its front end, an actor here, or its core, which owns the workers' actors."""
     before = engine_processes()
@@ -383,3 +346,20 @@ from tests.test_switch import (  # noqa: E402, F401
     test_single_layouts_agree_and_differ_by_request,
     test_teacher_forced_log_probabilities_after_a_switch,
 )
+
+
+def test_a_killed_worker_ends_the_engine(case: Any) -> None:
+    """The last test of an engine. The other ranks wait for the killed one in a collective."""
+    from vllm import SamplingParams
+
+    llm, *_ = case
+    llm.collective_rpc(test_faults.die_in_exchange)
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    for name in ("one", "two"):
+        llm.llm_engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, sampling)
+    for _ in range(3):
+        llm.llm_engine.step()
+    with pytest.raises(RuntimeError, match=r"failed|died"):
+        pat_vllm.switch(llm, tp=2)
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        llm.llm_engine.step()

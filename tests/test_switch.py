@@ -26,7 +26,7 @@ PLAIN_TOLERANCE = 2e-4
 weights: stock vLLM's log-probabilities of a request differ by up to 1.05e-4 between two batches."""
 TWO_RANKS = ("llama_gqa", "qwen2", "qwen3_tied")
 # Weights in place for all; copies, which tests/test_weights.py compares with vLLM's byte for byte
-# and tests/test_ray.py has on four ranks, for one.
+# and tests/test_ray.py has for every change, for one.
 CASES = [
     *((model, 2, 1, "inplace") for model in TWO_RANKS),
     ("qwen3", 4, 1, "inplace"),
@@ -56,12 +56,18 @@ NIGHTLY = {
     "test_an_idle_engine_returns_to_its_base_layout",
 }
 """What takes long on four ranks. For every change it runs on two, and between tp=2 and tp=4."""
-LONG = CASES[3]
+LONG, FEW_KV_HEADS, COPIES = CASES[3:]
 ONLY = {
     "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3]],
     "test_one_group_is_a_stock_engine": [CASES[1]],
 }
 """Tests for some of the cases, all of them with weights in place."""
+
+
+def is_nightly(name: str, case: tuple[str, int, int, str]) -> bool:
+    # Nothing of KV heads is in it: what is computed again is a prompt in one layout.
+    recomputed = case == FEW_KV_HEADS and name == "test_recomputing_gives_the_same"
+    return recomputed or case == COPIES or (case == LONG and name in NIGHTLY)
 
 
 def pytest_generate_tests(metafunc):
@@ -74,7 +80,7 @@ def pytest_generate_tests(metafunc):
             pytest.param(
                 one,
                 id="-".join(map(str, one)),
-                marks=[pytest.mark.nightly] if name in NIGHTLY and one == LONG else [],
+                marks=[pytest.mark.nightly] if is_nightly(name, one) else [],
             )
             for one in ONLY.get(name, CASES)
         ],

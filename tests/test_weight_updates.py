@@ -54,7 +54,18 @@ def expected() -> dict[str, dict[str, Outcome]]:
     return outcomes
 
 
-@pytest.fixture(scope="module", params=["materialized", "inplace"])
+FOR_EVERY_CHANGE = "test_nothing_that_happens_between_two_batches_leaves_stale_weights"
+"""Of the tests with copies of the weights: it has all ways of an update, and all layouts."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "llm" in metafunc.fixturenames:
+        nightly = () if metafunc.function.__name__ == FOR_EVERY_CHANGE else pytest.mark.nightly
+        copies = pytest.param("materialized", marks=nightly)
+        metafunc.parametrize("llm", [copies, "inplace"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def llm(request: pytest.FixtureRequest) -> Iterator[Any]:
     with engine(OLD, 4, {"kv_transfer": "migrate", "weights": request.param}, **PLAIN) as llm:
         yield llm

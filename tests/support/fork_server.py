@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import signal
@@ -56,6 +57,48 @@ def another_server(preloaded: Sequence[str]) -> Iterator[None]:
         server._stop()  # type: ignore[attr-defined]
 
 
+def context() -> Any:
+    """A multiprocessing context: its processes start from the server, and so do their engines."""
+    preload()
+    return _Context(multiprocessing.get_context("forkserver"))
+
+
+class Program:
+    """In the place of `subprocess.Popen`, for `python -m MODULE ARGUMENT...`: from the server.
+
+    The module's `main` runs in a new process; what that prints is appended to the file `stdout`.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], stdout: Any, **_: Any
+    ) -> None:
+        _python, _option, module, *arguments = command
+        self._process = context().Process(
+            target=_run_program, args=(module, arguments, dict(env), stdout.name)
+        )
+        self._process.start()
+
+    def wait(self) -> int:
+        """Its exit status."""
+        self._process.join()
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self._process.terminate()
+
+
+def _run_program(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: str
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    importlib.import_module(module).main(*arguments)
+
+
 _from_server = False
 
 
@@ -76,13 +119,12 @@ def _patch() -> None:
     import vllm.v1.engine.utils as cores
     import vllm.v1.executor.multiproc_executor as workers
 
-    preload()
-    context = multiprocessing.get_context("forkserver")
+    forked = context()
     stock = workers.get_mp_context
 
     def get_mp_context() -> Any:
         own = stock()  # with vLLM's own preparations
-        return _Context(context) if _from_server else own
+        return forked if _from_server else own
 
     cores.get_mp_context = workers.get_mp_context = get_mp_context
 
