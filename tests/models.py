@@ -28,7 +28,33 @@ SPECS: dict[str, dict[str, Any]] = {
     "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
     # The output head is the embedding matrix.
     "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
+    # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
+    # drafts are accepted, but not all (see `tests/support/ngram.py`).
+    "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
+    # The same with replicated KV heads and a padded vocabulary.
+    "repeating_llama": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500, repeat=1.25),
+    # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
+    "vocab16": dict(
+        arch="qwen3",
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        intermediate=128,
+        vocab=16,
+        max_position_embeddings=64,
+        gain=1.5,
+        repeat=1.8,
+        phrase=8,
+    ),
 }
+REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
+
+
+def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
+    """So many tokens of the phrase of a model in `REPEATING`, from its token number `start` on."""
+    first, size = len(builder.SPECIAL_TOKENS), SPECS[name].get("phrase", 16)
+    return [first + (start + i) % size for i in range(tokens)]
 
 
 def random_model(name: str) -> Path:

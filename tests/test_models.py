@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
+from pat_vllm.cli import random_model as builder
 from pat_vllm.cli.random_model import make_model
-from tests.models import SPECS, random_model
+from tests.models import REPEATING, SPECS, phrase, random_model
+from tests.support import ngram
+from tests.support.mutation import mutated
 
 TEXTS = ["The answer is 42.", "  two  spaces,\ttabs\nand lines", "naïve façade: 東京 🙂", ""]
 
@@ -38,9 +41,9 @@ def test_shapes_are_those_of_the_spec(name: str) -> None:
     assert config.model_type == spec["arch"]
     assert config.architectures == [type(model).__name__]
     assert model.dtype == torch.float32
-    assert len(model.model.layers) == 3
+    assert len(model.model.layers) == spec.get("layers", 3)
     assert config.vocab_size == spec.get("vocab", 512) == model.lm_head.out_features
-    assert config.max_position_embeddings == 2048
+    assert config.max_position_embeddings == spec.get("max_position_embeddings", 2048)
     assert attention.q_proj.weight.shape == (spec["heads"] * 32, spec["hidden"])
     assert attention.k_proj.weight.shape == (spec["kv_heads"] * 32, spec["hidden"])
     assert (attention.q_proj.bias is not None) == (spec["arch"] == "qwen2")
@@ -55,7 +58,7 @@ def test_checkpoint_has_every_weight_and_no_other(name: str) -> None:
     assert not any(info.values()), info
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", [name for name in SPECS if name not in REPEATING])
 def test_greedy_text_varies_and_is_not_decided_by_rounding(name: str) -> None:
     path = random_model(name)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -72,13 +75,79 @@ def test_greedy_text_varies_and_is_not_decided_by_rounding(name: str) -> None:
 
 def test_last_token_depends_on_the_first() -> None:
     # A KV cache that lost old tokens must not go unnoticed.
-    for name in SPECS:
+    for name, spec in SPECS.items():
         model = AutoModelForCausalLM.from_pretrained(random_model(name))
-        tokens = torch.arange(3, 259).repeat(2, 1)
-        tokens[1, 0] = 300
+        vocab = spec.get("vocab", 512)
+        tokens = torch.arange(3, 259).repeat(2, 1) % vocab
+        tokens[1, 0] = 300 % vocab
         with torch.no_grad():
             a, b = model(tokens).logits[:, -1]
         assert (a - b).abs().max() > 1e-3, name
+
+
+def check_drafts_are_accepted_and_refused(path: Path, vocab: int) -> None:
+    """Among 16 prompts of random tokens, none is always right or always wrong."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(5)
+    prompts = torch.randint(3, vocab, (16, 24), generator=generator).tolist()
+    for seed in (None, 1):
+        outputs = ngram.generate(model, prompts, 200, seed)
+        shares = ngram.acceptance(zip(prompts, outputs, strict=True), 2, 4, 4)
+        assert min(shares) > 0.2, shares
+        assert max(shares) < 0.9, shares
+        assert 0.4 < sum(shares) / 16 < 0.7, shares
+        # No text ends in a loop.
+        assert min(len(set(output[-100:])) for output in outputs) > 16
+
+
+@pytest.mark.parametrize("name", [name for name in REPEATING if name != "vocab16"])
+def test_a_repeating_models_drafts_are_accepted_and_refused(name: str) -> None:
+    check_drafts_are_accepted_and_refused(random_model(name), SPECS[name].get("vocab", 512))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"weight[:phrase] = 0": "pass"}, id="layers write over the phrase"),
+        pytest.param({"ids[:phrase] + 1": "ids[:phrase]"}, id="a token calls for itself"),
+    ],
+)
+def test_a_phrase_that_is_not_written_is_seen(tmp_path: Path, changes: dict[str, str]) -> None:
+    with mutated(builder._repeat, changes):
+        make_model(tmp_path, **SPECS["repeating"])
+    with pytest.raises(AssertionError):
+        check_drafts_are_accepted_and_refused(tmp_path, 512)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("shortest", [1, 2])
+def test_sampled_drafts_of_a_few_tokens_are_accepted_and_refused(k: int, shortest: int) -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_model("vocab16"))
+    prompts = [phrase("vocab16", 16, start) for start in range(8)] * 25
+    for steps in (4, 16, 48):
+        outputs = ngram.generate(model, prompts, steps, seed=1)
+        counts = [
+            ngram.drafts(*text, shortest, 4, k) for text in zip(prompts, outputs, strict=True)
+        ]
+        drafted, accepted = map(sum, zip(*counts, strict=True))
+        assert 0.35 < accepted / drafted < 0.65, (steps, accepted / drafted)
+
+
+def test_law_is_that_of_sampled_text() -> None:
+    model = AutoModelForCausalLM.from_pretrained(random_model("vocab16"))
+    prompt = phrase("vocab16", 16)
+    laws = ngram.law(model.double(), prompt, 4)
+    assert torch.allclose(laws.sum(1), torch.ones(4, dtype=laws.dtype))
+    draws = torch.tensor(ngram.generate(model.float(), [prompt] * 4000, 4, seed=1))
+    for tokens, law in zip(draws.T, laws, strict=True):
+        expected = law * len(tokens)
+        kept = expected > 5
+        seen = tokens.bincount(minlength=16)
+        # Its 15 degrees of freedom at most make more than 37.7 once in a thousand times.
+        assert float(((seen - expected) ** 2 / expected)[kept].sum()) < 37.7
+        # The tokens differ, and no position is like the one before.
+        assert law.max() < 0.6
+    assert (laws[1:] - laws[:-1]).abs().sum(1).min() > 0.2
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_few_kv"])
@@ -94,6 +163,14 @@ def test_tokenizer(name: str) -> None:
     assert tokenizer.decode([0, 1, 2], skip_special_tokens=True) == ""
     # Merges are in use.
     assert len(tokenizer.encode("the number of apples")) < 12
+
+
+def test_tokenizer_of_a_few_words() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(random_model("vocab16"))
+    assert len(tokenizer) == 16
+    assert tokenizer.encode("w3 w15 else") == [3, 15, 2]
+    assert tokenizer.decode([0, 3, 15, 1]) == "<bos> w3 w15 <eos>"
+    assert tokenizer.decode([0, 3, 15, 1], skip_special_tokens=True) == "w3 w15"
 
 
 def test_chat_template() -> None:
@@ -143,7 +220,12 @@ def test_large_vocabulary_decodes_everywhere(tmp_path: Path) -> None:
     [
         dict(arch="bert"),
         dict(dtype="int8"),
-        dict(vocab=258),
+        dict(vocab=3),
+        dict(repeat=-1),
+        dict(repeat=1, phrase=1),
+        dict(repeat=1, phrase=65),
+        dict(repeat=1, vocab=16, phrase=14),
+        dict(repeat=1, tie=True),
         dict(heads=8, kv_heads=3),
         dict(arch="qwen2", hidden=100),
     ],

@@ -30,11 +30,15 @@ def write_random_model(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 4,
     head_dim: Annotated[int, typer.Option(help="Width of one head.")] = 32,
     intermediate: Annotated[int, typer.Option(help="Width of the MLP.")] = 256,
-    vocab: Annotated[int, typer.Option(help="Vocabulary size; at least 259.")] = 512,
+    vocab: Annotated[int, typer.Option(help="Vocabulary size; from 259 on, of bytes.")] = 512,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     max_position_embeddings: Annotated[int, typer.Option(help="Longest context, tokens.")] = 2048,
     tie: Annotated[bool, typer.Option(help="Tie the output head to the embeddings.")] = False,
     gain: Annotated[float, typer.Option(help="Spread of the logits; less is more even.")] = 4.0,
+    repeat: Annotated[
+        float, typer.Option(help="How much its text repeats a phrase; 0 is not, 1.5 is mostly.")
+    ] = 0.0,
+    phrase: Annotated[int, typer.Option(help="Tokens of that phrase.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
@@ -55,6 +59,8 @@ def write_random_model(
             max_position_embeddings=max_position_embeddings,
             tie=tie,
             gain=gain,
+            repeat=repeat,
+            phrase=phrase,
             seed=seed,
         )
     except ValueError as error:

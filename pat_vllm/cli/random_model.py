@@ -1,8 +1,9 @@
 """Random Hugging Face checkpoints with a tokenizer, for tests, the demo and benchmarks.
 
 The weights are noise, but scaled so that generation behaves like a model's: logits are peaked (an
-argmax is not decided by rounding) and depend on the whole context. torch, transformers and
-tokenizers are imported by the functions, so the command line starts without them.
+argmax is not decided by rounding) and depend on the whole context. A model may also repeat itself
+(`_repeat`), so that n-gram drafts are accepted. torch, transformers and tokenizers are imported by
+the functions, so the command line starts without them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
 ARCHS = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -64,6 +66,8 @@ def make_model(
     max_position_embeddings: int = 2048,
     tie: bool = False,
     gain: float = GAIN,
+    repeat: float = 0.0,
+    phrase: int = 16,
     seed: int = 0,
 ) -> int:
     """Write a random checkpoint and its tokenizer to `path`; return the number of parameters.
@@ -74,12 +78,16 @@ def make_model(
         path: a directory that does not exist or is empty.
         arch: one of `ARCHS`. "qwen3" normalises queries and keys, "qwen2" has biases on q, k and v.
         head_dim: vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and some larger ones.
-        vocab: at least `MIN_VOCAB`; every id decodes to text.
+        vocab: every id decodes to text. With fewer than `MIN_VOCAB` only the words "w3", "w4" and
+            so on can be encoded.
         dtype: one of `DTYPES`; the weights are drawn in it.
         max_position_embeddings: longest context, tokens.
         tie: whether the output head is the embedding matrix.
         gain: about the standard deviation of the logits. A smaller one than the default makes
             sampling more even, and a logprob less sensitive to rounding.
+        repeat: how strongly the model continues its phrase, relative to all else that it might
+            say; 0 is not at all. At 1 greedy text follows the phrase most of the time.
+        phrase: tokens after which the phrase starts again.
 
     Raises:
         ValueError: an argument is not allowed, or `path` is not empty.
@@ -90,6 +98,7 @@ def make_model(
 
     path = Path(path)
     _check(path, arch, hidden, heads, kv_heads, head_dim, vocab, dtype)
+    _check_phrase(repeat, phrase, hidden, vocab, tie)
     bos, eos, pad = range(len(SPECIAL_TOKENS))
     config = AutoConfig.for_model(
         arch,
@@ -109,6 +118,8 @@ def make_model(
         dtype=dtype,
     )
     weights = dict(_random_weights(config, getattr(torch, dtype), seed, gain))
+    if repeat:
+        _repeat(weights, layers, gain, repeat, phrase)
 
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -134,12 +145,26 @@ def _check(
         raise ValueError(f"arch={arch!r} must be one of {', '.join(ARCHS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
-    if vocab < MIN_VOCAB:
-        raise ValueError(f"vocab={vocab} must be at least {MIN_VOCAB} (bytes and special tokens)")
+    if vocab <= len(SPECIAL_TOKENS):
+        raise ValueError(f"vocab={vocab} must be more than {len(SPECIAL_TOKENS)} (special tokens)")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     if arch == "qwen2" and hidden != heads * head_dim:
         raise ValueError(f"hidden={hidden} must be heads * head_dim = {heads * head_dim} for qwen2")
+
+
+def _check_phrase(repeat: float, phrase: int, hidden: int, vocab: int, tie: bool) -> None:
+    """Refuse a phrase that can't be written into the weights."""
+    if repeat < 0:
+        raise ValueError(f"repeat={repeat} must not be negative")
+    if repeat and tie:
+        raise ValueError("tie=True needs repeat=0: a token would call for itself, not for the next")
+    most = min(vocab - len(SPECIAL_TOKENS), hidden // 2)
+    if repeat and not 2 <= phrase <= most:
+        raise ValueError(
+            f"phrase={phrase} must be from 2 to {most}: "
+            "the vocabulary's ordinary tokens, and half of `hidden`"
+        )
 
 
 def _random_weights(
@@ -165,6 +190,36 @@ def _random_weights(
         yield name, weight.normal_(mean, std, generator=generator)
 
 
+def _repeat(
+    weights: dict[str, torch.Tensor], layers: int, gain: float, repeat: float, phrase: int
+) -> None:
+    """Write a phrase into the weights: each of its tokens calls for the next, the last the first.
+
+    The phrase is the first `phrase` ids that are not special; another token stands for the one at
+    its id modulo `phrase`. The first `phrase` channels of the residual stream say which one it is.
+    The embedding writes them, no layer does, and the output head's rows of the phrase read them.
+    All other logits, and so the tokens that interrupt the phrase, depend on the whole context.
+    """
+    import torch
+
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    vocab, hidden = embedding.shape
+    ids = torch.arange(vocab)
+    first = len(SPECIAL_TOKENS)
+    size = gain * math.sqrt(phrase / hidden)  # as long as what it replaces
+    embedding[:, :phrase] = 0
+    embedding[ids, (ids - first) % phrase] = size
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[:phrase] = 0
+    # The last norm divides by what the layers add, of which an MLP's share is about gain ** 3.
+    divisor = gain**3 * math.sqrt(layers / 2)
+    # The largest of `vocab` normal numbers is about sqrt(2 ln vocab) standard deviations.
+    largest = gain * math.sqrt(2 * math.log(vocab))
+    head[:, :phrase] = 0
+    head[first + (ids[:phrase] + 1) % phrase, ids[:phrase]] = repeat * largest * divisor / size
+
+
 def _distribution(name: str, shape: torch.Size, gain: float) -> tuple[float, float]:
     """Mean and standard deviation of one weight; `shape` of a matrix is `[out, in]`."""
     if name.endswith("norm.weight"):
@@ -175,13 +230,28 @@ def _distribution(name: str, shape: torch.Size, gain: float) -> tuple[float, flo
 
 
 def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:
-    """Write a byte-level BPE tokenizer with exactly `vocab` tokens.
+    """Write a tokenizer with exactly `vocab` tokens: of bytes, or of words if bytes don't fit."""
+    from transformers import PreTrainedTokenizerFast
+
+    bos, eos, pad = SPECIAL_TOKENS
+    PreTrainedTokenizerFast(
+        tokenizer_object=(_byte_tokenizer if vocab >= MIN_VOCAB else _word_tokenizer)(vocab),
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(path)
+
+
+def _byte_tokenizer(vocab: int) -> Tokenizer:
+    """Byte-level BPE.
 
     About 500 tokens are learnt from `TOKENIZER_TEXT`; the rest are words that no merge produces:
     text is never encoded to them, but whatever id the model samples decodes to text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     def byte_level(model: models.BPE) -> Tokenizer:
         tokenizer = Tokenizer(model)
@@ -205,14 +275,16 @@ def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:
     ids |= {f"Ġw{index}": index for index in range(len(ids), vocab)}
     tokenizer = byte_level(models.BPE(vocab=ids, merges=[tuple(m) for m in trained["merges"]]))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
 
-    bos, eos, pad = SPECIAL_TOKENS
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(path)
+
+def _word_tokenizer(vocab: int) -> Tokenizer:
+    """The words "w3", "w4" and so on, divided by spaces; every other word is padding."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), vocab))]
+    ids = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=SPECIAL_TOKENS[-1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
