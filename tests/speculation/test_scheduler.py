@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from benchmarks.without_workers import answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.replica import Replica
+from pat_vllm.scheduler.replica_set import ReplicaSet
+from pat_vllm.scheduler.requests import counted_drafts
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.scheduler.speculation import DraftLengths
 from pat_vllm.scheduler.switch import PlanningFailed
+from tests.speculation.protocol import check_storm
 from tests.speculation.steps import SPECULATIVE
 from tests.support.mutation import mutated
 
@@ -130,3 +136,78 @@ def test_steps_without_tokens_draft_nothing() -> None:
     )
     (sample,) = scheduler.controller.report().drafts
     assert (sample.num_speculative_tokens, sample.steps) == (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storm(seed: int) -> None:
+    check_storm(seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storm_with_preemptions(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def preempting(scheduler: Scheduler, request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(scheduler, request, *args, **options)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", preempting)
+    check_storm(seed, requests=80, num_blocks=8, arrivals=0.9)
+    assert len(preempted) > 3
+
+
+@pytest.mark.parametrize(
+    ("function", "changes"),
+    [
+        pytest.param(
+            switch_module._rewind,
+            {"request.spec_token_ids = []": "pass"},
+            id="drafts are kept at a switch",
+        ),
+        pytest.param(
+            ReplicaSet.drain,
+            {
+                "self.finish(self.executor.finished(wait_for_all=True))": """\
+results = self.executor.finished(wait_for_all=True)
+    for one in results:
+        for tokens in one.output.sampled_token_ids:
+            del tokens[1:]
+    self.finish(results)"""
+            },
+            id="accepted tokens are dropped at a switch",
+        ),
+        pytest.param(
+            ReplicaSet.finish,
+            {
+                "self._collect(replica.finish(result.output, result.drafts))": """\
+self._collect(replica.finish(result.output, None))
+        if result.drafts is not None:
+            other = self.replicas[result.replica - 1]
+            other.scheduler.update_draft_token_ids(result.drafts)"""
+            },
+            id="drafts come to another replica",
+        ),
+        pytest.param(
+            Replica.finish,
+            {"self.scheduler.update_draft_token_ids(drafts)": "pass"},
+            id="drafts come to nobody",
+        ),
+        pytest.param(
+            DraftLengths._table, {"requested is None": "not requested"}, id="0 is not a length"
+        ),
+        pytest.param(
+            DraftLengths.write,
+            {"self._written == (requested, replicas)": "self._written[0] == requested"},
+            id="a new layout's schedulers have their own draft length",
+        ),
+        pytest.param(
+            counted_drafts,
+            {"- sum(map(bool, generated))": "- len(generated)"},
+            id="what was not sampled counts as rejected",
+        ),
+    ],
+)
+def test_the_storm_sees(function: Any, changes: dict[str, str]) -> None:
+    with mutated(function, changes), pytest.raises(AssertionError):
+        check_storm(0)
