@@ -483,7 +483,8 @@ def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
         def execute(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(step: SchedulerOutput, *args: Any, **options: Any) -> Any:
                 drafts = step.scheduled_spec_decode_tokens or step.num_spec_tokens_to_schedule
-                runner.speculative_config = config if drafts else None
+                samples = step.total_num_scheduled_tokens > 0
+                runner.speculative_config = config if drafts or not samples else None
                 return original(step, *args, **options)
 
             return call
