@@ -43,11 +43,15 @@ EXECUTOR = Executor()
 """Engines know theirs by a weak reference."""
 
 
-def engine_config(tp: int, num_blocks: int = 20_000) -> tuple[Any, dict[str, Any]]:
+def engine_config(
+    tp: int, num_blocks: int = 20_000, policy: dict[str, Any] | None = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """A PAT engine's config that stays in `tp`, and the scheduler's other arguments.
 
     Args:
         num_blocks: of a rank in the base layout.
+        policy: another one than to stay.
+        options: the engine's, for others than here.
     """
     import torch
     from vllm.engine.arg_utils import EngineArgs
@@ -61,7 +65,7 @@ def engine_config(tp: int, num_blocks: int = 20_000) -> tuple[Any, dict[str, Any
 
     from pat_vllm.executor import executor as executor_module
 
-    policy = {"kind": "static", "tp": tp}
+    policy = policy or {"kind": "static", "tp": tp}
     config = EngineArgs(
         model=model("qwen3-8-heads"),
         tensor_parallel_size=RANKS,
@@ -70,6 +74,7 @@ def engine_config(tp: int, num_blocks: int = 20_000) -> tuple[Any, dict[str, Any
         max_model_len=8192,
         max_num_seqs=256,
         enforce_eager=True,
+        **options,
     ).create_engine_config()
     layers = ["layer"]
     config.cache_config.block_size = BLOCK_SIZE

@@ -502,7 +502,8 @@ def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
         def execute(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(step: SchedulerOutput, *args: Any, **options: Any) -> Any:
                 drafts = step.scheduled_spec_decode_tokens or step.num_spec_tokens_to_schedule
-                runner.speculative_config = config if drafts else None
+                samples = step.total_num_scheduled_tokens > 0
+                runner.speculative_config = config if drafts or not samples else None
                 return original(step, *args, **options)
 
             return call
@@ -597,6 +598,24 @@ def _propose_some(drafter: Any, original: Callable[..., Any]) -> Callable[..., A
         return drafts[:, :num_speculative_tokens], num_valid.clamp(max=num_speculative_tokens)
 
     return call
+
+
+def draft_near_the_longest_context(runner: RunnerV1 | RunnerV2) -> None:
+    """Have Model Runner V1's n-gram drafter go on where a request comes near `max_model_len`.
+
+    Without it: as soon as one request of a step does, V1 gives zeros for drafts to all of them, on
+    CPU by a CUDA stream, which ends the engine. That protects a drafter's KV cache; the n-gram
+    drafter has none, and proposes nothing beyond `max_model_len` itself. Missing seam: vLLM does
+    not ask the drafter.
+    """
+    if hasattr(runner, "req_states") or runner.speculative_config is None:
+        return
+    if runner.speculative_config.method == "ngram":
+        _replace(runner, "_input_fits_in_drafter", lambda original: _is_attended)
+
+
+def _is_attended(common_attn_metadata: Any) -> bool:
+    return common_attn_metadata is not None
 
 
 def _propose(speculator: Any, original: Callable[..., Any]) -> Callable[..., Any]:

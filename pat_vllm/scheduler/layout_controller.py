@@ -94,7 +94,7 @@ class LayoutController:
             return  # its weights are not there: it sleeps, or gets new ones
         self._was_busy = False
         self._forced = False
-        self.drafts.request(None)
+        self.drafts.release()
         self._monitor.idle()
         self._switch(self._monitor.policy.home, "idle")
 

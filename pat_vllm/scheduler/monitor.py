@@ -50,7 +50,7 @@ class Monitor:
         """A replica finished a step, while `busy` replicas had steps in flight."""
         now = time.monotonic()
         self.history.step(layout, result.seconds)
-        if self._speculates:
+        if self._speculates and step.total_num_scheduled_tokens:
             drafted, accepted = counted_drafts(step, result.output)
             length = step.num_spec_tokens_to_schedule
             self.history.drafts(now, layout, replica.index, length, drafted, accepted)

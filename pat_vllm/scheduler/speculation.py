@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ class DraftLengths:
         self.allowed = () if config is None else lengths_of(config)
         self._config = config
         self._by_tp = by_tp
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._requested: int | None = None
         self._written: tuple[int | None, Sequence[Replica]] = (None, ())
 
@@ -38,16 +40,25 @@ class DraftLengths:
         Raises:
             ValueError: the engine does not keep that length ready.
         """
-        if length is not None and length not in self.allowed:
+        if length is not None and (type(length) is not int or length not in self.allowed):
             ready = f"keeps {list(self.allowed)} ready" if self.allowed else "does not speculate"
             raise ValueError(
-                f"cannot use {length} draft tokens: the engine {ready}; see vLLM's "
+                f"cannot use {length!r} draft tokens: the engine {ready}; see vLLM's "
                 "speculative_config"
             )
-        self._requested = length
+        self._asked.put(length)
+
+    def release(self) -> None:
+        """The work is over, and with it what was requested for its steps.
+
+        What no step has used yet was requested for the next work.
+        """
+        self._requested = None
 
     def write(self, layout: Layout, replicas: Sequence[Replica]) -> None:
         """Have the steps of these replicas use what holds now. To be called before each step."""
+        while not self._asked.empty():
+            self._requested = self._asked.get()
         requested = self._requested
         if self._config is None or self._written == (requested, replicas):
             return

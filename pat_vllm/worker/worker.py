@@ -34,6 +34,7 @@ from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches import (
     attention_workspace,
     buffers_of,
+    draft_near_the_longest_context,
     install_tp_group,
     probe_p2p_between,
     skip_empty_drafts,
@@ -128,6 +129,7 @@ class PATWorkerMixin(_Base):
                 runtime.runner = self._make_runner(runtime.config)
             skip_empty_drafts(runtime.runner)
             take_every_draft_length(runtime.runner)
+            draft_near_the_longest_context(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)

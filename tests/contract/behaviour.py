@@ -100,6 +100,11 @@ TEXTS = (
         "the groups that get shared-memory collectives are known by name",
     ),
     Text(
+        "vllm.v1.spec_decode.ngram_proposer._find_longest_matched_ngram_and_propose_tokens",
+        r"k = min\(k, max_model_len - total_token\)",
+        "n-gram drafts end at the longest context by themselves",
+    ),
+    Text(
         "vllm.distributed.parallel_state.get_tp_group",
         r"return _TP\b",
         "layers look their group up at each call",

@@ -101,7 +101,7 @@ def in_strings(
 
 def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
     """Told apart, and asked for what not every one has."""
-    return v1.inputs_embeds, v1.attn_groups, v2.attn_groups
+    return v1.inputs_embeds, v1.attn_groups, v2.attn_groups, v1._input_fits_in_drafter
 
 
 def drafters(v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1) -> tuple[Any, ...]:

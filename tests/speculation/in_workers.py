@@ -1,0 +1,63 @@
+"""Functions that tests call in the workers, which import this file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+_calls: Counter[str] = Counter()
+
+
+def generated(worker: Any) -> dict[str, list[int]]:
+    """Token ids of the output that the active layout's runner has for each request."""
+    requests = worker._active.runner.requests
+    return {name: list(state.output_token_ids) for name, state in requests.items()}
+
+
+def count_calls(worker: Any) -> None:
+    """Count from now on what speculation calls in a step, in every layout."""
+    for runtime in worker._runtimes.values():
+        runner = runtime.runner
+        _count(runner.drafter, "propose")
+        _count(runner.rejection_sampler, "forward")
+        _count(runner, "_calc_spec_decode_metadata")
+        _count(runner, "_sample")
+
+
+def take_calls(worker: Any) -> Counter[str]:
+    """The calls since the last time, by name."""
+    calls = _calls.copy()
+    _calls.clear()
+    return calls
+
+
+def count_no_more(worker: Any) -> None:
+    """Undo `count_calls`."""
+    for runtime in worker._runtimes.values():
+        runner = runtime.runner
+        del runner.drafter.propose, runner.rejection_sampler.forward
+        del runner._calc_spec_decode_metadata, runner._sample
+
+
+def _count(owner: Any, name: str) -> None:
+    stock = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        _calls[name] += 1
+        return stock(*args, **options)
+
+    setattr(owner, name, call)
+
+
+def draft_as_vllm(worker: Any) -> None:
+    """Take back what makes draft length 0 cost nothing."""
+    for runtime in worker._runtimes.values():
+        for name in ("execute_model", "sample_tokens"):
+            vars(runtime.runner)["kept_" + name] = vars(runtime.runner).pop(name)
+
+
+def draft_as_pat(worker: Any) -> None:
+    """Undo `draft_as_vllm`."""
+    for runtime in worker._runtimes.values():
+        for name in ("execute_model", "sample_tokens"):
+            vars(runtime.runner)[name] = vars(runtime.runner).pop("kept_" + name)
