@@ -125,12 +125,15 @@ MISTAKES: dict[str, tuple[Callable[[], None], Any, dict[str, str]]] = {
     "the largest of the engine's sizes": (
         check_sizes_are_those_of_stock_vllm,
         module._resize_cuda_graphs,
-        {".max_cudagraph_capture_size = chosen[-1]": ".max_cudagraph_capture_size = sizes[-1]"},
+        {
+            ".max_cudagraph_capture_size = chosen[-1]": ".max_cudagraph_capture_size = "
+            "engine.compilation_config.cudagraph_capture_sizes[-1]"
+        },
     ),
     "the user's sizes are lost": (
         check_a_users_sizes_stay,
         module._resize_cuda_graphs,
-        {"if _capture_sizes(engine, engine.scheduler_config) == sizes:": "if True:"},
+        {" and _vllm_chose_sizes(engine)": ""},
     ),
     "the engine's config is changed": (
         check_sizes_are_those_of_stock_vllm,
