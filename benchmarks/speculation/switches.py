@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import Engine, Summary, table
@@ -56,7 +56,7 @@ def measure(
         engine.call(take_switches, prompts, 2, length)  # warm-up
         taken: Switches = engine.call(take_switches, prompts, switches, length)
         cycles: list[ChangeCycle] = engine.call(change_lengths, prompts, changes, length)
-    body = {"switches": asdict(taken), "cycles": cycles, "bars": BARS}
+    body: dict[str, Any] = {"switches": taken, "cycles": cycles, "bars": BARS}
     text = (
         f"Model {name}, {requests} live requests, in turns with a draft length of {length} and of "
         f"0; {switches} switches there and back of each; ms, median (low-high). The stall is the "
@@ -78,7 +78,7 @@ def measure(
     text += (
         f"\nIn tp2dp1 the draft length goes from {length} to 0 and back, {changes} times. Times of "
         f"{_WINDOW} steps, ms:\n\n"
-        + table(["", "ms"], windows)
+        + table(["window", "ms"], windows)
         + f"\nWindows with a change / those without: {ratio.show()} (bar {BARS['change']}: "
         f"{ratio.verdict(BARS['change'])}); a change adds {added.median * 1e3:.2f} ms.\n"
     )
@@ -178,9 +178,11 @@ def take_switches(llm: Any, prompts: Sequence[Any], there_and_back: int, length:
     drafted = sum(one.drafted for one in with_length)
     accepted = sum(one.accepted for one in with_length)
     assert accepted, "no draft was accepted"
-    reports = [asdict(one) for one in report.switches if one.reason == "forced"]
-    for one in reports:
-        one["source"], one["target"] = str(one["source"]), str(one["target"])
+    reports = [
+        vars(one) | {"source": str(one.source), "target": str(one.target)}
+        for one in report.switches
+        if one.reason == "forced"
+    ]
     assert len(reports) == len(with_drafts)
     return Switches(tuple(with_drafts), tuple(reports), drafted / most, accepted / drafted)
 
