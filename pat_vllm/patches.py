@@ -763,14 +763,17 @@ def share_penalty_counts(runner: RunnerV2, host: RunnerV2) -> None:
     own.prompt_bin_mask = shared.prompt_bin_mask[:rows]
 
 
-def share_grammar_bitmask(runner: RunnerV2, base: RunnerV2) -> None:
-    """Have a Model Runner V2 use the grammar bitmask of `base`.
+def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
+    """Have a Model Runner V2 use the grammar bitmask of `host`.
 
     Without it: each layout keeps a bit for each token of the vocabulary, each request and each
     token that it may get in a step, hundreds of MB with drafts. A step writes what it reads.
     Missing seam: a runner that takes given buffers.
+
+    Args:
+        host: has at least as many requests.
     """
-    own, shared = runner.structured_outputs_worker, base.structured_outputs_worker
+    own, shared = runner.structured_outputs_worker, host.structured_outputs_worker
     if own is not None and shared is not None:
         rows = len(own.grammar_bitmask)
         assert rows <= len(shared.grammar_bitmask)

@@ -75,10 +75,10 @@ def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:
 
 
 def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
-    """Capture a graph for the largest batch with each draft length, too.
+    """Capture the batches with the most drafts, and the largest batch with each draft length, too.
 
-    vLLM does so for the largest batch that its schedule gives to a length. Here any batch may have
-    any length. Sizes that it would not have chosen for the engine are the user's, and stay.
+    vLLM does so for the batches to which its schedule gives a length. Here any may have any length.
+    Sizes that it would not have chosen for the engine are the user's, and stay.
     """
     compilation = config.compilation_config
     sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
@@ -87,10 +87,15 @@ def _capture_every_draft_length(config: VllmConfig, engine: VllmConfig) -> None:
     if not _vllm_chose_sizes(engine):
         return
     assert engine.speculative_config is not None
+    fixed = copy.copy(engine)
+    fixed.speculative_config = copy.copy(engine.speculative_config)
+    fixed.speculative_config.num_speculative_tokens_per_batch_size = None
     most = config.scheduler_config.max_num_seqs
     tokens = (1 + length for length in lengths_of(engine.speculative_config))
     added = (min(most, largest // of_request) * of_request for of_request in tokens)
-    compilation.cudagraph_capture_sizes = sorted({*sizes, *filter(None, added)})
+    every = {*sizes, *_capture_sizes(fixed, config.scheduler_config), *filter(None, added)}
+    compilation.cudagraph_capture_sizes = sorted(every)
+    compilation.max_cudagraph_capture_size = max(every)
 
 
 def lengths_of(config: SpeculativeConfig) -> tuple[int, ...]:
@@ -164,13 +169,14 @@ def _capture_sizes(engine: VllmConfig, scheduler: SchedulerConfig) -> list[int]:
 
 
 def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
-    """Capture no graphs for batches that the layout will not see."""
-    sizes = config.compilation_config.cudagraph_capture_sizes
+    """Capture no graphs for batches that the layout will not see; `largest_batch` in requests."""
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes
     if sizes and largest_batch is not None:
         tokens = largest_batch * config.uniform_decode_query_len
         enough = next((size for size in sorted(sizes) if size >= tokens), max(sizes))
-        config.compilation_config.cudagraph_capture_sizes = [one for one in sizes if one <= enough]
-        config.compilation_config.max_cudagraph_capture_size = enough
+        compilation.cudagraph_capture_sizes = [size for size in sizes if size <= enough]
+        compilation.max_cudagraph_capture_size = enough
 
 
 def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
