@@ -171,6 +171,7 @@ MISTAKES = {
 
 NIGHTLY = {
     "V1, order",
+    "graphs for the longest drafts only",
     "a switch allocates the KV cache",
     "buffers wake up elsewhere",
     "a switch takes the other layout's graphs along",
