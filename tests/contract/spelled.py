@@ -112,14 +112,6 @@ def drafters(v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1) -> 
     )
 
 
-def drafters(v1: NgramProposerGPU, v2: NgramGPUSpeculator, runner: RunnerV1) -> tuple[Any, ...]:
-    """What of speculation is replaced by name, or asked for."""
-    return (
-        *(v1.propose, v1.k, v2.propose, v2.drafts, runner.token_ids_gpu_tensor),
-        *(cudagraph_utils.build_dynamic_sd_schedule_lookup, CudaGraphManager._init_candidates),
-    )
-
-
 def weight_loaders(
     linear: LinearBase,
     column: ColumnParallelLinear,
