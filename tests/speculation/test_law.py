@@ -216,7 +216,6 @@ def check(sample: Sample, model: Any) -> None:
         for position in range(name == "first token", LENGTH)
     }
     probable["pairs"] = independence(draws, sample.pairs)
-    print({name: f"{value:.2g}" for name, value in probable.items()})
     assert min(probable.values()) > PROBABLE, probable
 
 
