@@ -299,13 +299,12 @@ def test_one_draft_length_gives_one_response(llm: Any, length: int) -> None:
 
 
 def test_the_same_changes_give_the_same_response(llm: Any) -> None:
-    """Verification takes random numbers. Another draft length, or a switch, draws other tokens."""
+    """Verification takes random numbers. Requests with drafts go on with others otherwise."""
     script = Script(1, 4, 2, 2, at=4)
     one = seeded(llm, script)
     assert seeded(llm, script, others=5) == one
     for other in (Script(1, 4, 1, 2, at=4), Script(1, 4, 2, 2, at=5), Script(1, 2, 2, 2, at=4)):
-        different = sum(a != b for a, b in zip(seeded(llm, other), one, strict=True))
-        assert different > SEEDS / 2
+        assert seeded(llm, other) != one
 
 
 def test_without_drafts_a_switch_changes_no_response(llm: Any) -> None:
