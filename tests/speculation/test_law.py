@@ -105,14 +105,15 @@ class Sample:
 
     Attributes:
         tokens: of each response, in the order of the requests.
-        pairs: requests of two replicas, or of two batches, that would draw the same random numbers
-            if both were seeded alike.
+        replicas: pairs of requests that would draw the same random numbers if replicas did.
+        batches: the same for two batches.
         drafted: draft tokens verified.
         accepted: how many of them were accepted.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
-    pairs: list[tuple[int, int]] = field(default_factory=list)
+    replicas: list[tuple[int, int]] = field(default_factory=list)
+    batches: list[tuple[int, int]] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
 
@@ -132,9 +133,9 @@ def draw(llm: Any, batches: int) -> Sample:
             rows = zip(*replicas, strict=False)
             same = [row for row in rows if set(row) <= set(unseeded)]
             assert len(same) > BATCH / 10
-            sample.pairs += [(first + one, first + other) for one, other in same]
+            sample.replicas += [(first + one, first + other) for one, other in same]
         if number >= 2:
-            sample.pairs += [(first + i, first + i - 2 * BATCH) for i in unseeded]
+            sample.batches += [(first + i, first + i - 2 * BATCH) for i in unseeded]
     sample.drafted, sample.accepted = (
         now - then for now, then in zip(drafts(llm), before, strict=True)
     )
@@ -215,7 +216,9 @@ def check(sample: Sample, model: Any) -> None:
         for name, naming in NAMINGS.items()
         for position in range(name == "first token", LENGTH)
     }
-    probable["pairs"] = independence(draws, sample.pairs)
+    for name, pairs in {"replicas": sample.replicas, "batches": sample.batches}.items():
+        for position in range(LENGTH):
+            probable[f"{name}, position {position}"] = independence(draws, position, pairs)
     assert min(probable.values()) > PROBABLE, probable
 
 
