@@ -141,16 +141,16 @@ def chi_square(drawn: Ints, laws: Floats) -> float:
     return float(chi2.sf(statistic, len(cells)))
 
 
-def independence(draws: Draws, pairs: Sequence[tuple[int, int]]) -> float:
-    """How probable responses are that go together as much as these pairs, or as little.
+def independence(draws: Draws, position: int, pairs: Sequence[tuple[int, int]]) -> float:
+    """How probable tokens are that go together as much as in these pairs of responses.
 
-    Pairs drawn with the same random numbers have the same tokens far too often. The product of
-    two responses' differences from their laws has mean zero if they are independent.
+    Those drawn with the same random number are the same far too often. The product of two draws'
+    differences from their laws has mean zero if they are independent.
     """
-    vocab = draws.laws.shape[-1]
+    laws = draws.laws[:, position]
     one, other = np.array(pairs).T
-    off = np.eye(vocab)[draws.tokens] - draws.laws
-    p, q = draws.laws[one], draws.laws[other]
+    off = np.eye(laws.shape[-1])[draws.tokens[:, position]] - laws
+    p, q = laws[one], laws[other]
     together = (off[one] * off[other]).sum()
     # The trace of the product of two covariances diag(p) - p p', q likewise.
     variance = (p * q - p * p * q - p * q * q).sum() + ((p * q).sum(-1) ** 2).sum()

@@ -37,7 +37,7 @@ def test_right_draws_are_as_improbable_as_the_tests_say() -> None:
         draws = drawn(rng, 1_000, law)
         found += [
             *(chi_square(*naming(draws, LENGTH - 1)) for naming in NAMINGS.values()),
-            independence(draws, [(2 * i, 2 * i + 1) for i in range(500)]),
+            independence(draws, LENGTH - 1, [(2 * i, 2 * i + 1) for i in range(500)]),
         ]
     for one in np.array(found).reshape(250, -1).T:
         # Of 250, 25 +- 4.7 and 125 +- 7.9.
@@ -78,8 +78,8 @@ def test_numbers_that_come_again_are_seen() -> None:
     tokens[1000:1100] = tokens[:100]  # of two responses, in a tenth of the pairs
     again = Draws(tokens, draws.laws)
     pairs = [(i, 1_000 + i) for i in range(1_000)]
-    assert independence(draws, pairs) > 1e-3
-    assert independence(again, pairs) < 1e-6
+    assert independence(draws, 1, pairs) > 1e-3
+    assert independence(again, 1, pairs) < 1e-6
 
 
 def test_a_law_with_top_k() -> None:
