@@ -6,14 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import MODELS
-from benchmarks.speculation.engines import repeating_prompts
+from benchmarks.speculation import alternate, engines, switches, tail
+from benchmarks.speculation.engines import Batch, Served, repeating_prompts
 from benchmarks.speculation.paired import (
     Cell,
     ChangeCycle,
@@ -168,3 +169,108 @@ def test_prompts_go_on_with_the_models_phrase() -> None:
         phrase = one["prompt_token_ids"][8:]
         assert len(phrase) > 2 * size and set(phrase) == set(range(3, 3 + size))
         assert all((b - a) % size == 1 for a, b in itertools.pairwise(phrase))
+
+
+# ---------------------------------------------------------------- whole, with engines that pretend
+
+
+class Pretended:
+    """An engine whose batches take a known time on a clock of its own."""
+
+    running: ClassVar[set[int]] = set()
+    clock = 0.0
+
+    def __init__(self, options: dict[str, Any], bind: str) -> None:
+        self.uses_pat = options.get("distributed_executor_backend") == "pat"
+        self.most = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.running.discard(id(self))
+
+    def wait_until_ready(self) -> float:
+        self.resume()
+        return 0.0
+
+    def resume(self) -> None:
+        self.running.add(id(self))
+
+    def pause(self) -> None:
+        self.running.remove(id(self))
+
+    def start(self, function: Any, batch: Batch) -> None:
+        assert id(self) in self.running
+        self.batch = batch
+
+    def result(self) -> Served:
+        batch = self.batch
+        length = self.most if batch.length is None else batch.length
+        seconds = (2.0 if self.uses_pat else 1.9) / (1 + length / 8) / (batch.tp or 1)
+        tokens = tuple((sum(one["prompt_token_ids"]),) for one in batch.prompts)
+        drafted = length * len(batch.prompts)
+        counts = (batch.new_tokens, drafted, drafted // 2) if self.uses_pat else (0, 0, 0)
+        Pretended.clock += seconds
+        return Served(Pretended.clock - seconds, Pretended.clock, tokens, *counts)
+
+    def call(self, function: Any, *args: Any) -> Any:
+        if function is engines.serve:
+            self.start(function, *args)
+            return self.result()
+        if function is switches.change_lengths:
+            return [ChangeCycle(0.2, 0.15, 0.1, 0.15)] * args[1]
+        assert function is switches.take_switches
+        reports: list[dict[str, Any]] = []
+        drafts = [turn % 4 in (0, 3) for turn in range(2 * args[1]) for _ in range(2)]
+        for index, one in enumerate(drafts):
+            way = ("tp1dp2", "tp2dp1")[:: 1 if index % 2 == 0 else -1]
+            stall = 0.0103 if one else 0.01
+            reports.append(
+                dict(source=way[0], target=way[1], seconds=stall + 0.02, quiesce=0.02)
+                | dict(first_step=0.03)
+            )
+        return switches.Switches(tuple(drafts), tuple(reports), 0.5, 0.6)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (alternate, switches, tail):
+        monkeypatch.setattr(module, "Engine", Pretended)
+    monkeypatch.setattr(engines, "model", str)
+    monkeypatch.setattr(engines, "_SETTLE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_sides_that_take_turns() -> None:
+    body, text = alternate.static("repeating", alternate.Size(4, 8, 3), 4)
+    assert math.isclose(body["tp2dp1"]["ratio"].median, 2.0 / 1.9)
+    assert body["tp2dp1"]["unequal_batches"] == body["tp1dp2"]["unequal_batches"] == 0
+    assert [len(turns) for turns in body["tp1dp2"]["turns"].values()] == [3, 3]
+    assert "| tp2dp1 | 1.333 (1.333-1.333) | 1.267 (1.267-1.267) | 166.7 | 0.50 | 1.053" in text
+    assert "| 1.03 | missed | 0 |" in text
+
+    body, text = alternate.off("repeating", alternate.Size(4, 8, 3), 4)
+    assert body["0 drafts / none"]["ratio"].median == 1.0
+    assert "| 0 drafts / none | 2.000 (2.000-2.000) | 2.000 (2.000-2.000) | 250.0 | - |" in text
+    assert "| 1.000 (1.000-1.000) | 1.01 | met |" in text
+    assert not Pretended.running
+
+
+@pytest.mark.usefixtures("pretended")
+def test_switches_with_drafts_and_without() -> None:
+    body, text = switches.measure("repeating", 8, 4, 3, 4)
+    assert math.isclose(body["stall tp1dp2 -> tp2dp1"].median, 1.03)
+    assert math.isclose(body["change_ratio"].median, 1.0)
+    assert "| stall | tp2dp1 -> tp1dp2 | 10.3 (10.3-10.3) | 10.0 (10.0-10.0) | 1.030" in text
+    assert "Windows with a change / those without: 1.000 (1.000-1.000) (bar 1.01: met)" in text
+
+
+@pytest.mark.usefixtures("pretended")
+def test_the_room_of_a_long_tail() -> None:
+    body, text = tail.measure("repeating", (2, 8), 16, 2)
+    found = body["8 responses"]
+    assert (found["best"], found["best_without"]) == (["tp2dp1", 7], "tp2dp1")
+    assert math.isclose(found["ratio"].median, 8 / 15)
+    assert "| layout | draft length 0 | 1 | 2 | 4 | 7 |" in text
+    assert "Best is tp2dp1 with draft length 7: 0.533 (0.533-0.533) of the time of tp2dp1" in text

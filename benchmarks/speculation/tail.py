@@ -67,7 +67,7 @@ def measure(
             }
             text += f"## {count} responses\n\n" + _table(cells) + "\n"
             text += (
-                f"Best is {best.layout} with {best.length} draft tokens: {ratio.show()} of the "
+                f"Best is {best.layout} with draft length {best.length}: {ratio.show()} of the "
                 f"time of {plain.layout}, which is best without drafts.\n\n"
             )
     return body, text
@@ -91,4 +91,4 @@ def _table(cells: list[Cell]) -> str:
             share = "" if cell.accepted is None else f"; {cell.accepted:.2f}"
             row.append(Summary.of(cell.seconds).show(digits=2) + share)
         rows.append(row)
-    return table(["layout", *(f"{length} draft tokens" for length in lengths)], rows)
+    return table(["layout", f"draft length {lengths[0]}", *map(str, lengths[1:])], rows)
