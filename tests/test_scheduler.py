@@ -284,7 +284,7 @@ def check_draft_length_asked_for_when_work_is_over(scheduler: Any) -> None:
         add(scheduler, 2)
         step(scheduler)
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        scheduler.controller.speculate(length)
+        scheduler.controller.drafts.request(length)
         add(scheduler, 2)
         step(scheduler)
         table = set(scheduler.replica_set.replicas[0].scheduler.dynamic_sd_lookup)
@@ -300,7 +300,7 @@ def test_a_draft_length_asked_for_when_work_is_over_holds_for_the_next_batch(
 
 def test_a_draft_length_that_an_end_seen_later_undoes_is_noticed(scheduler: Any) -> None:
     with (
-        mutated(LayoutController.speculate, {"self._finish_idle()": "pass"}),
+        mutated(LayoutController.go_home_if_idle, {"drafts.release()": "drafts.request(None)"}),
         pytest.raises(AssertionError),
     ):
         check_draft_length_asked_for_when_work_is_over(scheduler)

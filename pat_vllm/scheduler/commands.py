@@ -42,6 +42,6 @@ def register_commands(scheduler: PATScheduler) -> None:
         )
 
     active.executor.register_command(SWITCH_COMMAND, controller.request)
-    active.executor.register_command(SPECULATE_COMMAND, controller.speculate)
+    active.executor.register_command(SPECULATE_COMMAND, controller.drafts.request)
     active.executor.register_command(REPORT_COMMAND, report)
     active.executor.register_command(PROFILE_COMMAND, profile)

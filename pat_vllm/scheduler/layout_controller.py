@@ -171,22 +171,13 @@ class LayoutController:
                 done.set_exception(error)
                 raise
 
-    def speculate(self, num_speculative_tokens: int | None) -> None:
-        """Use this draft length from the next step on; see `DraftLengths.request`."""
-        if self.on_engine_thread:
-            self._finish_idle()
-        self.drafts.request(num_speculative_tokens)
-
     def _force(self, target: Layout) -> bool:
-        self._finish_idle()
-        return self._switch(target, "forced")
-
-    def _finish_idle(self) -> None:
-        """Finish work that is over: its end, seen later, would undo what is asked for now."""
         if not self._active.num_seqs:
-            # A step started before the last response ended may still be in flight.
+            # A step started before the last response ended may still be in flight. Finish the work
+            # that is over, or its end would take the engine home out of the layout asked for now.
             self._active.drain()
             self.go_home_if_idle()
+        return self._switch(target, "forced")
 
     # ---------------------------------------------------------------- what was done
 
