@@ -45,8 +45,10 @@ def engine(
         from_server: start its processes from a server, sooner than for users
             (`tests/support/fork_server.py`).
     """
-    from vllm import LLM
+    from vllm import LLM, envs
 
+    # Another engine that lives in this process has vLLM keep the environment as it was.
+    envs.disable_envs_cache()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     start_from_server(from_server)
     if pat is not None:

@@ -6,15 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 import pat_vllm
 from pat_vllm.scheduler import switch as switch_module
-from tests.engines import Job, Outcome, engine, engine_processes, run, scheduler_of
+from tests.engines import Job, Outcome, engine, run, scheduler_of
 from tests.speculation.sabotage import die_in_verification, fail_in_drafter
 from tests.support.mutation import mutated
-from tests.test_faults import GONE_WITHIN, assert_a_dead_worker_is_noticed
+from tests.test_faults import assert_a_dead_worker_is_noticed
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +30,6 @@ Drafts = dict[str, list[int]]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    before = engine_processes()
     with (
         pytest.MonkeyPatch.context() as patch,
         engine("repeating", 2, {"kv_transfer": "migrate"}, speculative_config=SPECULATIVE) as llm,
@@ -40,7 +38,6 @@ def llm() -> Iterator[Any]:
         # An engine step is a step of each replica, whichever is the faster.
         executor = core_of(llm).model_executor
         patch.setattr(executor, "finished", functools.partial(executor.finished, wait_for_all=True))
-        llm.processes = engine_processes(before)
         yield llm
 
 
@@ -199,22 +196,24 @@ def test_drafts_that_a_failed_plan_forgets_are_seen(
         check_drafts_outlive(undone, llm, expected, monkeypatch)
 
 
-def test_a_drafter_that_fails_ends_the_engine(llm: Any) -> None:
+def test_a_drafter_that_fails_is_named(llm: Any) -> None:
     """The last test of this engine: vLLM has no other drafter to go on with."""
     llm.collective_rpc(fail_in_drafter)
     with pytest.raises(RuntimeError, match="no n-gram today"):
         run(llm, jobs())
-    with pytest.raises(RuntimeError, match="Executor failed"):
-        llm.llm_engine.step()
-    _, alive = psutil.wait_procs(llm.processes, timeout=GONE_WITHIN)
-    assert not alive
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.nightly)])
-def test_a_worker_killed_while_it_verifies_fails_the_engine(
-    tp: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tp", "sabotage"),
+    [
+        (2, die_in_verification),
+        pytest.param(1, die_in_verification, marks=pytest.mark.nightly),
+        pytest.param(1, fail_in_drafter, marks=pytest.mark.nightly),
+        pytest.param(2, fail_in_drafter, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_worker_that_fails_while_it_speculates_ends_the_engine(
+    tp: int, sabotage: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an engine with processes of its own, as for users."""
-    assert_a_dead_worker_is_noticed(
-        {}, die_in_verification, tp, monkeypatch, speculative_config=SPECULATIVE
-    )
+    """In an engine with processes of its own, as for users, of which none is left."""
+    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch, speculative_config=SPECULATIVE)
