@@ -123,10 +123,12 @@ def _start(path: str, engines: int, tp: int, pat: bool = False) -> list[Any]:
     """Have OpenRLHF make its engines."""
     from openrlhf.trainer.ray import create_vllm_engines, vllm_engine
     from pat_openrlhf.engines import PatEngines
+    from pat_openrlhf.options import EngineOptions
 
     stock = vllm_engine.RolloutRayActor
     policy = {"kind": "predictor", "length_bound": MAX_TOKENS}
-    vllm_engine.RolloutRayActor = _Options(PatEngines({"policy": policy}) if pat else stock)
+    options = EngineOptions(pat={"policy": policy})
+    vllm_engine.RolloutRayActor = _Options(PatEngines(options) if pat else stock)
     made = create_vllm_engines(
         num_engines=engines,
         tensor_parallel_size=tp,

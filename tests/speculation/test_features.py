@@ -57,7 +57,7 @@ def plain(reference: Any) -> Any:
 
 def drive_stock(llm: Any) -> dict[str, Any]:
     """The final outputs of an engine that is not PAT's."""
-    outputs = {}
+    outputs: dict[str, Any] = {}
     while llm.llm_engine.has_unfinished_requests():
         outputs |= {one.request_id: one for one in llm.llm_engine.step()}
     return outputs

@@ -233,8 +233,13 @@ def take_tour(
     costs = scheduler_of(llm).controller.costs
     before = len(pat_vllm.report(llm).switches)
     stock, costs.mode = costs.mode, way_of_kv
+
+    def before_step(step: int) -> None:
+        at_step(step)
+        walk(step)
+
     try:
-        outcomes = run(llm, jobs, before_step=lambda step: (at_step(step), walk(step)))
+        outcomes = run(llm, jobs, before_step)
     finally:
         costs.mode = stock
     assert not walk.left, "the requests ended before the tour"

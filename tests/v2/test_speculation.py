@@ -266,7 +266,12 @@ def test_storm(copies: int, speculating: Speculating, monkeypatch: pytest.Monkey
     storm = Storm(llm, rng, dict(given_up))
     lengths = Lengths(llm, seed=copies)
     before = len(pat_vllm.report(llm).switches)
-    finished = run(llm, jobs, lambda step: (lengths.at_step(step), storm(step)), storm.seen)
+
+    def before_step(step: int) -> None:
+        lengths.at_step(step)
+        storm(step)
+
+    finished = run(llm, jobs, before_step, storm.seen)
 
     assert not storm.given_up
     for name in given_up:
