@@ -9,9 +9,12 @@ _calls: Counter[str] = Counter()
 
 
 def generated(worker: Any) -> dict[str, list[int]]:
-    """Token ids of the output that the active layout's runner has for each request."""
-    requests = worker._active.runner.requests
-    return {name: list(state.output_token_ids) for name, state in requests.items()}
+    """Token ids of the output that a runner has for each request; idle layouts have none."""
+    return {
+        name: list(state.output_token_ids)
+        for runtime in worker._runtimes.values()
+        for name, state in runtime.runner.requests.items()
+    }
 
 
 def count_calls(worker: Any) -> None:
