@@ -165,6 +165,7 @@ self._collect(replica.finish(result.output, None))
 }
 
 
+@pytest.mark.nightly  # `test_scheduler.py` and `test_lane.py` see them without an engine
 @pytest.mark.parametrize("name", MISTAKES)
 def test_checks_see(name: str, llm: Any, static: dict[str, Outcome]) -> None:
     check, mistake = MISTAKES[name]
@@ -184,6 +185,7 @@ def drafting_as_vllm(llm: Any) -> Iterator[None]:
         llm.collective_rpc(draft_as_pat)
 
 
+@pytest.mark.nightly  # as does `test_runner_patches.py`
 def test_checks_see_that_draft_length_0_drafts(llm: Any, static: dict[str, Outcome]) -> None:
     with drafting_as_vllm(llm), pytest.raises(AssertionError, match="propose"):
         check_nothing_is_drafted(llm, static)
