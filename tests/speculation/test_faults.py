@@ -103,7 +103,7 @@ def test_an_abort_between_draft_and_verification(
     aborted: list[str] = []
 
     def abort(drafts: Drafts) -> None:
-        if not aborted and len(drafts) >= 3:
+        if not aborted and len(drafts) >= 2:
             aborted.extend([min(drafts), max(drafts)])
             llm.llm_engine.abort_request(aborted, internal=True)
             requests = scheduler_of(llm).monitor.requests
