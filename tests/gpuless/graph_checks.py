@@ -135,7 +135,7 @@ def check_shared(make: Made) -> None:
 def check_drafts(make: Made) -> None:
     """Steps of each draft length replay graphs of theirs, of the active layout.
 
-    They compute what is computed without graphs.
+    They compute what is computed without graphs. Where there are no drafts, nothing looks for any.
     """
     run = make()
     expected = _eager_drafts(run.worker._base.layout.world_size, run.decode_steps)
@@ -150,6 +150,7 @@ def check_drafts(make: Made) -> None:
     for tp in run.worker.runtimes:
         for drafts in range(DRAFTS + 1):
             phase = f"tp={tp}, {drafts} drafts"
+            assert bool(run.searches[phase]) == bool(drafts), f"{phase}: looked for n-grams, or not"
             used = [
                 graphs[number]
                 for at, number in run.driver.replayed

@@ -25,6 +25,7 @@ class Run:
         decode_steps: steps after each prefill.
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
+        searches: how often each phase of `verify` has looked for n-grams.
     """
 
     decode_steps: ClassVar[int] = 2
@@ -32,6 +33,7 @@ class Run:
     driver: Driver
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
+    searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -122,11 +124,16 @@ class Run:
 
     def verify(self) -> Run:
         """Verify drafts of each length, in each layout."""
+        from tests.v2.in_workers import searches
+
+        searches(self.worker)
         for number, tp in enumerate(self.worker.runtimes):
             if number:
                 self.worker.switch(number, tp)
             for drafts in range(DRAFTS + 1):
-                self.generate(f"tp={tp}, {drafts} drafts", tp, drafts)
+                phase = f"tp={tp}, {drafts} drafts"
+                self.generate(phase, tp, drafts)
+                self.searches[phase] = searches(self.worker)
         return self
 
     def drive(self) -> Run:
