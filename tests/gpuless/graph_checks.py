@@ -142,6 +142,7 @@ def check_drafts(make: Made) -> None:
     assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
     for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
         assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    _check_drafted(run)
     graphs = {
         graph.number: (tp, description.uniform_token_count)
         for tp, runtime in run.worker.runtimes.items()
@@ -160,6 +161,18 @@ def check_drafts(make: Made) -> None:
             # A step of a token each comes before the last one.
             assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
             assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
+
+
+def _check_drafted(run: Run) -> None:
+    """Tokens are those that come without drafts, one by one; the base layout accepts some."""
+    for tp in run.worker.runtimes:
+        plain = run.generated[f"tp={tp}, 0 drafts"]
+        for drafts in range(1, DRAFTS + 1):
+            for name, tokens in run.generated[f"tp={tp}, {drafts} drafts"].items():
+                assert tokens == plain[name][: len(tokens)], f"tp={tp}, {drafts} drafts: {tokens}"
+    least = run.decode_steps + 2
+    most = run.generated[f"tp=1, {DRAFTS} drafts"].values()
+    assert max(map(len, most)) > least, "nothing was accepted"
 
 
 def check_pools(make: Made) -> None:
