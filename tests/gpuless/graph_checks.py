@@ -135,13 +135,14 @@ def check_shared(make: Made) -> None:
 def check_drafts(make: Made) -> None:
     """Steps of each draft length replay graphs of theirs, of the active layout.
 
-    They compute what is computed without graphs.
+    They compute what is computed without graphs. Where there are no drafts, nothing looks for any.
     """
     run = make()
     expected = _eager_drafts(run.worker._base.layout.world_size, run.decode_steps)
     assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
     for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
         assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    _check_drafted(run)
     graphs = {
         graph.number: (tp, description.uniform_token_count)
         for tp, runtime in run.worker.runtimes.items()
@@ -150,6 +151,7 @@ def check_drafts(make: Made) -> None:
     for tp in run.worker.runtimes:
         for drafts in range(DRAFTS + 1):
             phase = f"tp={tp}, {drafts} drafts"
+            assert bool(run.searches[phase]) == bool(drafts), f"{phase}: looked for n-grams, or not"
             used = [
                 graphs[number]
                 for at, number in run.driver.replayed
@@ -159,6 +161,18 @@ def check_drafts(make: Made) -> None:
             # A step of a token each comes before the last one.
             assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
             assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
+
+
+def _check_drafted(run: Run) -> None:
+    """Tokens are those that come without drafts, one by one; the base layout accepts some."""
+    for tp in run.worker.runtimes:
+        plain = run.generated[f"tp={tp}, 0 drafts"]
+        for drafts in range(1, DRAFTS + 1):
+            for name, tokens in run.generated[f"tp={tp}, {drafts} drafts"].items():
+                assert tokens == plain[name][: len(tokens)], f"tp={tp}, {drafts} drafts: {tokens}"
+    least = run.decode_steps + 2
+    most = run.generated[f"tp=1, {DRAFTS} drafts"].values()
+    assert max(map(len, most)) > least, "nothing was accepted"
 
 
 def check_pools(make: Made) -> None:

@@ -128,6 +128,11 @@ MISTAKES = {
     "graphs for the longest drafts only": Mistake(
         "drafts", "pat_vllm.speculation:every_length", {"sorted(lengths)": "[max(lengths)]"}
     ),
+    "drafts of length 0 are looked for": Mistake(
+        "drafts",
+        "pat_vllm.patches:_asks_for_none",
+        {'options.get("num_speculative_tokens") == 0': "False"},
+    ),
     "a pool for each layout": Mistake(
         "pools",
         _WORKER + "initialize_from_config",
@@ -172,6 +177,7 @@ MISTAKES = {
 NIGHTLY = {
     "V1, order",
     "graphs for the longest drafts only",
+    "drafts of length 0 are looked for",
     "a switch allocates the KV cache",
     "buffers wake up elsewhere",
     "a switch takes the other layout's graphs along",

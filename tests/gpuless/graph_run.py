@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
 from tests.gpuless.cuda_graphs import Driver, Graph
+from tests.models import phrase
 
 PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
 """By number of ranks, the layouts that are visited before the first update."""
 DRAFTS = 3
 """The most that a worker verifies which speculates; PAT keeps each length up to them ready."""
 PROMPTS = ((11, 12, 13), (21, 22), (31, 32))
+
+
+REPEATED = tuple(phrase("repeating", 18, start) for start in range(3))
+"""Prompts after which drafts are accepted."""
 
 
 @dataclass
@@ -25,6 +31,8 @@ class Run:
         decode_steps: steps after each prefill.
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
+        generated: what requests got in each phase of `verify`.
+        searches: how often each phase of `verify` has looked for n-grams.
     """
 
     decode_steps: ClassVar[int] = 2
@@ -32,6 +40,8 @@ class Run:
     driver: Driver
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
+    generated: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -77,11 +87,22 @@ class Run:
         use_v2: bool = self.worker.use_v2_model_runner
         return use_v2
 
-    def generate(self, phase: str, tp: int, drafts: int = 0) -> None:
+    def generate(
+        self,
+        phase: str,
+        tp: int,
+        prompts: Sequence[Sequence[int]] = PROMPTS,
+        drafts: int = 0,
+        more: int = 0,
+    ) -> dict[str, list[int]]:
         """Prefill the prompts and decode, in the layout of this tp, which must be active.
 
         Args:
             drafts: draft tokens of each request that one more step verifies.
+            more: decode steps beside `decode_steps`.
+
+        Returns:
+            What the requests, by their number, have generated.
         """
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import SchedulerOutput
@@ -90,29 +111,34 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
-        steps = self.decode_steps + bool(drafts)
+        plain = self.decode_steps + more
+        steps = plain + bool(drafts)
         room = steps + drafts + 1
-        lengths = [len(prompt) for prompt in PROMPTS]
+        lengths = [len(prompt) for prompt in prompts]
         requests = make_requests(phase, lengths, room, 32, decoding=False)
         first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
-        for new, prompt in zip(first.scheduled_new_reqs, PROMPTS, strict=True):
+        for new, prompt in zip(first.scheduled_new_reqs, prompts, strict=True):
             new.prompt_token_ids = list(prompt)
             new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
             new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
-        self._step(first)
+        generated: dict[str, list[int]] = {}
+        self._step(first, generated)
         for done in range(1, steps + 1):
-            verified = drafts if done > self.decode_steps else 0
+            verified = drafts if done > plain else 0
             step = decode_step(requests, done, verified)
             step.num_spec_tokens_to_schedule = drafts
-            self._step(step)
+            self._step(step, generated)
         self.worker.execute_model(finish(requests))
+        return {name.removeprefix(phase): tokens for name, tokens in generated.items()}
 
-    def _step(self, step: Any) -> None:
+    def _step(self, step: Any, generated: dict[str, list[int]]) -> None:
         output = self.worker.execute_model(step)
         if output is None:
             output = self.worker.sample_tokens(None)
         if hasattr(output, "get_output"):
-            output.get_output()
+            output = output.get_output()
+        for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            generated.setdefault(name, []).extend(tokens)
 
     def update(self, method: str, *args: Any) -> None:
         """Have the worker's method write new weights, as PAT's executor does."""
@@ -122,11 +148,17 @@ class Run:
 
     def verify(self) -> Run:
         """Verify drafts of each length, in each layout."""
+        from tests.v2.in_workers import searches
+
+        searches(self.worker)
         for number, tp in enumerate(self.worker.runtimes):
             if number:
                 self.worker.switch(number, tp)
             for drafts in range(DRAFTS + 1):
-                self.generate(f"tp={tp}, {drafts} drafts", tp, drafts)
+                phase = f"tp={tp}, {drafts} drafts"
+                more = 0 if drafts else DRAFTS + 1
+                self.generated[phase] = self.generate(phase, tp, REPEATED, drafts, more)
+                self.searches[phase] = searches(self.worker)
         return self
 
     def drive(self) -> Run:

@@ -225,7 +225,7 @@ class GraphWorker(PATGPUWorker):
 def _engine_config(ranks: int, graphs: bool, drafts: int = 0) -> Any:
     pat = {"policy": {"kind": "static", "tp": 1}, "weights": "inplace", "kv_transfer": "recompute"}
     config = EngineArgs(
-        model=str(random_model("qwen3")),
+        model=str(random_model("repeating" if drafts else "qwen3")),
         tensor_parallel_size=ranks,
         distributed_executor_backend="pat",
         additional_config={"pat": pat},
@@ -233,7 +233,7 @@ def _engine_config(ranks: int, graphs: bool, drafts: int = 0) -> Any:
         enforce_eager=True,
         max_model_len=64,
         max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=32,
+        max_num_batched_tokens=64 if drafts else 32,
         block_size=32,
         seed=7,
         speculative_config=NGRAM | {"num_speculative_tokens": drafts} if drafts else None,
