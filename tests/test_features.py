@@ -342,7 +342,7 @@ def test_logprobs(outcome: dict[str, Any]) -> None:
     for entry, token in zip(output.logprobs, output.token_ids, strict=True):
         assert len(entry) == 5
         assert entry[token].rank == 1
-        assert entry[token].logprob == max(e.logprob for e in entry.values()) < 0
+        assert entry[token].logprob == max(e.logprob for e in entry.values()) <= 0
 
 
 def test_prompt_logprobs(outcome: dict[str, Any], jobs: dict[str, Job]) -> None:
@@ -643,20 +643,23 @@ def test_priorities(llm: Any, switch_at: int) -> None:
     normal = {f"n{i}": Job(prompt(200 + i, 20), sampling(14 + 2 * i), 5) for i in range(44)}
     urgent = {f"u{i}": Job(prompt(300 + i, 20), sampling(5), 0) for i in range(4)}
     started: list[str] = []
+    before: list[str] = []
 
     def at_step(step: int) -> None:
         if step == 8:
-            # So far as many have run as two ranks hold, in two replicas or in one group.
-            assert len(started) == 2 * MAX_NUM_SEQS
+            # So far as many have run as two ranks hold, in two replicas or in one group, and one
+            # or two more where drafts have ended the shortest.
+            assert 2 * MAX_NUM_SEQS <= len(started) <= 2 * MAX_NUM_SEQS + 2
+            before.extend(started)
             add(llm, urgent)
-        if len(started) == 2 * MAX_NUM_SEQS + len(urgent):
+        if before and len(started) >= len(before) + len(urgent):
             assert pat_vllm.switch(llm, tp=1)
 
     add(llm, normal)
     done = drive(llm, {switch_at: 2}, at_step, started.append)
     assert set(done) == {*normal, *urgent}
     assert all(outputs[-1].finished for outputs in done.values())
-    assert set(started[2 * MAX_NUM_SEQS :][:4]) == set(urgent)
+    assert set(started[len(before) :][:4]) == set(urgent)
 
 
 # ---------------------------------------------------------------- metrics

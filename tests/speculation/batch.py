@@ -42,7 +42,8 @@ OPTIONS: dict[str, Any] = {
 
 def stock() -> Any:
     """An engine of stock vLLM's, of one rank and without speculation; a context manager."""
-    return engine(MODEL, 1, None, **OPTIONS)
+    # Its metrics would take the place of the other engine's in this process.
+    return engine(MODEL, 1, None, **{**OPTIONS, "disable_log_stats": True})
 
 
 @contextmanager

@@ -34,8 +34,13 @@ RUNS: dict[str, Script] = {
 
 
 def test_what_vllm_refuses(llm: Any) -> None:
-    for sampling in ({"min_p": 0.1}, {"logit_bias": {5: 1.0}}):
-        with pytest.raises(ValueError, match="not yet supported with speculative decoding"):
+    from vllm.exceptions import VLLMValidationError
+
+    # A greedy request has no `min_p`, whatever it asks for.
+    for sampling in ({"min_p": 0.1, "temperature": 1.0}, {"logit_bias": {5: 1.0}}):
+        with pytest.raises(
+            VLLMValidationError, match="not yet supported with speculative decoding"
+        ):
             add(llm, {"refused": Job([5, 6, 7], greedy(5, **sampling))})
 
 
@@ -137,23 +142,14 @@ def test_the_batch_asks_for_what_it_should(
 
 # At a draft length of 1, so that as many steps as without speculation go by.
 from tests.test_features import (  # noqa: E402, F401
-    test_a_forced_layout_holds_until_idle,
-    test_aborts,
     test_logprobs,
     test_outputs_equal_those_of_one_layout,
     test_penalties_have_an_effect,
-    test_prefix_caching,
-    test_prefix_caching_across_a_switch,
-    test_priorities,
     test_prompt_logprobs,
-    test_reset_prefix_cache_while_requests_run,
-    test_sleep_aborts_by_default,
-    test_sleep_and_wake_up,
     test_stop_strings,
     test_stop_token,
     test_structured_outputs,
     test_token_restrictions,
-    test_unseeded_samples_differ_and_ranks_agree,
 )
 
 # ---------------------------------------------------------------- what depends on how many come

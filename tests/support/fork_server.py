@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+import psutil
+
 _PRELOADED = [
     "pat_vllm.worker.cpu_worker",
     "pat_vllm.scheduler.scheduler",
@@ -153,7 +155,7 @@ def _run(
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     pid = parent.pid
-    os.getppid = lambda: pid
+    os.getppid = lambda: pid if psutil.pid_exists(pid) else 1
     # An engine core's workers come from the same server, whose address it knows: it must not start
     # one of its own.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined, method-assign]
