@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.speculation.test_features import jobs, plain, reference, runs  # noqa: F401
 from tests.test_features import (  # noqa: F401
     test_a_forced_layout_holds_until_idle,
     test_aborts,

@@ -26,7 +26,8 @@ from tests.speculation.steps import LENGTHS, MOST, acceptance, watched
 from tests.test_switch import PLAIN_TOLERANCE, TOLERANCE
 from tests.v2.batch import tour
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("clean")]
+# Four ranks verify drafts slowly on two cores. The storm has both pairs of two ranks.
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("clean")]
 
 
 @pytest.fixture(

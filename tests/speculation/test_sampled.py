@@ -34,10 +34,18 @@ def drawn(seed: int | None = None, **sampling: Any) -> dict[str, Job]:
 
 
 def through(
-    llm: Any, jobs: Mapping[str, Job], switches: Mapping[int, int], lengths: Mapping[int, int]
+    llm: Any,
+    jobs: Mapping[str, Job],
+    switches: Mapping[int, int],
+    lengths: Mapping[int, int],
+    tp: int = 1,
 ) -> dict[str, Outcome]:
-    """Outcomes with switches and draft lengths by the number of the step of all replicas."""
+    """Outcomes, begun at a tp, with switches and draft lengths by the number of the engine's step.
+
+    With one replica that is its step, too.
+    """
     leave_clean(llm)
+    assert pat_vllm.switch(llm, tp=tp)
 
     def at_step(step: int) -> None:
         if step in lengths:
@@ -58,7 +66,7 @@ def texts(outcomes: Mapping[str, Outcome]) -> list[list[int]]:
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 20, "top_p": 0.9}, PENALTIES], ids=str)
 def test_a_seed_with_the_same_drafts_gives_the_same(llm: Any, sampling: Any) -> None:
     """The same draft lengths and switches at the same tokens; and the model's own probabilities."""
-    way: dict[str, Any] = {"switches": {5: 2, 9: 1}, "lengths": {1: MOST, 7: 2}}
+    way: dict[str, Any] = {"switches": {10: 1}, "lengths": {1: MOST, 5: 2}, "tp": 2}
     with watched() as watch, acceptance(llm, 0.1):
         first, again = (through(llm, drawn(1, **sampling), **way) for _ in range(2))
     assert texts(first) == texts(again)
