@@ -11,7 +11,7 @@ import pat_vllm
 from tests.engines import Job, Outcome, engine, run
 from tests.models import phrase, random_model
 from tests.speculation.batch import MODEL, batch, leave_clean, speculating
-from tests.speculation.steps import MOST, acceptance, held_drafts, requests_of, switch, watched
+from tests.speculation.steps import MOST, held_drafts, requests_of, switch, watched
 from tests.test_switch import PLAIN_TOLERANCE
 from tests.test_weight_updates import PLAIN, packed_again_afterwards  # noqa: F401
 
@@ -60,9 +60,9 @@ def test_an_update_with_drafts_in_flight(llm: Any, tp: int) -> None:
             switch(llm, 3 - pat_vllm.report(llm).layout.tp)
 
     load(llm, OLD)
-    with watched(MOST), acceptance(llm, 0.1):
+    with watched(MOST) as watch:
         found = run(llm, CARRIED, before_step=before_step)
-    assert 5 < at < 36
+    assert 0 < at < 36 and watch.drafts > 0
 
     def update(step: int) -> None:
         if step == at:  # one step gives one token here

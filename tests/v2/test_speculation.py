@@ -48,6 +48,7 @@ MODEL = "repeating"
 LENGTHS = (0, 1, 2, 3)
 TOKENS = 40
 WORDS = "(ab){18}"
+REFUSED = ("min_p", "logit_bias")
 SAMPLED = {*UNSEEDED, "allowed", "min_p"}
 """Requests whose tokens depend on which of them are drafted."""
 
@@ -68,11 +69,15 @@ class Speculating:
 
 
 def repeating_jobs(stop: str) -> dict[str, Job]:
-    """The batch of the other tests, in the model's own phrase, and greedy where it has grammars."""
+    """The batch of the other tests, in the model's own phrase, and greedy where it has grammars.
+
+    Without what vLLM refuses beside speculation.
+    """
     jobs = {}
     for start, (name, job) in enumerate(batch(stop).items()):
         prompt = phrase(MODEL, len(job.prompt) + (0 if len(job.prompt) > CHUNK else 18), start)
-        jobs[name] = Job(prompt, job.sampling | {"max_tokens": TOKENS})
+        sampling = {key: one for key, one in job.sampling.items() if key not in REFUSED}
+        jobs[name] = Job(prompt, sampling | {"max_tokens": TOKENS})
     regex = jobs["regex"].sampling | {"temperature": 0.0}
     jobs["regex"] = replace(jobs["regex"], sampling=regex)
     words = {"structured_outputs": StructuredOutputsParams(regex=WORDS)}
