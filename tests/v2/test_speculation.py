@@ -329,7 +329,7 @@ def check_grammars(served: Speculating) -> None:
         patch.setattr(Replica, "finish", finish)
         since = pat_vllm.report(served.llm).timeline[-1].at
         outcomes = run_at(served.llm, {name: jobs[name] for name in ("regex", "words")}, longest)
-        assert accepted_share(served.llm, since) > 0.3
+        assert accepted_share(served.llm, since) > 0.2
         rng = random.Random(5)
         outcomes |= run_at(served.llm, jobs, lambda: rng.choice(LENGTHS))
     assert True in replies
