@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,9 +117,19 @@ def test_without_speculation_nothing_is_changed() -> None:
     assert not vars(runner).keys() & {"execute_model", "sample_tokens", "_input_fits_in_drafter"}
 
 
-@pytest.mark.slow  # numba compiles
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_vllms_drafter_ends_at_the_longest_context() -> None:
-    """And drafts what the checks of steps expect."""
+    """And drafts what the checks of steps expect.
+
+    In a process of its own: no engine starts in one where numba has threads.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(compare_with_vllms_drafter).result(timeout=200) > 300
+
+
+def compare_with_vllms_drafter() -> int:
+    """How many tokens both drafters have drafted, alike."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     longest = 40
@@ -139,4 +151,4 @@ def test_vllms_drafter_ends_at_the_longest_context() -> None:
             expected = propose(row[:length].tolist(), SHORTEST, LONGEST, min(k, longest - length))
             assert draft == expected
             found += len(draft)
-    assert found > 300
+    return found
