@@ -251,8 +251,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "own graphs": lambda: check_own_graphs(_driven),
     "addresses": lambda: check_addresses(_driven),
     "shared": lambda: check_shared(_driven),
-    "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
     "pools": lambda: check_pools(_driven),
+    # From here on with new workers; their start clears the graphs of every worker of this process.
+    "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
     "pools, offloaded": _offloaded_pools,
     "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
     "V1, replays": lambda: check_replays(_driven_v1),

@@ -128,9 +128,9 @@ class Worker(PATGPUWorker):
     """PAT's worker, whose models do nothing but communicate."""
 
     def _make_runner(self, config: Any) -> Any:
-        ids = SimpleNamespace(gpu=torch.empty(0))
+        ids = SimpleNamespace(gpu=torch.empty(0, 0))
         states = SimpleNamespace(req_id_to_index={}, all_token_ids=ids)
-        return SimpleNamespace(req_states=states)
+        return SimpleNamespace(req_states=states, speculative_config=None)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if scheduler_output.total_num_scheduled_tokens:

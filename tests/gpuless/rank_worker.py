@@ -235,6 +235,7 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
         cache_config=None,
         compilation_config=None,
         load_config=None,
+        scheduler_config=None,
         use_v2_model_runner=True,
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS),
     )

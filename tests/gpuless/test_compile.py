@@ -27,7 +27,10 @@ TOLERANCE = 2e-4
 SILENCE = 600.0
 """Seconds: those of a C++ compiler, too."""
 ALWAYS = ("plain", "cold", "warm")
-RANGES = ["(1, 16)", "(17, 256)"]
+BOUNDARIES = (16,)
+"""The last number of tokens of each compile range but the last."""
+TOKENS = 256
+"""Those of a step, for each rank of a group (`tests/gpuless/compiled.py`)."""
 
 
 class Results:
@@ -132,13 +135,18 @@ def check_folders(result: dict[str, Any]) -> None:
     assert len(set(folders)) == len(folders)
 
 
-def check_code(result: dict[str, Any], ranges: Sequence[str] = RANGES) -> None:
+def check_code(result: dict[str, Any], boundaries: Sequence[int] = BOUNDARIES) -> None:
     """Each layout runs what was compiled for its shapes, strides, group and ranges."""
     for layout in layouts_of(result):
         assert layout["inputs"] == layout["weights"]
-        assert layout["ranges"] == layout["ranges of the config"] == list(ranges)
+        assert layout["ranges"] == layout["ranges of the config"]
         assert layout["groups"] in ([], [layout["group"]])
     for worker in result["workers"]:
+        for name, tp in {"tp1dp2": 1, "tp2dp1": 2}.items():
+            ends = (*boundaries, tp * TOKENS)
+            starts = (1, *(end + 1 for end in boundaries))
+            ranges = [f"({start}, {end})" for start, end in zip(starts, ends, strict=True)]
+            assert worker["layouts"][name]["ranges"] == ranges
         codes = [layout["code"] for layout in worker["layouts"].values()]
         assert len(set(codes)) == len(codes)
         assert worker["layouts"]["tp2dp1"]["groups"]
@@ -295,5 +303,5 @@ def test_compiled_to_machine_code(results: Results) -> None:
     for result in (cold, warm):
         check_nothing_was_compiled_later(result)
         check_folders(result)
-        check_code(result, ranges=["(1, 256)"])
+        check_code(result, boundaries=())
         check_outputs(result, results.of("plain"))
