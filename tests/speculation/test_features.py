@@ -182,7 +182,7 @@ def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: A
 
 def test_preemption(llm: Any, reference: Any) -> None:
     """With more requests than there is room for, in each layout and across switches."""
-    crowd = {f"r{i}": Job(prompt(700 + i, 150), greedy(130 + i, logprobs=0)) for i in range(32)}
+    crowd = {f"r{i}": Job(prompt(700 + i, 200), greedy(130 + i, logprobs=0)) for i in range(32)}
     add(reference, crowd)
     expected = drive_stock(reference)
 
