@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from pat_vllm.commands import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
-from pat_vllm.patches import serialize_sends
+from pat_vllm.patches.front_end import serialize_sends
 from pat_vllm.reporting import Report
 
 if TYPE_CHECKING:

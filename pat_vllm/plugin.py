@@ -2,7 +2,7 @@
 
 PAT rests on seams that vLLM offers: the executor class, `worker_cls`, `scheduler_cls`, model
 loaders, the KV connector interface and `additional_config`. What it changes beside them is in
-`patches.py`.
+`patches/`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches import fail_waits_for_a_dead_core, log_through_vllm, patch_get_class
+from pat_vllm.patches.front_end import fail_waits_for_a_dead_core, log_through_vllm, patch_get_class
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import pat_vllm
 from benchmarks.without_workers import answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
-from pat_vllm.patches import make_room_for_grammars
+from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker import layout_config
 from tests.engines import Job, Outcome, engine, run, scheduler_of

@@ -10,8 +10,8 @@ import pytest
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import parallel_state
 
-from pat_vllm import patches
 from pat_vllm.layout import Layout
+from pat_vllm.patches import groups as patches
 from pat_vllm.worker.layout_config import layout_config
 
 REPLICAS, PAIRS, GROUP = Layout(1, 4), Layout(2, 2), Layout(4, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm import patches
+from pat_vllm.patches import runners
 from tests.support.mutation import mutated
 
 
@@ -59,7 +59,7 @@ def test_closures() -> None:
 
 
 def test_annotations_may_name_what_only_type_checkers_import() -> None:
-    function: Any = patches.attention_workspace
+    function: Any = runners.attention_workspace
     with mutated(function, {"return None": "return 1"}):
         assert function(object()) == 1
     assert function(object()) is None

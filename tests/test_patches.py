@@ -19,7 +19,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, MPClient, SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample import rejection_sampler
 
-from pat_vllm import patches
+from pat_vllm.patches import drafts, front_end, schedulers, weights
 
 
 def test_a_method_is_replaced_once_and_kept() -> None:
@@ -36,7 +36,7 @@ def test_a_method_is_replaced_once_and_kept() -> None:
 
     stock = Executor.get_class
     for _ in range(2):
-        patches.patch_get_class(Executor, resolve)
+        front_end.patch_get_class(Executor, resolve)
     assert Executor.get_class("a config") is dict
     assert Executor().get_class("from an instance") is dict
     assert calls == ["a config", "from an instance"], "resolved once per call"
@@ -64,7 +64,7 @@ def test_who_waits_for_a_dead_core_is_told() -> None:
         output = pool.submit(client.get_output)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(MPClient, "shutdown", MPClient.shutdown)
-            patches.fail_waits_for_a_dead_core()
+            front_end.fail_waits_for_a_dead_core()
             client.shutdown()
         # Ends the thread also where nobody was told.
         client.outputs_queue.put_nowait(ValueError("not told"))
@@ -86,7 +86,7 @@ def test_a_coroutine_that_waits_for_a_dead_core_is_told() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MPClient, "shutdown", MPClient.shutdown)
-        patches.fail_waits_for_a_dead_core()
+        front_end.fail_waits_for_a_dead_core()
         with pytest.raises(EngineDeadError):
             asyncio.run(wait())
 
@@ -106,9 +106,9 @@ def test_sends_of_two_threads_do_not_meet() -> None:
 
     client = Client()
     llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
-    patches.serialize_sends(llm)
+    front_end.serialize_sends(llm)
     once = client._send_input
-    patches.serialize_sends(llm)
+    front_end.serialize_sends(llm)
     assert client._send_input is once
 
     def send() -> None:
@@ -125,7 +125,7 @@ def test_sends_of_two_threads_do_not_meet() -> None:
 
 def test_an_engine_in_this_process_sends_nothing() -> None:
     core = SimpleNamespace()
-    patches.serialize_sends(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
+    front_end.serialize_sends(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
     assert not vars(core)
 
 
@@ -136,8 +136,8 @@ def test_pools_come_from_the_innermost() -> None:
     def inner(**options: Any) -> Any:
         return "inner"
 
-    with patches.block_pools_from(outer):
-        with pytest.raises(KeyError), patches.block_pools_from(inner):
+    with schedulers.block_pools_from(outer):
+        with pytest.raises(KeyError), schedulers.block_pools_from(inner):
             assert kv_cache_coordinator.BlockPool() == "inner"  # type: ignore[call-arg]
             raise KeyError
         assert kv_cache_coordinator.BlockPool() == "outer"  # type: ignore[call-arg]
@@ -161,7 +161,7 @@ def test_admission_counts_each_load_once_and_gives_them_back() -> None:
 
     scheduler: Any = Scheduler()
     pool = scheduler.kv_cache_manager.block_pool
-    with patches.linear_time_admission(scheduler), patches.linear_time_admission(scheduler):
+    with schedulers.linear_time_admission(scheduler), schedulers.linear_time_admission(scheduler):
         assert not pool.enable_caching
         assert scheduler._inflight_prefill_reserved_blocks() == 10
         scheduler._inflight_prefills.add("c")
@@ -178,7 +178,7 @@ def test_drafts_are_verified_by_the_parameters_of_their_requests() -> None:
         for name in ("expand_batch_to_tokens", "apply_sampling_constraints"):
             patch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
         for _ in range(2):
-            patches.verify_sampled_drafts()
+            drafts.verify_sampled_drafts()
         expand = rejection_sampler.expand_batch_to_tokens
         counts = torch.tensor([2, 2, 5], dtype=torch.int32)
         temperature = expand(torch.tensor([0.5, 9.0, 0.0]), counts, 5, replace_to=1)
@@ -199,7 +199,7 @@ def test_drafts_are_verified_by_the_parameters_of_their_requests() -> None:
 def test_pool_resets_are_quiet_inside() -> None:
     logger = logging.getLogger("vllm.v1.core.block_pool")
     before = logger.level
-    with patches.quiet_pool_resets(), patches.quiet_pool_resets():
+    with schedulers.quiet_pool_resets(), schedulers.quiet_pool_resets():
         assert not logger.isEnabledFor(logging.INFO)
         assert logger.isEnabledFor(logging.WARNING)
     assert logger.level == before
@@ -216,7 +216,7 @@ def test_weights_are_refused_where_the_model_is_asked_itself() -> None:
 
     model: Any = Model()
     for _ in range(2):
-        patches.refuse_load_weights(model, Worker().refuse)
+        weights.refuse_load_weights(model, Worker().refuse)
     with pytest.raises(RuntimeError, match="cannot be updated"):
         model.load_weights([])
     assert model.load_weights.__wrapped__([]) == "loaded"
@@ -225,6 +225,6 @@ def test_weights_are_refused_where_the_model_is_asked_itself() -> None:
 
 def test_a_ray_cluster_is_noted_in_the_config() -> None:
     parallel: Any = SimpleNamespace()
-    assert patches.noted_ray_address(parallel) is None
-    patches.note_ray_address(parallel, "10.0.0.1:6379")
-    assert patches.noted_ray_address(parallel) == "10.0.0.1:6379"
+    assert front_end.noted_ray_address(parallel) is None
+    front_end.note_ray_address(parallel, "10.0.0.1:6379")
+    assert front_end.noted_ray_address(parallel) == "10.0.0.1:6379"

@@ -268,7 +268,7 @@ def executor_of(config: Any) -> Any:
 
 def chosen_inside() -> tuple[str, Any, Any]:
     """Runs in a task in a placement group."""
-    from pat_vllm.patches import noted_ray_address
+    from pat_vllm.patches.front_end import noted_ray_address
 
     made = config()
     name = executor_of(made).__name__

@@ -41,7 +41,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from pat_vllm.layout import Layout
-from pat_vllm.patches import keep_plain_weights
+from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards

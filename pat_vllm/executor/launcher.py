@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pat_vllm.config import pat_config
-from pat_vllm.patches import note_ray_address
+from pat_vllm.patches.front_end import note_ray_address
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
-from pat_vllm.patches import quiet_connectors
+from pat_vllm.patches.schedulers import quiet_connectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

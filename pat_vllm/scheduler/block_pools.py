@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
 
-from pat_vllm.patches import block_pools_from, quiet_pool_resets
+from pat_vllm.patches.schedulers import block_pools_from, quiet_pool_resets
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

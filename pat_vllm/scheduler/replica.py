@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
-from pat_vllm.patches import free_blocks_at_once
+from pat_vllm.patches.schedulers import free_blocks_at_once
 from pat_vllm.scheduler.block_pools import BlockPools
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 

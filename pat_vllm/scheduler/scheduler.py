@@ -13,7 +13,7 @@ from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
-from pat_vllm.patches import make_room_for_grammars, preempt_carried
+from pat_vllm.patches.schedulers import make_room_for_grammars, preempt_carried
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.profiling.load import load_or_measure

@@ -27,7 +27,7 @@ from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
-from pat_vllm.patches import linear_time_admission
+from pat_vllm.patches.schedulers import linear_time_admission
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.routing import Placed, spread
 from pat_vllm.scheduler.replica import Replica

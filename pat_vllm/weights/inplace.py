@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
-from pat_vllm.patches import keep_plain_weights
+from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Partition, pieces_of

@@ -21,7 +21,7 @@ from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from pat_vllm.patches import tie_word_embeddings
+from pat_vllm.patches.weights import tie_word_embeddings
 
 BASE_FORMAT = "pat-base"
 DERIVED_FORMAT = "pat-derived"

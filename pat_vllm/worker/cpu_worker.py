@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pat_vllm.patches import verify_sampled_drafts
+from pat_vllm.patches.drafts import verify_sampled_drafts
 from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 

@@ -18,8 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.patches import (
+from pat_vllm.patches.runners import (
     forget_sampled_tokens,
+    is_v2,
     share_grammar_bitmask,
     share_penalty_counts,
 )
@@ -62,7 +63,7 @@ class Handover(Protocol):
 
 def handover_for(runner: ModelRunner) -> Handover:
     """The implementation for a runner."""
-    return V2Handover() if hasattr(runner, "req_states") else V1Handover()
+    return V2Handover() if is_v2(runner) else V1Handover()
 
 
 def gather_states(

@@ -16,7 +16,12 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 
 from pat_vllm.config import pat_config
 from pat_vllm.memory.sizing import staged_share
-from pat_vllm.patches import attention_workspace, one_graph_pool, use_attention_workspace
+from pat_vllm.patches.runners import (
+    attention_workspace,
+    is_v2,
+    one_graph_pool,
+    use_attention_workspace,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -104,7 +109,7 @@ def _kept_graph_pool() -> Iterator[None]:
 
 
 def _start_smallest_kv_cache(runner: ModelRunner) -> None:
-    if hasattr(runner, "req_states"):
+    if is_v2(runner):
         from vllm.v1.worker.gpu.cudagraph_utils import _init_minimal_kv_cache_for_profiling
 
         _init_minimal_kv_cache_for_profiling(cast("RunnerV2", runner))
@@ -113,7 +118,7 @@ def _start_smallest_kv_cache(runner: ModelRunner) -> None:
 
 
 def _end_smallest_kv_cache(runner: ModelRunner) -> None:
-    if hasattr(runner, "req_states"):
+    if is_v2(runner):
         from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
 
         _teardown_profiling_state(cast("RunnerV2", runner))

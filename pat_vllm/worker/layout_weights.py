@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm.platforms import current_platform
 
 from pat_vllm.config import pat_config
-from pat_vllm.patches import refuse_load_weights
+from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards

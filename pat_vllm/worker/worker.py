@@ -31,16 +31,9 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.patches import (
-    attention_workspace,
-    buffers_of,
-    draft_near_the_longest_context,
-    install_tp_group,
-    probe_p2p_between,
-    skip_empty_drafts,
-    take_every_draft_length,
-    use_attention_workspace,
-)
+from pat_vllm.patches.drafts import prepare_drafter
+from pat_vllm.patches.groups import install_tp_group, probe_p2p_between
+from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 from pat_vllm.worker.layout_weights import LayoutWeights
@@ -127,9 +120,7 @@ class PATWorkerMixin(_Base):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
-            skip_empty_drafts(runtime.runner)
-            take_every_draft_length(runtime.runner)
-            draft_near_the_longest_context(runtime.runner)
+            prepare_drafter(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
         self._side = SideStream(self.device)

@@ -278,13 +278,17 @@ def check_texts(root: Path, instead: Mapping[Path, Path] | None = None) -> Itera
 
 def _find(root: Path, dotted: str, instead: Mapping[Path, Path]) -> ast.AST | None:
     """The definition of a dotted name, in the module that its first parts name."""
-    path, parts = root, dotted.split(".")
-    while parts and not (file := path / f"{parts[0]}.py").is_file():
-        path /= parts.pop(0)
-    if not parts:
+    path, names = root, dotted.split(".")
+    while names and (path / names[0]).is_dir():
+        path /= names.pop(0)
+    if names and (path / f"{names[0]}.py").is_file():
+        file = path / f"{names.pop(0)}.py"
+    else:
+        file = path / "__init__.py"
+    if not file.is_file():
         return None
     found: ast.AST | None = ast.parse(instead.get(file, file).read_text())
-    for name in parts[1:]:
+    for name in names:
         body = getattr(found, "body", [])
         found = next((node for node in body if getattr(node, "name", None) == name), None)
     return found

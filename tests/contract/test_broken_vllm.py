@@ -62,7 +62,7 @@ BREAKS = {
         "_ETP: GroupCoordinator | None",
         "_EMBEDDING_TP: GroupCoordinator | None",
         'Module has no attribute "_ETP"',
-        "pat_vllm/patches.py:",
+        "pat_vllm/patches/",
     ),
     "a member of an enumeration": Break(
         "v1/request.py",
@@ -104,7 +104,7 @@ BREAKS = {
         "self.prev_req_id_to_index:",
         "self.prev_index:",
         '"InputBatch" has no attribute "prev_req_id_to_index"',
-        "pat_vllm/patches.py:",
+        "pat_vllm/patches/",
     ),
     "an import": Break(
         "v1/kv_cache_interface.py",

@@ -47,7 +47,7 @@ _MAKE_GROUP = "pat_vllm.worker.runtime:make_tp_group"
 
 MISTAKES = {
     "peers are asked for by their place in the group": Mistake(
-        "pat_vllm.patches:probe_p2p_between",
+        "pat_vllm.patches.groups:probe_p2p_between",
         {"custom_all_reduce._can_p2p = can_p2p": "pass"},
     ),
     "a rank makes its groups in another order": Mistake(
@@ -66,7 +66,7 @@ MISTAKES = {
         rank=1,
     ),
     "a layout keeps the workspace of another": Mistake(
-        "pat_vllm.patches:_change_workspaces",
+        "pat_vllm.patches.groups:_change_workspaces",
         {"vars(module).update(": "dict().update("},
     ),
     "a rank does not take part in an exchange": Mistake(

@@ -122,7 +122,7 @@ MISTAKES = {
     ),
     "token ids for each layout": Mistake(
         "shared",
-        "pat_vllm.patches:token_ids_of",
+        "pat_vllm.patches.runners:token_ids_of",
         {"size[0] > most_rows": "True"},
     ),
     "graphs for the longest drafts only": Mistake(
@@ -130,7 +130,7 @@ MISTAKES = {
     ),
     "drafts of length 0 are looked for": Mistake(
         "drafts",
-        "pat_vllm.patches:_asks_for_none",
+        "pat_vllm.patches.drafts:_asks_for_none",
         {'options.get("num_speculative_tokens") == 0': "False"},
     ),
     "a pool for each layout": Mistake(

@@ -16,9 +16,10 @@ import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
-from pat_vllm import patches, speculation
+from pat_vllm import speculation
 from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
+from pat_vllm.patches import drafts as patches
 from pat_vllm.worker import layout_config as module
 from pat_vllm.worker.handover import V1Handover
 from pat_vllm.worker.layout_config import layout_config, lengths_of

@@ -21,9 +21,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
-from pat_vllm import patches
 from pat_vllm.layout import Layout
 from pat_vllm.memory.sizing import kv_cache_bytes, staged_share
+from pat_vllm.patches import runners
 from pat_vllm.worker import gpu_worker, late_memory
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.cpu_worker import PATCPUWorker
@@ -207,7 +207,7 @@ GRAPH_MISTAKES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         {"torch.accelerator.empty_cache()": "pass"},
     ),
     "the pool is handed out after it is gone": (
-        patches.one_graph_pool,
+        runners.one_graph_pool,
         {"torch.cuda.graph_pool_handle = original": "pass"},
     ),
 }
@@ -258,7 +258,7 @@ BUFFER_MISTAKES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
         {", use_attention_workspace(workspace)": ""},
     ),
     "the base layout's workspace is not handed on": (
-        patches.use_attention_workspace,
+        runners.use_attention_workspace,
         {"builder.set_workspace_buffer(workspace)": "pass"},
     ),
     "layouts are measured in the base layout": (
@@ -465,13 +465,13 @@ def check_input_embeddings() -> None:
     """Layouts have them in common, and nothing else that is like them."""
     host: Any = RunnerV1()
     for tokens in (32, 16, 64):
-        with patches.input_embeddings_of(host):
+        with runners.input_embeddings_of(host):
             derived = RunnerV1(tokens)
         assert shares(derived.inputs_embeds, host) == (tokens <= 32)
         assert derived.inputs_embeds.cpu.shape == derived.inputs_embeds.gpu.shape == (tokens, 8)
         assert not any(shares(one, host) for one in derived.others)
     for no_runner_v1 in (None, SimpleNamespace(req_states=None)):
-        with patches.input_embeddings_of(no_runner_v1):  # type: ignore[arg-type]
+        with runners.input_embeddings_of(no_runner_v1):  # type: ignore[arg-type]
             assert not shares(RunnerV1().inputs_embeds, host)
     assert not shares(RunnerV1().inputs_embeds, host)
 
@@ -502,7 +502,7 @@ def test_mistakes_in_sharing_input_embeddings_are_seen(
 ) -> None:
     monkeypatch.setattr(GPUModelRunner, "_make_buffer", GPUModelRunner._make_buffer)  # undone
     with (
-        mutated(patches.input_embeddings_of, EMBEDDING_MISTAKES[mistake]),
+        mutated(runners.input_embeddings_of, EMBEDDING_MISTAKES[mistake]),
         pytest.raises(AssertionError),
     ):
         check_input_embeddings()

@@ -15,7 +15,8 @@ from vllm.v1.worker.gpu import buffer_utils, states
 
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.patches import probe_p2p_between, token_ids_of
+from pat_vllm.patches.groups import probe_p2p_between
+from pat_vllm.patches.runners import token_ids_of
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.handover import V1Handover, V2Handover, gather_states
 from pat_vllm.worker.runtime import largest_first

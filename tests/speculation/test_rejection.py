@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.sample import rejection_sampler
 
-from pat_vllm import patches
+from pat_vllm.patches import drafts
 from tests.speculation.law import Sampling, chi_square
 from tests.support.mutation import mutated
 
@@ -34,7 +34,7 @@ def sampler_of_cpu() -> Any:
             if name.endswith("_kernel") or name.startswith(("expand_", "apply_")):
                 patch.setattr(rejection_sampler, name, value)
         current_platform.register_triton_kernel_overrides()
-        patches.verify_sampled_drafts()
+        drafts.verify_sampled_drafts()
         yield
 
 
@@ -99,12 +99,12 @@ def test_verified_drafts_follow_the_law() -> None:
             id="what replaces a draft may be the draft",
         ),
         pytest.param(
-            patches._of_each_token,
+            drafts._of_each_token,
             {"x.repeat": "x.roll(1).repeat"},
             id="temperature and top-k of the request before",
         ),
         pytest.param(
-            patches._of_each_token,
+            drafts._of_each_token,
             {"of_tokens.masked_fill(of_tokens == replace_from, replace_to)": "of_tokens"},
             id="greedy requests are divided by zero",
         ),

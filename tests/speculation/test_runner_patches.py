@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.patches import draft_near_the_longest_context, skip_empty_drafts
+from pat_vllm.patches.drafts import prepare_drafter, skip_empty_drafts
 from tests.speculation.steps import LONGEST, MOST, SHORTEST, SPECULATIVE
 from tests.support.mutation import mutated
 from tests.support.ngram import propose
@@ -22,6 +22,7 @@ class Runner:
 
     def __init__(self, method: str = "ngram") -> None:
         self.speculative_config: Any = SimpleNamespace(method=method)
+        self.drafter = SimpleNamespace(k=MOST, propose=lambda *args: None)
         self.seen: list[tuple[str, bool]] = []
         self.fails = False
 
@@ -47,8 +48,7 @@ def a_step(k: int, drafts: int = 0, tokens: int = 1) -> SchedulerOutput:
 
 def patched(method: str = "ngram") -> Any:
     runner: Any = Runner(method)
-    skip_empty_drafts(runner)
-    draft_near_the_longest_context(runner)
+    prepare_drafter(runner)
     return runner
 
 
@@ -112,8 +112,7 @@ def test_drafts_near_the_longest_context(method: str) -> None:
 def test_without_speculation_nothing_is_changed() -> None:
     runner: Any = Runner()
     runner.speculative_config = None
-    skip_empty_drafts(runner)
-    draft_near_the_longest_context(runner)
+    prepare_drafter(runner)
     assert not vars(runner).keys() & {"execute_model", "sample_tokens", "_input_fits_in_drafter"}
 
 

@@ -16,7 +16,7 @@ from tests.test_features import Job as Sampled
 from tests.test_features import add, drive
 from tests.test_switch import TOLERANCE
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("clean")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("clean")]
 
 PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
 

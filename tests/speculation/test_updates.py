@@ -15,7 +15,7 @@ from tests.speculation.steps import MOST, held_drafts, requests_of, switch, watc
 from tests.test_switch import PLAIN_TOLERANCE
 from tests.test_weight_updates import PLAIN, packed_again_afterwards  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("clean")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("clean")]
 
 OLD, NEW = MODEL, "qwen3_updated"
 """Of one shape; the new one does not repeat itself."""

@@ -17,9 +17,9 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 import pat_vllm
-from pat_vllm import patches
 from pat_vllm.memory.buffers import EngineShape, all_buffers
 from pat_vllm.memory.model import ModelShape
+from pat_vllm.patches import drafts
 from pat_vllm.scheduler.replica import Replica
 from tests.engines import Job, Outcome, engine, run, scheduler_of
 from tests.models import phrase, random_model
@@ -346,7 +346,7 @@ MISTAKES: dict[str, tuple[Callable[[Speculating], None], Mistake]] = {
     "drafts of length 0 are looked for": (
         check_no_searches,
         Mistake(
-            f"{patches.__name__}:_asks_for_none",
+            f"{drafts.__name__}:_asks_for_none",
             {'options.get("num_speculative_tokens") == 0': "False"},
         ),
     ),

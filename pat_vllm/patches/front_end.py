@@ -1,0 +1,120 @@
+"""What PAT does to vLLM's front end, in the process that has the `LLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replace
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
+    from vllm.entrypoints.llm import LLM
+
+
+def patch_get_class(executor: type, resolve: Callable[[Any, Callable[[Any], type]], type]) -> None:
+    """Have `Executor.get_class` call `resolve(vllm_config, original)`.
+
+    Without it: vLLM takes the bare name "pat" for a dotted path and fails to import it, and nothing
+    sets `worker_cls` and `scheduler_cls`, which belong to the executor. vLLM calls the method with
+    each `VllmConfig` it builds, in the front end, before any worker starts. That makes it also the
+    place to refuse what PAT cannot do. Missing seam: a registry of executor backends.
+    """
+
+    def wrap(original: Callable[[Any], type]) -> Callable[[Any], type]:
+        return lambda vllm_config: resolve(vllm_config, original)
+
+    replace(executor, "get_class", wrap, static=True)
+
+
+def log_through_vllm() -> None:
+    """Make PAT's loggers children of vLLM's.
+
+    Without it: PAT's lines below WARNING are lost, for vLLM sets up handlers and level for the
+    loggers below its own only. Missing seam: a logger for plugins.
+    """
+    logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
+
+
+def serialize_sends(llm: LLM) -> None:
+    """Put a lock around the sends of an `LLM`'s client.
+
+    Without it: two threads write to one ZMQ socket, which is not made for that. vLLM's synchronous
+    client is made for one thread. `generate` runs in that one, and may abort requests just when
+    another thread asks for a switch. Missing seam: a client that several threads may use.
+    """
+    client = llm.llm_engine.engine_core
+    if not hasattr(client, "_send_input"):
+        return  # the engine runs in this process
+    lock = threading.Lock()
+
+    def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return send(*args, **kwargs)
+
+        return locked
+
+    replace(client, "_send_input", wrap)
+
+
+def fail_waits_for_a_dead_core() -> None:
+    """Have a client of an engine core that died fail whoever waits for it.
+
+    Without it: when the core is killed, by the kernel for want of memory for example,
+    `LLM.generate` and calls that wait for an answer never return. The client's monitor sees the
+    death and shuts the client down, which ends the thread that reads answers, but tells nobody.
+    Missing seam: a callback of the monitor.
+    """
+    from vllm.v1.engine.core_client import MPClient, SyncMPClient
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def fail_asyncio(future: asyncio.Future[Any]) -> None:
+        if not future.done():
+            future.set_exception(EngineDeadError())
+
+    def fail(client: MPClient) -> None:
+        for future in list(client.utility_results.values()):
+            if isinstance(future, Future):
+                with suppress(InvalidStateError):
+                    future.set_exception(EngineDeadError())
+            else:
+                with suppress(RuntimeError):  # its event loop is closed
+                    future.get_loop().call_soon_threadsafe(fail_asyncio, future)
+        if isinstance(client, SyncMPClient):
+            client.outputs_queue.put_nowait(EngineDeadError())
+
+    def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
+        def shut_down(self: MPClient, timeout: float | None = None) -> None:
+            try:
+                shutdown(self, timeout)
+            finally:
+                fail(self)
+
+        return shut_down
+
+    replace(MPClient, "shutdown", wrap)
+
+
+_RAY_ADDRESS = "_pat_ray_address"
+
+
+def note_ray_address(parallel: ParallelConfig, address: str) -> None:
+    """Note the address of the Ray cluster in which an engine is configured, in its config.
+
+    Without it: an engine core in a process of its own may join another cluster. vLLM passes the
+    cluster on by an environment variable, from a Ray actor only, and not when
+    VLLM_WORKER_MULTIPROC_METHOD=spawn is set. Missing seam: a field of `ParallelConfig` for it.
+    The attribute is not part of the config's hash.
+    """
+    setattr(parallel, _RAY_ADDRESS, address)
+
+
+def noted_ray_address(parallel: ParallelConfig) -> str | None:
+    """What `note_ray_address` noted; None: the engine was not configured inside a cluster."""
+    return getattr(parallel, _RAY_ADDRESS, None)

@@ -1,0 +1,87 @@
+"""What PAT does to vLLM's tensor-parallel groups, in the workers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+
+def install_tp_group(group: GroupCoordinator) -> None:
+    """Make `group` vLLM's tensor-parallel group, as which layers look it up at each call.
+
+    Without it: there is one layout only. vLLM assigns the group once, at start. Missing seam:
+    model runners that are given their group.
+    """
+    import vllm.distributed.parallel_state as parallel_state
+
+    _change_workspaces(parallel_state._TP, group)
+    parallel_state._TP = group
+    # vLLM lets the engram TP group be the TP group unless a config sets it apart.
+    parallel_state._ETP = group
+
+
+_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+_WORKSPACES = {
+    "_fi_ar_workspace": None,
+    "_fi_ar_quant_workspace": None,
+    "_fi_ar_workspace_failed": False,
+    "_fi_ar_quant_workspace_failed": False,
+}
+"""Of `_FLASHINFER`: made for one group, by the first that asks, and looked up at each call."""
+_workspaces_of: dict[int, dict[str, Any]] = {}
+
+
+def _change_workspaces(previous: GroupCoordinator | None, group: GroupCoordinator) -> None:
+    """Have FlashInfer's all-reduce find the workspaces of `group`, or none yet.
+
+    Without it: the all-reduce of one layout uses the workspace that was made for the ranks of
+    another. Missing seam: workspaces by group.
+    """
+    module = sys.modules.get(_FLASHINFER)
+    if module is None or previous is None or group is previous:
+        return
+    _workspaces_of[id(previous)] = {name: getattr(module, name) for name in _WORKSPACES}
+    vars(module).update(_workspaces_of.get(id(group), _WORKSPACES))
+
+
+@contextmanager
+def probe_p2p_between(devices_of: Callable[[int], Sequence[int]]) -> Iterator[None]:
+    """Inside, have new groups look for peer access between the devices of their ranks.
+
+    Without it: vLLM takes a rank's place in its group for the index of its device. A layout's group
+    would use its custom all-reduce, or not, by what other devices can do. Missing seam: groups
+    that are told the devices of their ranks.
+
+    Args:
+        devices_of: index of the device of each rank in this rank's group of a given size.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        yield
+        return
+    import torch
+    import vllm.envs as envs
+    from vllm.distributed.device_communicators import custom_all_reduce
+
+    stock = custom_all_reduce._can_p2p
+    visible = current_platform.logical_device_id_to_visible_device_id
+
+    def can_p2p(rank: int, world_size: int) -> bool:
+        others = list(devices_of(world_size))
+        own = others.pop(rank)
+        if envs.VLLM_SKIP_P2P_CHECK:
+            can = torch.cuda.can_device_access_peer
+            return all(can(visible(own), visible(other)) for other in others)
+        return all(custom_all_reduce.gpu_p2p_access_check(own, other) for other in others)
+
+    custom_all_reduce._can_p2p = can_p2p
+    try:
+        yield
+    finally:
+        custom_all_reduce._can_p2p = stock

@@ -1,0 +1,234 @@
+"""What PAT does to vLLM's model runners: their memory, and what they share, in the workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import TypeIs
+    from vllm.v1.utils import CpuGpuBuffer
+    from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+
+def is_v2(runner: RunnerV1 | RunnerV2 | None) -> TypeIs[RunnerV2]:
+    """Whether a model runner is a Model Runner V2."""
+    return hasattr(runner, "req_states")
+
+
+def report_weights_memory(runner: RunnerV1 | RunnerV2, num_bytes: int) -> None:
+    """Have a model runner say that its weights take `num_bytes`.
+
+    Without it: vLLM's worker sizes the KV cache by the weights of the active layout's runner, and
+    the other layouts' copies find no memory. Missing seam: a worker with several model runners.
+    """
+    runner.model_memory_usage = num_bytes
+
+
+@contextmanager
+def graphs_measured_apart(runner: RunnerV1 | RunnerV2) -> Iterator[None]:
+    """Inside, have a model runner say that its CUDA graphs take nothing.
+
+    Without it: vLLM's worker measures each layout's graphs by themselves, in a pool that is thrown
+    away, and their sum counts the memory that graphs of several layouts share once for each.
+    Missing seam: a worker that measures a step's memory only.
+    """
+    runner.profile_cudagraph_memory = lambda: 0  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.profile_cudagraph_memory  # the method shows again
+
+
+@contextmanager
+def one_graph_pool(pool: Any) -> Iterator[None]:
+    """Inside, have whoever asks for a new pool of CUDA graphs get this one.
+
+    Without it: see `graphs_measured_apart`. Missing seam: vLLM's measurement of graphs chooses the
+    pool itself.
+
+    Args:
+        pool: what `torch.cuda.graph_pool_handle` returned. Some graph must live in it for longer.
+    """
+    import torch
+
+    original = torch.cuda.graph_pool_handle
+    torch.cuda.graph_pool_handle = lambda: pool
+    try:
+        yield
+    finally:
+        torch.cuda.graph_pool_handle = original
+
+
+@contextmanager
+def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
+    """Inside, have new attention metadata builders use this workspace, if there is one.
+
+    Without it: each layout's FlashInfer has a workspace of its own, of 394 MiB or more. vLLM shares
+    one among the groups of a runner, whose attention writes to it in turn, as layouts do. Missing
+    seam: a runner that is given a workspace.
+
+    Args:
+        workspace: of a layout with at least as many heads on a rank (`attention_workspace`).
+    """
+    from vllm.v1.worker.utils import AttentionGroup
+
+    original = AttentionGroup.create_metadata_builders
+
+    def create(group: Any, *args: Any, **options: Any) -> None:
+        original(group, *args, **options)
+        for builder in group.metadata_builders:
+            if workspace is not None and hasattr(builder, "set_workspace_buffer"):
+                builder.set_workspace_buffer(workspace)
+
+    AttentionGroup.create_metadata_builders = create  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        AttentionGroup.create_metadata_builders = original  # type: ignore[method-assign]
+
+
+def attention_workspace(runner: RunnerV1 | RunnerV2) -> torch.Tensor | None:
+    """The workspace of a runner's attention backend, if it has one. It comes with the KV cache."""
+    for groups in getattr(runner, "attn_groups", ()):
+        for group in groups:
+            for builder in group.metadata_builders:
+                # Of vLLM's own protocol between builders, which few backends take part in.
+                get = getattr(builder, "_get_workspace_buffer", None)
+                if get is not None:
+                    return get()  # type: ignore[no-any-return]
+    return None
+
+
+def forget_sampled_tokens(batch: InputBatch) -> None:
+    """Make the input batch of a Model Runner V1 forget the tokens that it sampled last.
+
+    Without it: with asynchronous scheduling, the batch gives them to a request that comes back
+    under the same id, and penalties and logits processors wait for their copies to the host.
+    Missing seam: a runner that can be emptied.
+    """
+    batch.prev_sampled_token_ids = None
+    batch.prev_req_id_to_index = None
+    batch.sampled_token_ids_cpu = None
+    batch.async_copy_ready_event = None
+
+
+@contextmanager
+def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V2 keep token ids where `host` does, if that is one, too.
+
+    Without it: each layout pins `max_num_seqs * max_model_len * 4` bytes of host memory, which are
+    gigabytes for long contexts, and torch keeps pinned memory that is freed. Only one layout has
+    requests at any time, and a request begins by writing its tokens. Missing seam: a runner that
+    takes given request states.
+
+    Args:
+        host: of the runners the one with the most requests.
+    """
+    if not is_v2(host):
+        yield
+        return
+    import vllm.v1.worker.gpu.states as states
+
+    shared = host.req_states.all_token_ids
+    most_rows, columns = shared.gpu.shape
+    make = states.StagedWriteTensor
+
+    def take(size: int | tuple[int, ...], **options: Any) -> StagedWriteTensor:
+        # The others of a request's states have one dimension.
+        if isinstance(size, int) or size[1:] != (columns,) or size[0] > most_rows:
+            return make(size, **options)
+        first = copy.copy(shared)  # with the same list of writes to come
+        first.gpu, first.num_rows = shared.gpu[: size[0]], size[0]
+        return first
+
+    states.StagedWriteTensor = take  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        states.StagedWriteTensor = make  # type: ignore[misc]
+
+
+@contextmanager
+def input_embeddings_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new Model Runner V1 keep input embeddings where `host` does, if that is one.
+
+    Without it: each layout takes `max_num_batched_tokens * hidden_size` elements of device memory
+    and pins as much host memory, for embeddings that a step writes before it reads them. Missing
+    seam: a runner that takes given buffers.
+
+    Args:
+        host: of the runners the one with the most tokens in a step.
+    """
+    if host is None or is_v2(host) or not hasattr(host, "inputs_embeds"):
+        yield
+        return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    shared = host.inputs_embeds
+    most_rows, columns = shared.cpu.shape
+    original = GPUModelRunner._make_buffer
+
+    def make(runner: RunnerV1, *size: int, **options: Any) -> CpuGpuBuffer:
+        rows = runner.max_num_tokens
+        same = size == (rows, columns) and options.get("dtype") == shared.cpu.dtype
+        # Only of these there is no NumPy array.
+        if not same or options.get("numpy", True) or rows > most_rows:
+            return original(runner, *size, **options)
+        first = copy.copy(shared)
+        first.cpu, first.gpu = shared.cpu[:rows], shared.gpu[:rows]
+        return first
+
+    GPUModelRunner._make_buffer = make  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        GPUModelRunner._make_buffer = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def buffers_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
+    """Inside, have a new model runner share what `token_ids_of` and `input_embeddings_of` tell."""
+    with token_ids_of(host), input_embeddings_of(host):
+        yield
+
+
+def share_penalty_counts(runner: RunnerV2, host: RunnerV2) -> None:
+    """Have a Model Runner V2 use the first rows of the penalty counters of `host`.
+
+    Without it: each layout keeps a counter for each token of the vocabulary and each request. Only
+    one layout has requests at any time, and a request that has penalties begins by writing its
+    own. Missing seam: a sampler that takes given counters.
+
+    Args:
+        host: has at least as many requests.
+    """
+    assert runner.sampler is not None and host.sampler is not None
+    own, shared = runner.sampler.penalties_state, host.sampler.penalties_state
+    rows = len(own.output_bin_counts)
+    assert rows <= len(shared.output_bin_counts)
+    own.output_bin_counts = shared.output_bin_counts[:rows]
+    own.prompt_bin_mask = shared.prompt_bin_mask[:rows]
+
+
+def share_grammar_bitmask(runner: RunnerV2, host: RunnerV2) -> None:
+    """Have a Model Runner V2 use the grammar bitmask of `host`.
+
+    Without it: each layout keeps a bit for each token of the vocabulary, each request and each
+    token that it may get in a step, hundreds of MB with drafts. A step writes what it reads.
+    Missing seam: a runner that takes given buffers.
+
+    Args:
+        host: has at least as many requests.
+    """
+    own, shared = runner.structured_outputs_worker, host.structured_outputs_worker
+    if own is not None and shared is not None:
+        rows = len(own.grammar_bitmask)
+        assert rows <= len(shared.grammar_bitmask)
+        own.grammar_bitmask = shared.grammar_bitmask[:rows]

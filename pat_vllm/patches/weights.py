@@ -1,0 +1,72 @@
+"""What PAT does to the weights of vLLM's models, in the workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replace
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import ModelConfig
+
+
+def keep_plain_weights(model: nn.Module) -> None:
+    """Have vLLM not pack the weights of a model for its CPU kernels. Does nothing elsewhere.
+
+    Without it: vLLM frees the plain weights on CPU, of which the layouts' weights are views.
+    Missing seam: an option of the CPU platform.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
+        elif isinstance(module, VocabParallelEmbedding):
+            module.quant_method = _plain_embedding()()
+
+
+@functools.cache
+def _plain_embedding() -> type:
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class PlainEmbedding(UnquantizedEmbeddingMethod):
+        """vLLM's method for embeddings, without the packing."""
+
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[attr-defined]
+
+    return PlainEmbedding
+
+
+def tie_word_embeddings(model: nn.Module, model_config: ModelConfig) -> None:
+    """Have vLLM tie a loaded model's head to its embeddings, if that is due, and not ask again.
+
+    Without it: vLLM compares the two after each layout's weights are loaded. That is too late for
+    a strategy that has taken them for two weights by then. And a layout with smaller shards may
+    have equal ones by chance; what the base layout says holds for all. Missing seam: the
+    comparison is no part of a loader's `load_weights`.
+    """
+    from vllm.model_executor.model_loader.weight_tying import maybe_retie_word_embeddings
+
+    before = len(list(model.parameters()))
+    maybe_retie_word_embeddings(model, model_config)
+    if len(list(model.parameters())) == before:
+        model_config.word_embeddings_untied_by_checkpoint = False
+
+
+def refuse_load_weights(model: nn.Module, refuse: Callable[..., Any]) -> None:
+    """Have `model.load_weights` call `refuse`, which raises.
+
+    Without it: a trainer's call loads new weights into the base layout's model only, although the
+    other layouts cannot be given them. Trainers call the model's method themselves. Missing seam:
+    a worker is not asked before that.
+    """
+    replace(model, "load_weights", lambda original: refuse)
