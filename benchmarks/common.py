@@ -131,15 +131,24 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
 class Engine(EngineProcess):
     """An `LLM` in a process of its own, with the environment that every side gets."""
 
-    def __init__(self, options: Mapping[str, Any], bind: str, plain: bool = False) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        bind: str,
+        plain: bool = False,
+        core_inside: bool = False,
+    ) -> None:
         """Begin to start it.
 
         Args:
             options: of `LLM`.
             bind: `VLLM_CPU_OMP_THREADS_BIND`.
             plain: have vLLM keep plain weights, as on GPUs.
+            core_inside: have its engine core in the same process.
         """
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
+        if core_inside:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if plain:
             path = [str(PLAIN_WEIGHTS), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import MODELS
-from benchmarks.speculation import alternate, engines, switches, tail
+from benchmarks.speculation import alternate, change, engines, switches, tail
 from benchmarks.speculation.engines import Batch, Served, repeating_prompts
 from benchmarks.speculation.paired import (
     Cell,
-    ChangeCycle,
     MedianRatio,
     grid,
     neighbours,
@@ -103,33 +101,6 @@ def test_only_values_of_the_same_way_are_compared() -> None:
     assert neighbours(["there"] * 3, [1.0, 2.0, 3.0], [True, False, True]) == ([1.0], [2.0])
 
 
-def change_cycle(step: Callable[[int], float], stall: float) -> ChangeCycle:
-    """Four windows of an engine whose step with drafts of a length takes `step(length)`.
-
-    A change that is asked for after a window's beginning finds the first of its steps running, and
-    the drafts of the second one made.
-    """
-    drafts = [4, 4]  # of the running step, and of those that were made for the next one
-    windows = []
-    for change in (None, 0, None, 4):
-        seconds = 0.0 if change is None else stall
-        length = drafts[-1] if change is None else change
-        for _ in range(4):
-            seconds += step(drafts.pop(0))
-            drafts.append(length)
-        windows.append(seconds)
-    return ChangeCycle(*windows)
-
-
-@given(st.floats(0.01, 1), st.floats(0.01, 1), st.floats(0, 1))
-def test_windows_with_a_change_differ_by_what_it_costs(
-    short: float, long: float, stall: float
-) -> None:
-    cycle = change_cycle(lambda length: long if length else short, stall)
-    assert math.isclose(cycle.with_changes - cycle.without, 2 * stall, abs_tol=1e-9)
-    assert math.isclose(cycle.long, 4 * long) and math.isclose(cycle.short, 4 * short)
-
-
 def cell(layout: str, length: int, *seconds: float) -> Cell:
     return Cell(layout, length, seconds, 0.5 if length else None)
 
@@ -180,7 +151,7 @@ class Pretended:
     running: ClassVar[set[int]] = set()
     clock = 0.0
 
-    def __init__(self, options: dict[str, Any], bind: str) -> None:
+    def __init__(self, options: dict[str, Any], bind: str, core_inside: bool = False) -> None:
         self.uses_pat = options.get("distributed_executor_backend") == "pat"
         self.most = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
 
@@ -218,8 +189,9 @@ class Pretended:
         if function is engines.serve:
             self.start(function, *args)
             return self.result()
-        if function is switches.change_lengths:
-            return [ChangeCycle(0.2, 0.15, 0.1, 0.15)] * args[1]
+        if function is change.take_changes:
+            seconds = 0.02 if self.uses_pat else 0.019
+            return [change.Step(length, 0, 8, seconds) for length in (4, 0) * args[1]]
         assert function is switches.take_switches
         reports: list[dict[str, Any]] = []
         drafts = [turn % 4 in (0, 3) for turn in range(2 * args[1]) for _ in range(2)]
@@ -235,7 +207,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (alternate, switches, tail):
+    for module in (alternate, change, switches, tail):
         monkeypatch.setattr(module, "Engine", Pretended)
     monkeypatch.setattr(engines, "model", str)
     monkeypatch.setattr(engines, "_SETTLE_SECONDS", 0.0)
@@ -259,11 +231,16 @@ def test_sides_that_take_turns() -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_switches_with_drafts_and_without() -> None:
-    body, text = switches.measure("repeating", 8, 4, 3, 4)
+    body, text = switches.measure("repeating", 8, 4, 4)
     assert math.isclose(body["stall tp1dp2 -> tp2dp1"].median, 1.03)
-    assert math.isclose(body["change_ratio"].median, 1.0)
     assert "| stall | tp2dp1 -> tp1dp2 | 10.3 (10.3-10.3) | 10.0 (10.0-10.0) | 1.030" in text
-    assert "Windows with a change / those without: 1.000 (1.000-1.000) (bar 1.01: met)" in text
+
+
+@pytest.mark.usefixtures("pretended")
+def test_changes_of_the_draft_length() -> None:
+    body, text = change.measure("repeating", 8, 2, 3, 4)
+    assert math.isclose(body["ratio"].median, 0.02 / 0.019)
+    assert "| 0 | 1 | 8.0 | 20.0 | 19.0 | 1.053 (1.053-1.053) |" in text
 
 
 @pytest.mark.usefixtures("pretended")

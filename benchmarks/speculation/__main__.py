@@ -3,7 +3,9 @@
     python -m benchmarks.speculation static   a fixed draft length, against stock vLLM's: 1.03
     python -m benchmarks.speculation off      a draft length of 0, against no speculation: 1.01
     python -m benchmarks.speculation switch   a switch with drafts in flight, against one without:
-                                              1.05; a change of the draft length: no stall
+                                              1.05
+    python -m benchmarks.speculation change   a change of the draft length, against the same one in
+                                              stock vLLM: no stall
     python -m benchmarks.speculation room     every fixed layout and draft length for the long tail
 
 Each side of a ratio has the same method, length, prompts and concurrency. The model repeats itself,
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import machine, write_results
-from benchmarks.speculation import alternate, switches, tail
+from benchmarks.speculation import alternate, change, switches, tail
 from benchmarks.speculation.alternate import Size
 
 DRAFTS = 4
@@ -36,14 +38,24 @@ def _off(name: str, quick: bool) -> tuple[dict[str, Any], str]:
 
 
 def _switch(name: str, quick: bool) -> tuple[dict[str, Any], str]:
-    return switches.measure(name, 8, *((4, 4) if quick else (32, 32)), DRAFTS)
+    return switches.measure(name, 8, 4 if quick else 32, DRAFTS)
+
+
+def _change(name: str, quick: bool) -> tuple[dict[str, Any], str]:
+    return change.measure(name, 8, *((2, 2) if quick else (8, 8)), DRAFTS)
 
 
 def _room(name: str, quick: bool) -> tuple[dict[str, Any], str]:
     return tail.measure(name, (2, 8), *((48, 1) if quick else (192, 3)))
 
 
-PARTS: dict[str, Part] = {"static": _static, "off": _off, "switch": _switch, "room": _room}
+PARTS: dict[str, Part] = {
+    "static": _static,
+    "off": _off,
+    "switch": _switch,
+    "change": _change,
+    "room": _room,
+}
 
 
 def main() -> None:

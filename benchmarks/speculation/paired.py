@@ -103,37 +103,6 @@ def neighbours(
 
 
 @dataclass(frozen=True)
-class ChangeCycle:
-    """Seconds of four windows of equally many steps, one after the other.
-
-    A change that is asked for while a step runs holds for the drafts of the step after it. So in
-    half of a window of four steps, drafts are verified as before. Windows with a change therefore
-    take as long, together, as those without one, unless the changes cost something.
-
-    Attributes:
-        long: with the longer drafts.
-        to_short: in which the shorter ones begin.
-        short: with the shorter drafts.
-        to_long: in which the longer ones begin again.
-    """
-
-    long: float
-    to_short: float
-    short: float
-    to_long: float
-
-    @property
-    def with_changes(self) -> float:
-        """Seconds of the windows with a change."""
-        return self.to_short + self.to_long
-
-    @property
-    def without(self) -> float:
-        """Seconds of the windows without one."""
-        return self.long + self.short
-
-
-@dataclass(frozen=True)
 class Cell:
     """Batches in one layout with one draft length.
 

@@ -1,4 +1,4 @@
-"""What drafts in flight do to a switch, and what a change of the draft length does to steps."""
+"""What drafts in flight do to a switch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 from benchmarks.common import Engine, Summary, table
 from benchmarks.speculation.engines import BIND, flags, ngram, pat, repeating_prompts
-from benchmarks.speculation.paired import ChangeCycle, MedianRatio, neighbours
+from benchmarks.speculation.paired import MedianRatio, neighbours
 
-BARS = {"switch": 1.05, "change": 1.01}
+BAR = 1.05
 _STEPS_BETWEEN = 4
 """Before a switch: steps of each request, so that the drafts of the last one are in flight."""
-_WINDOW = 4
-"""Steps that are timed together; see `ChangeCycle`."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,11 @@ class Switches:
     accepted: float
 
 
-def measure(
-    name: str, requests: int, switches: int, changes: int, length: int
-) -> tuple[dict[str, Any], str]:
-    """Both, in one engine.
+def measure(name: str, requests: int, switches: int, length: int) -> tuple[dict[str, Any], str]:
+    """Switches of one engine.
 
     Args:
         switches: there and back, with drafts and as many without.
-        changes: to no drafts and back.
     """
     options = (
         flags(name)
@@ -55,8 +50,7 @@ def measure(
         prompts = repeating_prompts(name, requests, seed=0)
         engine.call(take_switches, prompts, 2, length)  # warm-up
         taken: Switches = engine.call(take_switches, prompts, switches, length)
-        cycles: list[ChangeCycle] = engine.call(change_lengths, prompts, changes, length)
-    body: dict[str, Any] = {"switches": taken, "cycles": cycles, "bars": BARS}
+    body: dict[str, Any] = {"switches": taken, "bar": BAR}
     text = (
         f"Model {name}, {requests} live requests, in turns with a draft length of {length} and of "
         f"0; {switches} switches there and back of each; ms, median (low-high). The stall is the "
@@ -65,24 +59,7 @@ def measure(
         f"draft tokens for which there was room, and accepted {taken.accepted:.0%} of them. A "
         f"switch drops those in flight; it comes every {_STEPS_BETWEEN} steps.\n\n"
     )
-    text += _switch_table(taken, body)
-    ratio = MedianRatio.of(
-        [cycle.with_changes for cycle in cycles], [cycle.without for cycle in cycles]
-    )
-    body["change_ratio"] = ratio
-    added = Summary.of([(cycle.with_changes - cycle.without) / 2 for cycle in cycles])
-    windows = [
-        [label, Summary.of([getattr(cycle, label) for cycle in cycles]).show(1e3)]
-        for label in ("long", "to_short", "short", "to_long")
-    ]
-    text += (
-        f"\nIn tp2dp1 the draft length goes from {length} to 0 and back, {changes} times. Times of "
-        f"{_WINDOW} steps, ms:\n\n"
-        + table(["window", "ms"], windows)
-        + f"\nWindows with a change / those without: {ratio.show()} (bar {BARS['change']}: "
-        f"{ratio.verdict(BARS['change'])}); a change adds {added.median * 1e3:.2f} ms.\n"
-    )
-    return body, text
+    return body, text + _switch_table(taken, body)
 
 
 def _switch_table(taken: Switches, body: dict[str, Any]) -> str:
@@ -102,7 +79,7 @@ def _switch_table(taken: Switches, body: dict[str, Any]) -> str:
             )
             ratio = MedianRatio.of(ours, theirs)
             body[f"{quantity} {way}"] = ratio
-            bar = BARS["switch"] if quantity == "stall" else None
+            bar = BAR if quantity == "stall" else None
             rows.append(
                 [
                     quantity,
@@ -185,29 +162,3 @@ def take_switches(llm: Any, prompts: Sequence[Any], there_and_back: int, length:
     ]
     assert len(reports) == len(with_drafts)
     return Switches(tuple(with_drafts), tuple(reports), drafted / most, accepted / drafted)
-
-
-def change_lengths(
-    llm: Any, prompts: Sequence[Any], changes: int, length: int
-) -> list[ChangeCycle]:
-    """Change to no drafts and back, and time the steps around each change and between them."""
-    import pat_vllm
-
-    assert pat_vllm.switch(llm, 2)
-    live = Live(llm, prompts)
-    pat_vllm.speculate(llm, length)
-    live.take(2 * _WINDOW)
-
-    def window(change: int | None) -> float:
-        begun = time.perf_counter()
-        if change is not None:
-            pat_vllm.speculate(llm, change)
-        live.take(_WINDOW)
-        return time.perf_counter() - begun
-
-    cycles = [
-        ChangeCycle(*(window(change) for change in (None, 0, None, length)))
-        for _ in range(changes + 1)
-    ]
-    live.abort()
-    return cycles[1:]
