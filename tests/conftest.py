@@ -10,8 +10,9 @@ import hypothesis
 import pytest
 
 # The same examples in every run, so that a red one is of the change; other ones on request.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.register_profile("explore", hypothesis.settings.get_profile("default"))
+# No deadlines: the machine may be busy.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _ENVIRONMENT = {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common import MODELS
-from benchmarks.speculation import alternate, change, engines, switches, tail
+from benchmarks.speculation import alternate, engines, steps, switches, tail
 from benchmarks.speculation.engines import Batch, Served, repeating_prompts
 from benchmarks.speculation.paired import (
     Cell,
@@ -189,9 +189,12 @@ class Pretended:
         if function is engines.serve:
             self.start(function, *args)
             return self.result()
-        if function is change.take_changes:
+        if function is steps.take_changes:
             seconds = 0.02 if self.uses_pat else 0.019
-            return [change.Step(length, 0, 8, seconds) for length in (4, 0) * args[1]]
+            return [steps.Step(length, 0, 8, seconds) for length in (4, 0) * args[1]]
+        if function is steps.take_plain_steps:
+            seconds = 0.02 if self.uses_pat else 0.019
+            return [steps.Step(0, at, 8, seconds) for at in range(args[1])]
         assert function is switches.take_switches
         reports: list[dict[str, Any]] = []
         drafts = [turn % 4 in (0, 3) for turn in range(2 * args[1]) for _ in range(2)]
@@ -207,7 +210,7 @@ class Pretended:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (alternate, change, switches, tail):
+    for module in (alternate, steps, switches, tail):
         monkeypatch.setattr(module, "Engine", Pretended)
     monkeypatch.setattr(engines, "model", str)
     monkeypatch.setattr(engines, "_SETTLE_SECONDS", 0.0)
@@ -221,11 +224,6 @@ def test_sides_that_take_turns() -> None:
     assert [len(turns) for turns in body["tp1dp2"]["turns"].values()] == [3, 3]
     assert "| tp2dp1 | 1.333 (1.333-1.333) | 1.267 (1.267-1.267) | 166.7 | 0.50 | 1.053" in text
     assert "| 1.03 | missed | 0 |" in text
-
-    body, text = alternate.off("repeating", alternate.Size(4, 8, 3), 4)
-    assert body["0 drafts / none"]["ratio"].median == 1.0
-    assert "| 0 drafts / none | 2.000 (2.000-2.000) | 2.000 (2.000-2.000) | 250.0 | - |" in text
-    assert "| 1.000 (1.000-1.000) | 1.01 | met |" in text
     assert not Pretended.running
 
 
@@ -237,8 +235,17 @@ def test_switches_with_drafts_and_without() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_a_draft_length_of_0_against_none() -> None:
+    body, text = steps.off("repeating", 8, 5, 3, 4)
+    assert body["0 drafts / none"].median == 1.0
+    assert "| 0 drafts / none | 20.00 | 20.00 | 1.000 (1.000-1.000) | 1.01 | met |" in text
+    assert math.isclose(body["none / stock"].median, 0.02 / 0.019)
+    assert not Pretended.running
+
+
+@pytest.mark.usefixtures("pretended")
 def test_changes_of_the_draft_length() -> None:
-    body, text = change.measure("repeating", 8, 2, 3, 4)
+    body, text = steps.change("repeating", 8, 2, 3, 4)
     assert math.isclose(body["ratio"].median, 0.02 / 0.019)
     assert "| 0 | 1 | 8.0 | 20.0 | 19.0 | 1.053 (1.053-1.053) |" in text
 

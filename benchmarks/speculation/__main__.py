@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import machine, write_results
-from benchmarks.speculation import alternate, change, switches, tail
+from benchmarks.speculation import alternate, steps, switches, tail
 from benchmarks.speculation.alternate import Size
 
 DRAFTS = 4
@@ -34,7 +34,7 @@ def _static(name: str, quick: bool) -> tuple[dict[str, Any], str]:
 
 
 def _off(name: str, quick: bool) -> tuple[dict[str, Any], str]:
-    return alternate.off(name, Size(8, 32, 3 if quick else 36), DRAFTS)
+    return steps.off(name, 8, *((16, 3) if quick else (64, 24)), DRAFTS)
 
 
 def _switch(name: str, quick: bool) -> tuple[dict[str, Any], str]:
@@ -42,7 +42,7 @@ def _switch(name: str, quick: bool) -> tuple[dict[str, Any], str]:
 
 
 def _change(name: str, quick: bool) -> tuple[dict[str, Any], str]:
-    return change.measure(name, 8, *((2, 2) if quick else (8, 8)), DRAFTS)
+    return steps.change(name, 8, *((2, 2) if quick else (8, 8)), DRAFTS)
 
 
 def _room(name: str, quick: bool) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""Sides of a comparison that take turns, batch by batch: a fixed draft length, and none.
+"""Sides of a comparison that take turns, batch by batch: a fixed draft length.
 
 All engines stay alive. One that waits is stopped, so that it takes no core. Greedy, so that equal
 sides generate equal tokens with equal drafts, which is checked.
@@ -31,7 +31,7 @@ from benchmarks.speculation.paired import MedianRatio, turns
 _BEGIN_SECONDS = 0.4
 """Until the engines of a side have begun; they wake up before."""
 
-BARS = {"static": 1.03, "off": 1.01}
+BAR = 1.03
 
 
 @dataclass(frozen=True)
@@ -92,42 +92,11 @@ def static(name: str, size: Size, length: int) -> tuple[dict[str, Any], str]:
     rows = []
     for layout, sides in comparisons.items():
         served, unequal = _alternate(sides, name, size)
-        row, body[layout] = _compared(served, "PAT", "stock", BARS["static"])
+        row, body[layout] = _compared(served, "PAT", "stock", BAR)
         body[layout]["unequal_batches"] = unequal
         rows.append([layout, *row, unequal])
     text = f"A fixed draft length of {length} on both sides, {_described(name, size)}\n\n" + table(
         [*_header("PAT", "stock"), "batches with other tokens"], rows
-    )
-    return body, text
-
-
-def off(name: str, size: Size, length: int) -> tuple[dict[str, Any], str]:
-    """PAT with a draft length of 0 against PAT without speculation, and stock vLLM without.
-
-    What two equal engines differ by is shown by PAT without speculation against stock vLLM, whose
-    steps are the same.
-    """
-    shared = flags(name)
-    sides = {
-        "0 drafts": Side(((shared | ngram(length) | pat(2), BIND),), length=0),
-        "none": Side(((shared | pat(2), BIND),)),
-        "stock": Side(((shared | stock(2), BIND),)),
-    }
-    served, unequal = _alternate(sides, name, size)
-    assert not any(one.drafted for one in served["0 drafts"]), "it speculates"
-    body: dict[str, Any] = {"unequal_batches": unequal}
-    rows = []
-    for ours, theirs, bar in (
-        ("0 drafts", "none", BARS["off"]),
-        ("0 drafts", "stock", None),
-        ("none", "stock", None),
-    ):
-        row, body[f"{ours} / {theirs}"] = _compared(served, ours, theirs, bar)
-        rows.append([f"{ours} / {theirs}", *row])
-    text = (
-        f"tp2dp1, a draft length of 0 where up to {length} could be used, against engines without "
-        f"speculation, {_described(name, size)} In {unequal} batches the sides' tokens "
-        "differed.\n\n" + table(_header("ours", "theirs"), rows)
     )
     return body, text
 

@@ -1,15 +1,14 @@
-"""What a change of the draft length costs: step by step, against the same change in stock vLLM.
+"""What steps take: after a change of the draft length, and without drafts where there could be some.
 
 A step that verifies more tokens takes longer, so steps with different draft lengths are not
-compared. Both engines change at the same steps of the same greedy batch. Their steps verify the
-same tokens, which is checked.
+compared. Engines take the same steps of the same greedy batch, in turns.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +28,11 @@ from benchmarks.speculation.engines import (
 from benchmarks.speculation.paired import MedianRatio, turns
 from benchmarks.speculation.switches import Live
 
+OFF_BAR = 1.01
 _STEPS = 6
 """Steps between two changes."""
 _WARM_UP = 2
-"""Cycles of a batch that are not counted."""
+"""Cycles, or steps of each request, that are not counted."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Step:
     seconds: float
 
 
-def measure(
+def change(
     name: str, requests: int, cycles: int, repeats: int, length: int
 ) -> tuple[dict[str, Any], str]:
-    """PAT against stock vLLM, in turns.
+    """Changes of the draft length, in PAT and in stock vLLM. Both verify the same tokens.
 
     Args:
         cycles: changes there and back of a batch.
@@ -66,22 +66,80 @@ def measure(
     }
     shared = flags(name) | {"speculative_config": speculative}
     sides = {"PAT": pat(RANKS), "stock": stock(RANKS)}
+    arguments = (take_changes, cycles, length)
+    taken = _in_turns(
+        {side: shared | sides[side] for side in sides}, name, requests, repeats, arguments
+    )
+    return _shown(name, requests, length, taken)
+
+
+def off(
+    name: str, requests: int, steps: int, repeats: int, length: int
+) -> tuple[dict[str, Any], str]:
+    """A draft length of 0, against engines without speculation: PAT's and vLLM's own.
+
+    What two equal engines differ by is shown by these two.
+
+    Args:
+        steps: of a batch.
+        repeats: batches of each engine.
+    """
+    shared = flags(name)
+    sides = {
+        "0 drafts": shared | ngram(length) | pat(RANKS),
+        "none": shared | pat(RANKS),
+        "stock": shared | stock(RANKS),
+    }
+    taken = _in_turns(sides, name, requests, repeats, (take_plain_steps, steps))
+    medians = {
+        side: [statistics.median(one.seconds for one in batch) for batch in taken[side]]
+        for side in sides
+    }
+    rows = []
+    body: dict[str, Any] = {"median_steps": medians, "bar": OFF_BAR}
+    for ours, theirs, bar in (
+        ("0 drafts", "none", OFF_BAR),
+        ("0 drafts", "stock", None),
+        ("none", "stock", None),
+    ):
+        ratio = MedianRatio.of(medians[ours], medians[theirs])
+        body[f"{ours} / {theirs}"] = ratio
+        milliseconds = [f"{1e3 * statistics.median(medians[side]):.2f}" for side in (ours, theirs)]
+        verdict = [bar, ratio.verdict(bar)] if bar else ["-", ""]
+        rows.append([f"{ours} / {theirs}", *milliseconds, ratio.show(), *verdict])
+    text = (
+        f"Model {name}, {requests} live requests, greedy, tp{RANKS}dp1, a draft length of 0 where "
+        f"up to {length} could be used, against engines without speculation: the median of a "
+        f"batch's {steps} decode steps. The engines take turns, {repeats} batches each. The ratio "
+        "is the median of those of equal batches, with its 95% interval.\n\n"
+        + table(["", "ours, ms", "theirs, ms", "ratio", "bar", ""], rows)
+    )
+    return body, text
+
+
+def _in_turns(
+    sides: Mapping[str, Mapping[str, Any]],
+    name: str,
+    requests: int,
+    repeats: int,
+    call: tuple[Any, ...],
+) -> dict[str, list[list[Step]]]:
+    """What each side's engine took for each batch; `call` is a function and its other arguments."""
     taken: dict[str, list[list[Step]]] = {side: [] for side in sides}
+    function, *arguments = call
     with ExitStack() as stack:
-        running = {
-            side: stack.enter_context(Engine(shared | options, BIND, core_inside=True))
-            for side, options in sides.items()
-        }
-        for engine in running.values():
-            engine.wait_until_ready()
-            engine.pause()
+        running = {}
+        for side, options in sides.items():
+            running[side] = stack.enter_context(Engine(options, BIND, core_inside=True))
+            running[side].wait_until_ready()
+            # One after the other, or they would measure themselves while others start.
+            running[side].pause()
         for repeat, order in enumerate(turns(list(sides), repeats)):
             prompts = repeating_prompts(name, requests, seed=repeat)
             for side in order:
                 with turn([running[side]]):
-                    steps: list[Step] = running[side].call(take_changes, prompts, cycles, length)
-                taken[side].append(steps)
-    return _shown(name, requests, length, taken)
+                    taken[side].append(running[side].call(function, prompts, *arguments))
+    return taken
 
 
 def _shown(
@@ -155,6 +213,26 @@ def take_changes(llm: Any, prompts: Sequence[Any], cycles: int, length: int) -> 
                         found.append(Step(held, position, sum(computed), seconds))
     finally:
         scheduler.schedule = schedule
+    live.abort()
+    return found
+
+
+def take_plain_steps(llm: Any, prompts: Sequence[Any], steps: int) -> list[Step]:
+    """Steps of a batch that decodes without drafts."""
+    from vllm.v1.engine.core import EngineCore
+
+    import pat_vllm
+
+    core: EngineCore = llm.llm_engine.engine_core.engine_core
+    if core.vllm_config.speculative_config is not None:
+        pat_vllm.speculate(llm, 0)
+    live = Live(llm, prompts)
+    live.take(_WARM_UP)
+    found = []
+    for position in range(steps):
+        begun = time.perf_counter()
+        llm.llm_engine.step()
+        found.append(Step(0, position, len(prompts), time.perf_counter() - begun))
     live.abort()
     return found
 
