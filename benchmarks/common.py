@@ -36,6 +36,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    # Or vLLM's n-gram drafter changes how many threads OpenMP has, also for steps without drafts.
+    "NUMBA_NUM_THREADS": "1",
 }
 """What every engine gets, whichever side it is on."""
 

@@ -18,6 +18,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 _ENVIRONMENT = {
     # Tests run engines with more ranks than cores; one with two ranks may ask for "0|1".
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Or the n-gram drafter of a stock engine gives OpenMP as many threads as there are cores.
+    "NUMBA_NUM_THREADS": "1",
     # Threads of a tiny model only spin while they wait for each other: with two per rank, four
     # ranks on two cores generate 25 times slower.
     "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""What steps take: after a change of the draft length, and without drafts where there could be some.
+"""What steps take: after a change of the draft length, and where no drafts are made.
 
 A step that verifies more tokens takes longer, so steps with different draft lengths are not
 compared. Engines take the same steps of the same greedy batch, in turns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -28,6 +29,9 @@ class PATCPUWorker(PATWorkerMixin, CPUWorker):
 
         if config.speculative_config is not None:
             verify_sampled_drafts()
+            # vLLM's n-gram drafter takes one thread. numba gives OpenMP as many as it could have,
+            # however many vLLM has bound to this rank.
+            os.environ.setdefault("NUMBA_NUM_THREADS", "1")
         return RunnerV1(config, self.device)
 
     def determine_available_memory(self) -> int:
