@@ -23,7 +23,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.profiling.header import engine_limits
 from pat_vllm.profiling.plan import ProfilePlan, estimate
 from pat_vllm.profiling.points import EngineLimits, StepPoint, SwitchPoint
-from pat_vllm.profiling.profile import StepSample, SwitchSample
+from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
 from pat_vllm.routing import Placed, spread
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
@@ -166,24 +166,22 @@ class _Profiler:
             return
         # The middle of the steps that were counted.
         grown = round(_UNSETTLED + (len(times) / point.busy - 1) / 2)
-        self._steps.append(
-            StepSample(
-                tp=point.tp,
-                batch=point.batch,
-                context=sum(point.contexts) + grown * point.batch,
-                longest=max(point.contexts) + grown if point.batch else 0,
-                prefill=point.prefill,
-                busy=point.busy,
-                seconds=statistics.median(times),
-                low=min(times),
-                high=max(times),
-                repeats=len(times),
-            )
+        shape = StepShape(
+            batch=point.batch,
+            context=sum(point.contexts) + grown * point.batch,
+            longest=max(point.contexts) + grown if point.batch else 0,
+            prefill=point.prefill,
+            busy=point.busy,
         )
+        self._steps.append(StepSample.of(point.tp, shape, times))
 
     def _cadence(self, streams: dict[int, _Stream], patience: float) -> list[float]:
-        """Step times of all streams' settled steps, running side by side until they suffice."""
-        times: dict[int, list[float]] = {replica: [] for replica in streams}
+        """Step times of all streams' settled steps, running side by side until they suffice.
+
+        In the order in which they were measured.
+        """
+        times: list[float] = []
+        counted = dict.fromkeys(streams, 0)
         finished_at: dict[int, float] = {}
         in_flight = dict.fromkeys(streams, 0)
         started = time.perf_counter()
@@ -211,23 +209,29 @@ class _Profiler:
                 before = finished_at.get(replica)
                 finished_at[replica] = now
                 if streams[replica].finished() > _UNSETTLED and before is not None and not enough:
-                    times[replica].append(now - before)
+                    times.append(now - before)
+                    counted[replica] += 1
             # With one replica at the end of its steps the others would not be slowed down by it.
             ended = any(stream.sent > most for stream in streams.values())
-            enough = enough or ended or self._suffice(times, now - started, patience)
+            enough = (
+                enough
+                or ended
+                or self._suffice(times, min(counted.values()), now - started, patience)
+            )
         self._send({replica: stream.end() for replica, stream in streams.items()})
-        return [one for of_replica in times.values() for one in of_replica]
+        return times
 
-    def _suffice(self, times: dict[int, list[float]], elapsed: float, patience: float) -> bool:
-        pooled = [one for of_replica in times.values() for one in of_replica]
-        fewest = min(len(of_replica) for of_replica in times.values())
-        if not fewest or len(pooled) < _LEAST_TIMES:
+    def _suffice(
+        self, times: Sequence[float], fewest: int, elapsed: float, patience: float
+    ) -> bool:
+        """Whether to leave a point; `fewest` are the times of the replica that has the fewest."""
+        if not fewest or len(times) < _LEAST_TIMES:
             return False
         if elapsed >= patience:
             return True
         if fewest < self._plan.repeats:
             return False
-        low, middle, high = statistics.quantiles(pooled, n=4)
+        low, middle, high = statistics.quantiles(times, n=4)
         return high - low <= self._plan.spread * middle
 
     def _send(self, steps: dict[int, SchedulerOutput]) -> None:
