@@ -171,9 +171,10 @@ def test_a_sample_of_measured_times() -> None:
     assert (sample.low, sample.seconds, sample.high, sample.repeats) == (0.1, 0.25, 0.4, 4)
     assert sample.times == (0.3, 0.1, 0.2, 0.4)
     assert StepSample.model_validate_json(sample.model_dump_json()) == sample
+    assert StepSample.of(2, shape, [0.3]).times == ()
 
 
-@given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=100))
+@given(st.lists(st.floats(1e-6, 10), min_size=2, max_size=100))
 def test_times_are_thinned_evenly(times: list[float]) -> None:
     sample = StepSample.of(1, StepShape(1, 8, 8), times)
     places = [int(one) for one in thinned([float(i) for i in range(len(times))])]

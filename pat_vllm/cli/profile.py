@@ -25,6 +25,7 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
 from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
@@ -247,7 +248,7 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
     at the largest batch, of an empty switch from it."""
     rows: list[tuple[str, ...]] = []
     for layout in profile.all_layouts:
-        decodes = [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
+        decodes = [s for s in _decodes(profile, layout) if not s.k]
         busy = [s for s in decodes if s.busy == layout.replicas] or decodes
         batches = [s.batch for s in decodes]
         contexts = [s.context // s.batch for s in decodes]
@@ -264,6 +265,28 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def draft_lines(profile: Profile) -> Iterator[str]:
+    """For each layout, what a step takes by its drafts, at the largest batch where that is known."""
+    for layout in profile.all_layouts:
+        decodes = [s for s in _decodes(profile, layout) if s.busy == layout.replicas]
+        verifying = [s for s in decodes if s.k and s.drafts == s.k * s.batch]
+        if not verifying:
+            continue
+        longest = max(s.k for s in verifying)
+        batch = max(s.batch for s in verifying if s.k == longest)
+        plain = [s for s in decodes if not s.k]
+        of_batch = [s for s in verifying if s.batch == batch]
+        cells = [f"0: {1e3 * _shortest(plain, batch):.1f}"]
+        for k in sorted({s.k for s in of_batch}):
+            seconds = _shortest([s for s in of_batch if s.k == k], batch)
+            cells.append(f"{k}: {1e3 * seconds:.1f}")
+        yield f"tp={layout.tp}: ms of a step at batch {batch}, by drafts: {', '.join(cells)}"
+
+
+def _decodes(profile: Profile, layout: Layout) -> list[StepSample]:
+    return [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
 
 
 def _shortest(samples: Sequence[StepSample], batch: int) -> float:
@@ -284,6 +307,8 @@ def show(console: Console, profile: Profile) -> None:
     console.print(
         "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
     )
+    for line in draft_lines(profile):
+        console.print(line)
     try:
         held_out = _held_out(profile)
     except ImportError as error:

@@ -140,7 +140,7 @@ class StepSample(StrictModel):
             low=min(times),
             high=max(times),
             repeats=len(times),
-            times=thinned(times),
+            times=thinned(times) if len(times) > 1 else (),
         )
 
 

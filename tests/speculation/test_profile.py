@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from dataclasses import replace
@@ -273,7 +274,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
         found = []
         for length in (0, MOST):
             pat_vllm.speculate(llm, length)
-            found.append(run(llm, batch()))
+            found.append(run(llm, batch(4, longest=40)))
             assert llm.reset_prefix_cache()
         return found
 
@@ -281,7 +282,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
     quick = POINTS.validate_python(described["points"])
     chosen = [p for p in quick if isinstance(p, StepPoint) and p.batch and p.context < 100]
-    chosen = [p for p in chosen if p.k or p.batch in (1, 16, 32)]
+    chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy * p.tp == 2)]
     assert {(p.k, p.hits) for p in chosen} == {(0, False), (2, True), (MOST, True), (MOST, False)}
 
     with monkeypatch.context() as patch:
@@ -305,7 +306,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     # Each replica that is busy at a point has a prefix, in this order.
     prefixes = iter(sorted(steps, key=lambda one: int(one.rpartition("-")[2])))
     for point in chosen:
-        for prefix, _ in zip(prefixes, range(point.busy), strict=False):
+        for prefix in itertools.islice(prefixes, point.busy):
             for step in steps[prefix]:
                 assert step.num_spec_tokens_to_schedule == point.k
                 drafts = [len(one) for one in step.scheduled_spec_decode_tokens.values()]
