@@ -11,6 +11,7 @@ import os
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -268,21 +269,18 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 
 def draft_lines(profile: Profile) -> Iterator[str]:
-    """For each layout, what a step takes by its drafts, at the largest batch where that is known."""
+    """For each layout, what a step takes by its drafts, at the largest batch with all of them."""
     for layout in profile.all_layouts:
         decodes = [s for s in _decodes(profile, layout) if s.busy == layout.replicas]
-        verifying = [s for s in decodes if s.k and s.drafts == s.k * s.batch]
-        if not verifying:
-            continue
-        longest = max(s.k for s in verifying)
-        batch = max(s.batch for s in verifying if s.k == longest)
-        plain = [s for s in decodes if not s.k]
-        of_batch = [s for s in verifying if s.batch == batch]
-        cells = [f"0: {1e3 * _shortest(plain, batch):.1f}"]
-        for k in sorted({s.k for s in of_batch}):
-            seconds = _shortest([s for s in of_batch if s.k == k], batch)
-            cells.append(f"{k}: {1e3 * seconds:.1f}")
-        yield f"tp={layout.tp}: ms of a step at batch {batch}, by drafts: {', '.join(cells)}"
+        by_k = defaultdict(list)
+        for sample in decodes:
+            if sample.drafts == sample.k * sample.batch:
+                by_k[sample.k].append(sample)
+        batches = [{s.batch for s in samples} for samples in by_k.values()]
+        if len(by_k) > 1 and (common := set.intersection(*batches)):
+            cells = [f"{k}: {1e3 * _shortest(by_k[k], max(common)):.1f}" for k in sorted(by_k)]
+            of_batch = f"ms of a step at batch {max(common)}, by drafts of a request"
+            yield f"tp={layout.tp}: {of_batch}: {', '.join(cells)}"
 
 
 def _decodes(profile: Profile, layout: Layout) -> list[StepSample]:

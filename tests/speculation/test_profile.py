@@ -14,16 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pat_vllm
+from pat_vllm.cli.profile import draft_lines
 from pat_vllm.layout import Layout
+from pat_vllm.profiling.header import _draft_lengths
+from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.plan import ProfilePlan, estimate
 from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint
-from pat_vllm.profiling.profile import Profile, StepSample
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.profiling.stream import Stream
 from tests.engines import run, scheduler_of
+from tests.models import random_model
 from tests.speculation.batch import batch
 from tests.speculation.in_workers import generated
-from tests.speculation.steps import MOST
+from tests.speculation.steps import MOST, SPECULATIVE
 from tests.support.mutation import mutated
+from tests.test_profiling import RESOLVED, _engine_config, profile
 
 LIMITS = EngineLimits(
     layouts=(Layout.of(1, 2), Layout.of(2, 2)),
@@ -129,6 +134,69 @@ def test_estimates_count_drafts() -> None:
         StepSample.model_validate(sample | {"seconds": 1e-3, "low": 1e-3, "high": 1e-3, "k": 4})
     )
     assert estimate(StepPoint(1, 8, 100, 2), known) == pytest.approx(0.1)
+
+
+def _config(**speculative: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(random_model("qwen3")),
+        enforce_eager=True,
+        max_model_len=64,
+        speculative_config=SPECULATIVE | speculative,
+    ).create_engine_config()
+
+
+def test_key_tells_engines_with_other_drafters_apart() -> None:
+    configs = [
+        _config(),
+        _config(num_speculative_tokens=3),
+        _config(num_speculative_tokens_per_batch_size=[(1, 8, 4), (9, 16, 3)]),
+        _config(prompt_lookup_min=1),
+        _config(prompt_lookup_max=3),
+    ]
+    # What is verified when does not change how long it takes.
+    same = _config(num_speculative_tokens_per_batch_size=[(1, 8, 4), (9, 16, 0)])
+    keys = [json.dumps(profile_key(one, RESOLVED)) for one in configs]
+    assert len({*keys}) == len(keys)
+    assert json.dumps(profile_key(same, RESOLVED)) == keys[0]
+    plain = profile_key(_engine_config(), RESOLVED)
+    assert "speculation" not in plain and "drafts" not in title(plain)
+    assert title(json.loads(keys[0])).endswith("; ngram drafts")
+
+
+def test_draft_lengths_that_can_be_measured() -> None:
+    def lengths(gpu: bool, use_v2: bool) -> tuple[int, ...]:
+        speculative = SimpleNamespace(
+            use_ngram_gpu=lambda: gpu,
+            num_speculative_tokens=7,
+            num_speculative_tokens_per_batch_size=None,
+        )
+        config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=use_v2)
+        return _draft_lengths(config)
+
+    assert lengths(gpu=False, use_v2=False) == lengths(gpu=True, use_v2=True) == (1, 2, 4, 7)
+    assert lengths(gpu=True, use_v2=False) == ()
+    without: Any = SimpleNamespace(speculative_config=None)
+    assert _draft_lengths(without) == ()
+
+
+def test_a_profile_says_what_drafts_cost() -> None:
+    def sample(tp: int, batch: int, k: int, seconds: float, **values: Any) -> StepSample:
+        shape = StepShape(batch, 64 * batch, 64, 0, 2 // tp, k=k, **values)
+        return StepSample.of(tp, shape, [seconds])
+
+    steps = [sample(2, 1, 0, 0.001)]
+    for number in (1, 8):
+        for k in (0, 2, 4):
+            seconds = 0.01 + 0.001 * k * number
+            steps.append(sample(1, number, k, seconds, drafts=k * number))
+    steps += [sample(1, 8, 4, 0.5, drafts=0), sample(1, 16, 0, 0.5)]
+    made = profile().model_copy(update={"steps": tuple(steps)})
+    (line,) = draft_lines(made)
+    assert line == (
+        "tp=1: ms of a step at batch 8, by drafts of a request: 0: 10.0, 2: 26.0, 4: 42.0"
+    )
 
 
 # ---------------------------------------------------------------- steps
