@@ -29,7 +29,8 @@ class Stream:
     what a drafter finds depends on what the model has sampled: token 1 with Model Runner V1, and
     what its drafter filled the drafts up with in V2. How many are accepted is what verification
     says, and contexts grow by as much; it hardly changes a step's time. With hits contexts repeat
-    one token, without hits their n-grams do not repeat.
+    one token, without hits their n-grams do not repeat. Should the model's text do so all the same,
+    what is found is not verified.
 
     Attributes:
         sizes: of each step sent: tokens of the contexts, summed, and of the longest one, as

@@ -382,5 +382,5 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
             found = proposed[prefix]
             assert bool(found) == bool(point.k)
             if point.k and not point.hits:
-                # What the model samples may repeat itself.
-                assert sum(found) <= 0.1 * point.k * len(found)
+                # Later steps may find something: this model's text repeats itself.
+                assert not any(found[: point.batch])
