@@ -357,7 +357,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
         patch.setattr(executor, "execute_model", executing)
         patch.setattr(executor, "finished", finishing)
         patch.setattr(Stream, "end", ending)
-        (answer,) = llm.collective_rpc("pat_profile", args=(POINTS.dump_python(chosen), True))
+        (answer,) = llm.collective_rpc("pat_profile", args=(POINTS.dump_python([*chosen]), True))
     assert any(compared) and not wrong, wrong[:3]
     assert serve() == before
 
