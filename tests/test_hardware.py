@@ -145,3 +145,44 @@ def test_the_step_time_model_fits_it(model, gpu):
     steps = [times.step(tp, StepShape(1, 3000, 3000)) for tp in profile.layouts]
     assert steps == sorted(steps, reverse=True)
     assert Layout.of(8, 8) in profile.all_layouts
+
+
+def drafted(profile, tp, batch, each, k, drafts):
+    (found,) = (
+        s.seconds
+        for s in profile.steps
+        if (s.tp, s.batch, s.context, s.k, s.drafts, s.prefill)
+        == (tp, batch, batch * each, k, drafts, 0)
+    )
+    return found
+
+
+def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes():
+    lengths = (1, 2, 4, 7)
+    free = modelled_profile("llama-3.1-8b", "H100", 8, draft_lengths=lengths)
+    plain = [s for s in free.steps if not s.k]
+    assert tuple(plain) == modelled_profile("llama-3.1-8b", "H100", 8).steps
+    assert "modelled" in free.title and "A drafter takes 0.0 ms" in free.note
+    for tp in free.layouts:
+        alone = drafted(free, tp, 1, 2048, 0, 0)
+        for k in lengths:
+            assert drafted(free, tp, 1, 2048, k, 0) == alone
+            assert drafted(free, tp, 1, 2048, k, k) == pytest.approx(alone, rel=0.02)
+    # 1024 tokens are more than the 200 or so for which reading the weights takes as long.
+    assert drafted(free, 1, 128, 512, 7, 7 * 128) > 1.5 * drafted(free, 1, 128, 512, 0, 0)
+    times = [drafted(free, 1, 128, 512, k, k * 128) for k in (0, *lengths)]
+    assert times == sorted(times)
+    # The context is read once and attended to by each token.
+    assert drafted(free, 1, 8, 16384, 1, 8) < 1.1 * drafted(free, 1, 8, 16384, 0, 0)
+
+
+def test_drafting_takes_what_is_said():
+    free, dear = (
+        modelled_profile("llama-3.1-8b", "H100", 8, draft_lengths=(4,), drafting=cost)
+        for cost in (0.0, 1e-3)
+    )
+    assert "A drafter takes 1.0 ms" in dear.note and dear.key != free.key
+    for one, other in zip(free.steps, dear.steps, strict=True):
+        assert other.seconds - one.seconds == pytest.approx(1e-3 if one.k else 0.0, abs=1e-9)
+    with pytest.raises(ValueError, match="not below 0"):
+        modelled_profile("llama-3.1-8b", "H100", 8, draft_lengths=(4,), drafting=-1e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,14 @@ from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import profile as profile_module
 from pat_vllm.profiling.plan import ProfilePlan, estimate
 from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint, SwitchPoint
-from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
+from pat_vllm.profiling.profile import (
+    Profile,
+    ProfileError,
+    StepSample,
+    StepShape,
+    SwitchSample,
+    thinned,
+)
 from tests.engines import OPTIONS, Job, engine, run, scheduler_of
 from tests.models import random_model
 
@@ -154,6 +162,57 @@ def test_files_with_one_limit_for_all_layouts_are_read(tmp_path: Path) -> None:
     for name in one:
         with pytest.raises(ValueError, match=f"{name} has no entry for layout tp=2"):
             Profile.model_validate(content | {name: {"1": 4}})
+
+
+def test_a_sample_of_measured_times() -> None:
+    shape = StepShape(4, 100, 30, 0, 2, drafts=8, k=2)
+    sample = StepSample.of(2, shape, [0.3, 0.1, 0.2, 0.4])
+    assert sample.shape == shape
+    assert (sample.low, sample.seconds, sample.high, sample.repeats) == (0.1, 0.25, 0.4, 4)
+    assert sample.times == (0.3, 0.1, 0.2, 0.4)
+    assert StepSample.model_validate_json(sample.model_dump_json()) == sample
+    assert StepSample.of(2, shape, [0.3]).times == ()
+
+
+@given(st.lists(st.floats(1e-6, 10), min_size=2, max_size=100))
+def test_times_are_thinned_evenly(times: list[float]) -> None:
+    sample = StepSample.of(1, StepShape(1, 8, 8), times)
+    places = [int(one) for one in thinned([float(i) for i in range(len(times))])]
+    assert sample.times == tuple(times[one] for one in places)
+    assert len(places) == min(len(times), 16)
+    assert (places[0], places[-1]) == (0, len(times) - 1)
+    gaps = {b - a for a, b in itertools.pairwise(places)}
+    assert not gaps or min(gaps) >= max(1, max(gaps) - 1)
+    assert sample.repeats == len(times)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ((0.1, 0.1, 0.2), "not those of its times"),
+        ((0.1, 0.2, 0.2), "not those of its times"),
+        ((0.05, 0.1, 0.1), "not those of its times"),
+        ((0.1, 0.1, 0.1, 0.1), "4 times and 3 repeats"),
+        ((0.1, 0.11), "not between its low and high"),
+        ((0.09, 0.1), "not between its low and high"),
+        ((0.0, 0.1, 0.1), "greater than 0"),
+        ((0.1,) * 17, "at most 16 items"),
+    ],
+)
+def test_times_that_do_not_fit_a_sample(times: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step(times=times)
+
+
+def test_files_without_drafts_and_times_are_read(tmp_path: Path) -> None:
+    """As those of before are."""
+    content = profile().model_dump(mode="json")
+    for one in content["steps"]:
+        for name in ("drafts", "k", "times"):
+            del one[name]
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"digest": profile_module._digest(content), **content}))
+    assert Profile.load(path) == profile()
 
 
 # ---------------------------------------------------------------- the cache

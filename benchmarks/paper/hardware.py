@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from benchmarks.paper.roofline import Machine, ModelSize
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
-from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -52,6 +52,8 @@ def modelled_profile(
     dtype_bytes: int = 2,
     node_size: int = 8,
     switch_fixed: float = 0.03,
+    draft_lengths: Iterable[int] = (),
+    drafting: float = 0.0,
     name: str = "",
 ) -> Profile:
     """A profile from public figures, labelled as such.
@@ -69,6 +71,9 @@ def modelled_profile(
         dtype_bytes: bytes of a weight and of a KV element.
         node_size: GPUs of a node; tensor parallelism does not span nodes.
         switch_fixed: seconds of a switch besides moving KV and weights; an assumption.
+        draft_lengths: those that decode steps are modelled for beside 0, with all drafts found and
+            with none.
+        drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         name: of the model, for title and key.
 
     Raises:
@@ -91,7 +96,10 @@ def modelled_profile(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
-    machine = Machine(ModelSize.of(model_config), figures, link, dtype_bytes)
+    machine = Machine(ModelSize.of(model_config), figures, link, dtype_bytes, drafting)
+    lengths = tuple(sorted({*draft_lengths} - {0}))
+    if drafting < 0 or any(length < 0 for length in lengths):
+        raise ValueError(f"drafting and draft_lengths are not below 0, got {drafting}, {lengths}")
 
     wanted = sorted({2**i for i in range(ranks.bit_length())} if layouts is None else {*layouts})
     kv_tokens = {
@@ -110,6 +118,7 @@ def modelled_profile(
     steps: list[StepSample] = []
     for tp, room in kv_tokens.items():
         steps += _steps(machine, tp, room, limits[tp])
+        steps += _draft_steps(machine, tp, room, limits[tp], lengths)
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({link})",
@@ -124,6 +133,7 @@ def modelled_profile(
             "memory_fraction": memory_fraction,
             "node_size": node_size,
             "switch_fixed": switch_fixed,
+            **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
         },
         ranks=ranks,
         layouts=tuple(kv_tokens),
@@ -142,12 +152,23 @@ def modelled_profile(
             f"{COMPUTE_EFFICIENCY:.0%} of the FLOPS, {EXCHANGE_EFFICIENCY:.0%} of the link for KV, "
             f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {switch_fixed:.3f} s per switch besides "
             "moving KV and weights."
+            + (f" A drafter takes {drafting * 1e3:.1f} ms of a step." if lengths else "")
         ),
     )
 
 
-def named_profile(model: str, gpu: str, ranks: int, node_size: int = NODE_SIZE) -> Profile:
+def named_profile(
+    model: str,
+    gpu: str,
+    ranks: int,
+    node_size: int = NODE_SIZE,
+    *,
+    draft_lengths: Iterable[int] = (),
+    drafting: float = 0.0,
+) -> Profile:
     """A modelled profile by names; `model` may be a path of a config.json, `gpu` in any case.
+
+    For the other arguments see `modelled_profile`.
 
     Raises:
         ValueError: one of them is unknown.
@@ -164,7 +185,15 @@ def named_profile(model: str, gpu: str, ranks: int, node_size: int = NODE_SIZE) 
         name = Path(model).resolve().parent.name
     by_lower = {known.lower(): known for known in gpu_names()}
     gpu = by_lower.get(gpu.lower(), gpu)
-    return modelled_profile(config, gpu, ranks, node_size=node_size, name=name)
+    return modelled_profile(
+        config,
+        gpu,
+        ranks,
+        node_size=node_size,
+        draft_lengths=draft_lengths,
+        drafting=drafting,
+        name=name,
+    )
 
 
 def _known_name(config: Mapping[str, Any]) -> str:
@@ -178,18 +207,7 @@ def _steps(machine: Machine, tp: int, room: int, limits: Limits) -> Iterable[Ste
     """The grid of decode steps that fit in memory, prefills, and both in one step."""
 
     def sample(batch: int, each: int, prefill: int = 0) -> StepSample:
-        seconds = machine.step(tp, batch, batch * each, prefill)
-        return StepSample(
-            tp=tp,
-            batch=batch,
-            context=batch * each,
-            longest=each if batch else 0,
-            prefill=prefill,
-            seconds=seconds,
-            low=seconds,
-            high=seconds,
-            repeats=1,
-        )
+        return _sample(machine, tp, StepShape(batch, batch * each, each, prefill))
 
     prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
     for batch in _BATCHES:
@@ -202,6 +220,27 @@ def _steps(machine: Machine, tp: int, room: int, limits: Limits) -> Iterable[Ste
             in_step = batch + prefill <= limits.max_num_batched_tokens
             if batch <= limits.max_num_seqs and in_step and in_memory:
                 yield sample(batch, 1024, prefill)
+
+
+def _draft_steps(
+    machine: Machine, tp: int, room: int, limits: Limits, lengths: Iterable[int]
+) -> Iterable[StepSample]:
+    """The same grid of decode steps with each draft length: with all drafts found, with none."""
+    for k, batch in product(lengths, _BATCHES):
+        if batch <= limits.max_num_seqs and batch * (1 + k) <= limits.max_num_batched_tokens:
+            for each in _CONTEXTS:
+                if batch * (each + k) <= room:
+                    for drafts in (0, k * batch):
+                        shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
+                        yield _sample(machine, tp, shape)
+
+
+def _sample(machine: Machine, tp: int, shape: StepShape) -> StepSample:
+    """A step's modelled time."""
+    seconds = machine.step(
+        tp, shape.batch, shape.context, shape.prefill, drafts=shape.drafts, k=shape.k
+    )
+    return StepSample.of(tp, shape, [seconds])
 
 
 def _switches(

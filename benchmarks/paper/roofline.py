@@ -105,12 +105,17 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Machine:
-    """A model on GPUs of one kind; sizes in bytes, times in seconds."""
+    """A model on GPUs of one kind; sizes in bytes, times in seconds.
+
+    Attributes:
+        drafting: seconds that a drafter adds to a step in which it runs; an assumption.
+    """
 
     model: ModelSize
     gpu: Gpu
     link: Link
     dtype_bytes: int
+    drafting: float = 0.0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -128,15 +133,23 @@ class Machine:
         left = memory_fraction * self.gpu.memory - ACTIVATION_BYTES - weights
         return max(0, int(left / self.kv_bytes_on_rank(tp)) // BLOCK * BLOCK)
 
-    def step(self, tp: int, batch: int, context: int, prefill: int) -> float:
+    def step(
+        self, tp: int, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0
+    ) -> float:
         """A step of `batch` decodes over `context` tokens in all and of one prompt of `prefill`
-        tokens, which attends to itself (causal)."""
-        model, tokens = self.model, batch + prefill
-        sampled = batch + (prefill > 0)
+        tokens, which attends to itself (causal).
+
+        It verifies `drafts` draft tokens of all decodes together. Each is a token to compute and to
+        sample, and attends to its request's context, whose KV is read once for all of them. With a
+        draft length `k` the drafter runs.
+        """
+        model, tokens = self.model, batch + drafts + prefill
+        sampled = batch + drafts + (prefill > 0)
         layers, head = model.layer_weights(tp), model.head_weights(tp)
         memory = (layers + head) * self.dtype_bytes
         memory += (context + prefill) * self.kv_bytes_on_rank(tp)
-        attended = context + prefill * prefill / 2
+        attended = prefill * prefill / 2
+        attended += context * (1 + drafts / batch) if batch else 0
         operations = 2 * (layers * tokens + head * sampled)
         operations += 4 * model.layers * model.heads * model.head_dim / tp * attended
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
@@ -145,7 +158,8 @@ class Machine:
             self.gpu, self.link, tp, tokens * model.hidden * self.dtype_bytes
         )
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
-        return max(reading, computing) + communicating + launching + STEP_OVERHEAD
+        drafting = self.drafting if k else 0.0
+        return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
 
     def moved(self, source: Layout, target: Layout) -> float:
         """KV bytes per token that change ranks, over all ranks: what a target rank needs and does

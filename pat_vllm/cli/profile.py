@@ -11,6 +11,7 @@ import os
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
 from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
@@ -247,7 +249,7 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
     at the largest batch, of an empty switch from it."""
     rows: list[tuple[str, ...]] = []
     for layout in profile.all_layouts:
-        decodes = [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
+        decodes = [s for s in _decodes(profile, layout) if not s.k]
         busy = [s for s in decodes if s.busy == layout.replicas] or decodes
         batches = [s.batch for s in decodes]
         contexts = [s.context // s.batch for s in decodes]
@@ -264,6 +266,25 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def draft_lines(profile: Profile) -> Iterator[str]:
+    """For each layout, what a step takes by its drafts, at the largest batch with all of them."""
+    for layout in profile.all_layouts:
+        decodes = [s for s in _decodes(profile, layout) if s.busy == layout.replicas]
+        by_k = defaultdict(list)
+        for sample in decodes:
+            if sample.drafts == sample.k * sample.batch:
+                by_k[sample.k].append(sample)
+        batches = [{s.batch for s in samples} for samples in by_k.values()]
+        if len(by_k) > 1 and (common := set.intersection(*batches)):
+            cells = [f"{k}: {1e3 * _shortest(by_k[k], max(common)):.1f}" for k in sorted(by_k)]
+            of_batch = f"ms of a step at batch {max(common)}, by drafts of a request"
+            yield f"tp={layout.tp}: {of_batch}: {', '.join(cells)}"
+
+
+def _decodes(profile: Profile, layout: Layout) -> list[StepSample]:
+    return [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
 
 
 def _shortest(samples: Sequence[StepSample], batch: int) -> float:
@@ -284,6 +305,8 @@ def show(console: Console, profile: Profile) -> None:
     console.print(
         "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
     )
+    for line in draft_lines(profile):
+        console.print(line)
     try:
         held_out = _held_out(profile)
     except ImportError as error:

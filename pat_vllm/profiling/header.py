@@ -9,7 +9,7 @@ from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_by_tp
 from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.points import EngineLimits
-from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token
+from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token, lengths_of
 from pat_vllm.worker.synthetic import FIRST_BLOCK
 
 if TYPE_CHECKING:
@@ -36,7 +36,18 @@ def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
             - FIRST_BLOCK
             for layout in layouts
         },
+        draft_lengths=_draft_lengths(vllm_config),
+        misses=not vllm_config.use_v2_model_runner,
     )
+
+
+def _draft_lengths(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Those to measure. None with "ngram_gpu" on Model Runner V1: before a step it drops the drafts
+    that it did not find itself, so that it cannot be told how many to verify."""
+    config = vllm_config.speculative_config
+    if config is None or (config.use_ngram_gpu() and not vllm_config.use_v2_model_runner):
+        return ()
+    return tuple(length for length in lengths_of(config) if length)
 
 
 def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from vllm.version import __version__ as vllm_version
 from pat_vllm import __version__
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_by_tp
+from pat_vllm.worker.layout_config import lengths_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -114,6 +115,13 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         },
         "environment": kernel_environment(os.environ),
     }
+    if (speculative := vllm_config.speculative_config) is not None:
+        key["speculation"] = {
+            "method": speculative.method,
+            "prompt_lookup": [speculative.prompt_lookup_min, speculative.prompt_lookup_max],
+            "draft_lengths": list(lengths_of(speculative)),
+            "rejection_sample_method": speculative.rejection_sample_method,
+        }
     if current_platform.is_cpu():
         key["threads"] = {name: os.environ.get(name) for name in _THREADS}
     return key
@@ -138,12 +146,13 @@ def hardware() -> str:
 
 
 def title(key: Mapping[str, Any]) -> str:
-    """One line for people: model, hardware, ranks."""
-    model = key["model"]
+    """One line for people: model, hardware, ranks, and the drafter if there is one."""
+    model, speculation = key["model"], key.get("speculation")
+    drafter = f"; {speculation['method']} drafts" if speculation else ""
     return (
         f"{model['architecture']}, {model.get('num_hidden_layers')} layers of "
         f"{model.get('hidden_size')}, vocabulary {model.get('vocab_size')}, {key['dtype']}; "
-        f"{key['ranks']} ranks on {key['hardware']}"
+        f"{key['ranks']} ranks on {key['hardware']}{drafter}"
     )
 
 

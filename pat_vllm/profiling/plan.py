@@ -50,6 +50,7 @@ class ProfilePlan:
             _essential,
             _extremes,
             _switches(((0, 1), (8, 2))),
+            *([_few_drafts] if limits.draft_lengths else []),
             _middle,
             _long,
             _small,
@@ -63,6 +64,8 @@ class ProfilePlan:
         """A dense grid; what a quick plan measures comes first."""
         quick = cls.quick(limits)
         rounds: list[Round] = [_dense, _dense_contexts, _skewed, _prefills, _mixed]
+        if limits.draft_lengths:
+            rounds += [_drafts, _far_drafts]
         rounds.append(
             _switches(((0, 1), (2, 1), (4, 2), (8, 1), (16, 2), (32, 1), (64, 2), (128, 2)))
         )
@@ -229,6 +232,53 @@ def _mixed(limits: EngineLimits, layout: Layout) -> list[Point]:
     ]
 
 
+def _drafted(
+    limits: EngineLimits,
+    layout: Layout,
+    k: int,
+    batches: Iterable[int],
+    share: float = 0.0,
+    busy: int | None = None,
+) -> list[Point]:
+    """Decode steps that verify k drafts of each request; with the longest k, also such that verify
+    none, where that can be. `share` as of `_far`, 0 for short contexts."""
+    points: list[Point] = []
+    for batch in sorted({min(one, limits.most_requests(layout.tp, k)) for one in batches}):
+        far = int(share * limits.longest_context(layout.tp, batch, k))
+        context = limits.short if not share else far
+        if share and far < 2 * limits.short:
+            continue
+        point = StepPoint(layout.tp, batch, context, busy or layout.replicas, k=k, hits=True)
+        points.append(point)
+        if limits.misses and k == limits.draft_lengths[-1]:
+            points.append(replace(point, hits=False))
+    return points
+
+
+def _telling(limits: EngineLimits) -> list[int]:
+    """The longest draft length and one in the middle: what others lie between."""
+    lengths = limits.draft_lengths
+    return list(dict.fromkeys((lengths[-1], lengths[(len(lengths) - 1) // 2])))
+
+
+def _few_drafts(limits: EngineLimits, layout: Layout) -> list[Point]:
+    batches = (1, _share(limits, layout))
+    return [p for k in _telling(limits) for p in _drafted(limits, layout, k, batches)]
+
+
+def _drafts(limits: EngineLimits, layout: Layout) -> list[Point]:
+    most = limits.most_requests(layout.tp)
+    grid = (*_powers(most), most)
+    points = [p for k in limits.draft_lengths for p in _drafted(limits, layout, k, grid)]
+    return points + _drafted(limits, layout, limits.draft_lengths[-1], (1, 8), busy=1)
+
+
+def _far_drafts(limits: EngineLimits, layout: Layout) -> list[Point]:
+    """The drafter searches all of a context."""
+    batches = (1, 8, _share(limits, layout))
+    return [p for k in _telling(limits) for p in _drafted(limits, layout, k, batches, share=1.0)]
+
+
 def _switches(sizes: Sequence[tuple[int, int]]) -> Round:
     """Switches from a layout to every other, with (requests, 1 for short, 2 for medium)."""
 
@@ -272,11 +322,13 @@ def estimate(point: Point, known: Iterable[StepSample]) -> float:
     prefills = [s for s in known if s.tp == point.tp and not s.batch]
     if not point.batch and prefills:
         return min(s.seconds * max(1.0, point.prefill / s.prefill) for s in prefills)
-    decodes = [s for s in known if s.batch and not s.prefill]
+    decodes = [s for s in known if s.batch and not s.prefill and (point.k or not s.k)]
     same = [s for s in decodes if s.tp == point.tp]
     if not same:
         return max((s.seconds for s in decodes), default=_ASSUMED_STEP)
     # A prompt token costs less than a decoded one: it needs no sampling.
-    work = point.batch + point.prefill / 4
+    work = point.batch * (1 + point.drafts) + point.prefill / 4
     context = sum(point.contexts) + point.prefill
-    return min(s.seconds * max(1.0, work / s.batch, 0.25 * context / s.context) for s in same)
+    return min(
+        s.seconds * max(1.0, work / (s.batch + s.drafts), 0.25 * context / s.context) for s in same
+    )

@@ -17,6 +17,8 @@ LONGEST_PROMPT = 512
 _MOST_STEPS = 16
 """Decode steps at a point; contexts grow by as much."""
 _LEAST_STEPS = 3
+_STEPS_IF_ALL_ACCEPTED = 5
+"""Steps for which contexts have room at a point where every draft is accepted."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class EngineLimits:
         max_model_len: tokens of the longest context.
         block_size: tokens in a KV block.
         blocks: KV blocks that requests of a replica can have, by tp.
+        draft_lengths: those above 0 that steps may be measured with, ascending.
+        misses: whether a step may have a draft length and verify no drafts, as when nothing was
+            found. Where it may not, drafts are filled up and always verified.
     """
 
     layouts: tuple[Layout, ...]
@@ -38,6 +43,8 @@ class EngineLimits:
     max_model_len: int
     block_size: int
     blocks: Mapping[int, int]
+    draft_lengths: tuple[int, ...] = ()
+    misses: bool = False
 
     @property
     def kv_tokens(self) -> dict[int, int]:
@@ -49,16 +56,20 @@ class EngineLimits:
         """Decode steps for which a point's contexts leave room."""
         return max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
 
-    def longest_context(self, tp: int, batch: int) -> int:
+    def room_for(self, drafts: int) -> int:
+        """Tokens by which a context may grow at a point that verifies so many drafts of each."""
+        return self.room + _STEPS_IF_ALL_ACCEPTED * drafts
+
+    def longest_context(self, tp: int, batch: int, drafts: int = 0) -> int:
         """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
         in_memory = self.blocks[tp] // batch * self.block_size
-        return min(self.max_model_len, in_memory) - self.room - 1
+        return min(self.max_model_len, in_memory) - self.room_for(drafts) - 1
 
-    def most_requests(self, tp: int) -> int:
-        """Requests with short contexts that a replica can run at once."""
-        each = -(-(self.short + self.room + 1) // self.block_size)
-        most = min(self.max_num_seqs[tp], self.max_batch_tokens[tp], self.blocks[tp] // each)
-        return max(1, most)
+    def most_requests(self, tp: int, drafts: int = 0) -> int:
+        """Requests with short contexts, and so many drafts each, that a replica can run at once."""
+        each = -(-(self.short + self.room_for(drafts) + 1) // self.block_size)
+        in_step = self.max_batch_tokens[tp] // (1 + drafts)
+        return max(1, min(self.max_num_seqs[tp], in_step, self.blocks[tp] // each))
 
     @property
     def short(self) -> int:
@@ -75,11 +86,11 @@ class EngineLimits:
     def allows(self, point: StepPoint) -> bool:
         """Whether a replica can make such a step."""
         prompts = self.prompts(point.prefill)
-        contexts = [c + self.room + 1 for c in point.contexts]
+        contexts = [c + self.room_for(point.drafts) + 1 for c in point.contexts]
         blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
         return (
             0 < point.batch + len(prompts) <= self.max_num_seqs[point.tp]
-            and point.batch + point.prefill <= self.max_batch_tokens[point.tp]
+            and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[point.tp]
             and max(contexts, default=0) <= self.max_model_len
             and blocks <= self.blocks[point.tp]
         )
@@ -93,6 +104,9 @@ class StepPoint:
         batch: requests that decode, each with `context` tokens to begin with.
         longest: tokens of one of them, where it is longer than the others; else 0.
         prefill: prompt tokens computed beside them.
+        k: draft length: draft tokens that the drafter is asked for, for each request.
+        hits: whether each request has k drafts, as if the drafter had found them in the step
+            before, and the step verifies them. Otherwise it verifies none.
     """
 
     tp: int
@@ -101,6 +115,13 @@ class StepPoint:
     busy: int
     longest: int = 0
     prefill: int = 0
+    k: int = 0
+    hits: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of each request that a step verifies."""
+        return self.k if self.hits else 0
 
     @property
     def contexts(self) -> list[int]:
@@ -115,6 +136,8 @@ class StepPoint:
             parts.append(f"one of {self.longest}")
         if self.prefill:
             parts.append(f"prefill of {self.prefill}")
+        if self.k:
+            parts.append(f"{self.k} drafts each" if self.hits else f"no drafts found of {self.k}")
         return f"tp={self.tp}, {self.busy} busy: {', '.join(parts)}"
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,9 @@ from pat_vllm.layout import Layout
 
 FORMAT = 1
 """Version of the file format."""
+
+MOST_TIMES = 16
+"""Repeats of a step whose times a sample keeps, so that files stay small."""
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -50,6 +54,8 @@ class StepShape:
         busy: replicas that step at the same time, this one included; where they share a resource
             (a CPU's memory, a power limit) a step takes longer the more of them do.
         drafts: draft tokens of all requests together that are verified beside their tokens.
+        k: draft tokens that the drafter is asked for, for each request: vLLM's
+            `num_spec_tokens_to_schedule`. They are verified in the next step. 0: it does not run.
     """
 
     batch: int
@@ -58,6 +64,7 @@ class StepShape:
     prefill: int = 0
     busy: int = 1
     drafts: int = 0
+    k: int = 0
 
 
 class StepSample(StrictModel):
@@ -68,6 +75,8 @@ class StepSample(StrictModel):
     Attributes:
         seconds: median over `repeats` steps.
         low, high: the fastest and the slowest of them.
+        times: the times of these steps in the order of measuring, of at most `MOST_TIMES` of them
+            (see `thinned`); empty in older files, and where nothing was repeated.
     """
 
     tp: Positive
@@ -80,11 +89,67 @@ class StepSample(StrictModel):
     low: Seconds
     high: Seconds
     repeats: Positive
+    drafts: Count = 0
+    k: Count = 0
+    times: tuple[Seconds, ...] = Field(default=(), max_length=MOST_TIMES)
+
+    @model_validator(mode="after")
+    def _times_agree(self) -> StepSample:
+        if not self.times:
+            return self
+        if len(self.times) > self.repeats:
+            raise ValueError(f"a step has {len(self.times)} times and {self.repeats} repeats")
+        # Of thinned times the median and the extremes may be others.
+        if len(self.times) < self.repeats:
+            if min(self.times) < self.low or max(self.times) > self.high:
+                raise ValueError(f"a step's times are not between its low and high: {self}")
+        elif (statistics.median(self.times), min(self.times), max(self.times)) != (
+            self.seconds,
+            self.low,
+            self.high,
+        ):
+            raise ValueError(f"a step's median, low or high are not those of its times: {self}")
+        return self
 
     @property
     def shape(self) -> StepShape:
         """The step's features."""
-        return StepShape(self.batch, self.context, self.longest, self.prefill, self.busy)
+        return StepShape(
+            self.batch,
+            self.context,
+            self.longest,
+            self.prefill,
+            self.busy,
+            self.drafts,
+            self.k,
+        )
+
+    @classmethod
+    def of(cls, tp: int, shape: StepShape, times: Sequence[float]) -> StepSample:
+        """A sample of the times of equal steps, in the order of measuring; at least one."""
+        return cls(
+            tp=tp,
+            batch=shape.batch,
+            context=shape.context,
+            longest=shape.longest,
+            prefill=shape.prefill,
+            busy=shape.busy,
+            drafts=shape.drafts,
+            k=shape.k,
+            seconds=statistics.median(times),
+            low=min(times),
+            high=max(times),
+            repeats=len(times),
+            times=thinned(times) if len(times) > 1 else (),
+        )
+
+
+def thinned(times: Sequence[float]) -> tuple[float, ...]:
+    """At most `MOST_TIMES` of them, evenly spread; the first and the last are among them."""
+    if len(times) <= MOST_TIMES:
+        return tuple(times)
+    last = len(times) - 1
+    return tuple(times[round(i * last / (MOST_TIMES - 1))] for i in range(MOST_TIMES))
 
 
 class SwitchSample(StrictModel):

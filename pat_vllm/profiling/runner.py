@@ -22,14 +22,14 @@ from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.header import engine_limits
 from pat_vllm.profiling.plan import ProfilePlan, estimate
-from pat_vllm.profiling.points import EngineLimits, StepPoint, SwitchPoint
-from pat_vllm.profiling.profile import StepSample, SwitchSample
+from pat_vllm.profiling.points import StepPoint, SwitchPoint
+from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
+from pat_vllm.profiling.stream import Stream
 from pat_vllm.routing import Placed, spread
 from pat_vllm.worker.synthetic import (
     FIRST_BLOCK,
     SyntheticRequest,
     add_new,
-    decode_step,
     finish,
     make_requests,
     next_block,
@@ -113,6 +113,7 @@ class _Profiler:
         self._layouts = {layout.tp: layout for layout in self._limits.layouts}
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
         self._use_v2 = config.use_v2_model_runner
+        self._vocabulary = config.model_config.get_vocab_size()
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         self._seconds_to_make = seconds_to_make
         self._made: dict[Layout, float] = {}
@@ -158,36 +159,37 @@ class _Profiler:
     def _measure_step(self, point: StepPoint, patience: float) -> None:
         self._enter(self._layouts[point.tp])
         streams = {
-            replica: _Stream(point, self._limits, self._prefix(), self._use_v2)
+            replica: Stream(point, self._limits, self._prefix(), self._use_v2, self._vocabulary)
             for replica in range(point.busy)
         }
-        times = self._cadence(streams, patience)
+        times, sizes = self._cadence(streams, patience)
         if not times:
             return
-        # The middle of the steps that were counted.
-        grown = round(_UNSETTLED + (len(times) / point.busy - 1) / 2)
-        self._steps.append(
-            StepSample(
-                tp=point.tp,
-                batch=point.batch,
-                context=sum(point.contexts) + grown * point.batch,
-                longest=max(point.contexts) + grown if point.batch else 0,
-                prefill=point.prefill,
-                busy=point.busy,
-                seconds=statistics.median(times),
-                low=min(times),
-                high=max(times),
-                repeats=len(times),
-            )
+        contexts, longest = zip(*sizes, strict=True)
+        shape = StepShape(
+            batch=point.batch,
+            context=round(statistics.mean(contexts)),
+            longest=round(statistics.mean(longest)),
+            prefill=point.prefill,
+            busy=point.busy,
+            drafts=point.batch * point.drafts,
+            k=point.k,
         )
+        self._steps.append(StepSample.of(point.tp, shape, times))
 
-    def _cadence(self, streams: dict[int, _Stream], patience: float) -> list[float]:
-        """Step times of all streams' settled steps, running side by side until they suffice."""
-        times: dict[int, list[float]] = {replica: [] for replica in streams}
+    def _cadence(
+        self, streams: dict[int, Stream], patience: float
+    ) -> tuple[list[float], list[tuple[int, int]]]:
+        """Step times of all streams' settled steps, running side by side until they suffice.
+
+        In the order in which they were measured, with their `Stream.sizes`.
+        """
+        times: list[float] = []
+        sizes: list[tuple[int, int]] = []
+        counted = dict.fromkeys(streams, 0)
         finished_at: dict[int, float] = {}
         in_flight = dict.fromkeys(streams, 0)
         started = time.perf_counter()
-        most = self._limits.room
         enough = False
         while True:
             ready = {
@@ -210,24 +212,29 @@ class _Profiler:
                 in_flight[replica] -= 1
                 before = finished_at.get(replica)
                 finished_at[replica] = now
-                if streams[replica].finished() > _UNSETTLED and before is not None and not enough:
-                    times[replica].append(now - before)
+                steps = streams[replica].finished(result.output)
+                if steps > _UNSETTLED and before is not None and not enough:
+                    times.append(now - before)
+                    sizes.append(streams[replica].sizes[steps - 1])
+                    counted[replica] += 1
             # With one replica at the end of its steps the others would not be slowed down by it.
-            ended = any(stream.sent > most for stream in streams.values())
-            enough = enough or ended or self._suffice(times, now - started, patience)
+            full = any(stream.full for stream in streams.values())
+            fewest = min(counted.values())
+            enough = enough or full or self._suffice(times, fewest, now - started, patience)
         self._send({replica: stream.end() for replica, stream in streams.items()})
-        return [one for of_replica in times.values() for one in of_replica]
+        return times, sizes
 
-    def _suffice(self, times: dict[int, list[float]], elapsed: float, patience: float) -> bool:
-        pooled = [one for of_replica in times.values() for one in of_replica]
-        fewest = min(len(of_replica) for of_replica in times.values())
-        if not fewest or len(pooled) < _LEAST_TIMES:
+    def _suffice(
+        self, times: Sequence[float], fewest: int, elapsed: float, patience: float
+    ) -> bool:
+        """Whether to leave a point; `fewest` are the times of the replica that has the fewest."""
+        if not fewest or len(times) < _LEAST_TIMES:
             return False
         if elapsed >= patience:
             return True
         if fewest < self._plan.repeats:
             return False
-        low, middle, high = statistics.quantiles(pooled, n=4)
+        low, middle, high = statistics.quantiles(times, n=4)
         return high - low <= self._plan.spread * middle
 
     def _send(self, steps: dict[int, SchedulerOutput]) -> None:
@@ -336,51 +343,3 @@ def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBloc
         for one in ones:
             to, other = target[one.request_id]
             yield RequestBlocks(one.request_id, replica, one.blocks, to, other.blocks)
-
-
-class _Stream:
-    """The steps of one replica at a point, one after the other."""
-
-    def __init__(self, point: StepPoint, limits: EngineLimits, prefix: str, use_v2: bool) -> None:
-        self._use_v2 = use_v2
-        self._prefix = prefix
-        self._block_size = limits.block_size
-        self._prompts = limits.prompts(point.prefill)
-        self._max_tokens = limits.room + 2
-        self._decoding = make_requests(
-            prefix, point.contexts, limits.room + 1, limits.block_size, decoding=True
-        )
-        self._prefilled: list[SyntheticRequest] = []
-        self._results = 0
-        self.sent = 0
-
-    def next(self) -> SchedulerOutput:
-        """The next step: each request decodes a token, and new prompts are computed."""
-        if self.sent and self._decoding:
-            step = decode_step(self._decoding, self.sent)
-        else:
-            step = add_new(
-                SchedulerOutput.make_empty(), self._decoding, self._use_v2, self._max_tokens
-            )
-        step.finished_req_ids = {one.request_id for one in self._prefilled}
-        self._prefilled = make_requests(
-            f"{self._prefix}-{self.sent}",
-            self._prompts,
-            1,
-            self._block_size,
-            decoding=False,
-            # Prompts of one step after the other may have the same blocks.
-            first_block=next_block(self._decoding),
-        )
-        add_new(step, self._prefilled, self._use_v2, max_tokens=2)
-        self.sent += 1
-        return step
-
-    def finished(self) -> int:
-        """Count a finished step; returns how many there were."""
-        self._results += 1
-        return self._results
-
-    def end(self) -> SchedulerOutput:
-        """The step that makes the runner forget the requests."""
-        return finish([*self._decoding, *self._prefilled])

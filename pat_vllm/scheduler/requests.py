@@ -140,10 +140,11 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
     requests, tokens = len(step.num_scheduled_tokens), step.total_num_scheduled_tokens
     contexts = cached.num_computed_tokens
     drafts = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+    k = step.num_spec_tokens_to_schedule
     # A token each, and their drafts: looking at all of them as one is fast.
     if tokens == requests + drafts and not step.scheduled_new_reqs:
         total, longest = sum(contexts) + requests, max(contexts, default=0) + 1
-        return StepShape(requests, total, longest, 0, busy, drafts)
+        return StepShape(requests, total, longest, 0, busy, drafts, k)
     drafts_of = step.scheduled_spec_decode_tokens
     decoding = [
         context + 1
@@ -151,7 +152,8 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
         if step.num_scheduled_tokens[request_id] == 1 + len(drafts_of.get(request_id, ()))
     ]
     prefill = tokens - len(decoding) - drafts
-    return StepShape(len(decoding), sum(decoding), max(decoding, default=0), prefill, busy, drafts)
+    total, longest = sum(decoding), max(decoding, default=0)
+    return StepShape(len(decoding), total, longest, prefill, busy, drafts, k)
 
 
 def counted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> tuple[int, int]:

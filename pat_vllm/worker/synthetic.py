@@ -28,12 +28,22 @@ class SyntheticRequest:
         tokens: number of tokens that the runner knows before the request's first step.
         computed: how many of them have KV.
         blocks: KV blocks, enough for all its steps.
+        vocabulary: its tokens count down through so many ids, so that none of its n-grams repeats
+            (unless it has more tokens than that). 0: its tokens are equal, so that all do.
     """
 
     request_id: str
     tokens: int
     computed: int
     blocks: tuple[int, ...]
+    vocabulary: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that the runner knows before the first step."""
+        if not self.vocabulary:
+            return [1] * self.tokens
+        return [-place % self.vocabulary for place in range(1, 1 + self.tokens)]
 
 
 def make_requests(
@@ -43,6 +53,7 @@ def make_requests(
     block_size: int,
     decoding: bool,
     first_block: int = FIRST_BLOCK,
+    vocabulary: int = 0,
 ) -> list[SyntheticRequest]:
     """Requests with blocks of their own.
 
@@ -53,14 +64,14 @@ def make_requests(
         block_size: tokens of a KV block.
         decoding: whether their first step decodes; otherwise it computes the whole prompt.
         first_block: id of the first block to use.
+        vocabulary: as of `SyntheticRequest`.
     """
     requests = []
     for index, length in enumerate(lengths):
         count = -(-(length + room) // block_size)
         blocks = tuple(range(first_block, first_block + count))
-        requests.append(
-            SyntheticRequest(f"{prefix}-{index}", length, length - 1 if decoding else 0, blocks)
-        )
+        computed = length - 1 if decoding else 0
+        requests.append(SyntheticRequest(f"{prefix}-{index}", length, computed, blocks, vocabulary))
         first_block += count
     return requests
 
@@ -74,12 +85,13 @@ def add_new(
     step: SchedulerOutput, requests: Iterable[SyntheticRequest], use_v2: bool, max_tokens: int
 ) -> SchedulerOutput:
     """Add the first step of requests."""
-    tokens_of: dict[int, list[int]] = {}
+    tokens_of: dict[tuple[int, int], list[int]] = {}
     # Random sampling touches more kernels than greedy decoding, and is what rollouts do.
     sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     for request in requests:
         # Shared by requests of one length, so that the message stays short.
-        tokens = tokens_of.setdefault(request.tokens, [1] * request.tokens)
+        key = request.tokens, request.vocabulary
+        tokens = tokens_of[key] = tokens_of.get(key) or request.token_ids
         step.scheduled_new_reqs.append(
             NewRequestData(
                 req_id=request.request_id,
@@ -100,13 +112,14 @@ def add_new(
 
 
 def decode_step(
-    requests: Sequence[SyntheticRequest], done: int, drafts: int = 0
+    requests: Sequence[SyntheticRequest], generated: Sequence[int], drafts: int = 0
 ) -> SchedulerOutput:
-    """A decode step of requests that have had `done` steps, at least one.
+    """A decode step of requests that have had a step before.
 
     Args:
-        drafts: draft tokens of each that the step verifies. It must be the last one then, for
-            nobody knows how many are accepted.
+        generated: tokens that each has generated, at least one. Of a step that is still in flight,
+            all that it may generate, as vLLM's scheduler counts them.
+        drafts: draft tokens of each that the step verifies.
     """
     step = SchedulerOutput.make_empty()
     ids = [request.request_id for request in requests]
@@ -116,8 +129,10 @@ def decode_step(
         new_token_ids=[],
         all_token_ids={},
         new_block_ids=[None] * len(ids),
-        num_computed_tokens=[request.tokens + done - 1 for request in requests],
-        num_output_tokens=[done] * len(ids),
+        num_computed_tokens=[
+            request.tokens + count - 1 for request, count in zip(requests, generated, strict=True)
+        ],
+        num_output_tokens=list(generated),
     )
     step.num_scheduled_tokens = dict.fromkeys(ids, 1 + drafts)
     step.total_num_scheduled_tokens = len(ids) * (1 + drafts)

@@ -125,7 +125,7 @@ class Run:
         self._step(first, generated)
         for done in range(1, steps + 1):
             verified = drafts if done > plain else 0
-            step = decode_step(requests, done, verified)
+            step = decode_step(requests, [done] * len(requests), verified)
             step.num_spec_tokens_to_schedule = drafts
             self._step(step, generated)
         self.worker.execute_model(finish(requests))

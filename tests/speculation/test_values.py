@@ -212,6 +212,11 @@ def check_shapes() -> None:
         StepShape(2, 32, 21, prefill=58, busy=1, drafts=4)
     )
     assert step_shape(a_step({}, {"new": 50}), 1) == StepShape(0, 0, 0, prefill=50)
+    # The drafter runs after each of them.
+    for requests in ({"a": (10, 5, 4)}, {"a": (10, 5, 4), "chunk": (30, 8, 0)}, {}):
+        step = a_step(requests, {})
+        step.num_spec_tokens_to_schedule = 4
+        assert step_shape(step, 1) == replace(step_shape(a_step(requests, {}), 1), k=4)
 
 
 def test_shapes() -> None:
@@ -224,8 +229,16 @@ def test_shapes() -> None:
         {"== 1 + len(drafts_of.get(request_id, ()))": "== 1"},
         {"tokens - len(decoding) - drafts": "tokens - len(decoding)"},
         {"tokens == requests + drafts and not": "tokens >= requests + drafts and not"},
+        {"0, busy, drafts, k)": "0, busy, drafts)"},
+        {"prefill, busy, drafts, k)": "prefill, busy, drafts)"},
     ],
-    ids=["with drafts no decode", "drafts count twice", "chunks are decodes"],
+    ids=[
+        "with drafts no decode",
+        "drafts count twice",
+        "chunks are decodes",
+        "decodes do not draft",
+        "chunks do not draft",
+    ],
 )
 def test_wrong_shapes_are_seen(changes: dict[str, str]) -> None:
     with mutated(step_shape, changes), pytest.raises(AssertionError):
