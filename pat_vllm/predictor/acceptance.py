@@ -101,7 +101,8 @@ class Acceptance:
             length: the draft length that the drafter was asked for, in the step before. 0 also
                 where drafts were dropped, as in the first step after a switch.
             requests: that decoded.
-            accepted: draft tokens accepted of each request that had some, int64 [hits].
+            accepted: draft tokens accepted of each request that had some, int64 [hits]. Of those
+                beyond `length`, left from an earlier step, nothing is learnt.
         """
         keep = math.exp(-1 / max(_MEMORY, _MEMORY_OF_ONE / max(1, requests)))
         self._news += (1 - keep) * float(self._tried[0])
@@ -116,7 +117,8 @@ class Acceptance:
         """Add a step's counts; returns its tokens."""
         assert length <= self._longest and len(accepted) <= requests
         # Hits with at least 0, 1, ... `length` drafts accepted.
-        at_least = np.bincount(accepted, minlength=length + 1)[::-1].cumsum()[::-1]
+        counts = np.bincount(np.minimum(accepted, length), minlength=length + 1)
+        at_least = counts[::-1].cumsum()[::-1]
         made = int(at_least[1:].sum())
         self._tried[0] += requests + made
         self._succeeded[0] += at_least[0] + made
