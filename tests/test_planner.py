@@ -337,7 +337,8 @@ def test_the_tail_has_longer_drafts_than_the_bulk():
 
 
 def check_hope():
-    planner = make_planner(steps(*[dict.fromkeys((1, 2, 4), 0.01)] * 2, 1e-4), costs(0.05))
+    alike = dict.fromkeys((1, 2, 4), 0.01)
+    planner = make_planner(steps(alike, alike, 1e-4), costs(0.05))
     known = drafting([1, 1, 1, 1, 1])
     hopeful = drafting([1, 1, 1, 1, 1], hoped=[1, 1.2, 1.3, 1.4, 1.5])
     plan = planner.plan(LAYOUTS[0], long_tail(8), drafting=known)

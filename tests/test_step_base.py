@@ -118,7 +118,8 @@ def test_every_kind_of_work_takes_time(values, knees, shape, more):
             grown = [*shape[:at], shape[at] + more, *shape[at + 1 :]]
             assert base.extra(*grown) >= before * (1 - 1e-12)
     # k tells whether drafts are looked for, not how many.
-    assert base.extra(*shape[:5], 1) == base.extra(*shape[:5], 7)
+    one, seven = ((*shape[:5], k) for k in (1, 7))
+    assert base.extra(*one) == base.extra(*seven)
     arrays = [np.array([[one, one]]) for one in shape]
     assert base.extra(*arrays) == pytest.approx(np.full((1, 2), before))
     assert StepBase.from_json(base.to_json()) == base
