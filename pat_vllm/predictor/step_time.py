@@ -24,7 +24,7 @@ from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes, monotone
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 
-FORMAT = 2
+FORMAT = 1
 """Version of the JSON format."""
 
 LEAST_SAMPLES = 8
