@@ -1,26 +1,31 @@
-"""The cheapest path of layouts from now to the end of the batch. Pure.
+"""The cheapest path of layouts and draft lengths from now to the end of the batch. Pure.
 
 The number of live requests only falls while nobody asks for more, and everybody can see it. So a
-plan is a layout for each number of live requests, and its expected time adds up over them:
+plan is a layout and a draft length k for each number of live requests, and its expected time adds
+up over them:
 
-    sum over m of  E[steps with exactly m live] * step time(layout(m), m)  +  switches
+    sum over m of  E[tokens of a request with exactly m live]
+                   * step time(layout(m), m, k(m)) / tokens per step(k(m))  +  switches
 
-The expectations come from sampled futures of the live requests. The best plan follows by dynamic
-programming from the last response backwards, over as many switches as pay, in any direction. It
-uses only what will be known by then.
+The expectations come from sampled futures of the live requests. A change of k costs nothing, so in
+each layout k is the one with the least time per token. The best layouts follow by dynamic
+programming from the last response backwards, over as many switches as pay, in any direction. The
+plan uses only what will be known by then.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import PLAIN, Drafting
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
+from pat_vllm.speculation import Schedule
 
 _EXACT_LIVE = 8
 """Up to this many live requests each number is planned for by itself, above in groups."""
@@ -42,7 +47,7 @@ class Course:
     Attributes:
         live: mean live requests in the group, [groups].
         most: most live requests in it, with which the group begins, [groups].
-        steps: expected decode steps in it, [groups].
+        steps: expected decode steps in it, of a token for each request, [groups].
         context: mean tokens of all live contexts together, [groups].
         longest: mean of the longest context, [groups].
     """
@@ -65,6 +70,8 @@ class Plan:
         go: by other layout: with a switch to it now, later ones included.
         cost: by other layout: of that switch, part of `go`.
         step: by layout: of a decode step at the present number of live requests.
+        drafts: by layout: draft length by the number of requests in a replica's step, for all
+            numbers from 1 on that it may have.
     """
 
     layout: Layout
@@ -73,6 +80,7 @@ class Plan:
     go: Mapping[Layout, float]
     cost: Mapping[Layout, float]
     step: Mapping[Layout, float]
+    drafts: Mapping[Layout, Schedule]
 
     @property
     def best(self) -> Layout:
@@ -133,8 +141,25 @@ def _groups(count: int) -> Ints:
     return np.array(starts[::-1])
 
 
+@dataclass(frozen=True)
+class _Pace:
+    """How fast a layout is with the best draft lengths, in each group of a course.
+
+    Attributes:
+        token: seconds in which every live request gets a token, [groups].
+        tokens: that a request gets per step, [groups].
+        running: requests in a replica's step, [groups].
+        lengths: draft lengths to use, [groups].
+    """
+
+    token: Floats
+    tokens: Floats
+    running: Floats
+    lengths: Ints
+
+
 class Planner:
-    """Finds the cheapest path of layouts."""
+    """Finds the cheapest path of layouts and draft lengths."""
 
     def __init__(
         self,
@@ -157,8 +182,12 @@ class Planner:
         self._max_num_seqs = max_num_seqs
         self._kv_tokens = kv_tokens
 
-    def step_seconds(self, layout: Layout, course: Course) -> Floats:
-        """Seconds in which every live request gets a token, in each group of a course.
+    def token_seconds(self, layout: Layout, course: Course, drafting: Drafting = PLAIN) -> Floats:
+        """Seconds in which every live request gets a token, in each group of a course."""
+        return self._pace(layout, course, drafting).token
+
+    def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
+        """How fast a layout is.
 
         Requests are taken to be spread evenly; what a replica cannot hold at once waits, so that
         a token of each takes longer than a step.
@@ -168,10 +197,29 @@ class Planner:
         mean_context = course.context / course.live
         held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
         running = np.minimum(batch, np.clip(held, 1.0, self._max_num_seqs[layout.tp]))
-        seconds = self._step(layout.tp, running, running * mean_context, course.longest, 0, busy)
-        return seconds * (batch / running)
+        steps = self._step(  # [lengths, groups]
+            layout.tp,
+            running,
+            running * mean_context,
+            course.longest,
+            0,
+            busy,
+            drafting.drafts[:, None] * running,
+            drafting.lengths[:, None],
+        )
+        seconds = steps * (batch / running)
+        tokens = seconds / drafting.tokens[:, None]
+        best = tokens.argmin(axis=0)
+        # Later it will be known what is best. Until then, what may be best is tried.
+        hoped = (seconds / drafting.hoped[:, None]).argmin(axis=0)
+        return _Pace(
+            token=tokens.min(axis=0),
+            tokens=drafting.tokens[best],
+            running=running,
+            lengths=drafting.lengths[hoped],
+        )
 
-    def fastest(self, course: Course, more: float) -> Layout:
+    def fastest(self, course: Course, more: float, drafting: Drafting = PLAIN) -> Layout:
         """The layout in which a token takes least time, with `more` live requests than now."""
         now = course.most[-1]
         busier = Course(
@@ -181,7 +229,7 @@ class Planner:
             context=course.context[-1:] * (now + more) / now,
             longest=course.longest[-1:],
         )
-        return min(self.layouts, key=lambda one: float(self.step_seconds(one, busier)[0]))
+        return min(self.layouts, key=lambda one: self.token_seconds(one, busier, drafting)[0])
 
     def plan(
         self,
@@ -192,6 +240,7 @@ class Planner:
         horizon: float = math.inf,
         afterwards: Layout | None = None,
         optimism: Mapping[Layout, float] | None = None,
+        drafting: Drafting = PLAIN,
     ) -> Plan:
         """Plan from `layout` on.
 
@@ -201,10 +250,12 @@ class Planner:
             afterwards: where the engine will want to be then; a plan that ends elsewhere pays for
                 the way.
             optimism: by layout, a factor on its step times (below 1: what if it is faster).
+            drafting: the draft lengths, and what they are expected to give.
         """
-        per_token = {one: self.step_seconds(one, course) for one in self.layouts}
+        paces = {one: self._pace(one, course, drafting) for one in self.layouts}
         for one, factor in (optimism or {}).items():
-            per_token[one] = per_token[one] * factor
+            paces[one] = replace(paces[one], token=paces[one].token * factor)
+        per_token = {one: pace.token for one, pace in paces.items()}
         steps = course.steps
         if horizon < math.inf:
             steps = _cut(steps, per_token[layout], horizon)
@@ -212,7 +263,7 @@ class Planner:
         if prompts:
             for one, times in zip(self.layouts, seconds, strict=True):
                 times[-1] += self._prefill_seconds(one, prompts)
-        switch = self._switch_seconds(course, per_token)
+        switch = self._switch_seconds(course, paces)
 
         # Plain lists: there are few layouts, and numpy's calls would take longer than the sums.
         everywhere = range(len(self.layouts))
@@ -242,7 +293,10 @@ class Planner:
             stay=value[here],
             go={one: cost[one] + value[self.layouts.index(one)] for one in cost},
             cost=cost,
-            step={one: float(per_token[one][last]) for one in self.layouts},
+            step={one: float(pace.token[last] * pace.tokens[last]) for one, pace in paces.items()},
+            drafts={
+                one: _schedule(pace, self._max_num_seqs[one.tp]) for one, pace in paces.items()
+            },
         )
 
     def _prefill_seconds(self, layout: Layout, tokens: int) -> float:
@@ -252,26 +306,48 @@ class Planner:
         return float(chunk) * tokens / (share * layout.replicas)
 
     def _switch_seconds(
-        self, course: Course, per_token: Mapping[Layout, Floats]
+        self, course: Course, paces: Mapping[Layout, _Pace]
     ) -> list[list[list[float]]]:
         """Seconds that switches take when a group begins, [source][target][group]."""
         none = [0.0] * len(course.live)
+        # The first step in the target has no drafts to verify: it gives one token.
+        first = {one: pace.token * (pace.tokens - 1) for one, pace in paces.items()}
         seconds = []
-        for source in self.layouts:
+        for source, pace in paces.items():
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
-            waits = 0.5 * (1 - 1 / source.replicas) * per_token[source]
+            waits = 0.5 * (1 - 1 / source.replicas) * (pace.token * pace.tokens)
             seconds.append(
                 [
                     none
                     if target == source
                     else (
-                        waits + self._switch(source, target, course.most, course.context)
+                        waits
+                        + self._switch(source, target, course.most, course.context)
+                        + first[target]
                     ).tolist()
                     for target in self.layouts
                 ]
             )
         return seconds
+
+
+def _schedule(pace: _Pace, most: int) -> Schedule:
+    """Draft lengths by the requests in a replica's step, 1 to `most`.
+
+    Each number takes the length of the group that runs the nearest number. Of groups that run as
+    many in a replica, it is the one that comes first.
+    """
+    running = pace.running.round(6)  # equal numbers may differ by rounding errors
+    order = running.argsort(kind="stable")
+    running, lengths = running[order], pace.lengths[order]
+    last = np.append(running[1:] > running[:-1], True)
+    running, lengths = running[last], lengths[last]
+    between = 0.5 * (running[1:] + running[:-1])
+    lengths = lengths[between.searchsorted(np.arange(1, most + 1), "right")]
+    begins = np.append(0, np.flatnonzero(np.diff(lengths)) + 1)
+    ends = np.append(begins[1:], most)
+    return tuple(zip((begins + 1).tolist(), ends.tolist(), lengths[begins].tolist(), strict=True))
 
 
 def _cut(steps: Floats, seconds: Floats, horizon: float) -> Floats:

@@ -1,8 +1,10 @@
 """The linear roofline under the step-time model: a sum of work terms. Pure.
 
 A step reads the weights (constant), computes its tokens, reads the KV of its contexts and shares
-the machine with the other replicas. All coefficients are non-negative, so the sum grows with the
-batch, the context, the longest context, the prefill and the busy replicas by construction.
+the machine with the other replicas. Draft tokens that it verifies are computed beside the others;
+the contexts are read once for all of them. Then it may look for the next drafts. All coefficients
+are non-negative, so the sum grows with the batch, the context, the longest context, the prefill,
+the drafts and the busy replicas by construction.
 """
 
 from __future__ import annotations
@@ -40,9 +42,11 @@ class StepBase:
         context: per token of the contexts.
         longest: per token of the longest context.
         prefill: per prompt token.
-        knees: (tokens, seconds per token, decoded or prompt, beyond them).
-        busy, busy_batch, busy_context, busy_prefill: per other busy replica; the last three per
-            request, per token of context, and per prompt token.
+        knees: (tokens, seconds per token, decoded, prompt or draft, beyond them).
+        drafts: per draft token verified.
+        drafting, drafting_batch: where drafts are looked for, and per request then.
+        busy, busy_batch, busy_context, busy_prefill, busy_drafts: per other busy replica; the last
+            four per request, token of context, prompt token and draft token.
     """
 
     constant: float
@@ -50,36 +54,52 @@ class StepBase:
     context: float
     longest: float
     prefill: float
+    drafts: float
+    drafting: float
+    drafting_batch: float
     busy: float
     busy_batch: float
     busy_context: float
     busy_prefill: float
+    busy_drafts: float
     knees: tuple[tuple[int, float], ...]
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> StepBase:
-        """Least relative squares over the samples of one tensor-parallel size."""
+        """Least relative squares over the samples of one tensor-parallel size.
+
+        Without samples that verify drafts, draft tokens count as prompt tokens do; without ones
+        that look for drafts, looking costs nothing.
+        """
         from scipy.optimize import nnls
 
         seconds = np.array([s.seconds for s in samples])
-        batch, context, longest, prefill, others = np.array(
-            [(s.batch, s.context, s.longest, s.prefill, s.busy - 1) for s in samples], float
+        batch, context, longest, prefill, others, drafts, drafting = np.array(
+            [
+                (s.batch, s.context, s.longest, s.prefill, s.busy - 1, s.drafts, s.k > 0)
+                for s in samples
+            ],
+            float,
         ).T
         terms = {
             "batch": batch,
             "context": context,
             "longest": longest,
             "prefill": prefill,
+            "drafts": drafts,
+            "drafting": drafting,
+            "drafting_batch": drafting * batch,
             "busy": others,
             "busy_batch": others * batch,
             "busy_context": others * context,
             "busy_prefill": others * prefill,
+            "busy_drafts": others * drafts,
         }
-        weak = {"longest", "busy_batch", "busy_context", "busy_prefill"}
+        weak = {"longest", "busy_batch", "busy_context", "busy_prefill", "busy_drafts"}
         ridge = [0.0, *(_WEAK_RIDGE if name in weak else _RIDGE for name in terms)]
         ridge += [_WEAK_RIDGE] * len(KNEES)
         columns = [np.ones_like(seconds), *terms.values()]
-        tokens = batch + prefill
+        tokens = batch + prefill + drafts
         # A slope that a single size shows is mostly its noise, and would be carried far out.
         shown = [len({*tokens[tokens > knee]}) > 1 for knee in KNEES]
         columns += [
@@ -96,6 +116,8 @@ class StepBase:
         solution = np.where(share > 0, nnls(matrix, wanted)[0] / unit, 0.0).tolist()
 
         named = dict(zip(terms, solution[1:], strict=False))
+        if not drafts.any():
+            named |= {"drafts": named["prefill"], "busy_drafts": named["busy_prefill"]}
         beyond = solution[1 + len(terms) :]
         knees = tuple((k, cost) for k, cost in zip(KNEES, beyond, strict=True) if cost > 0)
         return cls(constant=solution[0] + floor, **named, knees=knees)
@@ -113,17 +135,25 @@ class StepBase:
             total = total + (above + abs(above)) * (0.5 * cost)
         return total
 
-    def extra(self, batch: Any, longest: Any, prefill: Any, busy: Any) -> Any:
-        """Seconds that the longest context and the prefill add; grows with every argument."""
+    def extra(
+        self, batch: Any, longest: Any, prefill: Any, busy: Any, drafts: Any = 0, k: Any = 0
+    ) -> Any:
+        """Seconds that the longest context, the prefill and the drafts add.
+
+        Grows with every argument; `drafts` and `k` as in `StepShape`.
+        """
         total = self.longest * longest
-        if type(prefill) is int and prefill == 0:
+        more = prefill + drafts
+        if type(more) is int and more == 0 and type(k) is int and k == 0:
             return total
-        cost = self.prefill + (busy - 1) * self.busy_prefill
-        total = total + prefill * cost
+        others = busy - 1
+        total = total + prefill * (self.prefill + others * self.busy_prefill)
+        total = total + drafts * (self.drafts + others * self.busy_drafts)
+        total = total + (k > 0) * (self.drafting + batch * self.drafting_batch)
         for knee, per_token in self.knees:
             before = batch - knee
-            after = before + prefill
-            total = total + (prefill + abs(after) - abs(before)) * (0.5 * per_token)
+            after = before + more
+            total = total + (more + abs(after) - abs(before)) * (0.5 * per_token)
         return total
 
     def to_json(self) -> dict[str, Any]:

@@ -173,6 +173,8 @@ class StepTimeModel:
         longest: ArrayLike,
         prefill: ArrayLike = 0,
         busy: ArrayLike = 1,
+        drafts: ArrayLike = 0,
+        k: ArrayLike = 0,
     ) -> Floats:
         """Seconds of steps, with the online correction; the arguments are as in `StepShape`.
 
@@ -188,17 +190,19 @@ class StepTimeModel:
             prefill = np.asarray(prefill, np.float64)
         if not isinstance(busy, (int, float)):
             busy = np.asarray(busy, np.float64)
-        extra = size.base.extra(batch, longest, prefill, busy)
+        if not isinstance(drafts, int):
+            drafts = np.asarray(drafts, np.float64)
+        if not isinstance(k, int):
+            k = np.asarray(k)
+        extra = size.base.extra(batch, longest, prefill, busy, drafts, k)
         return np.asarray(size.corrected.many(batch, context, busy) + size.factor * extra)
 
     def step(self, tp: int, shape: StepShape) -> float:
-        """Seconds of one step, as `seconds` gives them.
-
-        Draft tokens count as prompt tokens do: the profile has no steps with them.
-        """
+        """Seconds of one step, as `seconds` gives them."""
         size = self._current(tp)
-        beside = shape.prefill + shape.drafts
-        extra = size.base.extra(shape.batch, shape.longest, beside, shape.busy)
+        extra = size.base.extra(
+            shape.batch, shape.longest, shape.prefill, shape.busy, shape.drafts, shape.k
+        )
         return size.corrected.at(shape.batch, shape.context, shape.busy) + size.factor * extra
 
     def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
@@ -277,7 +281,7 @@ class StepTimeModel:
 
 
 def _is_decode(sample: StepSample) -> bool:
-    return sample.batch > 0 and sample.prefill == 0
+    return sample.batch > 0 and not (sample.prefill or sample.drafts or sample.k)
 
 
 def _features(
@@ -371,7 +375,7 @@ def held_out_error(
     by_tp: defaultdict[int, defaultdict[tuple[int, ...], list[StepSample]]]
     by_tp = defaultdict(lambda: defaultdict(list))
     for s in profile.steps:
-        by_tp[s.tp][(s.batch, s.context, s.prefill, s.busy)].append(s)
+        by_tp[s.tp][(s.batch, s.context, s.prefill, s.busy, s.drafts, s.k)].append(s)
     rng = np.random.default_rng(seed)
     parts: list[list[StepSample]] = [[] for _ in range(max(2, folds))]
     for _, shapes in sorted(by_tp.items()):

@@ -1,0 +1,189 @@
+"""What drafts are worth: the tokens that a request gets per step, by draft length. Pure.
+
+An n-gram drafter proposes tokens for a request whose last tokens occurred before, a *hit*, and none
+for the others. The model has two kinds of numbers, which do not depend on the draft length k:
+
+* the share of the tokens that are made in steps with a hit. The share of the *steps* does depend on
+  k: the more drafts are accepted, the fewer steps the same tokens take;
+* for each position, the probability that its draft is accepted if all before it were.
+
+Tokens per step follow for every k, tried or not. Evidence fades with each step and nearly ends with
+new weights, so a draft length that was given up is hoped for again, and tried: a change of k costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pat_vllm.predictor.state import Floats, Ints
+
+_MEMORY = 1000.0
+"""Steps of replicas after which an observation has faded (to 1/e), and more where they are of few
+requests:"""
+
+_MEMORY_OF_ONE = 4000.0
+"""so many steps of one request."""
+
+_INDEPENDENT = 0.25
+"""Observations that one counts as: what repeats itself goes on doing so, step after step."""
+
+_PRIOR = 2.0
+"""Observations that stand for what is not known yet; half of them are successes."""
+
+_HOPE = 1.0
+"""Standard deviations to which one may hope that a share is better than its mean."""
+
+_KEPT_BY_NEW_WEIGHTS = 8.0
+"""Observations that remain, at most, of all that were made with other weights."""
+
+_NEWS = 0.1
+"""Share of what is known that has to be new before it is checked whether anything has changed."""
+
+_VERSION_STEP = 0.03
+"""Relative change of the hoped tokens per step from which on they count as others."""
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What each draft length is expected to give.
+
+    Attributes:
+        lengths: the draft lengths, ascending, int64 [lengths].
+        tokens: of a request per step, float64 [lengths]; at least 1, and 1 where the length is 0.
+        drafts: draft tokens of a request that a step verifies, float64 [lengths].
+        hoped: `tokens` as they may be, as far as is known; not below `tokens`.
+    """
+
+    lengths: Ints
+    tokens: Floats
+    drafts: Floats
+    hoped: Floats
+
+
+PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1), np.ones(1))
+"""Decoding without drafts."""
+
+
+class Acceptance:
+    """Learns from counts of steps what drafts are worth. Not thread-safe.
+
+    Args:
+        lengths: draft lengths that the engine keeps ready, ascending.
+
+    Attributes:
+        version: grows whenever what drafts are hoped to give has changed by more than ~3 % since
+            it last did: time for a new plan.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        assert lengths and sorted({*lengths}) == list(lengths) and lengths[0] >= 0
+        self.lengths = np.array(lengths, np.int64)
+        self._longest = int(lengths[-1])
+        # First of tokens, where a success is one made in a step with a hit, then by position.
+        self._tried = np.zeros(1 + self._longest)
+        self._succeeded = np.zeros(1 + self._longest)
+        self._news = 0.0
+        self.version = 0
+        self._announced = self.expected().hoped
+
+    def observe(self, length: int, requests: int, accepted: Ints) -> None:
+        """Learn from a step of a replica that verified drafts, or could have had some.
+
+        Args:
+            length: the draft length that the drafter was asked for, in the step before. 0 also
+                where drafts were dropped, as in the first step after a switch.
+            requests: that decoded.
+            accepted: draft tokens accepted of each request that had some, int64 [hits]. Of those
+                beyond `length`, left from an earlier step, nothing is learnt.
+        """
+        keep = math.exp(-1 / max(_MEMORY, _MEMORY_OF_ONE / max(1, requests)))
+        self._news += (1 - keep) * float(self._tried[0])
+        self._tried *= keep
+        self._succeeded *= keep
+        if length:
+            self._news += self._count(length, requests, accepted)
+        if self._news > _NEWS * self._tried[0] + _NEWS:
+            self._announce()
+
+    def _count(self, length: int, requests: int, accepted: Ints) -> float:
+        """Add a step's counts; returns its tokens."""
+        assert length <= self._longest and len(accepted) <= requests
+        # Hits with at least 0, 1, ... `length` drafts accepted.
+        counts = np.bincount(np.minimum(accepted, length), minlength=length + 1)
+        at_least = counts[::-1].cumsum()[::-1]
+        made = int(at_least[1:].sum())
+        self._tried[0] += requests + made
+        self._succeeded[0] += at_least[0] + made
+        self._tried[1 : length + 1] += at_least[:-1]
+        self._succeeded[1 : length + 1] += at_least[1:]
+        return float(requests + made)
+
+    def weights_changed(self) -> None:
+        """What was observed with other weights counts for little from now on."""
+        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._tried, 1e-9))
+        self._tried *= keep
+        self._succeeded *= keep
+        self._announce()
+
+    def _announce(self) -> None:
+        self._news = 0.0
+        hoped = self.expected().hoped
+        if (abs(hoped - self._announced) > _VERSION_STEP * self._announced).any():
+            self._announced = hoped
+            self.version += 1
+
+    def expected(self) -> Drafting:
+        """What each draft length gives, as far as is known."""
+        weight = _INDEPENDENT * self._tried + _PRIOR
+        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        hope = np.minimum(1.0, mean + _HOPE * np.sqrt(mean * (1 - mean) / (weight + 1)))
+        tokens, per_hit = self._tokens(mean)
+        hits = mean[0] * tokens / per_hit
+        return Drafting(self.lengths, tokens, hits * self.lengths, self._tokens(hope)[0])
+
+    def _tokens(self, shares: Floats) -> tuple[Floats, Floats]:
+        """Tokens of a request per step, and per step with a hit, by draft length."""
+        per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
+        return 1 / (1 - shares[0] + shares[0] / per_hit), per_hit
+
+    def to_json(self) -> dict[str, Any]:
+        """What was learnt, as JSON values."""
+        return {
+            "format": _FORMAT,
+            "tried": self._tried.tolist(),
+            "succeeded": self._succeeded.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, lengths: Sequence[int]) -> Acceptance:
+        """The model that `to_json` described, for these draft lengths.
+
+        Raises:
+            ValueError: it is not such a description.
+        """
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"expected a JSON object with format {_FORMAT}")
+        try:
+            tried, succeeded = (np.array(data[key], np.float64) for key in ("tried", "succeeded"))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"missing or wrong value: {error!r}") from error
+        if (
+            tried.ndim != 1
+            or tried.shape != succeeded.shape
+            or not np.isfinite(tried).all()
+            or not ((succeeded >= 0) & (succeeded <= tried)).all()
+        ):
+            raise ValueError("counts out of range")
+        model = cls(lengths)
+        known = min(len(tried), len(model._tried))
+        model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]
+        model._announced = model.expected().hoped
+        return model
