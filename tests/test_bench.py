@@ -277,7 +277,7 @@ class Crossover:
     def __init__(self, switch=0.01):
         self.switch = switch
 
-    def step_seconds(self, tp, shape, now):
+    def step_seconds(self, tp, shape, now, steps=1):
         if tp == 1:
             return 0.010
         return 0.005 if shape.batch <= 4 else 0.020

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 from dataclasses import dataclass, field
 from random import Random
 
@@ -22,7 +23,7 @@ from pat_vllm.simulator.engine import SimulatedEngine
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, NoisyTruth, ScaledTruth
+from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, ReplayedTruth, ScaledTruth
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
@@ -35,7 +36,7 @@ class Constant:
 
     switch: float = 2.0
 
-    def step_seconds(self, tp, shape, now):
+    def step_seconds(self, tp, shape, now, steps=1):
         return {1: 1.0, 2: 0.75, 4: 0.5}[tp]
 
     def switch_seconds(self, source, target, live, tokens):
@@ -50,7 +51,7 @@ class Linear:
     switch: float = 1.0
     token: float = 1e-4
 
-    def step_seconds(self, tp, shape, now):
+    def step_seconds(self, tp, shape, now, steps=1):
         read = (1.0 + self.token * shape.context) / tp
         work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
         return read + work + 0.05 * tp + 0.02 * shape.busy
@@ -248,12 +249,57 @@ def test_truths():
     fixed = FixedSwitches(base, 9.0)
     assert fixed.switch_seconds(ONE, TWO, 1, 1) == 9.0
     assert fixed.switch_seconds(ONE, TWO, 0, 0) == 2.0
-    noisy = NoisyTruth(base, 0.1, seed=1)
-    times = [noisy.step_seconds(1, StepShape(1, n, n), 0) for n in range(500)]
-    assert times == [noisy.step_seconds(1, StepShape(1, n, n), 0) for n in range(500)]
-    mean = sum(times) / len(times)
-    deviation = (sum((t - mean) ** 2 for t in times) / len(times)) ** 0.5
-    assert mean == pytest.approx(1, abs=0.02) and deviation == pytest.approx(0.1, abs=0.02)
+
+
+def noisy_profile(*ratios):
+    """A modelled profile each of whose steps was repeated, in `ratios` of its time."""
+    profile = modelled_profile("llama-3.1-8b", "H100", 2)
+    low, high = min(ratios), max(ratios)
+    steps = tuple(
+        s.model_copy(
+            update={"low": low * s.seconds, "high": high * s.seconds, "repeats": len(ratios)}
+        )
+        for s in profile.steps
+    )
+    return profile.model_copy(update={"steps": steps})
+
+
+def test_measured_steps_are_replayed():
+    profile = noisy_profile(1.0)
+    truth = ReplayedTruth(profile)
+    for s in profile.steps:
+        if not (s.batch and s.prefill):
+            assert truth.step_seconds(s.tp, s.shape, 0) == pytest.approx(s.seconds, rel=0.01)
+    # Between two samples, and beyond the largest batch.
+    (least, most), shape = (96, 128), StepShape(112, 112 * 1024, 1024)
+    some = [truth.step_seconds(1, StepShape(b, b * 1024, 1024), 0) for b in (least, most)]
+    assert some[0] < truth.step_seconds(1, shape, 0) < some[1]
+    far = truth.step_seconds(1, StepShape(1024, 1024 * 1024, 1024), 0)
+    assert far == pytest.approx(4 * truth.step_seconds(1, StepShape(256, 256 * 1024, 1024), 0))
+    # A prompt beside a batch reads the weights once.
+    both = truth.step_seconds(1, StepShape(8, 8 * 1024, 1024, prefill=512), 0)
+    apart = truth.step_seconds(1, StepShape(8, 8 * 1024, 1024), 0)
+    assert apart < both < apart + truth.step_seconds(1, StepShape(0, 0, 0, prefill=512), 0)
+
+
+def test_noise_is_that_of_single_steps():
+    profile = noisy_profile(0.8, 1.0, 1.0, 1.3)
+    plain, noisy = ReplayedTruth(profile), ReplayedTruth(profile, profile)
+    shapes = [StepShape(4, 4 * n, n) for n in range(512, 2048)]
+
+    def ratios(steps):
+        return [
+            noisy.step_seconds(2, one, 0, steps) / plain.step_seconds(2, one, 0) for one in shapes
+        ]
+
+    single, chunks = ratios(1), ratios(32)
+    assert {round(ratio, 6) for ratio in single} == {0.8, 1.0, 1.3}
+    assert single == ratios(1)
+    assert statistics.mean(single) == pytest.approx(1.025, abs=0.01)
+    assert statistics.mean(chunks) == pytest.approx(1.025, abs=0.01)
+    assert statistics.stdev(chunks) == pytest.approx(statistics.stdev(single) / 32**0.5, rel=0.2)
+    other = ReplayedTruth(profile, profile, seed=1)
+    assert other.step_seconds(2, shapes[0], 0, 7) != noisy.step_seconds(2, shapes[0], 0, 7)
 
 
 # -------------------------------------------------------------------- properties

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paper.hardware import measured_noise
 from benchmarks.paper.oracle import oracle
 from benchmarks.paper.policy import SWITCH_SECONDS, LimitedPolicy, PaperPolicy
 from pat_vllm.layout import Layout
@@ -17,7 +18,7 @@ from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import FixedSwitches, ProfileTruth
+from pat_vllm.simulator.truth import FixedSwitches, ReplayedTruth
 
 OURS = "pat-vllm: several cheap switches"
 ONE_CHEAP = "pat-vllm: one cheap switch"
@@ -61,7 +62,7 @@ def compare_with_paper(
     """
     replayer = Replayer(profile, batches, warm_up, progress)
     layouts, capacity = profile.all_layouts, ReplicaCapacity.of(profile)
-    cheap = ProfileTruth(profile)
+    cheap = ReplayedTruth(profile, profile if profile.kind == "measured" else measured_noise())
     costly = FixedSwitches(cheap, expensive)
     prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.num_prompt_tokens))
     static = replayer.replay_static(cheap)

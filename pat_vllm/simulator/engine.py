@@ -3,7 +3,8 @@
 A policy is driven as `PATScheduler` drives it, by a clock that is made up. Replicas run freely:
 each has its own requests, its own queue and its own steps. Steps are advanced in chunks, which end
 at a completion, at an arrival or after `chunk` steps, earlier when a layout is new; all steps of a
-chunk take as long as the one in its middle, and a policy that learns is told of one of them.
+chunk take as long as the one in its middle but for their noise, of which they have the mean. A
+policy that learns is told of one of them, with the noise of one.
 """
 
 from __future__ import annotations
@@ -286,7 +287,9 @@ class SimulatedEngine:
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
-            replica.per_step = self._truth.step_seconds(self.layout.tp, replica.shape, self.now)
+            replica.per_step = self._truth.step_seconds(
+                self.layout.tp, replica.shape, self.now, steps
+            )
 
         set_pace()
         if steps > 1 and self._arrivals:
@@ -305,7 +308,8 @@ class SimulatedEngine:
         count, total = self._steps.get(self.layout, (0, 0.0))
         self._steps[self.layout] = (count + steps, total + seconds)
         if self._policy is not None and self._policy.learns:
-            self._policy.stepped(ended, self.layout, replica.shape, replica.per_step)
+            one = self._truth.step_seconds(self.layout.tp, replica.shape, replica.began)
+            self._policy.stepped(ended, self.layout, replica.shape, one)
         for request in complete:
             self.num_seqs -= 1
             self.done += 1
