@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.oracle import oracle
+from benchmarks.paper.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
@@ -146,14 +146,14 @@ def test_a_long_tail_takes_less_than_in_any_static_layout(adaptive, static):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_within_three_percent_of_the_oracle_and_never_worse_than_static(
+def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(
     name, profile, truth, static, adaptive
 ):
     """The first batch, of whose lengths nothing is known, included and left out."""
     ours = seconds(adaptive[name])
     capacity = ReplicaCapacity.of(profile)
     best = [
-        oracle(trace, profile.all_layouts, truth, capacity)[1].generation_seconds
+        clairvoyant(trace, profile.all_layouts, truth, capacity).generation_seconds
         for trace in batches(name)
     ]
     assert fmean(ours) < 1.03 * fmean(best)
