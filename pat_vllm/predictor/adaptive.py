@@ -38,6 +38,9 @@ _TRUSTED_STEPS = 4
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
 
+_NEWS = 0.02
+"""Share of the live requests that have to end, or to come, before another plan is worth its time."""
+
 _HOME_GAIN = 0.005
 """Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
 
@@ -234,8 +237,11 @@ class AdaptivePolicy(Policy):
             return False
         if state.quiet < SETTLE_SECONDS and state.now - self._last_arrival_plan() < 1.0:
             return False
-        changed = (state.layout, state.num_seqs, self._steps.correction_version) != self._planned
-        return changed or state.now >= self._review
+        if self._planned is None or state.now >= self._review:
+            return True
+        layout, live, version = self._planned
+        changed = (layout, version) != (state.layout, self._steps.correction_version)
+        return changed or abs(state.num_seqs - live) > _NEWS * live
 
     @property
     def _compared(self) -> int:
