@@ -7,7 +7,6 @@ nothing loses more than is allowed. Profiles are modelled and measured, right an
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +49,6 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
-    "correction by batch, with covariances": lambda: _simple_correction(),
     "siblings": lambda: patch(f"{_HERE}.lengths.LengthModel.theta", 0.0),
     "test for a shift": lambda: patch(f"{_HERE}.lengths.LengthModel._test", lambda *_: 0.0),
     "arrivals": lambda: patch(f"{_HERE}.arrivals.Arrivals.gap", lambda *_: math.inf),
@@ -72,24 +70,6 @@ KNOBS: Mapping[str, float] = {
 
 ACTS_ON = {"arrivals": ("staggered",), "siblings": ("GRPO",)}
 """Workloads in which a part can act, where not in all: single bursts, and unrelated prompts."""
-
-
-@contextlib.contextmanager
-def _simple_correction() -> Iterator[None]:
-    from pat_vllm.predictor.scale import OnlineCorrection
-
-    class Simple(OnlineCorrection):
-        def factor(self, tp: int, batch: float | None = None) -> float:
-            return super().factor(tp)
-
-        def evidence(self, tp: int, batch: float) -> float:  # type: ignore[override]
-            return super().evidence(tp)
-
-        def observe(self, tp: int, batch: float, ratio: float) -> None:  # type: ignore[override]
-            super().observe(tp, ratio)
-
-    with patch(f"{_HERE}.step_time.OnlineCorrection", Simple):
-        yield
 
 
 @dataclass(frozen=True)
@@ -224,9 +204,9 @@ class Loss:
 class Elimination:
     """Measures PAT without parts, each scenario once."""
 
-    def __init__(self, scenarios: Sequence[Scenario], processes: int) -> None:
+    def __init__(self, scenarios: Sequence[Scenario], processes: int = 1) -> None:
         self.scenarios = scenarios
-        self._pool = ProcessPoolExecutor(processes)
+        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
         self._known: dict[frozenset[str], list[float]] = {}
 
     def measure(self, without: frozenset[str], part: str = "") -> list[float]:
@@ -235,8 +215,12 @@ class Elimination:
         if both not in self._known:
             acts = ACTS_ON.get(part, WORKLOADS)
             todo = [s for s in self.scenarios if s.workload in acts]
-            chunk = max(1, len(todo) // 16)
-            new = self._pool.map(seconds, todo, [both] * len(todo), chunksize=chunk)
+            arguments = (todo, [both] * len(todo))
+            if self._pool is None:
+                new = map(seconds, *arguments)
+            else:
+                chunk = max(1, len(todo) // 16)
+                new = self._pool.map(seconds, *arguments, chunksize=chunk)
             times = dict(zip(self.scenarios, self._known.get(without, []), strict=False))
             times.update(zip(todo, new, strict=True))
             self._known[both] = [times[s] for s in self.scenarios]

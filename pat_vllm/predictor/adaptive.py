@@ -39,7 +39,7 @@ _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
 
 _NEWS = 0.02
-"""Share of the live requests that have to end, or to come, before another plan is worth its time."""
+"""Share of the live requests that has to end, or to come, before it plans again."""
 
 _HOME_GAIN = 0.005
 """Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
@@ -279,8 +279,7 @@ class AdaptivePolicy(Policy):
 
     def _probe(self, state: LiveState, ahead: Course) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
-        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
-        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
+        if self._steps.evidence(state.layout.tp) < self._tuning.probe_steps:
             return state.layout
         seen = {layout: count for layout, (count, _) in self._error.items()}
         worked = self._worked_before
