@@ -49,9 +49,6 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
-    "siblings": lambda: patch(f"{_HERE}.lengths.LengthModel.theta", 0.0),
-    "test for a shift": lambda: patch(f"{_HERE}.lengths.LengthModel._test", lambda *_: 0.0),
-    "arrivals": lambda: patch(f"{_HERE}.arrivals.Arrivals.gap", lambda *_: math.inf),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
 }
@@ -67,9 +64,6 @@ KNOBS: Mapping[str, float] = {
     "clear_saving": math.inf,
 }
 """Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""
-
-ACTS_ON = {"arrivals": ("staggered",), "siblings": ("GRPO",)}
-"""Workloads in which a part can act, where not in all: single bursts, and unrelated prompts."""
 
 
 @dataclass(frozen=True)
@@ -213,17 +207,13 @@ class Elimination:
         """Seconds by scenario, without `part` besides."""
         both = without | {part} if part else without
         if both not in self._known:
-            acts = ACTS_ON.get(part, WORKLOADS)
-            todo = [s for s in self.scenarios if s.workload in acts]
-            arguments = (todo, [both] * len(todo))
+            arguments = (self.scenarios, [both] * len(self.scenarios))
             if self._pool is None:
                 new = map(seconds, *arguments)
             else:
-                chunk = max(1, len(todo) // 16)
+                chunk = max(1, len(self.scenarios) // 16)
                 new = self._pool.map(seconds, *arguments, chunksize=chunk)
-            times = dict(zip(self.scenarios, self._known.get(without, []), strict=False))
-            times.update(zip(todo, new, strict=True))
-            self._known[both] = [times[s] for s in self.scenarios]
+            self._known[both] = list(new)
         return self._known[both]
 
     def loss(self, without: frozenset[str], part: str = "") -> Loss:
