@@ -124,7 +124,7 @@ def replay(batches: Sequence[LengthTrace], model: LengthModel | None = None) -> 
 def tell(model: LengthModel, batch: LengthTrace, index: int) -> None:
     """Tell the model that this response finished."""
     length = batch.lengths[index]
-    model.finished(batch.groups[index], length, length < batch.max_tokens)
+    model.finished(length, length < batch.max_tokens)
 
 
 def live_at(batch: LengthTrace, tick: int) -> LiveRequests:

@@ -200,7 +200,7 @@ def _parts() -> dict[str, float]:
         ),
     }
     lengths = LengthModel(16_384)
-    parts["LengthModel.finished"] = timed(lambda i: lengths.finished(i, 1 + i % 5000, True))
+    parts["LengthModel.finished"] = timed(lambda i: lengths.finished(1 + i % 5000, True))
 
     def predict(_: int) -> None:
         lengths.observe_running(batches[128])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.oracle import oracle
+from benchmarks.paper.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
@@ -18,7 +18,7 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.truth import DriftingTruth, NoisyTruth, ProfileTruth, ScaledTruth
+from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth
 
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 BOUND = 384
@@ -40,8 +40,8 @@ def make_profile(steps=None):
             longest=mean,
             busy=busy,
             seconds=(seconds := (steps or {}).get(tp, 1) * step_seconds(tp, batch, batch * mean)),
-            low=seconds,
-            high=seconds,
+            low=0.85 * seconds,
+            high=1.3 * seconds,
             repeats=5,
         )
         for tp in (1, 2)
@@ -86,7 +86,7 @@ def profile():
 
 @pytest.fixture(scope="module")
 def truth(profile):
-    return ProfileTruth(profile)
+    return ReplayedTruth(profile)
 
 
 def long_tail(seed):
@@ -146,14 +146,14 @@ def test_a_long_tail_takes_less_than_in_any_static_layout(adaptive, static):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_within_three_percent_of_the_oracle_and_never_worse_than_static(
+def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(
     name, profile, truth, static, adaptive
 ):
     """The first batch, of whose lengths nothing is known, included and left out."""
     ours = seconds(adaptive[name])
     capacity = ReplicaCapacity.of(profile)
     best = [
-        oracle(trace, profile.all_layouts, truth, capacity)[1].generation_seconds
+        clairvoyant(trace, profile.all_layouts, truth, capacity).generation_seconds
         for trace in batches(name)
     ]
     assert fmean(ours) < 1.03 * fmean(best)
@@ -177,7 +177,7 @@ def test_a_profile_that_is_wrong_by_two_costs_at_most_five_percent(
 
 @pytest.mark.parametrize("name", ["long tail", "short"])
 def test_a_machine_that_drifts_or_is_noisy(name, profile, truth, static):
-    noisy = NoisyTruth(truth, sigma=0.1)
+    noisy = ReplayedTruth(profile, profile)
     drifting = DriftingTruth(truth, slowdown=1.0, over=60.0)
     for real in (noisy, drifting):
         ours = fmean(seconds(run(policy_of(profile), real, profile, name)))

@@ -1,4 +1,4 @@
-"""The length model: bounds, estimator, calibration, siblings, shifts, persistence."""
+"""The length model: bounds, estimator, calibration, persistence."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
-from pat_vllm.predictor import frailty
 from pat_vllm.predictor.hazard import Pool, cumulative_hazard, edges
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
-
-LOOKS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.33, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-"""Shares of a batch that have finished when the shift is looked at."""
 
 
 def make_live(
@@ -46,24 +42,6 @@ def learn(model: LengthModel, batch: LengthTrace) -> None:
     for index in range(len(batch)):
         tell(model, batch, index)
     model.end_of_batch()
-
-
-def shifts(model: LengthModel, batch: LengthTrace, looks: Sequence[float]) -> list[bool]:
-    """Whether the model took `batch` for shifted, looking when these shares had finished."""
-    lengths = np.array(batch.lengths)
-    order = np.argsort(lengths, kind="stable")
-    told, found = 0, []
-    for share in looks:
-        tick = lengths[order[max(1, int(share * len(batch))) - 1]]
-        while told < len(batch) and lengths[order[told]] <= tick:
-            tell(model, batch, int(order[told]))
-            told += 1
-        model.observe_running(live_at(batch, int(tick)))
-        found.append(model.shifted)
-    for index in order[told:]:
-        tell(model, batch, int(index))
-    model.end_of_batch()
-    return found
 
 
 # Estimator
@@ -118,8 +96,8 @@ def test_heavy_censoring_is_unbiased() -> None:
 def test_small_bound_is_not_an_end() -> None:
     model = LengthModel(8192)
     for _ in range(3):
-        for group in range(200):
-            model.finished(group, 500, complete=False)
+        for _response in range(200):
+            model.finished(500, complete=False)
         model.end_of_batch()
     assert model.survival(500) > 0.95
 
@@ -136,11 +114,11 @@ def test_small_bound_is_not_an_end() -> None:
 def test_samples_are_within_bounds(bound: int, futures: int, data: st.DataObject) -> None:
     model = LengthModel(bound, seed=3)
     other = LengthModel(bound, seed=3)
-    response = st.tuples(st.integers(0, 3), st.integers(0, 2 * bound), st.booleans())
+    response = st.tuples(st.integers(0, 2 * bound), st.booleans())
     for _ in range(data.draw(st.integers(1, 3))):
-        for group, length, complete in data.draw(st.lists(response, max_size=30)):
-            model.finished(group, length, complete)
-            other.finished(group, length, complete)
+        for length, complete in data.draw(st.lists(response, max_size=30)):
+            model.finished(length, complete)
+            other.finished(length, complete)
         model.end_of_batch()
         other.end_of_batch()
     running = data.draw(
@@ -263,141 +241,6 @@ def test_drift_is_followed() -> None:
     assert result.live_error < 0.03
 
 
-# Siblings
-
-
-def test_a_group_informs_its_running_response() -> None:
-    model = LengthModel(32768)
-    for seed in range(4):
-        learn(model, traces.grpo(16, 8, 0.3, 1.0, max_tokens=32768, seed=seed))
-    assert model.theta > 0.5
-    for _ in range(7):
-        model.finished(1, 300, True)
-        model.finished(2, 6000, True)
-    short, long = model.sample(make_live([100, 100], 32768, group=[1, 2]), 64).mean(axis=1)
-    assert long > 3 * short
-
-
-def test_running_siblings_count_as_censored() -> None:
-    model = LengthModel(32768)
-    for seed in range(4):
-        learn(model, traces.grpo(16, 8, 0.3, 1.0, max_tokens=32768, seed=seed))
-    alone = make_live([100], 32768, group=[0])
-    among = make_live([100] + [5000] * 7, 32768, group=[0] * 8)
-    assert model.sample(among, 64)[0].mean() > 1.5 * model.sample(alone, 64)[0].mean()
-
-
-def test_theta_is_recovered() -> None:
-    random = np.random.default_rng(0)
-    member = np.repeat(np.arange(2000), 8)
-    for theta in (0.0, 0.4, 1.6):
-        shared = random.gamma(1 / theta, theta, 2000) if theta else np.ones(2000)
-        base = random.exponential(size=len(member)) / shared[member]
-        hazard = np.log1p(theta * base) / theta if theta else base
-        cut = random.exponential(2.0, len(member))
-        found = frailty.log_likelihoods(np.minimum(hazard, cut), hazard <= cut, member)
-        assert frailty.best_theta(found) == theta
-
-
-def sibling_error(
-    monkeypatch: pytest.MonkeyPatch, between: float, within: float, used: bool
-) -> float:
-    """Mean absolute error of the logarithm of predicted median lengths."""
-    errors = []
-    with monkeypatch.context() as patch:
-        if not used:
-            patch.setattr(frailty, "best_theta", lambda likelihoods: 0.0)
-        for run in range(3):
-            model = LengthModel(16384)
-            for number in range(8):
-                batch = traces.grpo(16, 8, within, between, seed=100 * run + number)
-                lengths = np.array(batch.lengths)
-                tick = int(np.median(lengths))
-                for index in np.flatnonzero(lengths <= tick):
-                    tell(model, batch, int(index))
-                live = live_at(batch, tick)
-                model.observe_running(live)
-                predicted = tick + np.median(model.sample(live, 64), axis=1)
-                errors.append(np.abs(np.log(predicted / lengths[lengths > tick])).mean())
-                for index in np.flatnonzero(lengths > tick):
-                    tell(model, batch, int(index))
-                model.end_of_batch()
-    return float(np.mean(errors))
-
-
-def test_siblings_help_when_correlated(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_them = sibling_error(monkeypatch, 1.0, 0.5, used=True)
-    assert with_them < 0.97 * sibling_error(monkeypatch, 1.0, 0.5, used=False)
-
-
-def test_siblings_do_not_hurt_when_independent(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_them = sibling_error(monkeypatch, 0.0, 1.0, used=True)
-    assert with_them <= 1.005 * sibling_error(monkeypatch, 0.0, 1.0, used=False)
-
-
-# Shifts
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
-        lambda seed: traces.two_mode(128, seed=seed),
-        lambda seed: traces.deepscaler(seed=seed),
-        lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
-    ],
-    ids=["log-normal", "two modes", "deepscaler", "grpo"],
-)
-def test_stationary_batches_rarely_look_shifted(make: Callable[[int], LengthTrace]) -> None:
-    wrong, batches = 0, 0
-    for run in range(12):
-        model = LengthModel(24576)
-        for number in range(11):
-            found = shifts(model, make(1000 * run + number), LOOKS)
-            wrong += any(found)
-            batches += number > 0
-    assert wrong <= 0.02 * batches
-
-
-@pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_shift_is_seen_within_a_third_of_the_batch(factor: float) -> None:
-    seen, runs = 0, 20
-    for run in range(runs):
-        model = LengthModel(16384)
-        for number in range(3):
-            learn(model, traces.lognormal(128, 1000, 1.0, 16384, 100 * run + number))
-        batch = traces.lognormal(128, 1000 * factor, 1.0, 16384, 100 * run + 9)
-        seen += any(shifts(model, batch, [look for look in LOOKS if look <= 0.34]))
-    assert seen >= 0.9 * runs
-
-
-def test_short_responses_that_ended_first_are_no_shift() -> None:
-    model = LengthModel(16384)
-    for seed in range(3):
-        learn(model, traces.lognormal(128, 1000, 1.0, 16384, seed))
-    batch = traces.lognormal(128, 1000, 1.0, 16384, 9)
-    tick = int(np.quantile(batch.lengths, 0.3))
-    for index, length in enumerate(batch.lengths):
-        if length <= tick:
-            tell(model, batch, index)
-    model.observe_running(live_at(batch, tick))
-    assert not model.shifted
-    # Without the running ones it would be.
-    model.observe_running(make_live([], 1))
-    assert model.shifted and model.shift > 0
-
-
-def test_shifted_batch_dominates_and_the_next_are_as_usual() -> None:
-    model = LengthModel(16384)
-    for seed in range(6):
-        learn(model, traces.lognormal(128, 500, 0.5, 16384, seed))
-    batch = traces.lognormal(128, 2000, 0.5, 16384, 7)
-    assert shifts(model, batch, [0.5, 1.0])[-1]
-    assert model.survival(2000) == pytest.approx(0.5, abs=0.12)
-    assert not model.shifted
-    assert not any(shifts(model, traces.lognormal(128, 2000, 0.5, 16384, 8), LOOKS))
-
-
 # Persistence
 
 
@@ -409,7 +252,7 @@ def test_history_survives_saving(tmp_path: Path) -> None:
     model.save(path)
     assert list(tmp_path.iterdir()) == [path]
     loaded = LengthModel.load(path)
-    assert (loaded.batches, loaded.responses, loaded.theta) == (3, 384, model.theta)
+    assert (loaded.batches, loaded.responses) == (3, 384)
     live = make_live([10, 2000], 16384)
     np.testing.assert_array_equal(loaded.sample(live, 16), model.sample(live, 16))
     for bound in (8, 131072):
@@ -422,7 +265,7 @@ def test_a_larger_request_extends_the_grid() -> None:
     model = LengthModel(100)
     learn(model, traces.uniform(64, 10, 90))
     before = model.survival(50)
-    model.finished(0, 5000, True)
+    model.finished(5000, True)
     assert model.sample(make_live([6000], 50000), 4).max() <= 44000
     assert model.survival(50) == pytest.approx(before, abs=0.05)
     model.end_of_batch()
@@ -446,7 +289,6 @@ def test_corrupt_history_names_the_file(tmp_path: Path, content: str | bytes) ->
         {"ends": [-1.0]},
         {"ends": [float("nan")]},
         {"tokens": []},
-        {"frailty": [0.0]},
         {"batches": -1},
         {"bound": 0},
         {"ends": "many"},
@@ -470,7 +312,7 @@ def test_empty_and_aborted_batches_change_nothing() -> None:
     learn(model, traces.uniform(64, 10, 900, 1000))
     before = model.survival(np.arange(1000))
     model.end_of_batch()
-    model.finished(0, 0, False)
+    model.finished(0, False)
     model.end_of_batch()
     assert (model.batches, model.responses) == (1, 64)
     np.testing.assert_array_equal(model.survival(np.arange(1000)), before)
@@ -480,7 +322,7 @@ def test_empty_and_aborted_batches_change_nothing() -> None:
 def test_single_requests_add_up() -> None:
     model = LengthModel(8192)
     for length in traces.lognormal(300, 300, 0.5, 8192).lengths:
-        model.finished(0, length, True)
+        model.finished(length, True)
         model.end_of_batch()
     assert model.survival(300) == pytest.approx(0.5, abs=0.12)
 
@@ -501,11 +343,11 @@ def calls_of(function: Callable[[], object]) -> int:
     return count
 
 
-def told_of(responses: int, groups: int = 1 << 40) -> LengthModel:
+def told_of(responses: int) -> LengthModel:
     """A model in the middle of a batch, after so many responses."""
     model = LengthModel(16384)
     for index in range(responses):
-        model.finished(index % groups, 1 + index % 5000, True)
+        model.finished(1 + index % 5000, True)
     return model
 
 
@@ -516,17 +358,16 @@ def test_memory_is_bounded() -> None:
 
 def test_a_finished_response_takes_as_little_work_after_many() -> None:
     few, many = told_of(10), told_of(20_000)
-    work = calls_of(lambda: few.finished(0, 100, True))
-    assert work == calls_of(lambda: many.finished(0, 100, True)) < 20
+    work = calls_of(lambda: few.finished(100, True))
+    assert work == calls_of(lambda: many.finished(100, True)) < 20
 
 
-@pytest.mark.parametrize("groups", [1 << 40, 8], ids=["single", "siblings"])
-def test_predictions_make_as_many_calls_for_many_requests(groups: int) -> None:
+def test_predictions_make_as_many_calls_for_many_requests() -> None:
     """Arrays do the work: no loop over requests, futures or tokens."""
-    model = told_of(2_000, groups)
+    model = told_of(2_000)
     model.end_of_batch()
     for index in range(500):
-        model.finished(index % groups, 1 + index % 5000, True)
+        model.finished(1 + index % 5000, True)
 
     def predict(live: LiveRequests) -> None:
         model.observe_running(live)

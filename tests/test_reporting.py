@@ -96,11 +96,11 @@ def test_json_round_trip():
 def test_numbers_arrive_as_they_were():
     """Not finite ones, too, deep within the report."""
     odd = replace(a_decision(0.1 + 0.2), stay=math.inf, go=-math.inf, cost=5e-324)
-    predictor = PredictorReport((odd,), siblings=math.nan)
+    predictor = PredictorReport((odd,), slowest_plan=math.nan)
     report = Report(ONE, (ONE,), (), (), (LiveSample(1e300, ONE, 2**40),), predictor=predictor)
     arrived = Report.from_json(report.to_json())
     assert arrived.predictor.decisions == (odd,)
-    assert math.isnan(arrived.predictor.siblings)
+    assert math.isnan(arrived.predictor.slowest_plan)
     assert arrived.timeline == report.timeline
 
 

@@ -63,10 +63,10 @@ def test_only_what_is_new_counts() -> None:
         switches=REPORT.switches,
         refused=REPORT.refused,
         timeline=(),
-        predictor=PredictorReport(batches=3, responses=48, siblings=0.5),
+        predictor=PredictorReport(batches=3, responses=48),
     )
     assert describe(learnt, started=30.0, seconds=1.0, responses=8) == (
-        "8 responses in 1.00 s; no switch; learnt from 48 responses in 3 batches, siblings 0.50"
+        "8 responses in 1.00 s; no switch; learnt from 48 responses in 3 batches"
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.runs import Run
-from benchmarks.paper.oracle import oracle
+from benchmarks.paper.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState
@@ -168,21 +168,23 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
             back = index + 1 < len(judged) and judged[index + 1].target == one.source
             without = (*moves[:index], *moves[index + 1 + back :])
             probing += replayed - seconds(without)
-    schedule, best = oracle(trace, simulator.layouts, simulator.truth, simulator.capacity)
-    # What the oracle's search did not find is no loss of PAT's.
+    best = clairvoyant(trace, simulator.layouts, simulator.truth, simulator.capacity)
+    # What the oracle did not find is no loss of PAT's.
     ideal = min(best.generation_seconds, replayed)
     lost = max([-one.saved for one in judged if one.false], default=0.0)
     foregone = replayed - ideal - lost - max(0.0, probing)
-    wanted = [schedule.start, *(layout for _, layout in schedule.switches)]
-    if foregone <= MISSED_SHARE * replayed or not _late(wanted, schedule.switches, start, moves):
+    ends = sorted(best.finished)
+    wanted = [(0, best.timeline[0].layout)]
+    wanted += [(bisect.bisect_right(ends, s.at), s.target) for s in best.switches_on_the_way]
+    if foregone <= MISSED_SHARE * replayed or not _late(wanted, start, moves):
         foregone = 0.0
     return Judgement(
         repeat=run.repeat,
         measured=run.seconds,
         replayed=replayed,
         oracle=ideal,
-        schedule=str(schedule),
-        oracle_switches=len(schedule.switches),
+        schedule=" -> ".join(f"{one} after {ended}" for ended, one in wanted),
+        oracle_switches=len(wanted) - 1,
         switches=tuple(judged),
         lost=lost,
         foregone=foregone,
@@ -190,17 +192,12 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
     )
 
 
-def _late(
-    wanted: Sequence[Layout],
-    switches: Sequence[tuple[int, Layout]],
-    start: Layout,
-    moves: Sequence[Move],
-) -> bool:
-    """Whether some layout of the oracle's schedule was entered later by PAT, or never."""
-    when = [(0, wanted[0]), *switches]
+def _late(wanted: Sequence[tuple[int, Layout]], start: Layout, moves: Sequence[Move]) -> bool:
+    """Whether some layout of the oracle's, each with the responses that had ended by then, was
+    entered later by PAT, or never."""
     entered = [(0, start), *((move.ended, move.target) for move in moves)]
     position = 0
-    for ended, layout in when:
+    for ended, layout in wanted:
         found = next((i for i in range(position, len(entered)) if entered[i][1] == layout), None)
         if found is None or entered[found][0] > ended:
             return True

@@ -45,7 +45,7 @@ from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ProfileTruth
+from pat_vllm.simulator.truth import ReplayedTruth
 
 _BLOCK_TOKENS = 128
 """vLLM's KV block on CPUs; smaller on other platforms."""
@@ -345,7 +345,7 @@ def judge_workload(
             by_side[run.side].append(run)
     traces = [settings.trace(workload, run.repeat) for run in by_side[PAT]]
     simulator = calibrate_simulator(
-        ProfileTruth(measured.profile),
+        ReplayedTruth(measured.profile),
         ReplicaCapacity.of(measured.profile),
         traces,
         {layout: [run.seconds for run in by_side[str(layout)]] for layout in layouts},

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 app = typer.Typer(
-    help="Static layouts, the paper's policy, this one and an oracle on the same batches.",
+    help="Static layouts, the paper's policy, this one and a clairvoyant on the same batches.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

@@ -1,37 +1,35 @@
-"""All policies on the same batches: static layouts, the paper's, this one and an oracle. Pure."""
+"""Static layouts, the paper's policy, this one and a clairvoyant, on the same batches. Pure."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.paper.oracle import oracle
-from benchmarks.paper.policy import SWITCH_SECONDS, LimitedPolicy, PaperPolicy
+from benchmarks.paper.clairvoyant import ClairvoyantPolicy
+from benchmarks.paper.hardware import measured_noise
+from benchmarks.paper.policy import SWITCH_SECONDS, PaperPolicy
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import FixedSwitches, ProfileTruth
+from pat_vllm.simulator.truth import FixedSwitches, ReplayedTruth
 
 OURS = "pat-vllm: several cheap switches"
-ONE_CHEAP = "pat-vllm: one cheap switch"
-ORACLE = "oracle"
-ORACLE_ONE = "oracle: one switch"
+CLAIRVOYANT = "clairvoyant"
 
 
 @dataclass(frozen=True)
 class PaperComparison(Comparison):
-    """With the paper's policy, the first of `others`, and the oracle, the last."""
+    """With the paper's policy, the first of `others`, and the clairvoyant, the last: in each batch
+    the best of it and of whatever did better under the same truth."""
 
     def regret(self, result: PolicyResult) -> float:
-        """Time beyond the oracle's, as a fraction of it."""
-        return result.seconds / self.result(ORACLE).seconds - 1
+        """Time beyond the clairvoyant's, as a fraction of it."""
+        return result.seconds / self.result(CLAIRVOYANT).seconds - 1
 
     def _policy_to_json(self, result: PolicyResult, timelines: bool) -> dict[str, Any]:
         return {
@@ -61,7 +59,7 @@ def compare_with_paper(
     """
     replayer = Replayer(profile, batches, warm_up, progress)
     layouts, capacity = profile.all_layouts, ReplicaCapacity.of(profile)
-    cheap = ProfileTruth(profile)
+    cheap = ReplayedTruth(profile, profile if profile.kind == "measured" else measured_noise())
     costly = FixedSwitches(cheap, expensive)
     prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.num_prompt_tokens))
     static = replayer.replay_static(cheap)
@@ -74,28 +72,21 @@ def compare_with_paper(
         cost=expensive,
         home=paper_home,
     )
-    # A policy with one switch must not spend it on a probe.
-    one_cheap = LimitedPolicy(replayer.adaptive(profile, Tuning(probe_saving=math.inf)))
     several_costly = replayer.adaptive(with_switch_cost(profile, expensive))
+    costly_labels = (paper_label(paper.home, expensive), several_label(expensive))
     others = [
-        replayer.replay(paper_label(paper.home, expensive), paper, costly),
-        replayer.replay(ONE_CHEAP, one_cheap, cheap),
-        replayer.replay(several_label(expensive), several_costly, costly),
+        replayer.replay(costly_labels[0], paper, costly),
+        replayer.replay(costly_labels[1], several_costly, costly),
         replayer.replay(OURS, replayer.adaptive(profile), cheap),
     ]
-    for label, most in ((ORACLE_ONE, 1), (ORACLE, None)):
-        progress(label)
-        found = [
-            oracle(batch, layouts, cheap, capacity, most_switches=most)[1] for batch in batches
-        ]
-        others.append(PolicyResult(label, tuple(found)))
-    # The oracle's search is not exhaustive: whatever did better under the same truth is taken.
-    under_it = [one for one in (*static.values(), *others) if one.label != others[0].label]
+    told = ClairvoyantPolicy((*warm_up, *batches), layouts, cheap, capacity)
+    others.append(replayer.replay(CLAIRVOYANT, told, cheap))
+    under_it = [one for one in (*static.values(), *others) if one.label not in costly_labels]
     best = tuple(
         min((one.runs[i] for one in under_it), key=lambda run: run.seconds)
         for i in range(len(batches))
     )
-    others[-1] = PolicyResult(ORACLE, best)
+    others[-1] = PolicyResult(CLAIRVOYANT, best)
     return PaperComparison(title, profile.kind == "modelled", static, tuple(others))
 
 

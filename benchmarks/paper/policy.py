@@ -7,7 +7,6 @@ the predicted saving exceeds the cost.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.reporting import PredictorReport, SwitchReport
+from pat_vllm.reporting import SwitchReport
 
 SWITCH_SECONDS = 5.52
 """A switch on the paper's hardware, seconds."""
@@ -157,42 +156,3 @@ class PaperPolicy(Policy):
                 busy=min(live, layout.replicas),
             ),
         )
-
-
-class LimitedPolicy(Policy):
-    """Another policy that may switch only so often per batch, to see what several switches add."""
-
-    learns = True
-
-    def __init__(self, policy: Policy, most: int = 1) -> None:
-        self._policy = policy
-        self._most = most
-        self._made = 0
-
-    @property
-    def home(self) -> Layout:  # type: ignore[override]
-        """The other policy's."""
-        return self._policy.home
-
-    def choose(self, state: LiveState) -> Layout:
-        return self._policy.choose(state) if self._made < self._most else state.layout
-
-    def arrived(self, now: float, group: int) -> None:
-        self._policy.arrived(now, group)
-
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
-        self._policy.finished(now, group, num_output_tokens, complete)
-
-    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
-        self._policy.stepped(now, layout, shape, seconds)
-
-    def switched(self, report: SwitchReport) -> None:
-        self._made += report.reason == "policy"
-        self._policy.switched(report)
-
-    def idle(self, now: float) -> None:
-        self._made = 0
-        self._policy.idle(now)
-
-    def report(self, since: float = -math.inf) -> PredictorReport:
-        return self._policy.report(since)

@@ -11,7 +11,7 @@ from pat_vllm.simulator.run import SimulatedRun
 
 _LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _SWITCH_COLOUR = "#222222"
-POLICY_COLOURS = ("#c03d3e", "#7fb3d5", "#d9a04e", "#222222", "#b5b5b5", "#7f7f7f")
+POLICY_COLOURS = ("#c03d3e", "#d9a04e", "#222222", "#7f7f7f")
 """Of the policies that switch: PAT alone, or those of the paper's comparison in its order."""
 _FLOOR = 0.8
 """Lower end of the logarithmic axis, where 0 is drawn."""
@@ -51,7 +51,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
             where="post",
             color=shade,
             linewidth=width,
-            linestyle="--" if row.label.startswith("oracle") else "-",
+            linestyle="--" if row.label.startswith("clairvoyant") else "-",
             label=f"{row.label}: {run.seconds:.1f} s",
         )
     above.set_yscale("log", base=2)

@@ -1,9 +1,8 @@
 """The policy that decides by prediction. Engines take it by default. Pure.
 
 It joins the models: how long steps take (`StepTimeModel`), how many tokens responses still have to
-generate (`LengthModel`), what a switch costs (`CostModel`), when more requests come (`Arrivals`).
-The `Planner` makes a plan from them. This module says when to plan, and whether a plan is sure
-enough to switch.
+generate (`LengthModel`), what a switch costs (`CostModel`). The `Planner` makes a plan from them.
+This module says when to plan, and whether a plan is sure enough to switch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.arrivals import Arrivals
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.lengths import LengthModel
@@ -37,6 +35,9 @@ _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
+
+_NEWS = 0.02
+"""Share of the live requests that has to end, or to come, before it plans again."""
 
 _HOME_GAIN = 0.005
 """Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
@@ -91,7 +92,6 @@ class AdaptivePolicy(Policy):
             kv_tokens=profile.kv_tokens,
         )
         self._prober = Prober(self._planner, tuning)
-        self._arrivals = Arrivals()
         self._decisions = Decisions()
         self._tuning = tuning
         self._timer = timer
@@ -116,17 +116,15 @@ class AdaptivePolicy(Policy):
         self._slowest_plan = 0.0
         self._steps_seen = 0
         self._error: Mapping[Layout, tuple[int, float]] = {}
-        self._shifted = False
 
     # ---------------------------------------------------------------- what happens
 
     def arrived(self, now: float, group: int) -> None:
-        self._arrivals.arrived(now)
         if self._begun is None:
             self._begun = now
 
     def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
-        self._lengths.finished(group, num_output_tokens, complete)
+        self._lengths.finished(num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(layout, seconds)
@@ -163,8 +161,6 @@ class AdaptivePolicy(Policy):
     def idle(self, now: float) -> None:
         self._decisions.idle()
         self._lengths.end_of_batch()
-        self._shifted = False
-        self._arrivals.forget()
         self._save_lengths()
         self._choose_home()
         self._planned = None
@@ -207,8 +203,6 @@ class AdaptivePolicy(Policy):
             slowest_plan=self._slowest_plan,
             batches=self._lengths.batches,
             responses=self._lengths.responses,
-            shifted=self._shifted,
-            siblings=self._lengths.theta / (self._lengths.theta + 2),
         )
 
     # ---------------------------------------------------------------- decisions
@@ -234,8 +228,11 @@ class AdaptivePolicy(Policy):
             return False
         if state.quiet < SETTLE_SECONDS and state.now - self._last_arrival_plan() < 1.0:
             return False
-        changed = (state.layout, state.num_seqs, self._steps.correction_version) != self._planned
-        return changed or state.now >= self._review
+        if self._planned is None or state.now >= self._review:
+            return True
+        layout, live, version = self._planned
+        changed = (layout, version) != (state.layout, self._steps.correction_version)
+        return changed or abs(state.num_seqs - live) > _NEWS * live
 
     @property
     def _compared(self) -> int:
@@ -255,9 +252,8 @@ class AdaptivePolicy(Policy):
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
-        self._shifted = self._lengths.shifted
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        plan = self._plan(state, ahead, prompts)
+        plan = self._planner.plan(state.layout, ahead, prompts=prompts)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -273,8 +269,7 @@ class AdaptivePolicy(Policy):
 
     def _probe(self, state: LiveState, ahead: Course) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
-        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
-        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
+        if self._steps.evidence(state.layout.tp) < self._tuning.probe_steps:
             return state.layout
         seen = {layout: count for layout, (count, _) in self._error.items()}
         worked = self._worked_before
@@ -286,19 +281,6 @@ class AdaptivePolicy(Policy):
         layout, hoped = probe
         self._note(state, hoped, layout, "probe", fired=True)
         return layout
-
-    def _plan(self, state: LiveState, ahead: Course, prompts: int) -> Plan:
-        plan = self._planner.plan(state.layout, ahead, prompts=prompts)
-        gap = self._arrivals.gap(state.now)
-        if gap == math.inf or plan.best == state.layout:
-            return plan
-        # More requests will come, and may want another layout.
-        then = self._planner.fastest(ahead, self._arrivals.size)
-        if then == plan.best:
-            return plan
-        return self._planner.plan(
-            state.layout, ahead, prompts=prompts, horizon=gap, afterwards=then
-        )
 
     def _verdict(self, state: LiveState, plan: Plan) -> str:
         """Why the best plan's switch is made ("saving"), or why it is not."""

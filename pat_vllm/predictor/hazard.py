@@ -35,9 +35,6 @@ continue (a second mode of long responses)."""
 _LOWEST_SURVIVAL = 1e-12
 """Of one token, so that cumulative hazards stay finite."""
 
-_RANGES = 3
-"""Length ranges that `log_rank` looks at one by one."""
-
 
 @cache
 def edges(limit: int) -> Floats:
@@ -180,31 +177,3 @@ def cumulative_hazard(pool: Pool, limit: int) -> Floats:
     hazard = np.zeros(len(grid))
     np.cumsum(-np.log1p(-per_token) * np.diff(grid), out=hazard[1:])
     return hazard
-
-
-def log_rank(now: Pool, history: Pool, hazard: Floats, dispersion: float = 1.0) -> float:
-    """Log-rank test of `now` against `history`: the most extreme z over all and over some lengths.
-
-    Positive when more responses ended than `history` expects, so when they are shorter. With O the
-    ends and E those expected, both weighted in each bin by the share of its tokens that `history`
-    has, O - E has variance E, the error of `history`'s own hazard included (Mantel 1966). z is the
-    signed root of the Poisson deviance, which is (O - E) / sqrt(E) for large E and keeps its
-    meaning for the small E early in a batch.
-
-    Args:
-        now: of this batch; running responses included, or those that ended soonest would stand
-            for all.
-        history: of earlier ones; tokens in every bin.
-        hazard: `cumulative_hazard` of `history`, which divides the lengths into the ranges that
-            end at 1/3 and at 2/3 of its responses.
-        dispersion: variance of O relative to independent responses.
-    """
-    weight = history.tokens / (history.tokens + now.tokens)
-    ends = weight * now.ends
-    expected = weight * now.tokens * history.ends / history.tokens
-    part = (-np.expm1(-hazard[:-1]) * _RANGES).astype(np.int64)
-    ranges = np.vstack([part == i for i in range(_RANGES)] + [np.ones(len(part), np.bool_)])
-    o, e = ranges @ ends, ranges @ expected + 1e-12
-    deviance = 2 * (o * np.log(np.maximum(o, 1e-300) / e) - o + e)
-    z = np.sign(o - e) * np.sqrt(np.maximum(deviance, 0) / dispersion)
-    return float(z[np.argmax(np.abs(z))])

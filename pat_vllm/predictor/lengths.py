@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pat_vllm.predictor import frailty
-from pat_vllm.predictor.hazard import Collector, Pool, Prior, cumulative_hazard, edges, log_rank
-from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
-
-SHIFT_THRESHOLD = 3.75
-"""|z| of the log-rank test from which a batch counts as unlike the earlier ones. It is looked at
-many times in a batch and over several ranges of lengths, hence more than the 2.3 of 2%."""
+from pat_vllm.predictor.hazard import Collector, Pool, Prior, cumulative_hazard, edges
+from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 
 _DISCOUNT = 0.8
 """Weight of a batch after each later one: about 5 batches count."""
@@ -26,9 +21,6 @@ _DISCOUNT = 0.8
 _FULL_BATCH = 32
 """Responses of a batch that discounts in full. Smaller ones do in proportion, or a sequence of
 single requests would leave nothing to learn from."""
-
-_SHIFTED_RESPONSES = 6.0
-"""Responses that history counts as in a batch that is unlike it."""
 
 _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
@@ -42,9 +34,6 @@ _LEAST_PRIOR = 0.2
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
 
-_RECENT = 4096
-"""Finished responses of a batch that are remembered one by one, as siblings of running ones."""
-
 _ROWS = 256
 """Random numbers are made for this many requests at a time."""
 
@@ -55,8 +44,7 @@ class LengthModel:
     """Learns the distribution of response lengths and samples futures of running responses.
 
     Pools this batch (finished and running responses), earlier batches (discounted) and a weak
-    prior; see `hazard`. Responses of one prompt inform each other as far as earlier batches showed
-    that they should; see `frailty`.
+    prior; see `hazard`. Responses of one prompt count as any others do.
 
     Args:
         bound: the longest response, in tokens, that is possible.
@@ -76,14 +64,13 @@ class LengthModel:
         self._seed = seed
         self._limit = bound
         self._history = Pool.empty(len(edges(bound)) - 1)
-        self._likelihoods = np.zeros(len(frailty.THETAS))
         self._prior = self._new_prior()
         self._noise: dict[tuple[int, int], Floats] = {}
         self._start_batch()
 
     # What happens
 
-    def finished(self, group: int, length: int, complete: bool) -> None:
+    def finished(self, length: int, complete: bool) -> None:
         """A response stopped with `length` tokens; not `complete` when it was cut short.
 
         A response whose length was prescribed (`exact`) says nothing about the others and should
@@ -94,10 +81,6 @@ class LengthModel:
         if length > self._limit:
             self._extend(length)
         self._batch.add(length, complete)
-        at = self._count % _RECENT
-        self._lengths[at] = length
-        self._groups[at] = group
-        self._ended[at] = complete
         self._count += 1
         self.responses += 1
         self._fresh = False
@@ -109,27 +92,13 @@ class LengthModel:
         if len(lengths) and lengths.max() > self._limit:
             self._extend(int(lengths.max()))
         self._running = lengths
-        self._running_groups = live.group[usable]
         self._fresh = False
 
     def end_of_batch(self) -> None:
         """No response runs: this batch becomes history."""
         if self._count:
-            self._running = np.zeros(0, np.int64)
-            self._running_groups = np.zeros(0, np.int64)
-            self._fresh = False
-            self._refresh()
             keep = _DISCOUNT ** min(1.0, self._count / _FULL_BATCH)
-            batch = self._batch.pool()
-            self._history = self._history * (keep * self._trust) + batch
-            # By its own hazard: a batch that is longer as a whole says nothing about its groups.
-            own = cumulative_hazard(batch + self._prior.given(batch), self._limit)
-            lengths, groups, ended = self._remembered()
-            hazard = np.interp(lengths, edges(self._limit), own)
-            likelihoods = keep * self._likelihoods
-            likelihoods += frailty.log_likelihoods(hazard, ended, groups)
-            likelihoods -= likelihoods[0]
-            self._likelihoods = likelihoods  # a report may be reading `theta` meanwhile
+            self._history = self._history * keep + self._batch.pool()
             self.batches += 1
         self._start_batch()
 
@@ -153,8 +122,10 @@ class LengthModel:
         start = np.interp(generated, grid, hazard)
         error = np.interp(generated, grid, self._error)
         draws = self._draws(len(live), futures) * np.exp(error[:, None] * _levels(futures))
-        target = self._with_siblings(live, start, draws) if self.theta else start[:, None] + draws
-        remaining = np.ceil(np.interp(target, hazard, grid)).astype(np.int64) - generated[:, None]
+        remaining = (
+            np.ceil(np.interp(start[:, None] + draws, hazard, grid)).astype(np.int64)
+            - generated[:, None]
+        )
         room = np.maximum(live.max_tokens - generated, 1)[:, None]
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
@@ -164,33 +135,11 @@ class LengthModel:
         self._refresh()
         return np.exp(-np.interp(np.asarray(lengths, np.float64), edges(self._limit), self._hazard))
 
-    @property
-    def shift(self) -> float:
-        """z of the log-rank test of this batch against the earlier ones; > 0: shorter; 0 without
-        earlier ones."""
-        self._refresh()
-        return self._shift
-
-    @property
-    def shifted(self) -> bool:
-        """Whether this batch is unlike the earlier ones, which then count little."""
-        self._refresh()
-        return self._shifted
-
-    @property
-    def theta(self) -> float:
-        """Variance of the frailty that responses of a prompt share; 0: they are independent."""
-        return frailty.best_theta(self._likelihoods)
-
     # Inner workings
 
     def _start_batch(self) -> None:
         self._batch = Collector(self._limit)
         self._running = np.zeros(0, np.int64)
-        self._running_groups = np.zeros(0, np.int64)
-        self._lengths = np.zeros(_RECENT, np.int64)
-        self._groups = np.zeros(_RECENT, np.int64)
-        self._ended = np.zeros(_RECENT, np.bool_)
         self._count = 0
         self._noise.clear()
         self._fresh = False
@@ -205,11 +154,6 @@ class LengthModel:
         self._prior = self._new_prior()
         self._fresh = False
 
-    def _remembered(self) -> tuple[Ints, Ints, Bools]:
-        """Lengths, groups, and whether they ended, of this batch's finished responses."""
-        count = min(self._count, _RECENT)
-        return self._lengths[:count], self._groups[:count], self._ended[:count]
-
     def _refresh(self) -> None:
         """Estimate the hazard anew if anything has happened."""
         if self._fresh:
@@ -218,11 +162,7 @@ class LengthModel:
         if len(self._running):
             none = np.zeros(len(self._running), np.bool_)
             now = now + Pool.of(self._running, none, self._limit)
-        self._shift = self._test(now) if self.batches else 0.0
-        self._shifted = abs(self._shift) > SHIFT_THRESHOLD
-        known = max(float(self._history.ends.sum()), _SHIFTED_RESPONSES)
-        self._trust = _SHIFTED_RESPONSES / known if self._shifted else 1.0
-        pool = now + self._history * self._trust
+        pool = now + self._history
         # Many responses, none of which was longer: it weighs less that one might have been.
         fade = max(_LEAST_PRIOR, 1 / (1 + float(pool.ends.sum()) / _PRIOR_FADES))
         pool = pool + self._prior.given(pool) * fade
@@ -230,30 +170,6 @@ class LengthModel:
         ends = pool.ends[::-1].cumsum()[::-1]
         self._error = np.append(1 / np.sqrt(1 + ends), 1.0)
         self._fresh = True
-
-    def _test(self, now: Pool) -> float:
-        history = self._history + self._prior.given(self._history)
-        hazard = cumulative_hazard(history, self._limit)
-        spread = 1.0
-        theta = self.theta
-        if theta:
-            lengths, groups, ended = self._remembered()
-            lengths = np.concatenate((lengths, self._running))
-            groups = np.concatenate((groups, self._running_groups))
-            ended = np.concatenate((ended, np.zeros(len(self._running), np.bool_)))
-            expected = np.interp(lengths, edges(self._limit), hazard)
-            spread = frailty.dispersion(expected, ended, groups, theta)
-        return log_rank(now, history, hazard, spread)
-
-    def _with_siblings(self, live: LiveRequests, start: Floats, draws: Floats) -> Floats:
-        theta = self.theta
-        lengths, groups, ended = self._remembered()
-        own = frailty.conditional(start, theta)
-        theirs = np.interp(lengths, edges(self._limit), self._hazard)
-        values = (np.where(live.exact, 0.0, own), frailty.conditional(theirs, theta))
-        member, total, ends = frailty.group_sums(values, (live.group, groups), ended)
-        random = np.random.default_rng((self._seed, self.batches))
-        return frailty.draw(draws, own, member, total, ends, theta, random)
 
     def _draws(self, requests: int, futures: int) -> Floats:
         """Stratified standard exponential draws, float64 [requests, futures]."""
@@ -281,7 +197,6 @@ class LengthModel:
             "responses": self.responses,
             "ends": self._history.ends.tolist(),
             "tokens": self._history.tokens.tolist(),
-            "frailty": self._likelihoods.tolist(),
         }
 
     @classmethod
@@ -296,14 +211,13 @@ class LengthModel:
         try:
             model = cls(int(data["bound"]) if bound is None else bound, seed)
             model.batches, model.responses = int(data["batches"]), int(data["responses"])
-            arrays = [np.array(data[key], np.float64) for key in ("ends", "tokens", "frailty")]
+            arrays = [np.array(data[key], np.float64) for key in ("ends", "tokens")]
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"missing or wrong value: {error!r}") from error
-        ends, tokens, likelihoods = arrays
+        ends, tokens = arrays
         if (
             any(array.ndim != 1 or not np.isfinite(array).all() for array in arrays)
             or len(ends) != len(tokens)
-            or len(likelihoods) != len(frailty.THETAS)
             or (ends < 0).any()
             or (ends > tokens).any()
             or model.batches < 0
@@ -313,7 +227,6 @@ class LengthModel:
         while len(edges(model._limit)) - 1 < len(ends):
             model._extend(2 * model._limit)
         model._history = Pool(ends, tokens).extended(len(edges(model._limit)) - 1)
-        model._likelihoods = likelihoods
         model._start_batch()
         return model
 

@@ -49,10 +49,7 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
         accepted = sum(one.accepted for one in drafts)
         parts.append(f"{accepted} of {drafted} draft tokens accepted")
     if (predictor := report.predictor).responses:
-        parts.append(
-            f"learnt from {predictor.responses} responses in {predictor.batches} batches, "
-            f"siblings {predictor.siblings:.2f}"
-        )
+        parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")
     return "; ".join(parts)
 
 

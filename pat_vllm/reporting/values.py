@@ -148,9 +148,6 @@ class PredictorReport:
         slowest_plan: seconds of the slowest plan.
         batches: batches that the length model has learnt from.
         responses: responses that it has learnt from.
-        shifted: whether this batch's lengths differ from the earlier ones', as last estimated.
-        siblings: rank correlation (Kendall's) of the lengths of one prompt's responses, as learnt;
-            0 without clear evidence.
     """
 
     decisions: tuple[DecisionReport, ...] = ()
@@ -160,8 +157,6 @@ class PredictorReport:
     slowest_plan: float = 0.0
     batches: int = 0
     responses: int = 0
-    shifted: bool = False
-    siblings: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedRun
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ProfileTruth, Truth
+from pat_vllm.simulator.truth import ReplayedTruth, Truth
 
 PAT = "PAT"
 """Label of this project's policy."""
@@ -160,7 +160,7 @@ def compare(
 ) -> Comparison:
     """Replay batches under every static layout and under PAT."""
     replayer = Replayer(profile, batches, progress=progress)
-    truth = ProfileTruth(profile)
+    truth = ReplayedTruth(profile, profile)
     static = replayer.replay_static(truth)
     ours = replayer.replay(PAT, replayer.adaptive(profile), truth)
     return Comparison(title, profile.kind == "modelled", static, (ours,))

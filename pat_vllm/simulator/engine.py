@@ -3,21 +3,22 @@
 A policy is driven as `PATScheduler` drives it, by a clock that is made up. Replicas run freely:
 each has its own requests, its own queue and its own steps. Steps are advanced in chunks, which end
 at a completion, at an arrival or after `chunk` steps, earlier when a layout is new; all steps of a
-chunk take as long as the one in its middle, and a policy that learns is told of one of them.
+chunk take as long as the one in its middle but for their noise, of which they have the mean. A
+policy that learns is told of one of them, with the noise of one.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
 from pat_vllm.routing import Placed, Router, spread
 from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
@@ -29,6 +30,17 @@ if TYPE_CHECKING:
 
 CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
+
+
+@dataclass(frozen=True)
+class SimulatedLiveRequests(LiveRequests):
+    """With what no engine knows.
+
+    Attributes:
+        remaining: tokens that each response will still have, int64 [n].
+    """
+
+    remaining: Ints
 
 
 class SimulatedEngine:
@@ -62,19 +74,6 @@ class SimulatedEngine:
         self._steps: dict[Layout, tuple[int, float]] = {}
         self._admit_arrivals()
 
-    def clone(self) -> SimulatedEngine:
-        """An independent copy, which reports to no policy."""
-        other = copy.copy(self)
-        other._policy = None
-        other._arrivals = self._arrivals.copy()
-        other._requests = self._requests.clone()
-        other._replicas = [replica.clone() for replica in self._replicas]
-        if self._arrivals:
-            other._router = copy.deepcopy(self._router)
-        other._switches, other._timeline = self._switches[:], self._timeline[:]
-        other._steps = dict(self._steps)
-        return other
-
     # ---------------------------------------------------------------- looking
 
     @property
@@ -89,38 +88,39 @@ class SimulatedEngine:
             (at for at in self._requests.finished if not math.isnan(at)), default=self._began
         )
 
-    def remaining(self) -> list[int]:
-        """Tokens that each live request has yet to generate."""
-        live = (i for r in self._replicas for i in (*r.running, *r.waiting))
-        requests = self._requests
-        return [requests.length[i] - requests.num_output_tokens[i] for i in live]
-
     def state(self) -> LiveState:
         """What a policy sees."""
         quiet = self.now - self._last_arrival
         return LiveState(self.now, self.layout, self.num_seqs, quiet, self._live_requests)
 
-    def _live_requests(self) -> LiveRequests:
-        rows: list[tuple[int, int, int, int]] = []
-        requests = self._requests
-        for replica in self._replicas:
-            # A chunk's tokens are counted when it ends; a policy sees those made by now.
-            new = dict.fromkeys(replica.decoding, replica.steps_made(self.now))
-            for request in (*replica.running, *replica.waiting):
-                more = new.get(request, 0)
-                outputs = requests.num_output_tokens[request] + more
-                computed = requests.num_computed_tokens[request] + more
-                rows.append((request, outputs, replica.index, computed))
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        index = columns[0]
-        prompt = np.array(requests.num_prompt_tokens, dtype=np.int64)[index]
-        group = np.array(requests.group, dtype=np.int64)[index]
-        max_tokens = np.full(len(index), requests.max_tokens, dtype=np.int64)
-        exact = np.zeros(len(index), dtype=bool)
-        return LiveRequests(prompt, columns[1], max_tokens, exact, group, columns[2], columns[3])
+    def _live_requests(self) -> SimulatedLiveRequests:
+        requests, replicas = self._requests, self._replicas
+        for replica in replicas:
+            replica.write(requests)
+        index = np.array([i for r in replicas for i in (*r.running, *r.waiting)], np.int64)
+        counts = [replica.num_seqs for replica in replicas]
+        # A chunk's tokens are counted when it ends; a policy sees those made by now.
+        made = np.zeros(len(requests), np.int64)
+        for replica in replicas:
+            if steps := replica.steps_made(self.now):
+                made[replica.decoding] = steps
+        prompt, length, group = requests.columns[:, index]
+        outputs = (np.array(requests.num_output_tokens, np.int64) + made)[index]
+        return SimulatedLiveRequests(
+            prompt,
+            outputs,
+            np.full(len(index), requests.max_tokens, np.int64),
+            np.zeros(len(index), bool),
+            group,
+            np.repeat(np.arange(len(replicas)), counts),
+            (np.array(requests.num_computed_tokens, np.int64) + made)[index],
+            remaining=length - outputs,
+        )
 
     def result(self, decisions: tuple[DecisionReport, ...] = ()) -> SimulatedRun:
         """The run so far."""
+        for replica in self._replicas:
+            replica.write(self._requests)
         return SimulatedRun(
             began=self._began,
             ended=self.ended,
@@ -157,19 +157,16 @@ class SimulatedEngine:
             if not all(replica.num_seqs for replica in over):
                 # The others step faster from now on, where replicas share something.
                 for replica in self._replicas:
-                    replica.steps = replica.steps_made(self.now, started=True)
+                    if replica.steps:
+                        replica.set_steps(replica.steps_made(self.now, started=True))
         self._admit_arrivals()
-
-    def advance_to_completion(self) -> None:
-        """Go on in this layout until another response has ended."""
-        done = self.done
-        while self.done == done and (self.num_seqs or self.arriving):
-            self.advance()
 
     def switch(self, target: Layout, reason: str) -> None:
         """Let the steps in flight finish, and carry every live request to `target`."""
         at, source = self.now, self.layout
         self.drain()
+        for replica in self._replicas:
+            replica.write(self._requests)
         quiesce = self.now - at
         requests, computed = self._requests, self._requests.num_computed_tokens
         carried = [
@@ -270,11 +267,7 @@ class SimulatedEngine:
         scheduled = replica.schedule(self._requests, self._capacity, self.layout.tp)
         steps = 1
         if not scheduled.prefilling:
-            requests = self._requests
-            steps = min(
-                [requests.length[i] - requests.num_output_tokens[i] for i in scheduled.decoding]
-            )
-            steps = min(steps, self._chunk)
+            steps = min(scheduled.least, self._chunk)
             if self._policy is not None and self._policy.learns:
                 # It may want to hear of the first steps in a layout one by one.
                 steps = min(steps, max(1, replica.made // 4))
@@ -286,7 +279,9 @@ class SimulatedEngine:
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
-            replica.per_step = self._truth.step_seconds(self.layout.tp, replica.shape, self.now)
+            replica.per_step = self._truth.step_seconds(
+                self.layout.tp, replica.shape, self.now, steps
+            )
 
         set_pace()
         if steps > 1 and self._arrivals:
@@ -295,7 +290,8 @@ class SimulatedEngine:
                 steps = max(1, math.ceil(until))
                 set_pace()
         replica.decoding, replica.prefilling = scheduled.decoding, scheduled.prefilling
-        replica.steps, replica.began = steps, self.now
+        replica.began = self.now
+        replica.set_steps(steps)
 
     def _finish(self, replica: SimulatedReplica, steps: int) -> None:
         """`steps` steps of the replica's chunk are over, and the chunk with them."""
@@ -305,7 +301,8 @@ class SimulatedEngine:
         count, total = self._steps.get(self.layout, (0, 0.0))
         self._steps[self.layout] = (count + steps, total + seconds)
         if self._policy is not None and self._policy.learns:
-            self._policy.stepped(ended, self.layout, replica.shape, replica.per_step)
+            one = self._truth.step_seconds(self.layout.tp, replica.shape, replica.began)
+            self._policy.stepped(ended, self.layout, replica.shape, one)
         for request in complete:
             self.num_seqs -= 1
             self.done += 1

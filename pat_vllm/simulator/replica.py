@@ -6,12 +6,13 @@ the newest request preempted where memory is short.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pat_vllm.profiling.profile import Profile, StepShape
 
@@ -71,6 +72,7 @@ class SimulatedRequests:
 
     Attributes:
         num_prompt_tokens, length, group, arrival: fixed; `length` is what a response will have.
+        columns: the first three of them, int64 [3, requests].
         max_tokens: of every request.
         num_output_tokens: generated so far.
         num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes.
@@ -81,9 +83,8 @@ class SimulatedRequests:
 
     def __init__(self, trace: LengthTrace, began: float) -> None:
         """None has started; arrivals count from `began`."""
-        self.num_prompt_tokens = [int(tokens) for tokens in trace.num_prompt_tokens]
-        self.length = [int(tokens) for tokens in trace.lengths]
-        self.group = [int(group) for group in trace.groups]
+        self.columns = np.array([trace.num_prompt_tokens, trace.lengths, trace.groups], np.int64)
+        self.num_prompt_tokens, self.length, self.group = self.columns.tolist()
         self.arrival = [began + float(at) for at in trace.arrivals]
         self.max_tokens = int(trace.max_tokens)
         self.num_output_tokens = [0] * len(self.length)
@@ -95,17 +96,14 @@ class SimulatedRequests:
     def __len__(self) -> int:
         return len(self.length)
 
+    def decode(self, request: int, steps: int) -> None:
+        """A request has generated a token in each of `steps` steps."""
+        self.num_output_tokens[request] += steps
+        self.num_computed_tokens[request] += steps
+
     def num_tokens(self, request: int) -> int:
         """Prompt and output so far."""
         return self.num_prompt_tokens[request] + self.num_output_tokens[request]
-
-    def clone(self) -> SimulatedRequests:
-        """An independent copy; what is fixed is shared."""
-        other = copy.copy(self)
-        other.num_output_tokens = self.num_output_tokens[:]
-        other.num_computed_tokens = self.num_computed_tokens[:]
-        other.finished = self.finished[:]
-        return other
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,7 @@ class ScheduledStep:
         prefilling: (request, tokens of it that the step computes).
         context: tokens of the decoding requests in all.
         longest: the most tokens of a decoding request.
+        least: tokens that the decoding request with fewest to come still generates.
         room: tokens whose KV fits besides.
     """
 
@@ -124,6 +123,7 @@ class ScheduledStep:
     prefilling: list[tuple[int, int]]
     context: int
     longest: int
+    least: int
     room: float
 
     @property
@@ -144,6 +144,50 @@ class ScheduledStep:
         )
 
 
+class _Steady:
+    """Requests that only decode, all of them in each step. What they have in common is counted
+    once, and written to the requests' columns when somebody looks.
+
+    Attributes:
+        context, longest: as in `ScheduledStep`, now.
+        made: steps.
+        written: those of them that the columns have.
+    """
+
+    def __init__(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
+        tokens = [requests.num_tokens(i) for i in running]
+        self.context, self.longest, self.made = sum(tokens), max(tokens), 0
+        self.written = 0
+        lengths, outputs = requests.length, requests.num_output_tokens
+        ends = [(lengths[i] - outputs[i], i) for i in running]
+        self._by_end = sorted(ends, reverse=True)
+        self._by_tokens = sorted(zip(tokens, running, strict=True))
+
+    @property
+    def least(self) -> int:
+        """Tokens to come of the request with fewest."""
+        return self._by_end[-1][0] - self.made
+
+    def advance(self, requests: SimulatedRequests, running: list[int], steps: int) -> list[int]:
+        """Make steps; requests that have their length leave `running` and are returned."""
+        self.made += steps
+        self.context += steps * len(running)
+        self.longest += steps
+        complete = []
+        while self._by_end and self._by_end[-1][0] <= self.made:
+            request = self._by_end.pop()[1]
+            requests.decode(request, self.made - self.written)
+            self.context -= requests.num_tokens(request)
+            complete.append(request)
+            running.remove(request)
+        if complete and running:
+            left = set(running)
+            while self._by_tokens[-1][1] not in left:
+                self._by_tokens.pop()
+            self.longest = self._by_tokens[-1][0] + self.made
+        return complete
+
+
 @dataclass(slots=True)
 class SimulatedReplica:
     """A replica, its requests by index, and the chunk of steps that it is making.
@@ -155,6 +199,8 @@ class SimulatedReplica:
         made: steps before the chunk, since the layout became active.
         began: when the chunk began.
         per_step: seconds of each of its steps, whose shape is `shape`.
+        end: when the chunk is over; infinite between chunks.
+        steady: what runs, for as long as nothing but decoding happens; None before.
     """
 
     index: int
@@ -168,29 +214,23 @@ class SimulatedReplica:
     began: float = 0.0
     per_step: float = 0.0
     shape: StepShape = _NOTHING
+    end: float = math.inf
+    steady: _Steady | None = None
 
     @property
     def num_seqs(self) -> int:
         """Requests, waiting ones included."""
         return len(self.running) + len(self.waiting)
 
-    @property
-    def end(self) -> float:
-        """When the chunk is over; infinite between chunks."""
-        return self.began + self.steps * self.per_step if self.steps else math.inf
+    def set_steps(self, steps: int) -> None:
+        """The chunk has so many steps."""
+        self.steps = steps
+        self.end = self.began + steps * self.per_step if steps else math.inf
 
     @property
     def rounding(self) -> float:
         """Seconds that are rounding error where ends of steps are compared."""
         return _ROUNDING * self.per_step
-
-    def clone(self) -> SimulatedReplica:
-        """An independent copy."""
-        other = copy.copy(self)
-        other.running, other.waiting = self.running[:], self.waiting.copy()
-        other.cached_prompts = set(self.cached_prompts)
-        # `decoding` and `prefilling` are replaced at the start of a chunk and never changed.
-        return other
 
     def steps_made(self, now: float, started: bool = False) -> int:
         """Steps of the chunk that are over by `now`, or have `started`."""
@@ -208,6 +248,11 @@ class SimulatedReplica:
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
+        if steady := self._still_steady(requests, capacity.kv_room(tp)):
+            room = capacity.kv_room(tp) - steady.context - len(self.running)
+            return ScheduledStep(
+                self.running, [], steady.context, steady.longest, steady.least, room
+            )
         room = self._make_room(requests, capacity.kv_room(tp), tp)
         num_prompt_tokens, num_output_tokens = (
             requests.num_prompt_tokens,
@@ -256,7 +301,28 @@ class SimulatedReplica:
                 room -= 1
         if not decoding and not prefilling:
             raise _too_long(tp, requests.num_tokens(self.waiting[0]))
-        return ScheduledStep(decoding, prefilling, context, longest, room)
+        least = min([requests.length[i] - num_output_tokens[i] for i in decoding], default=1)
+        if not self.waiting and len(decoding) == len(self.running):
+            self.steady = _Steady(requests, self.running)
+            decoding = self.running
+        return ScheduledStep(decoding, prefilling, context, longest, least, room)
+
+    def _still_steady(self, requests: SimulatedRequests, room: float) -> _Steady | None:
+        """What runs, where the next step also does nothing but decode it."""
+        steady = self.steady
+        if steady is not None and (
+            self.waiting or not self.running or steady.context + len(self.running) > room
+        ):
+            self.write(requests)
+            self.steady = None
+        return self.steady
+
+    def write(self, requests: SimulatedRequests) -> None:
+        """Write the tokens that were counted in common."""
+        if self.steady is not None:
+            for request in self.running:
+                requests.decode(request, self.steady.made - self.steady.written)
+            self.steady.written = self.steady.made
 
     def finish(self, requests: SimulatedRequests, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.
@@ -264,10 +330,13 @@ class SimulatedReplica:
         Returns:
             The requests that have their length now; they have left the replica.
         """
+        if self.steady is not None:
+            self.made += steps
+            self.set_steps(0)
+            return self.steady.advance(requests, self.running, steps)
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
         for request in self.decoding:
-            outputs[request] += steps
-            computed[request] += steps
+            requests.decode(request, steps)
         stepped = self.decoding
         for request, tokens in self.prefilling:
             requests.prefilled += tokens
@@ -277,7 +346,7 @@ class SimulatedReplica:
                 computed[request] += 1
                 stepped = [*stepped, request]
         self.made += steps
-        self.steps = 0
+        self.set_steps(0)
         complete = [i for i in stepped if outputs[i] >= requests.length[i]]
         for request in complete:
             self.running.remove(request)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Protocol
+
+import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.predictor.state import Floats
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+
+_GRAIN = math.log(2) / 16
+"""Distance of the contexts, as logarithms, between which step times are linear."""
+
+_STREAM = 4096
+"""Draws of a kind of step that are made once; a chunk takes some that follow each other."""
 
 
 class Truth(Protocol):
     """Durations. They depend on the arguments only, so that a replay repeats them."""
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
-        """Seconds of one step of one replica that starts at `now`."""
+    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+        """Mean seconds of `steps` steps of one replica, of this shape in the mean, from `now` on.
+
+        Noise is that of each of the steps, so the mean of many has little.
+        """
         ...
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
@@ -26,23 +37,186 @@ class Truth(Protocol):
         ...
 
 
-class ProfileTruth:
-    """An engine that behaves as a profile says; models of its own, which no policy corrects.
+class ReplayedTruth:
+    """An engine whose steps are those that a profile measured, with their noise.
 
-    KV is always migrated: recomputing some requests is not simulated.
+    No model that a policy fits is part of a step. The logarithm of the samples' seconds is
+    interpolated over the logarithms of batch and mean context. Beyond the profiled contexts it is
+    held; beyond the largest batch a step takes longer in proportion. How many replicas are busy
+    multiplies that by what the samples of as many show. A step with prompts adds their prefill to
+    its decoding, less the reading of the weights, which both share.
+
+    Each step then has a factor of its own, drawn from what the repeats of the nearest batch took
+    relative to their median. Switches follow `CostModel`, which is a line through the profile's few
+    switches; their noise is how far these are from it. KV is always migrated: recomputing some
+    requests is not simulated.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        from pat_vllm.predictor.step_time import StepTimeModel
-
-        self._steps = StepTimeModel.fit(profile)
+    def __init__(self, profile: Profile, noise: Profile | None = None, seed: int = 0) -> None:
+        """Replay `profile`, with the noise of a measured one (None: without noise)."""
+        self._decode = {
+            tp: _DecodeTimes(_samples(profile, tp, decode=True)) for tp in profile.layouts
+        }
+        self._prefill = {
+            tp: _PrefillTimes(_samples(profile, tp, decode=False)) for tp in profile.layouts
+        }
         self._switches = CostModel.of(profile, mode="migrate")
+        self._noise = _Noise(noise, seed) if noise is not None else None
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
-        return self._steps.step(tp, shape)
+    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+        decode = self._decode[tp]
+        seconds = decode.seconds(shape.batch, shape.context, shape.busy) if shape.batch else 0.0
+        if tokens := shape.prefill + shape.drafts:
+            prefill = self._prefill[tp].seconds(tokens, shape.busy)
+            seconds += prefill - min(seconds, prefill, decode.shortest)
+        if self._noise is not None:
+            seconds *= self._noise.of_steps(tp, shape, steps)
+        return seconds
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        return self._switches.seconds(source, target, live, tokens)
+        seconds = float(self._switches.seconds(source, target, live, tokens))
+        if self._noise is not None:
+            seconds *= self._noise.of_switch(source, target, live, tokens)
+        return seconds
+
+
+def _samples(profile: Profile, tp: int, decode: bool) -> list[StepSample]:
+    """Those that only decode, or only compute prompts."""
+    return [s for s in profile.steps if s.tp == tp and (not s.prefill if decode else not s.batch)]
+
+
+class _DecodeTimes:
+    """Seconds of decode steps of one tensor-parallel size.
+
+    Those of the number of busy replicas with most samples are a surface over batch and context,
+    those of the others a curve over batches, relative to it.
+    """
+
+    def __init__(self, samples: Sequence[StepSample]) -> None:
+        from scipy.interpolate import RBFInterpolator
+
+        by_busy: dict[int, dict[tuple[float, float], float]] = {}
+        for s in samples:
+            at = (math.log(s.batch), math.log(max(s.context / s.batch, 1.0)))
+            by_busy.setdefault(s.busy, {})[at] = math.log(s.seconds)
+        most = max(by_busy, key=lambda busy: (len(by_busy[busy]), busy))
+        points, values = np.array(list(by_busy[most])), np.array(list(by_busy[most].values()))
+        self._most = float(points[:, 0].max())
+        self._first = float(points[:, 1].min())
+        last = float(points[:, 1].max())
+        self._contexts = np.minimum(np.arange(self._first, last + _GRAIN, _GRAIN), last)
+        plane = np.column_stack((np.ones(len(points)), points))
+        degree = 1 if np.linalg.matrix_rank(plane) == 3 else 0
+        self._surface = RBFInterpolator(points, values, kernel="linear", degree=degree)
+        self._busy = sorted(by_busy)
+        self._curves = [self._relative(by_busy[busy]) for busy in self._busy]
+        self._rows: dict[int, list[float]] = {}
+        self._factors: dict[tuple[int, int], float] = {}
+        self.shortest = math.exp(values.min())
+
+    def seconds(self, batch: int, context: int, busy: int) -> float:
+        row = self._rows.get(batch)
+        if row is None:
+            row = self._rows[batch] = self._row(batch)
+        factor = self._factors.get((batch, busy))
+        if factor is None:
+            factor = self._factors[batch, busy] = self._factor(batch, busy)
+        at = (math.log(max(context / batch, 1.0)) - self._first) / _GRAIN
+        if at <= 0:
+            return factor * row[0]
+        below = int(at)
+        if below >= len(row) - 1:
+            return factor * row[-1]
+        return factor * (row[below] + (at - below) * (row[below + 1] - row[below]))
+
+    def _row(self, batch: int) -> list[float]:
+        """Seconds at this batch and each of the contexts."""
+        at = min(math.log(batch), self._most)
+        logs = self._surface(np.column_stack((np.full(len(self._contexts), at), self._contexts)))
+        return (np.exp(logs) * (batch / math.exp(at))).tolist()  # type: ignore[no-any-return]
+
+    def _relative(self, times: Mapping[tuple[float, float], float]) -> tuple[Floats, Floats]:
+        """Log-batches, and by how much the logarithms there exceed the surface's in the mean."""
+        points = np.array(list(times))
+        excess = np.array(list(times.values())) - self._surface(points)
+        batches, member = np.unique(points[:, 0], return_inverse=True)
+        return batches, np.bincount(member, excess) / np.bincount(member)
+
+    def _factor(self, batch: int, busy: int) -> float:
+        logs = [np.interp(math.log(batch), *curve) for curve in self._curves]
+        return math.exp(np.interp(busy, self._busy, logs))
+
+
+class _PrefillTimes:
+    """Seconds of steps of one tensor-parallel size that compute prompts."""
+
+    def __init__(self, samples: Sequence[StepSample]) -> None:
+        self._by_busy: dict[int, list[tuple[int, float]]] = {}
+        for s in sorted(samples, key=lambda s: s.prefill):
+            self._by_busy.setdefault(s.busy, []).append((s.prefill, s.seconds))
+
+    def seconds(self, tokens: int, busy: int) -> float:
+        """Beyond the profiled sizes in proportion; 0 where none was profiled."""
+        if not self._by_busy:
+            return 0.0
+        curve = self._by_busy[min(self._by_busy, key=lambda one: abs(one - busy))]
+        sizes, seconds = zip(*curve, strict=True)
+        return float(np.interp(tokens, sizes, seconds)) * max(1.0, tokens / sizes[-1])
+
+
+class _Noise:
+    """Factors of steps and switches, bootstrapped from a profile."""
+
+    def __init__(self, profile: Profile, seed: int) -> None:
+        self._seed = seed
+        self._ratios: dict[int, dict[int, list[float]]] = {}
+        for s in profile.steps:
+            if s.batch and not s.prefill:
+                of_batch = self._ratios.setdefault(s.tp, {}).setdefault(s.batch, [])
+                of_batch += [time / s.seconds for time in repeats_of(s)]
+        self._streams: dict[tuple[int, int], list[float]] = {}
+        self._nearest: dict[tuple[int, int], list[float]] = {}
+        costs = CostModel.of(profile, mode="migrate")
+        self._of_switches = [1.0]
+        for one in profile.switches:
+            source, target = (Layout.of(tp, profile.ranks) for tp in (one.source, one.target))
+            expected = float(costs.seconds(source, target, one.num_seqs, one.tokens))
+            if expected > 0:
+                self._of_switches.append(one.seconds / expected)
+
+    def of_steps(self, tp: int, shape: StepShape, steps: int) -> float:
+        """Mean of `steps` draws; the same for the same step."""
+        sums = self._nearest.get((tp, shape.batch))
+        if sums is None:
+            sums = self._nearest[tp, shape.batch] = self._stream(tp, max(1, shape.batch))
+        text = f"{self._seed} {tp} {shape.batch} {shape.context} {shape.longest} {shape.prefill}"
+        first = zlib.crc32(text.encode()) % (_STREAM - steps)
+        return (sums[first + steps] - sums[first]) / steps
+
+    def of_switch(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
+        """A draw; the same for the same switch."""
+        digest = zlib.crc32(f"{self._seed} {source} {target} {live} {tokens}".encode())
+        return self._of_switches[digest % len(self._of_switches)]
+
+    def _stream(self, tp: int, batch: int) -> list[float]:
+        """Sums of draws from the repeats of the nearest size and batch."""
+        tp = min(self._ratios, key=lambda one: abs(math.log(one / tp)))
+        batch = min(self._ratios[tp], key=lambda one: abs(math.log(one / batch)))
+        if (tp, batch) not in self._streams:
+            random = np.random.default_rng((self._seed, tp, batch))
+            draws = random.choice(self._ratios[tp][batch], _STREAM)
+            self._streams[tp, batch] = [0.0, *draws.cumsum().tolist()]
+        return self._streams[tp, batch]
+
+
+def repeats_of(sample: StepSample) -> Sequence[float]:
+    """Seconds of each repeat. Of a sample that has only the fastest, the median and the slowest,
+    the others are taken for the median: their noise is not made up."""
+    times: Sequence[float] = getattr(sample, "times", ())
+    if times:
+        return times
+    extremes = [sample.low, sample.high][: sample.repeats - 1]
+    return [*extremes, *[sample.seconds] * (sample.repeats - len(extremes))]
 
 
 @dataclass(frozen=True)
@@ -56,33 +230,11 @@ class ScaledTruth:
     steps: Mapping[int, float] = field(default_factory=dict)
     switches: float = 1.0
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
-        return self.steps.get(tp, 1.0) * self.base.step_seconds(tp, shape, now)
+    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+        return self.steps.get(tp, 1.0) * self.base.step_seconds(tp, shape, now, steps)
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
         return self.switches * self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class NoisyTruth:
-    """Log-normal noise on step times: `sigma` is its standard deviation, as a fraction.
-
-    A chunk of steps shares its noise, which makes the noise of a run larger than independent
-    steps would.
-    """
-
-    base: Truth
-    sigma: float
-    seed: int = 0
-
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
-        # From a digest and not from a generator: the same step takes the same time in a replay.
-        digest = zlib.crc32(f"{self.seed} {tp} {shape}".encode())
-        deviate = NormalDist(0.0, self.sigma).inv_cdf((digest + 0.5) / 2**32)
-        return self.base.step_seconds(tp, shape, now) * math.exp(deviate)
-
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        return self.base.switch_seconds(source, target, live, tokens)
 
 
 @dataclass(frozen=True)
@@ -94,9 +246,9 @@ class DriftingTruth:
     slowdown: float
     over: float
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
+    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
         drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
-        return drift * self.base.step_seconds(tp, shape, now)
+        return drift * self.base.step_seconds(tp, shape, now, steps)
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
         return self.base.switch_seconds(source, target, live, tokens)
@@ -110,8 +262,8 @@ class FixedSwitches:
     base: Truth
     seconds: float
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float) -> float:
-        return self.base.step_seconds(tp, shape, now)
+    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+        return self.base.step_seconds(tp, shape, now, steps)
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
         if source == target or not live:

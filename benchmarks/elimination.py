@@ -1,0 +1,310 @@
+"""`python -m benchmarks.elimination`: which parts of the predictor earn their place. Simulated.
+
+Backward elimination by batch time. PAT replays every workload without each of its parts; the part
+without which batches take least time is dropped, and the rest is measured again, for as long as
+nothing loses more than is allowed. Profiles are modelled and measured, right and wrong by two.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import typer
+
+from benchmarks.paper.hardware import measured_noise, named_profile
+from pat_vllm.cli.results import table
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.tuning import Tuning
+from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ReplayedTruth
+
+BATCHES = 3
+"""One after another, so that learning counts."""
+
+MOST_LOST = 0.01
+"""Of a workload's time, relative to the whole predictor's."""
+
+MOST_LOST_WRONG = 0.05
+"""By a profile that is wrong by two, relative to the whole predictor with the right one; where the
+whole one loses more, that."""
+
+_HERE = "pat_vllm.predictor"
+
+PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
+    "monotone grid": lambda: patch(f"{_HERE}.step_time.monotone", lambda values, supported: values),
+    "online correction": lambda: patch(
+        f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
+    ),
+    "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
+    "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
+}
+"""What makes PAT do without each part that is no knob."""
+
+KNOBS: Mapping[str, float] = {
+    "samples": 1,
+    "margin": 0.0,
+    "least_saving": 0.0,
+    "regret_margin": 0.0,
+    "dwell": 0.0,
+    "stall_share": math.inf,
+    "clear_saving": math.inf,
+}
+"""Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Batches of a workload on an engine, whose profile has the steps of `wrong[0]`, a
+    tensor-parallel size, `wrong[1]` times as long as they are."""
+
+    engine: str
+    workload: str
+    seed: int
+    wrong: tuple[int, float] | None = None
+
+
+@cache
+def engine(name: str) -> Profile:
+    """`8 x A40` and the like are modelled; anything else is the file of a measured profile."""
+    if " x " in name:
+        ranks, gpu = name.split(" x ")
+        return named_profile("llama-3.1-8b", gpu, int(ranks))
+    return Profile.load(Path(name))
+
+
+@cache
+def _noise(name: str) -> Profile:
+    return measured_noise() if engine(name).kind == "modelled" else engine(name)
+
+
+@cache
+def batches_of(name: str, workload: str, seed: int) -> tuple[LengthTrace, ...]:
+    """The batches of a scenario."""
+    profile = engine(name)
+    modelled = profile.kind == "modelled"
+    bound, requests = (8192, 128) if modelled else (384, 64)
+    median = bound / 16
+
+    def batch(seed: int) -> LengthTrace:
+        if workload == "log-normal":
+            return traces.lognormal(requests, median, 1.2, bound, seed)
+        if workload == "two modes":
+            return traces.two_mode(requests, median, 0.6, 0.1, bound, seed)
+        if workload == "uniform":
+            return traces.uniform(requests, 1, bound // 2, bound, seed)
+        if workload == "straggler":
+            return traces.straggler(requests, bound // 16, bound, bound, seed)
+        if workload == "GRPO":
+            return traces.grpo(requests // 8, 8, 0.6, 1.0, median, bound, seed)
+        if workload == "staggered":
+            first = ReplayedTruth(profile).step_seconds(
+                profile.layouts[0], StepShape(8, 8 * bound // 4, bound // 4), 0.0
+            )
+            return traces.staggered(requests, median, 1.0, bound, first * bound / 64, seed=seed)
+        whole = traces.deepscaler(requests, seed=seed)
+        lengths = tuple(max(1, one * bound // whole.max_tokens) for one in whole.lengths)
+        return replace(whole, lengths=lengths, max_tokens=bound)
+
+    if workload == "shift":
+        medians = (median / 2, median / 2, 2 * median)
+        found = traces.shifted(medians, requests, 0.8, bound, seed)
+    else:
+        found = tuple(batch(1000 * seed + number) for number in range(BATCHES))
+    prompts = 256 if modelled else 32
+    return tuple(replace(one, num_prompt_tokens=(prompts,) * len(one)) for one in found)
+
+
+WORKLOADS = (
+    "log-normal",
+    "two modes",
+    "uniform",
+    "straggler",
+    "staggered",
+    "shift",
+    "GRPO",
+    "DeepScaleR-like",
+)
+_WRONG_ON = ("log-normal", "straggler", "uniform")
+"""Workloads with wrong profiles: a tail, one response that lasts, and hardly a tail."""
+
+
+def seconds(scenario: Scenario, without: frozenset[str]) -> float:
+    """Of all batches of a scenario, under PAT without some of its parts."""
+    profile = engine(scenario.engine)
+    truth = ReplayedTruth(profile, _noise(scenario.engine), scenario.seed)
+    batches = batches_of(scenario.engine, scenario.workload, scenario.seed)
+    believed = profile
+    if scenario.wrong is not None:
+        tp, factor = scenario.wrong
+        believed = profile.model_copy(
+            update={
+                "steps": tuple(
+                    s.model_copy(
+                        update={
+                            name: getattr(s, name) * (factor if s.tp == tp else 1)
+                            for name in ("seconds", "low", "high")
+                        }
+                    )
+                    for s in profile.steps
+                )
+            }
+        )
+    tuning = replace(Tuning(), **{knob: KNOBS[knob] for knob in without & set(KNOBS)})
+    with ExitStack() as stack:
+        for part in sorted(without & set(PARTS)):
+            stack.enter_context(PARTS[part]())
+        policy = AdaptivePolicy(
+            believed, bound=batches[0].max_tokens, tuning=tuning, timer=lambda: 0.0
+        )
+        runs = simulate_batches(batches, policy, truth, ReplicaCapacity.of(profile))
+    return sum(run.seconds for run in runs)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What PAT without some parts loses against the whole; fractions, geometric means.
+
+    Attributes:
+        mean: over all scenarios.
+        workloads: by workload, with right profiles.
+        wrong: by how the profile is wrong, against the whole PAT with the right one.
+    """
+
+    mean: float
+    workloads: Mapping[str, float]
+    wrong: Mapping[str, float]
+
+    def allowed(self, whole: Loss) -> bool:
+        """Whether nothing loses more than it may."""
+        return max(self.workloads.values()) <= MOST_LOST and all(
+            lost <= max(MOST_LOST_WRONG, whole.wrong[name]) for name, lost in self.wrong.items()
+        )
+
+
+class Elimination:
+    """Measures PAT without parts, each scenario once."""
+
+    def __init__(self, scenarios: Sequence[Scenario], processes: int = 1) -> None:
+        self.scenarios = scenarios
+        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
+        self._known: dict[frozenset[str], list[float]] = {}
+
+    def measure(self, without: frozenset[str], part: str = "") -> list[float]:
+        """Seconds by scenario, without `part` besides."""
+        both = without | {part} if part else without
+        if both not in self._known:
+            arguments = (self.scenarios, [both] * len(self.scenarios))
+            if self._pool is None:
+                new = map(seconds, *arguments)
+            else:
+                chunk = max(1, len(self.scenarios) // 16)
+                new = self._pool.map(seconds, *arguments, chunksize=chunk)
+            self._known[both] = list(new)
+        return self._known[both]
+
+    def loss(self, without: frozenset[str], part: str = "") -> Loss:
+        """Against the whole predictor."""
+        whole, now = self.measure(frozenset()), self.measure(without, part)
+        right = {
+            (s.engine, s.workload, s.seed): time
+            for s, time in zip(self.scenarios, whole, strict=True)
+            if s.wrong is None
+        }
+        by_workload: dict[str, list[float]] = {}
+        by_wrong: dict[str, list[float]] = {}
+        for s, time, before in zip(self.scenarios, now, whole, strict=True):
+            if s.wrong is None:
+                by_workload.setdefault(s.workload, []).append(time / before)
+            else:
+                at = engine(s.engine).layouts.index(s.wrong[0])
+                name = f"{'widest' if at else 'base'} layout's steps x {s.wrong[1]:g}"
+                ratio = time / right[s.engine, s.workload, s.seed]
+                by_wrong.setdefault(name, []).append(ratio)
+        return Loss(
+            _mean([time / before for time, before in zip(now, whole, strict=True)]),
+            {name: _mean(ratios) for name, ratios in by_workload.items()},
+            {name: _mean(ratios) for name, ratios in by_wrong.items()},
+        )
+
+    def path(self, tell: Callable[[str], None]) -> Iterator[tuple[str, bool, Loss]]:
+        """The parts in the order in which they were tried: name, whether dropped, what was lost.
+
+        A part's loss is measured again once it comes first by what it was before, so not all of
+        them at each step.
+        """
+        whole = self.loss(frozenset())
+        yield "", True, whole
+        without: frozenset[str] = frozenset()
+        losses: dict[str, tuple[int, Loss]] = {}
+        for part in (*PARTS, *KNOBS):
+            losses[part] = (0, self.loss(without, part))
+            tell(f"without {part}: {losses[part][1].mean:+.2%}")
+        while losses:
+            part = min(losses, key=lambda one: losses[one][1].mean)
+            measured, loss = losses[part]
+            if measured != len(without):
+                losses[part] = (len(without), self.loss(without, part))
+                tell(f"{len(without)} dropped, without {part}: {losses[part][1].mean:+.2%}")
+                continue
+            del losses[part]
+            dropped = loss.allowed(whole)
+            yield part, dropped, loss
+            if dropped:
+                without |= {part}
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    """Geometric, less 1."""
+    return statistics.geometric_mean(ratios) - 1
+
+
+def run(
+    engines: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="`8 x H100` for a modelled one, or a profile's file."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Per workload.")] = 10,
+    wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
+) -> None:
+    """Print the path of the elimination as a table in Markdown."""
+    names = engines or ["8 x H100", "8 x A40", "benchmarks/paper/measured.json"]
+    scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
+    for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
+        layouts = engine(name).layouts
+        for tp, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
+            scenarios.append(Scenario(name, workload, seed, (tp, factor)))
+    rows = []
+    for part, dropped, loss in Elimination(scenarios, processes).path(
+        lambda text: print(text, flush=True)
+    ):
+        worst = max(loss.workloads, key=loss.workloads.__getitem__)
+        row = (
+            part or "nothing",
+            "dropped" if dropped else "stays",
+            f"{loss.mean:+.2%}",
+            f"{loss.workloads[worst]:+.2%} ({worst})",
+            f"{max(loss.wrong.values(), default=0):+.2%}",
+        )
+        rows.append(row)
+        print(" | ".join(row), flush=True)
+    headers = ("without", "", "all, against the whole", "worst workload", "worst wrong profile")
+    print(table(headers, rows))
+
+
+if __name__ == "__main__":
+    typer.run(run)

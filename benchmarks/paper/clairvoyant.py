@@ -1,0 +1,101 @@
+"""What knowing every length would be worth: the planner, told the truth and replayed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.planner import Planner, course
+from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.simulator.engine import CHUNK, SimulatedLiveRequests
+from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import Truth
+
+_NEWS = 0.02
+"""Share of the live requests that have to end before it plans again."""
+
+_MANY = 512
+"""Steps whose mean time it knows: not the noise of single ones."""
+
+
+class ClairvoyantPolicy(Policy):
+    """Plans as PAT does, with the true remaining lengths, step times and switch times.
+
+    It knows no request before it arrives. A plan takes the live requests for evenly spread, so it
+    is no bound: a policy may do better by luck.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[LengthTrace],
+        layouts: Sequence[Layout],
+        truth: Truth,
+        capacity: ReplicaCapacity,
+    ) -> None:
+        """It will serve `batches`, in this order, and knows where each would best begin."""
+
+        def step(tp: int, *work: ArrayLike) -> Floats:
+            columns = np.broadcast_arrays(*work)  # as in `StepShape`
+            rows = np.rint(columns).astype(int).reshape(len(columns), -1).T.tolist()
+            seconds = [truth.step_seconds(tp, StepShape(*row), 0.0, _MANY) for row in rows]
+            return np.array(seconds).reshape(columns[0].shape)
+
+        switch = np.vectorize(truth.switch_seconds, otypes=[float])
+        self._planner = Planner(
+            layouts,
+            step,
+            switch,
+            max_num_seqs={one.tp: capacity.most_seqs(one.tp) for one in layouts},
+            kv_tokens={one.tp: capacity.kv_room(one.tp) for one in layouts},  # type: ignore[misc]
+        )
+        self._homes = cycle([self._home(batch) for batch in batches])
+        self.home = next(self._homes)
+        self._planned: tuple[Layout, int] | None = None
+
+    def choose(self, state: LiveState) -> Layout:
+        layout, live = self._planned or (None, 0)
+        if layout == state.layout and abs(state.num_seqs - live) <= _NEWS * live:
+            return state.layout
+        self._planned = (state.layout, state.num_seqs)
+        requests = state.requests()
+        assert isinstance(requests, SimulatedLiveRequests)
+        missing = np.maximum(requests.num_prompt_tokens - requests.num_computed_tokens, 0)
+        ahead = course(requests, np.maximum(requests.remaining, 1)[:, None])
+        return self._planner.plan(state.layout, ahead, prompts=int(missing.sum())).best
+
+    def idle(self, now: float) -> None:
+        self.home = next(self._homes)
+        self._planned = None
+
+    def _home(self, batch: LengthTrace) -> Layout:
+        fresh = np.zeros(len(batch), np.int64)
+        prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
+        ahead = course(
+            LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh), lengths[:, None]
+        )
+        layouts, total = self._planner.layouts, int(prompts.sum())
+        return min(layouts, key=lambda one: self._planner.plan(one, ahead, prompts=total).stay)
+
+
+def clairvoyant(
+    trace: LengthTrace,
+    layouts: Sequence[Layout],
+    truth: Truth,
+    capacity: ReplicaCapacity,
+    *,
+    chunk: int = CHUNK,
+) -> SimulatedRun:
+    """A batch under `ClairvoyantPolicy`, or in a static layout where that is faster."""
+    policies: list[Policy] = [ClairvoyantPolicy([trace], layouts, truth, capacity)]
+    policies += [StayPolicy(layout) for layout in layouts]
+    runs = [simulate(trace, policy, truth, capacity, chunk=chunk) for policy in policies]
+    return min(runs, key=lambda run: run.seconds)
