@@ -93,7 +93,14 @@ def test_drafts_of_the_rollout() -> None:
         drafts=(drafts(19.0, 50, 50), drafts(20.5, 100, 30), drafts(21.5, 60, 12)),
     )
     assert describe(report, started=20.0, seconds=2.0, responses=8) == (
-        "8 responses in 2.00 s; no switch; 42 of 160 draft tokens accepted"
+        "8 responses in 2.00 s; no switch; k 4, 42 of 160 draft tokens accepted"
+    )
+    changing = replace(
+        report,
+        drafts=(drafts(20.5, 100, 30), replace(drafts(21.5, 0, 0), num_speculative_tokens=0)),
+    )
+    assert describe(changing, started=20.0, seconds=2.0, responses=8) == (
+        "8 responses in 2.00 s; no switch; k 0 to 4, mean 2.0, 30 of 100 draft tokens accepted"
     )
     # With a draft length of 0 there is nothing to tell.
     nothing = replace(report, drafts=(drafts(20.5, 0, 0),))

@@ -279,7 +279,7 @@ def check_draft_length_asked_for_when_work_is_over(scheduler: Any) -> None:
     config: Any = SimpleNamespace(
         num_speculative_tokens=4, num_speculative_tokens_per_batch_size=None
     )
-    scheduler.controller.drafts = DraftLengths(config, {})
+    scheduler.controller.drafts = DraftLengths(config, dict)
     for length in (0, 2, None):
         add(scheduler, 2)
         step(scheduler)

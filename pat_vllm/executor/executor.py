@@ -113,6 +113,8 @@ class PATExecutorMixin(_Base):
         self._unsampled: list[int] = []
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
+        self.weights_version = 0
+        """Grows with each call that may have written weights."""
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
 
@@ -195,6 +197,7 @@ class PATExecutorMixin(_Base):
         if self._lanes is None or keeps_weights(method):
             return send(method, timeout, args, kwargs, **options)
         self._stale = True
+        self.weights_version += 1
         if discards_weights(method):
             return send(method, timeout, args, kwargs, **options)
         call = method if isinstance(method, str) else cloudpickle.dumps(method)

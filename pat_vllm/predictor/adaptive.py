@@ -1,8 +1,9 @@
 """The policy that decides by prediction. Engines take it by default. Pure.
 
 It joins the models: how long steps take (`StepTimeModel`), how many tokens responses still have to
-generate (`LengthModel`), what a switch costs (`CostModel`). The `Planner` makes a plan from them.
-This module says when to plan, and whether a plan is sure enough to switch.
+generate (`LengthModel`), what a switch costs (`CostModel`), what drafts are worth (`Acceptance`).
+The `Planner` makes a plan from them. This module says when to plan, and whether a plan is sure
+enough to switch.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import PLAIN, Acceptance
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.planner import Course, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
-from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
@@ -55,6 +57,7 @@ class AdaptivePolicy(Policy):
         bound: int,
         costs: CostModel | None = None,
         lengths_file: Path | None = None,
+        draft_lengths: Sequence[int] = (0,),
         tuning: Tuning | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -66,6 +69,8 @@ class AdaptivePolicy(Policy):
                 of the policy's own, which the policy tells of them.
             lengths_file: what is learnt about lengths is read from here if it exists, and kept
                 here between engines.
+            draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
+                was accepted, and leaves draft lengths to the engine's configuration.
             timer: measures this policy's own work, which is bounded; a simulator that wants
                 reproducible runs passes one that stands still.
 
@@ -91,6 +96,8 @@ class AdaptivePolicy(Policy):
             max_num_seqs=profile.max_num_seqs,
             kv_tokens=profile.kv_tokens,
         )
+        self._acceptance = Acceptance(draft_lengths) if len(draft_lengths) > 1 else None
+        self._drafting = PLAIN
         self._prober = Prober(self._planner, tuning)
         self._decisions = Decisions()
         self._tuning = tuning
@@ -98,11 +105,12 @@ class AdaptivePolicy(Policy):
         self._lengths_file = lengths_file
         self._not_saved: str | None = None
 
-        self._planned: tuple[Layout, int, int] | None = None
+        self._planned: tuple[Layout, int, tuple[int, int]] | None = None
         self._last_plan = -math.inf
         self._next_plan = -math.inf
         self._review = -math.inf
         self._next_observation = -math.inf
+        self._next_drafts = -math.inf
         self._begun: float | None = None
         self._peak = 0
         self._prompt = 0.0
@@ -133,7 +141,7 @@ class AdaptivePolicy(Policy):
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
             return
-        if now < self._next_observation or shape.prefill or shape.drafts:
+        if now < self._next_observation or not self._steps.comparable(layout.tp, shape):
             return
         started = self._timer()
         predicted = self._steps.step(layout.tp, shape)
@@ -144,6 +152,18 @@ class AdaptivePolicy(Policy):
         if not self._prober.active:  # a probe is there to observe
             took = self._timer() - started
             self._next_observation = now + took / self._tuning.observing_share
+
+    def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
+        if self._acceptance is None or now < self._next_drafts:
+            return
+        started = self._timer()
+        self._acceptance.observe(length, requests, accepted)
+        took = self._timer() - started
+        self._next_drafts = now + took / self._tuning.observing_share
+
+    def weights_changed(self) -> None:
+        if self._acceptance is not None:
+            self._acceptance.weights_changed()
 
     def switched(self, report: SwitchReport) -> None:
         if self._own_costs:
@@ -231,8 +251,14 @@ class AdaptivePolicy(Policy):
         if self._planned is None or state.now >= self._review:
             return True
         layout, live, version = self._planned
-        changed = (layout, version) != (state.layout, self._steps.correction_version)
+        changed = (layout, version) != (state.layout, self._versions)
         return changed or abs(state.num_seqs - live) > _NEWS * live
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        """Of what was learnt from steps and from drafts."""
+        drafts = self._acceptance.version if self._acceptance is not None else 0
+        return self._steps.correction_version, drafts
 
     @property
     def _compared(self) -> int:
@@ -248,12 +274,16 @@ class AdaptivePolicy(Policy):
         self._peak = max(self._peak, state.num_seqs)
         self._prompt = float(live.num_prompt_tokens.mean())
         self._bound = int(live.max_tokens.max())
-        self._planned = (state.layout, state.num_seqs, self._steps.correction_version)
+        self._planned = (state.layout, state.num_seqs, self._versions)
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
         ahead = course(live, self._lengths.sample(live, futures))
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        plan = self._planner.plan(state.layout, ahead, prompts=prompts)
+        if self._acceptance is not None:
+            self._drafting = self._acceptance.expected()
+        plan = self._planner.plan(state.layout, ahead, prompts=prompts, drafting=self._drafting)
+        if self._acceptance is not None:
+            self.drafts = plan.drafts
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -275,7 +305,7 @@ class AdaptivePolicy(Policy):
         worked = self._worked_before
         if self._begun is not None:
             worked += state.now - self._begun
-        probe = self._prober.find(state, ahead, seen, worked)
+        probe = self._prober.find(state, ahead, self._drafting, seen, worked)
         if probe is None:
             return state.layout
         layout, hoped = probe
@@ -353,7 +383,7 @@ class AdaptivePolicy(Policy):
             num_computed_tokens=fresh,
         )
         ahead = course(batch, self._lengths.sample(batch, 8))
-        plan = self._planner.plan(self._base, ahead)
+        plan = self._planner.plan(self._base, ahead, drafting=self._drafting)
         values = {one: plan.go[one] - plan.cost[one] for one in plan.go} | {self._base: plan.stay}
         best = min(values, key=values.__getitem__)
         if values[best] < (1 - _HOME_GAIN) * values[self.home]:

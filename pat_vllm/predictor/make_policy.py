@@ -23,6 +23,7 @@ def make_policy(
     profile: Callable[[str | None], Profile],
     costs: CostModel,
     bound: int,
+    draft_lengths: Sequence[int] = (0,),
 ) -> Policy:
     """Make the policy.
 
@@ -32,6 +33,7 @@ def make_policy(
             policy that predicts.
         costs: the engine's. A policy that predicts gives it the profile, and predicts with it.
         bound: longest possible response, tokens.
+        draft_lengths: among which a policy that predicts may choose, ascending.
 
     Raises:
         ValueError: a file that the options name cannot be used.
@@ -40,10 +42,11 @@ def make_policy(
     match config.policy:
         case StaticPolicyConfig(tp=tp):
             return StayPolicy(home=by_tp[tp])
-        case SchedulePolicyConfig(switch_at=switch_at):
+        case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
                 home=layouts[0],
                 table=tuple((live, by_tp[tp]) for live, tp in sorted(switch_at.items())),
+                drafts={by_tp[tp]: ((1, 1, length),) for tp, length in drafts.items()},
             )
         case PredictorPolicyConfig() as options:
             if len(layouts) == 1:
@@ -56,4 +59,5 @@ def make_policy(
                 bound=options.length_bound or bound,
                 costs=costs,
                 lengths_file=Path(options.lengths_file) if options.lengths_file else None,
+                draft_lengths=draft_lengths,
             )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import ClassVar
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.state import LiveState
+from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.speculation import Schedule
 
 SETTLE_SECONDS = 0.05
 """A batch arrives request by request. Before this long without an arrival its size is not known,
@@ -26,7 +29,10 @@ class Policy:
     home: Layout
     """The layout in which an idle engine waits for its next requests."""
     learns: ClassVar[bool] = False
-    """Whether `stepped` is of use."""
+    """Whether `stepped` and `drafted` are of use."""
+    drafts: Mapping[Layout, Schedule] = MappingProxyType({})
+    """Draft lengths by the number of requests in a replica's step; a layout that is not here drafts
+    as the engine's configuration says."""
 
     def choose(self, state: LiveState) -> Layout:
         """The layout to be in for the next step."""
@@ -40,6 +46,12 @@ class Policy:
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""
+
+    def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
+        """A replica finished a step that could have verified drafts; see `Acceptance.observe`."""
+
+    def weights_changed(self) -> None:
+        """The model's weights may be others than before."""
 
     def switched(self, report: SwitchReport) -> None:
         """The engine has switched, for whatever reason."""
@@ -90,6 +102,7 @@ class SchedulePolicy(Policy):
 
     home: Layout
     table: tuple[tuple[int, Layout], ...]
+    drafts: Mapping[Layout, Schedule] = field(default_factory=dict)
 
     def choose(self, state: LiveState) -> Layout:
         if state.quiet < SETTLE_SECONDS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.planner import Course, Plan, Planner
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.predictor.tuning import Tuning
@@ -40,12 +41,18 @@ class Prober:
         self._steps_left = 0
 
     def find(
-        self, state: LiveState, ahead: Course, seen: Mapping[Layout, int], worked: float
+        self,
+        state: LiveState,
+        ahead: Course,
+        drafting: Drafting,
+        seen: Mapping[Layout, int],
+        worked: float,
     ) -> tuple[Layout, Plan] | None:
         """Begin a probe if much may be gained by one and little lost.
 
         Args:
             ahead: of the present batch.
+            drafting: what drafts are expected to give.
             seen: steps that were compared with their prediction, by layout.
             worked: seconds that the engine has worked, of which probes may lose a share.
 
@@ -59,7 +66,7 @@ class Prober:
             if seen.get(layout, 0) >= 2 * tuning.probe_steps:
                 continue
             optimism = {layout: 1 / tuning.probe_factor}
-            hoped = self._planner.plan(state.layout, ahead, optimism=optimism)
+            hoped = self._planner.plan(state.layout, ahead, optimism=optimism, drafting=drafting)
             slower = hoped.step[layout] * tuning.probe_factor - hoped.step[state.layout]
             price = 2 * hoped.cost[layout] + tuning.probe_steps * max(0.0, slower)
             gain = hoped.never - hoped.go[layout]

@@ -47,6 +47,7 @@ class StepBase:
         drafting, drafting_batch: where drafts are looked for, and per request then.
         busy, busy_batch, busy_context, busy_prefill, busy_drafts: per other busy replica; the last
             four per request, token of context, prompt token and draft token.
+        has_drafts: whether the samples had steps with drafts.
     """
 
     constant: float
@@ -63,6 +64,7 @@ class StepBase:
     busy_prefill: float
     busy_drafts: float
     knees: tuple[tuple[int, float], ...]
+    has_drafts: bool = False
 
     @classmethod
     def fit(cls, samples: Sequence[StepSample]) -> StepBase:
@@ -120,7 +122,9 @@ class StepBase:
             named |= {"drafts": named["prefill"], "busy_drafts": named["busy_prefill"]}
         beyond = solution[1 + len(terms) :]
         knees = tuple((k, cost) for k, cost in zip(KNEES, beyond, strict=True) if cost > 0)
-        return cls(constant=solution[0] + floor, **named, knees=knees)
+        return cls(
+            constant=solution[0] + floor, **named, knees=knees, has_drafts=bool(drafts.any())
+        )
 
     # `abs` serves numbers and arrays alike: (x + |x|) / 2 is x where positive, else 0.
 

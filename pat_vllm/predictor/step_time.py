@@ -144,12 +144,18 @@ class StepTimeModel:
         """Learn from a real step.
 
         Steps with prefill are left out: their time depends on how the prompts are cut, and they
-        are few. So are steps with drafts.
+        are few.
         """
-        if shape.prefill or shape.drafts or not shape.batch or not seconds > 0:
+        if not self.comparable(tp, shape) or not seconds > 0:
             return
         predicted = self.step(tp, shape) / self._correction.factor(tp)
         self._correction.observe(tp, seconds / predicted)
+
+    def comparable(self, tp: int, shape: StepShape) -> bool:
+        """Whether the profile has steps of this kind, and a real one can be compared with them."""
+        if shape.prefill or not shape.batch:
+            return False
+        return not (shape.drafts or shape.k) or self._sizes[tp].base.has_drafts
 
     def evidence(self, tp: int) -> int:
         """Real steps that it has learned from."""

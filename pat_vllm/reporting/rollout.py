@@ -47,7 +47,13 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     drafts = [one for one in report.drafts if one.at >= started]
     if drafted := sum(one.drafted for one in drafts):
         accepted = sum(one.accepted for one in drafts)
-        parts.append(f"{accepted} of {drafted} draft tokens accepted")
+        lengths = sorted({one.num_speculative_tokens for one in drafts})
+        steps = sum(one.steps for one in drafts)
+        mean = sum(one.num_speculative_tokens * one.steps for one in drafts) / steps
+        among = (
+            f"k {lengths[0]} to {lengths[-1]}, mean {mean:.1f}" if lengths[1:] else f"k {mean:g}"
+        )
+        parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
     if (predictor := report.predictor).responses:
         parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")
     return "; ".join(parts)

@@ -64,6 +64,7 @@ class LayoutController:
         self._forced = False
         self._was_busy = False
         self._back_off_until = 0.0
+        self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
         self._requested: queue.SimpleQueue[tuple[Layout, Future[bool]]] = queue.SimpleQueue()
 
@@ -85,6 +86,10 @@ class LayoutController:
         """
         self.go_home_if_idle()
         self._was_busy = True
+        version = self._active.executor.weights_version
+        if version != self._weights_version:
+            self._weights_version = version
+            self._monitor.policy.weights_changed()
 
     def go_home_if_idle(self) -> None:
         """Return to the policy's home layout if the work is done."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.scheduler.requests import RequestTable, counted_drafts, step_shape
+from pat_vllm.scheduler.requests import RequestTable, accepted_drafts, counted_drafts, step_shape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,6 +37,8 @@ class Monitor:
         self.history = history
         self.requests = requests
         self.last_arrival = 0.0
+        self._asked: dict[int, int] = {}
+        """Draft length of each replica's last step: of the drafts that its next one verifies."""
 
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
         """A request was routed to a replica; for `group`, see `TrackedRequest`."""
@@ -54,9 +56,15 @@ class Monitor:
             drafted, accepted = counted_drafts(step, result.output)
             length = step.num_spec_tokens_to_schedule
             self.history.drafts(now, layout, replica.index, length, drafted, accepted)
-        if self.policy.learns:
-            seconds = replica.cadence(now, result.seconds)
-            self.policy.stepped(now, layout, step_shape(step, busy), seconds)
+        if not self.policy.learns:
+            return
+        shape = step_shape(step, busy)
+        if self._speculates and shape.batch:
+            asked = self._asked.get(replica.index, 0)
+            self._asked[replica.index] = shape.k
+            accepted = accepted_drafts(step, result.output)
+            self.policy.drafted(now, asked, max(shape.batch, len(accepted)), accepted)
+        self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
 
     def ended(self, request_id: str, reason: FinishReason) -> None:
         """A request ended."""
@@ -75,6 +83,7 @@ class Monitor:
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""
         self.requests.move(replicas)
+        self._asked.clear()  # drafts were dropped
         self.history.switch(report)
         self.policy.switched(report)
 

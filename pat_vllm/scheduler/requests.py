@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.predictor.state import LiveRequests
+from pat_vllm.predictor.state import Ints, LiveRequests
 from pat_vllm.profiling.profile import StepShape
 
 if TYPE_CHECKING:
@@ -154,6 +154,14 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
     prefill = tokens - len(decoding) - drafts
     total, longest = sum(decoding), max(decoding, default=0)
     return StepShape(len(decoding), total, longest, prefill, busy, drafts, k)
+
+
+def accepted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> Ints:
+    """Accepted draft tokens of each request of a step that had some to verify, int64 [requests]."""
+    generated, index = output.sampled_token_ids, output.req_id_to_index
+    verified = step.scheduled_spec_decode_tokens
+    found = [len(generated[index[one]]) - 1 for one in verified if verified[one] and one in index]
+    return np.array([count for count in found if count >= 0], np.int64)
 
 
 def counted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
-from pat_vllm.scheduler.speculation import DraftLengths
+from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import merge_stats, whole_engine
 from pat_vllm.worker.layout_config import kv_bytes_per_token
 
@@ -94,6 +94,7 @@ class PATScheduler(SchedulerInterface):
             ),
             costs,
             bound=model.max_model_len,
+            draft_lengths=lengths_to_plan(vllm_config.speculative_config),
         )
         for layout in layouts:
             factory.discard(factory.make(layout))  # the first switch finds block pools, too
@@ -108,8 +109,7 @@ class PATScheduler(SchedulerInterface):
             monitor=monitor,
             depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
         )
-        by_tp = getattr(config.policy, "num_speculative_tokens", {})
-        drafts = DraftLengths(vllm_config.speculative_config, by_tp)
+        drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
         self.controller = LayoutController(self.replica_set, monitor, costs, drafts, layouts)
         self.monitor = monitor
         register_commands(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.replica import Replica
+    from pat_vllm.speculation import Schedule
+
+
+def lengths_to_plan(config: SpeculativeConfig | None) -> tuple[int, ...]:
+    """The draft lengths among which the policy may choose: only 0 where a user's table holds."""
+    if config is None or config.num_speculative_tokens_per_batch_size is not None:
+        return (0,)
+    return lengths_of(config)
 
 
 class DraftLengths:
@@ -23,14 +31,19 @@ class DraftLengths:
     So a change is a new table: no step waits, and drafts that were made before are still verified.
     """
 
-    def __init__(self, config: SpeculativeConfig | None, by_tp: Mapping[int, int]) -> None:
-        """`by_tp` has the policy's draft lengths; other layouts are as `config` says."""
+    def __init__(
+        self,
+        config: SpeculativeConfig | None,
+        of_policy: Callable[[], Mapping[Layout, Schedule]],
+    ) -> None:
+        """`of_policy` gives `Policy.drafts`; other layouts are as `config` says."""
         self.allowed = () if config is None else lengths_of(config)
         self._config = config
-        self._by_tp = by_tp
+        self._of_policy = of_policy
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._requested: int | None = None
-        self._written: tuple[int | None, Sequence[Replica]] = (None, ())
+        self._written: tuple[int | None, Mapping[Layout, Schedule], Sequence[Replica]]
+        self._written = None, {}, ()
 
     def request(self, length: int | None) -> None:
         """Use this draft length from the next step on; None: what holds without a request.
@@ -59,22 +72,23 @@ class DraftLengths:
         """Have the steps of these replicas use what holds now. To be called before each step."""
         while not self._asked.empty():
             self._requested = self._asked.get()
-        requested = self._requested
-        if self._config is None or self._written == (requested, replicas):
+        requested, of_policy = self._requested, self._of_policy()
+        if self._config is None or self._written == (requested, of_policy, replicas):
             return
-        self._written = requested, replicas
+        self._written = requested, of_policy, replicas
         for replica in replicas:
             scheduler = replica.scheduler
             most = scheduler.scheduler_config.max_num_seqs
-            scheduler.dynamic_sd_lookup = self._table(layout, requested, most)
+            scheduler.dynamic_sd_lookup = self._table(of_policy.get(layout), requested, most)
 
-    def _table(self, layout: Layout, requested: int | None, most: int) -> list[int]:
+    def _table(self, planned: Schedule | None, requested: int | None, most: int) -> list[int]:
         """Draft length by the number of requests in a step."""
         assert self._config is not None
-        length = self._by_tp.get(layout.tp) if requested is None else requested
-        schedule = self._config.num_speculative_tokens_per_batch_size
         longest = self._config.num_speculative_tokens
-        if length is None and schedule is not None:
-            table: list[int] = build_dynamic_sd_schedule_lookup(schedule, most, longest)
-            return table
-        return [longest if length is None else length] * (most + 1)
+        if requested is not None:
+            return [requested] * (most + 1)
+        schedule = planned or self._config.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return [longest] * (most + 1)
+        table: list[int] = build_dynamic_sd_schedule_lookup([*schedule], most, longest)
+        return table

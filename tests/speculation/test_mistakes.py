@@ -145,12 +145,12 @@ self._collect(replica.finish(result.output, None))
         check_walk_with_one_length,
         in_core(
             "speculation:DraftLengths.write",
-            {"self._written == (requested, replicas)": "self._written[0] == requested"},
+            {"self._written == (requested, of_policy, replicas)": "self._written[0] == requested"},
         ),
     ),
     "draft length 0 is none": (
         check_walk,
-        in_core("speculation:DraftLengths._table", {"requested is None": "not requested"}),
+        in_core("speculation:DraftLengths._table", {"requested is not None": "requested"}),
     ),
     "a step without tokens sends the drafts of the step before": (
         check_pause,

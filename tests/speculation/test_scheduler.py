@@ -194,11 +194,11 @@ self._collect(replica.finish(result.output, None))
             id="drafts come to nobody",
         ),
         pytest.param(
-            DraftLengths._table, {"requested is None": "not requested"}, id="0 is not a length"
+            DraftLengths._table, {"requested is not None": "requested"}, id="0 is not a length"
         ),
         pytest.param(
             DraftLengths.write,
-            {"self._written == (requested, replicas)": "self._written[0] == requested"},
+            {"self._written == (requested, of_policy, replicas)": "self._written[0] == requested"},
             id="a new layout's schedulers have their own draft length",
         ),
         pytest.param(

@@ -22,7 +22,7 @@ from pat_vllm.reporting import history as history_module
 from pat_vllm.scheduler.requests import counted_drafts, step_shape
 from pat_vllm.scheduler.speculation import DraftLengths
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
-from pat_vllm.speculation import draft_lengths, every_length
+from pat_vllm.speculation import Schedule, draft_lengths, every_length
 from tests.support.mutation import mutated
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
@@ -76,16 +76,23 @@ def tables(active: list[Any]) -> list[list[int]]:
 
 def check_draft_lengths() -> None:
     """Through requests, switches and ends of work."""
-    lengths = DraftLengths(config(), {2: 1})
+    of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 1),)}
+    lengths = DraftLengths(config(), lambda: of_policy)
     two, one = replicas(2), replicas(1)
     lengths.write(ONE, two)
     assert tables(two) == [[4] * 7] * 2
     lengths.write(TWO, one)
-    assert tables(one) == [[1] * 7]
+    assert tables(one) == [[0] + [1] * 6]
     lengths.request(2)
-    assert tables(one) == [[1] * 7]
+    assert tables(one) == [[0] + [1] * 6]
     lengths.write(TWO, one)
     assert tables(one) == [[2] * 7]
+    # The policy's change with its plans.
+    lengths.request(None)
+    of_policy = {TWO: ((1, 2, 4), (3, 3, 0))}
+    lengths.write(TWO, one)
+    assert tables(one) == [[0, 4, 4, 0, 0, 0, 0]]
+    lengths.request(2)
     two = replicas(2)
     lengths.write(ONE, two)
     assert tables(two) == [[2] * 7] * 2
@@ -109,7 +116,7 @@ def check_draft_lengths() -> None:
 
 def check_users_schedule() -> None:
     """It holds where nothing else was said."""
-    lengths = DraftLengths(config(4, [(1, 2, 4), (3, 4, 3)]), {2: 0})
+    lengths = DraftLengths(config(4, [(1, 2, 4), (3, 4, 3)]), lambda: {TWO: ((1, 1, 0),)})
     two, one = replicas(2), replicas(1)
     assert lengths.allowed == (0, 1, 2, 3, 4)
     lengths.write(ONE, two)
@@ -131,19 +138,28 @@ def test_draft_lengths() -> None:
     [
         pytest.param(
             DraftLengths.write,
-            {"self._written == (requested, replicas)": "self._written[0] == requested"},
+            {"self._written == (requested, of_policy, replicas)": "self._written[0] == requested"},
             id="not written after a switch",
         ),
         pytest.param(
             DraftLengths.write,
-            {"self._written == (requested, replicas)": "self._written[1] == replicas"},
+            {"self._written == (requested, of_policy, replicas)": "self._written[2] == replicas"},
             id="not written after a request",
         ),
         pytest.param(
-            DraftLengths._table, {"requested is None": "not requested"}, id="0 is not a length"
+            DraftLengths._table, {"requested is not None": "requested"}, id="0 is not a length"
         ),
         pytest.param(
-            DraftLengths._table, {"length is None and": "not length and"}, id="0 of the policy's"
+            DraftLengths.write,
+            {
+                "self._written == (requested, of_policy, replicas)": (
+                    "self._written[::2] == (requested, replicas)"
+                )
+            },
+            id="not written after a plan",
+        ),
+        pytest.param(
+            DraftLengths._table, {"planned or self": "self"}, id="the policy's are not heard"
         ),
         pytest.param(DraftLengths.release, {"self._requested = None": "pass"}, id="holds for ever"),
         pytest.param(
@@ -160,13 +176,13 @@ def test_wrong_draft_lengths_are_seen(function: Any, changes: dict[str, str]) ->
 
 @pytest.mark.parametrize("length", [-1, 3, 5, "2", 2.0, True, [1]])
 def test_lengths_that_are_refused(length: Any) -> None:
-    lengths = DraftLengths(config(), {})
+    lengths = DraftLengths(config(), dict)
     with pytest.raises(ValueError, match=r"the engine keeps \[0, 1, 2, 4\] ready"):
         lengths.request(length)
 
 
 def test_an_engine_that_does_not_speculate() -> None:
-    lengths = DraftLengths(None, {})
+    lengths = DraftLengths(None, dict)
     with pytest.raises(ValueError, match=r"cannot use 2 draft tokens.*does not speculate"):
         lengths.request(2)
     lengths.request(None)
