@@ -299,7 +299,8 @@ class AdaptivePolicy(Policy):
 
     def _probe(self, state: LiveState, ahead: Course) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
-        if self._steps.evidence(state.layout.tp) < self._tuning.probe_steps:
+        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
+        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
             return state.layout
         seen = {layout: count for layout, (count, _) in self._error.items()}
         worked = self._worked_before

@@ -103,6 +103,10 @@ class Surface:
         self._inner_batch = np.array(batch[1:-1])
         self._inner_context = np.array(context[1:-1])
 
+    def with_values(self, values: Floats) -> Surface:
+        """Other values on the same nodes."""
+        return Surface(self._busy, self._batch, self._context, values)
+
     def at(self, batch: float, context: float, busy: float) -> float:
         """The value at one point, in a few microseconds."""
         flat = self._flat

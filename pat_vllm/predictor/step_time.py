@@ -2,25 +2,30 @@
 
 A linear roofline (`step_base`) carries the shape of the curve, LightGBM its residual. Both are
 evaluated once, on a grid that is made monotone (`step_grid`); from then on the model interpolates,
-in microseconds, and real steps correct it by a factor (`correction`). Outside the profiled range it
-follows the base. What prefill and the longest context add comes from the base alone.
+in microseconds, and real steps correct it (`correction`). Outside the profiled range it follows
+the base. What prefill and the longest context add comes from the base alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from pat_vllm.predictor.correction import OnlineCorrection
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes, monotone
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+
+FORMAT = 1
+"""Version of the JSON format."""
 
 LEAST_SAMPLES = 8
 """Decode samples of a tensor-parallel size from which on its residual is learned."""
@@ -50,24 +55,86 @@ is taken off."""
 _SLACK = 1.5
 """Contexts per request within this factor of the profiled ones count as supported by samples."""
 
+_REFRESH = 16
+"""Observations after which it is checked whether the corrected grid is still good; `version`
+asks for that, too."""
 
-@dataclass(frozen=True)
+_STALE = 0.005
+"""Relative change of a correction from which on the corrected grid is made anew."""
+
+
 class _SizeModel:
-    """One tensor-parallel size, uncorrected."""
+    """The compiled model of one tensor-parallel size.
 
-    base: StepBase
-    grid: Surface
+    `values` and `supported` are the uncorrected grid, [busy, batch, context] and [batch, context].
+    """
+
+    def __init__(
+        self,
+        base: StepBase,
+        busy: Sequence[float],
+        batch: Sequence[float],
+        context: Sequence[float],
+        values: Floats,
+        supported: NDArray[np.bool_],
+    ) -> None:
+        self.base = base
+        self.busy, self.batch, self.context = list(busy), list(batch), list(context)
+        self.values = values
+        self.supported = supported
+        self.plain = Surface(busy, batch, context, values)
+        self.corrected = self.plain
+        self.factor = 1.0
+        """Correction of what is not on the grid."""
+        self.factors = np.ones(len(self.batch))
+        """Corrections that `corrected` holds, by batch node."""
+        self.seen = (0, 0)
+        """Version and observations of the correction when it was last compared."""
+
+    def correct(self, tp: int, correction: OnlineCorrection, stale: float = _STALE) -> None:
+        """Apply the corrections to the grid, and make it monotone again, if they have changed."""
+        self.seen = (correction.version, correction.observed)
+        factors = np.array([correction.factor(tp, node) for node in self.batch])
+        if abs(factors - self.factors).max() > stale * self.factors.min():
+            self.factors = factors
+            self.factor = correction.factor(tp)
+            values = monotone(self.values * factors[None, :, None], self.supported)
+            self.corrected = self.plain.with_values(values)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "base": self.base.to_json(),
+            "busy": self.busy,
+            "batch": self.batch,
+            "context": self.context,
+            "values": self.values.tolist(),
+            "supported": self.supported.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> _SizeModel:
+        return cls(
+            StepBase.from_json(content["base"]),
+            content["busy"],
+            content["batch"],
+            content["context"],
+            np.array(content["values"], np.float64),
+            np.array(content["supported"], np.bool_),
+        )
 
 
 class StepTimeModel:
     """Predicts the seconds of a step: non-decreasing in batch, context, longest, prefill and busy.
 
-    Made by `fit`. Not thread-safe.
+    Made by `fit` or `load`. Not thread-safe.
     """
 
-    def __init__(self, sizes: dict[int, _SizeModel]) -> None:
+    def __init__(
+        self, sizes: dict[int, _SizeModel], booster: str | None, correction: OnlineCorrection
+    ) -> None:
         self._sizes = sizes
-        self._correction = OnlineCorrection()
+        self._booster = booster
+        self._correction = correction
 
     @classmethod
     def fit(cls, profile: Profile, residual: bool = True) -> StepTimeModel:
@@ -95,7 +162,8 @@ class StepTimeModel:
                 continue
             knows = booster if len(decodes) >= LEAST_SAMPLES else None
             sizes[tp] = _compile(tp, base, decodes, max(1, ranks // tp), knows)
-        return cls(sizes)
+        text = booster.model_to_string() if booster is not None else None
+        return cls(sizes, text, OnlineCorrection())
 
     def seconds(
         self,
@@ -115,7 +183,7 @@ class StepTimeModel:
         Raises:
             KeyError: `tp` is no layout of the profile.
         """
-        size = self._sizes[tp]
+        size = self._current(tp)
         batch, context = np.asarray(batch, np.float64), np.asarray(context, np.float64)
         longest = np.asarray(longest, np.float64)
         if not isinstance(prefill, int):
@@ -127,18 +195,15 @@ class StepTimeModel:
         if not isinstance(k, int):
             k = np.asarray(k)
         extra = size.base.extra(batch, longest, prefill, busy, drafts, k)
-        return np.asarray(
-            self._correction.factor(tp) * (size.grid.many(batch, context, busy) + extra)
-        )
+        return np.asarray(size.corrected.many(batch, context, busy) + size.factor * extra)
 
     def step(self, tp: int, shape: StepShape) -> float:
         """Seconds of one step, as `seconds` gives them."""
-        size = self._sizes[tp]
-        seconds = size.grid.at(shape.batch, shape.context, shape.busy)
-        seconds += size.base.extra(
+        size = self._current(tp)
+        extra = size.base.extra(
             shape.batch, shape.longest, shape.prefill, shape.busy, shape.drafts, shape.k
         )
-        return self._correction.factor(tp) * seconds
+        return size.corrected.at(shape.batch, shape.context, shape.busy) + size.factor * extra
 
     def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
         """Learn from a real step.
@@ -148,8 +213,12 @@ class StepTimeModel:
         """
         if not self.comparable(tp, shape) or not seconds > 0:
             return
-        predicted = self.step(tp, shape) / self._correction.factor(tp)
-        self._correction.observe(tp, seconds / predicted)
+        size = self._sizes[tp]
+        predicted = size.plain.at(shape.batch, shape.context, shape.busy)
+        predicted += size.base.extra(
+            shape.batch, shape.longest, 0, shape.busy, shape.drafts, shape.k
+        )
+        self._correction.observe(tp, shape.batch, seconds / predicted)
 
     def comparable(self, tp: int, shape: StepShape) -> bool:
         """Whether the profile has steps of this kind, and a real one can be compared with them."""
@@ -157,18 +226,66 @@ class StepTimeModel:
             return False
         return not (shape.drafts or shape.k) or self._sizes[tp].base.has_drafts
 
-    def evidence(self, tp: int) -> int:
-        """Real steps that it has learned from."""
-        return self._correction.evidence(tp)
+    def evidence(self, tp: int, batch: float) -> float:
+        """Recent real steps near this batch size, at most ~50; 0 where none was seen."""
+        return self._correction.evidence(tp, batch)
 
-    def correction(self, tp: int) -> float:
+    def correction(self, tp: int, batch: float) -> float:
         """Real over profiled time of a decode step, as learned so far."""
-        return self._correction.factor(tp)
+        return self._correction.factor(tp, batch)
 
     @property
     def correction_version(self) -> int:
         """Grows whenever a correction has changed by more than ~3 % since it last did."""
         return self._correction.version
+
+    def _current(self, tp: int) -> _SizeModel:
+        """The model of a size, its grid corrected by what was observed until lately."""
+        size = self._sizes[tp]
+        version, observed = size.seen
+        correction = self._correction
+        if correction.version != version or correction.observed - observed >= _REFRESH:
+            size.correct(tp, correction)
+        return size
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, the online correction included."""
+        # What is read back has the newest corrections; so must this one, to be its equal.
+        for tp, size in self._sizes.items():
+            size.correct(tp, self._correction, stale=0.0)
+        return {
+            "format": FORMAT,
+            "sizes": {str(tp): size.to_json() for tp, size in self._sizes.items()},
+            "booster": self._booster,
+            "correction": self._correction.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> StepTimeModel:
+        """From what `to_json` gave.
+
+        Raises:
+            ValueError: it is of another format.
+        """
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"step-time model has format {content.get('format')!r}, this version reads "
+                f"{FORMAT}; fit it again from its profile"
+            )
+        sizes = {int(tp): _SizeModel.from_json(size) for tp, size in content["sizes"].items()}
+        model = cls(sizes, content["booster"], OnlineCorrection.from_json(content["correction"]))
+        for tp, size in sizes.items():
+            size.correct(tp, model._correction, stale=0.0)
+        return model
+
+    def save(self, path: Path) -> None:
+        """Write a JSON file."""
+        path.write_text(json.dumps(self.to_json()))
+
+    @classmethod
+    def load(cls, path: Path) -> StepTimeModel:
+        """Read a JSON file; errors as of `from_json`."""
+        return cls.from_json(json.loads(path.read_text()))
 
 
 def _is_decode(sample: StepSample) -> bool:
@@ -223,9 +340,10 @@ def _compile(
         values = values * np.exp(residual).reshape(values.shape)
     mean = axes[2][0] / inside[0]
     near = (mean >= min(means) / _SLACK) & (mean <= max(means) * _SLACK)
-    values = monotone(values, near & (inside[0] == axes[1][0]))
+    supported = near & (inside[0] == axes[1][0])
+    values = monotone(values, supported)
     return _SizeModel(
-        base, Surface([float(b) for b in busy], batch.tolist(), context.tolist(), values)
+        base, [float(b) for b in busy], batch.tolist(), context.tolist(), values, supported
     )
 
 
