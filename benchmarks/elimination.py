@@ -54,7 +54,7 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 """What makes PAT do without each part that is no knob."""
 
-KNOBS: Mapping[str, float] = {
+KNOBS: Mapping[str, Any] = {
     "samples": 1,
     "margin": 0.0,
     "least_saving": 0.0,
@@ -209,11 +209,10 @@ class Elimination:
         if both not in self._known:
             arguments = (self.scenarios, [both] * len(self.scenarios))
             if self._pool is None:
-                new = map(seconds, *arguments)
+                self._known[both] = list(map(seconds, *arguments))
             else:
                 chunk = max(1, len(self.scenarios) // 16)
-                new = self._pool.map(seconds, *arguments, chunksize=chunk)
-            self._known[both] = list(new)
+                self._known[both] = list(self._pool.map(seconds, *arguments, chunksize=chunk))
         return self._known[both]
 
     def loss(self, without: frozenset[str], part: str = "") -> Loss:

@@ -13,6 +13,8 @@ BLOCK_SIZE = 16
 class Executor:
     """Stands for the workers where `PATScheduler` asks about them."""
 
+    weights_version = 0
+
     def register_command(self, name: str, command: Any) -> None:
         """Commands are not called here."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -20,6 +23,39 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.sample import rejection_sampler
 
 from pat_vllm.patches import drafts, front_end, schedulers, weights
+
+NUMBA = """
+import numba, sys
+if "launched" in sys.argv:
+    numba.set_num_threads(1)
+from pat_vllm.patches.drafts import keep_openmp_threads
+keep_openmp_threads()
+keep_openmp_threads()
+
+@numba.njit(parallel=True)
+def add(n):
+    total = 0
+    for i in numba.prange(n):
+        total += i
+    return total
+
+assert add(5) == 10
+print(numba.config.NUMBA_NUM_THREADS)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "threads"),
+    [([], None, 1), ([], "2", 2), (["launched"], None, os.cpu_count())],
+    ids=["none", "the user's own", "they run"],
+)
+def test_numbas_threads(arguments: list[str], given: str | None, threads: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_NUM_THREADS"}
+    if given is not None:
+        environment["NUMBA_NUM_THREADS"] = given
+    command = [sys.executable, "-c", NUMBA, *arguments]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == str(threads), found.stderr
 
 
 def test_a_method_is_replaced_once_and_kept() -> None:

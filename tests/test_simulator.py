@@ -19,7 +19,7 @@ from pat_vllm.cli import app
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.engine import SimulatedEngine
+from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
@@ -399,6 +399,7 @@ def test_the_state_counts_steps_within_a_chunk():
     assert requests.num_output_tokens.tolist() == [30]
     assert requests.num_computed_tokens.tolist() == [34]
     live = engine.state().requests()
+    assert isinstance(live, SimulatedLiveRequests)
     assert live.remaining.tolist() == [170]
 
 

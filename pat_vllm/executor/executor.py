@@ -99,6 +99,8 @@ class PATExecutorMixin(_Base):
 
     is_pat = True
     failure_callback: Callable[[], None] | None
+    weights_version = 0
+    """Grows with each call that may have written weights."""
     _network = Network()
 
     # ---------------------------------------------------------------- start and stop
@@ -113,8 +115,6 @@ class PATExecutorMixin(_Base):
         self._unsampled: list[int] = []
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
-        self.weights_version = 0
-        """Grows with each call that may have written weights."""
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
 

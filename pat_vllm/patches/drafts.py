@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +189,27 @@ def verify_sampled_drafts() -> None:
 
     replace(rejection_sampler, "expand_batch_to_tokens", lambda original: _of_each_token)
     replace(rejection_sampler, "apply_sampling_constraints", constraining)
+
+
+def keep_openmp_threads() -> None:
+    """Have numba, of which vLLM's n-gram drafter is made, launch one thread, as the drafter uses.
+
+    Without it: numba launches one for each core, and so gives OpenMP as many, whatever vLLM has
+    bound to this rank. Every kernel of a CPU worker then waits for threads that have no core. The
+    user's own `NUMBA_NUM_THREADS` is kept. Where numba's threads run already, so are they.
+    Missing seam: an option of the drafter.
+    """
+    name = "NUMBA_NUM_THREADS"
+    if name in os.environ:
+        return
+    from numba.core import config
+
+    os.environ[name] = "1"
+    try:
+        config.reload_config()
+    except RuntimeError:  # the number cannot be changed any more
+        del os.environ[name]
+        config.reload_config()
 
 
 def _of_each_token(

@@ -62,8 +62,8 @@ class Monitor:
         if self._speculates and shape.batch:
             asked = self._asked.get(replica.index, 0)
             self._asked[replica.index] = shape.k
-            accepted = accepted_drafts(step, result.output)
-            self.policy.drafted(now, asked, max(shape.batch, len(accepted)), accepted)
+            of_each = accepted_drafts(step, result.output)
+            self.policy.drafted(now, asked, max(shape.batch, len(of_each)), of_each)
         self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
 
     def ended(self, request_id: str, reason: FinishReason) -> None:

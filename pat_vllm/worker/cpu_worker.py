@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pat_vllm.patches.drafts import verify_sampled_drafts
+from pat_vllm.patches.drafts import keep_openmp_threads, verify_sampled_drafts
 from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -29,9 +28,7 @@ class PATCPUWorker(PATWorkerMixin, CPUWorker):
 
         if config.speculative_config is not None:
             verify_sampled_drafts()
-            # vLLM's n-gram drafter takes one thread. numba gives OpenMP as many as it could have,
-            # however many vLLM has bound to this rank.
-            os.environ.setdefault("NUMBA_NUM_THREADS", "1")
+            keep_openmp_threads()
         return RunnerV1(config, self.device)
 
     def determine_available_memory(self) -> int:

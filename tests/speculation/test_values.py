@@ -89,6 +89,7 @@ def check_draft_lengths() -> None:
     assert tables(one) == [[2] * 7]
     # The policy's change with its plans.
     lengths.request(None)
+    lengths.write(TWO, one)
     of_policy = {TWO: ((1, 2, 4), (3, 3, 0))}
     lengths.write(TWO, one)
     assert tables(one) == [[0, 4, 4, 0, 0, 0, 0]]
