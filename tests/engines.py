@@ -6,6 +6,7 @@ import contextlib
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,7 @@ def engine(
             **options,
             "additional_config": {"pat": pat},
         }
+    _let_vllm_look_at_numba()
     llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
     try:
         yield llm
@@ -68,6 +70,27 @@ def engine(
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+
+
+def _let_vllm_look_at_numba() -> None:
+    """Have an engine start in a process that has imported numba, as stock ones with drafts do.
+
+    On CPU vLLM looks at the `__dict__` of all that is in any module, and one object of llvmlite's
+    takes that for the name of a function of its library.
+    """
+    ffi: Any = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    look_up = ffi._lib_wrapper.__getattr__
+    if look_up.__module__ == __name__:
+        return
+
+    def look_up_functions(library: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return look_up(library, name)
+
+    ffi._lib_wrapper.__getattr__ = look_up_functions
 
 
 def _check_planning(llm: Any) -> None:
