@@ -36,12 +36,12 @@ DRAFTS = (
 )
 
 
-def check_steps(run: Run) -> None:
+def check_steps(run: Run, tolerance: float = 1e-5) -> None:
     """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
     steps, rollouts = run.steps()[:3], run.rollouts()[:3]
     assert len(steps) == len(rollouts) == 3
     for step, rollout in zip(steps, rollouts, strict=True):
-        assert step.probs_diff_max < 1e-5
+        assert step.probs_diff_max < tolerance
         assert step.longest > 2 * step.mean_length  # a long tail
         assert rollout.startswith("16 responses")
         live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
@@ -81,7 +81,8 @@ def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
         os.kill(victim, signal.SIGKILL)
 
         assert run.ended() != 0
-        check_steps(run)
+        # Steps that verify drafts compute other shapes, also of the same tokens.
+        check_steps(run, tolerance=1e-4)
         check_drafts(run)
         assert len(run.steps()) == 3
         assert "the PAT engine of rollout replica 0 has died" in run.output
