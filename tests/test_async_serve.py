@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
