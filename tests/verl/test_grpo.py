@@ -36,13 +36,13 @@ DRAFTS = (
 )
 
 
-def check_steps(run: Run, tolerance: float = 1e-5) -> None:
+def check_steps(run: Run, tolerance: float = 1e-5, long_tail: bool = True) -> None:
     """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
     steps, rollouts = run.steps()[:3], run.rollouts()[:3]
     assert len(steps) == len(rollouts) == 3
     for step, rollout in zip(steps, rollouts, strict=True):
         assert step.probs_diff_max < tolerance
-        assert step.longest > 2 * step.mean_length  # a long tail
+        assert not long_tail or step.longest > 2 * step.mean_length
         assert rollout.startswith("16 responses")
         live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
         assert live
@@ -80,8 +80,9 @@ def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
         os.kill(victim, signal.SIGKILL)
 
         assert run.ended() != 0
-        # Steps that verify drafts compute other shapes, also of the same tokens.
-        check_steps(run, tolerance=1e-4)
+        # Steps that verify drafts compute other shapes, also of the same tokens. And the model
+        # ends its phrases when it likes.
+        check_steps(run, tolerance=1e-4, long_tail=False)
         check_drafts(run)
         assert len(run.steps()) == 3
         assert "the PAT engine of rollout replica 0 has died" in run.output
