@@ -15,6 +15,7 @@ import psutil
 
 from tests.models import random_model
 from tests.support.fork_server import start_from_server
+from tests.support.plain_weights import plain_weights
 
 OPTIONS: dict[str, Any] = {
     # Strict equality between layouts is possible in float32 only.
@@ -61,15 +62,34 @@ def engine(
             "additional_config": {"pat": pat},
         }
     _let_vllm_look_at_numba()
-    llm = LLM(model=str(random_model(model)), tensor_parallel_size=ranks, **{**OPTIONS, **options})
+    model = str(random_model(model))
+    with _weights_as(options.get("worker_extension_cls", "")):
+        llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})
+        try:
+            yield llm
+            if pat is not None and in_process:
+                _check_planning(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+
+
+@contextlib.contextmanager
+def _weights_as(extension: str) -> Iterator[None]:
+    """Have engines of one rank, which load their model in this process, pack weights or keep them.
+
+    Extensions that update weights keep them plain when they are imported, which is once.
+    """
+    import vllm.model_executor.layers.utils as utils
+
+    stock = utils.dispatch_cpu_unquantized_gemm
+    if extension.endswith((".WeightUpdates", ".UpdatesByLayer")):
+        plain_weights.apply()
     try:
-        yield llm
-        if pat is not None and in_process:
-            _check_planning(llm)
+        yield
     finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
+        utils.dispatch_cpu_unquantized_gemm = stock
 
 
 def _let_vllm_look_at_numba() -> None:

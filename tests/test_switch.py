@@ -199,7 +199,8 @@ def test_teacher_forced_log_probabilities_after_a_switch(case):
 def test_half_prefilled_and_waiting_requests_are_carried(case):
     """A switch while one prompt is half computed and others wait for a slot."""
     llm, sizes, _ = case
-    rng = random.Random(3)
+    # Of greedy runs with no near tie, which another machine's rounding would decide otherwise.
+    rng = random.Random(13)
     jobs = {
         f"p{i}": Job(
             [rng.randrange(3, 400) for _ in range(300)],

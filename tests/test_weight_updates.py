@@ -31,16 +31,6 @@ def batch(name: str = "r") -> dict[str, Job]:
     }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def packed_again_afterwards() -> Iterator[None]:
-    """Engines of one rank load their model, and the extension, in this process."""
-    import vllm.model_executor.layers.utils as utils
-
-    stock = utils.dispatch_cpu_unquantized_gemm
-    yield
-    utils.dispatch_cpu_unquantized_gemm = stock
-
-
 @pytest.fixture(scope="module")
 def expected() -> dict[str, dict[str, Outcome]]:
     """What stock vLLM generates with each of the weights, and with both."""

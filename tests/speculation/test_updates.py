@@ -13,7 +13,7 @@ from tests.models import phrase, random_model
 from tests.speculation.batch import MODEL, batch, leave_clean, speculating
 from tests.speculation.steps import MOST, held_drafts, requests_of, switch, watched
 from tests.test_switch import PLAIN_TOLERANCE
-from tests.test_weight_updates import PLAIN, packed_again_afterwards  # noqa: F401
+from tests.test_weight_updates import PLAIN
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("clean")]
 
