@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.planner import Planner, course
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.engine import CHUNK, SimulatedLiveRequests
+from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedRun
@@ -28,7 +30,7 @@ _MANY = 512
 
 
 class ClairvoyantPolicy(Policy):
-    """Plans as PAT does, with the true remaining lengths, step times and switch times.
+    """Plans as PAT does, with the true remaining lengths, acceptance, step and switch times.
 
     It knows no request before it arrives. A plan takes the live requests for evenly spread, so it
     is no bound: a policy may do better by luck.
@@ -40,8 +42,14 @@ class ClairvoyantPolicy(Policy):
         layouts: Sequence[Layout],
         truth: Truth,
         capacity: ReplicaCapacity,
+        draft_lengths: Sequence[int] = (0,),
     ) -> None:
-        """It will serve `batches`, in this order, and knows where each would best begin."""
+        """It will serve `batches`, in this order, and knows where each would best begin.
+
+        Args:
+            draft_lengths: among which it chooses, knowing what will be accepted.
+        """
+        self._lengths = draft_lengths
 
         def step(tp: int, *work: ArrayLike) -> Floats:
             columns = np.broadcast_arrays(*work)  # as in `StepShape`
@@ -70,7 +78,13 @@ class ClairvoyantPolicy(Policy):
         assert isinstance(requests, SimulatedLiveRequests)
         missing = np.maximum(requests.num_prompt_tokens - requests.num_computed_tokens, 0)
         ahead = course(requests, np.maximum(requests.remaining, 1)[:, None])
-        return self._planner.plan(state.layout, ahead, prompts=int(missing.sum())).best
+        drafting = requests.drafting(self._lengths) if len(self._lengths) > 1 else PLAIN
+        plan = self._planner.plan(
+            state.layout, ahead, prompts=int(missing.sum()), drafting=drafting
+        )
+        if drafting is not PLAIN:
+            self.drafts = plan.drafts
+        return plan.best
 
     def idle(self, now: float) -> None:
         self.home = next(self._homes)
@@ -82,8 +96,13 @@ class ClairvoyantPolicy(Policy):
         ahead = course(
             LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh), lengths[:, None]
         )
+        guesses, every = GuessedTokens.of(batch), np.arange(len(batch))
+        drafting = guesses.drafting(every, fresh, self._lengths)
         layouts, total = self._planner.layouts, int(prompts.sum())
-        return min(layouts, key=lambda one: self._planner.plan(one, ahead, prompts=total).stay)
+        return min(
+            layouts,
+            key=lambda one: self._planner.plan(one, ahead, prompts=total, drafting=drafting).stay,
+        )
 
 
 def clairvoyant(

@@ -23,18 +23,22 @@ import numpy as np
 
 from pat_vllm.predictor.state import Floats, Ints
 
-_MEMORY = 1000.0
-"""Steps of replicas after which an observation has faded (to 1/e), and more where they are of few
-requests:"""
+_MEMORY = 300.0
+"""Steps of replicas with drafts after which an observation has faded (to 1/e), and more where they
+are of few requests:"""
 
 _MEMORY_OF_ONE = 4000.0
 """so many steps of one request."""
+
+_MEMORY_WITHOUT = 1000.0
+"""Steps of replicas without drafts, likewise: after so many, drafts are tried again."""
 
 _INDEPENDENT = 0.25
 """Observations that one counts as: what repeats itself goes on doing so, step after step."""
 
 _PRIOR = 2.0
-"""Observations that stand for what is not known yet; half of them are successes."""
+"""Observations that stand for what is not known yet. Half of them are successes, at a position
+after the first as many as at the one before."""
 
 _HOPE = 1.0
 """Standard deviations to which one may hope that a share is better than its mean."""
@@ -104,7 +108,8 @@ class Acceptance:
             accepted: draft tokens accepted of each request that had some, int64 [hits]. Of those
                 beyond `length`, left from an earlier step, nothing is learnt.
         """
-        keep = math.exp(-1 / max(_MEMORY, _MEMORY_OF_ONE / max(1, requests)))
+        memory = _MEMORY if length else _MEMORY_WITHOUT
+        keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))
         self._news += (1 - keep) * float(self._tried[0])
         self._tried *= keep
         self._succeeded *= keep
@@ -144,6 +149,8 @@ class Acceptance:
         """What each draft length gives, as far as is known."""
         weight = _INDEPENDENT * self._tried + _PRIOR
         mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        for position in range(2, len(mean)):
+            mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
         hope = np.minimum(1.0, mean + _HOPE * np.sqrt(mean * (1 - mean) / (weight + 1)))
         tokens, per_hit = self._tokens(mean)
         hits = mean[0] * tokens / per_hit

@@ -144,11 +144,25 @@ class Replayer:
             for layout in self.profile.all_layouts
         }
 
-    def adaptive(self, profile: Profile, tuning: Tuning | None = None) -> AdaptivePolicy:
-        """PAT's default policy, which believes `profile` and has seen no length yet."""
-        max_tokens = max(batch.max_tokens for batch in self.batches)
-        # The time that planning takes here is not the simulated engine's.
-        return AdaptivePolicy(profile, bound=max_tokens, tuning=tuning, timer=lambda: 0.0)
+    def adaptive(
+        self,
+        profile: Profile,
+        tuning: Tuning | None = None,
+        draft_lengths: Sequence[int] = (0,),
+    ) -> AdaptivePolicy:
+        """PAT's default policy, which believes `profile` and has seen no length yet.
+
+        Args:
+            draft_lengths: among which it chooses.
+        """
+        return AdaptivePolicy(
+            profile,
+            bound=max(batch.max_tokens for batch in self.batches),
+            tuning=tuning,
+            draft_lengths=draft_lengths,
+            # The time that planning takes here is not the simulated engine's.
+            timer=lambda: 0.0,
+        )
 
 
 def compare(

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
@@ -32,15 +34,24 @@ CHUNK = 32
 """Most steps that a replica is advanced at once, and after which its policy is asked again."""
 
 
+_TOLD_OF_DRAFTS = 8
+"""Steps of a chunk of which a policy is told what drafts were accepted. An engine tells of as many
+as the policy has time for."""
+
+_NO_DRAFTS = np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True)
 class SimulatedLiveRequests(LiveRequests):
     """With what no engine knows.
 
     Attributes:
         remaining: tokens that each response will still have, int64 [n].
+        drafting: what draft lengths will give them until then.
     """
 
     remaining: Ints
+    drafting: Callable[[Sequence[int]], Drafting]
 
 
 class SimulatedEngine:
@@ -103,9 +114,12 @@ class SimulatedEngine:
         made = np.zeros(len(requests), np.int64)
         for replica in replicas:
             if steps := replica.steps_made(self.now):
-                made[replica.decoding] = steps
+                made[replica.decoding] = int(steps * replica.pace)
         prompt, length, group = requests.columns[:, index]
-        outputs = (np.array(requests.num_output_tokens, np.int64) + made)[index]
+        written = np.array(requests.num_output_tokens, np.int64)
+        if any(replica.k for replica in replicas):  # some have made fewer than the mean
+            made = np.minimum(made, requests.columns[1] - 1 - written)
+        outputs = (written + made)[index]
         return SimulatedLiveRequests(
             prompt,
             outputs,
@@ -115,6 +129,7 @@ class SimulatedEngine:
             np.repeat(np.arange(len(replicas)), counts),
             (np.array(requests.num_computed_tokens, np.int64) + made)[index],
             remaining=length - outputs,
+            drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
         )
 
     def result(self, decisions: tuple[DecisionReport, ...] = ()) -> SimulatedRun:
@@ -264,7 +279,13 @@ class SimulatedEngine:
 
     def _start(self, replica: SimulatedReplica, busy: int) -> None:
         """Start a chunk: what it computes, how many steps it has, and how long they take."""
-        scheduled = replica.schedule(self._requests, self._capacity, self.layout.tp)
+        scheduled = replica.schedule(
+            self._requests,
+            self._capacity,
+            self.layout.tp,
+            # The first step in a layout has no drafts to verify.
+            self._draft_length if replica.made else lambda batch: 0,
+        )
         steps = 1
         if not scheduled.prefilling:
             steps = min(scheduled.least, self._chunk)
@@ -275,7 +296,8 @@ class SimulatedEngine:
                 # A switch lets steps finish, with which responses may end: ask again soon.
                 steps = 1
             if scheduled.room != math.inf:
-                steps = max(1, min(steps, int(scheduled.room) // len(scheduled.decoding) + 1))
+                tokens = len(scheduled.decoding) * (scheduled.k + 1)
+                steps = max(1, min(steps, int(scheduled.room) // tokens + 1))
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
@@ -290,13 +312,21 @@ class SimulatedEngine:
                 steps = max(1, math.ceil(until))
                 set_pace()
         replica.decoding, replica.prefilling = scheduled.decoding, scheduled.prefilling
+        replica.k, replica.pace = scheduled.k, scheduled.pace
         replica.began = self.now
         replica.set_steps(steps)
+
+    def _draft_length(self, batch: int) -> int:
+        """What the policy says for a step of so many requests."""
+        schedule = self._policy.drafts.get(self.layout, ()) if self._policy is not None else ()
+        return next((k for first, last, k in schedule if first <= batch <= last), 0)
 
     def _finish(self, replica: SimulatedReplica, steps: int) -> None:
         """`steps` steps of the replica's chunk are over, and the chunk with them."""
         seconds = steps * replica.per_step
         ended = replica.began + seconds
+        if self._policy is not None and self._policy.learns and replica.shape.batch:
+            self._tell_of_drafts(self._policy, replica, ended)
         complete = replica.finish(self._requests, steps)
         count, total = self._steps.get(self.layout, (0, 0.0))
         self._steps[self.layout] = (count + steps, total + seconds)
@@ -316,3 +346,13 @@ class SimulatedEngine:
                     complete=length < self._requests.max_tokens,
                 )
         self._note()
+
+    def _tell_of_drafts(self, policy: Policy, replica: SimulatedReplica, ended: float) -> None:
+        """Tell of the drafts of a chunk. The requests are still what they were before it."""
+        told = min(replica.steps, _TOLD_OF_DRAFTS)
+        accepted = [_NO_DRAFTS] * told
+        if replica.k:
+            replica.write(self._requests)
+            accepted = replica.accepted(self._requests, told)
+        for one in accepted:
+            policy.drafted(ended, replica.k, replica.shape.batch, one)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from pat_vllm.predictor.state import Ints
 from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.simulator.steady import Steady, SteadyWithDrafts
 
 if TYPE_CHECKING:
-    from pat_vllm.simulator.traces import LengthTrace
+    pass
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
@@ -67,45 +68,6 @@ def _of_layout(limit: int | Mapping[int, int], tp: int) -> int:
     return limit if isinstance(limit, int) else limit[tp]
 
 
-class SimulatedRequests:
-    """The requests of a trace by index, as columns.
-
-    Attributes:
-        num_prompt_tokens, length, group, arrival: fixed; `length` is what a response will have.
-        columns: the first three of them, int64 [3, requests].
-        max_tokens: of every request.
-        num_output_tokens: generated so far.
-        num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes.
-        finished: when each response ended, NaN before.
-        prefilled: prompt tokens computed, those computed again included.
-        preempted: how often a request lost its KV for want of memory.
-    """
-
-    def __init__(self, trace: LengthTrace, began: float) -> None:
-        """None has started; arrivals count from `began`."""
-        self.columns = np.array([trace.num_prompt_tokens, trace.lengths, trace.groups], np.int64)
-        self.num_prompt_tokens, self.length, self.group = self.columns.tolist()
-        self.arrival = [began + float(at) for at in trace.arrivals]
-        self.max_tokens = int(trace.max_tokens)
-        self.num_output_tokens = [0] * len(self.length)
-        self.num_computed_tokens = [0] * len(self.length)
-        self.finished = [math.nan] * len(self.length)
-        self.prefilled = 0
-        self.preempted = 0
-
-    def __len__(self) -> int:
-        return len(self.length)
-
-    def decode(self, request: int, steps: int) -> None:
-        """A request has generated a token in each of `steps` steps."""
-        self.num_output_tokens[request] += steps
-        self.num_computed_tokens[request] += steps
-
-    def num_tokens(self, request: int) -> int:
-        """Prompt and output so far."""
-        return self.num_prompt_tokens[request] + self.num_output_tokens[request]
-
-
 @dataclass(frozen=True)
 class ScheduledStep:
     """What a replica's next step computes.
@@ -115,8 +77,10 @@ class ScheduledStep:
         prefilling: (request, tokens of it that the step computes).
         context: tokens of the decoding requests in all.
         longest: the most tokens of a decoding request.
-        least: tokens that the decoding request with fewest to come still generates.
+        least: steps that the decoding request with fewest to come still decodes in.
         room: tokens whose KV fits besides.
+        k: draft length.
+        pace: tokens of a decoding request per step.
     """
 
     decoding: list[int]
@@ -125,6 +89,8 @@ class ScheduledStep:
     longest: int
     least: int
     room: float
+    k: int = 0
+    pace: float = 1.0
 
     @property
     def prefill(self) -> int:
@@ -133,7 +99,7 @@ class ScheduledStep:
 
     def shape(self, steps: int, busy: int) -> StepShape:
         """The middle one of `steps` such steps, while `busy` replicas have work."""
-        middle = (steps - 1) / 2
+        middle = self.pace * (steps - 1) / 2
         batch = len(self.decoding)
         return StepShape(
             batch,
@@ -141,51 +107,9 @@ class ScheduledStep:
             self.longest + int(middle),
             self.prefill,
             busy,
+            drafts=self.k * batch,
+            k=self.k,
         )
-
-
-class _Steady:
-    """Requests that only decode, all of them in each step. What they have in common is counted
-    once, and written to the requests' columns when somebody looks.
-
-    Attributes:
-        context, longest: as in `ScheduledStep`, now.
-        made: steps.
-        written: those of them that the columns have.
-    """
-
-    def __init__(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
-        tokens = [requests.num_tokens(i) for i in running]
-        self.context, self.longest, self.made = sum(tokens), max(tokens), 0
-        self.written = 0
-        lengths, outputs = requests.length, requests.num_output_tokens
-        ends = [(lengths[i] - outputs[i], i) for i in running]
-        self._by_end = sorted(ends, reverse=True)
-        self._by_tokens = sorted(zip(tokens, running, strict=True))
-
-    @property
-    def least(self) -> int:
-        """Tokens to come of the request with fewest."""
-        return self._by_end[-1][0] - self.made
-
-    def advance(self, requests: SimulatedRequests, running: list[int], steps: int) -> list[int]:
-        """Make steps; requests that have their length leave `running` and are returned."""
-        self.made += steps
-        self.context += steps * len(running)
-        self.longest += steps
-        complete = []
-        while self._by_end and self._by_end[-1][0] <= self.made:
-            request = self._by_end.pop()[1]
-            requests.decode(request, self.made - self.written)
-            self.context -= requests.num_tokens(request)
-            complete.append(request)
-            running.remove(request)
-        if complete and running:
-            left = set(running)
-            while self._by_tokens[-1][1] not in left:
-                self._by_tokens.pop()
-            self.longest = self._by_tokens[-1][0] + self.made
-        return complete
 
 
 @dataclass(slots=True)
@@ -194,7 +118,7 @@ class SimulatedReplica:
 
     Attributes:
         cached_prompts: groups whose prompt's KV is in memory.
-        decoding, prefilling: of the chunk, as in `ScheduledStep`.
+        decoding, prefilling, k, pace: of the chunk, as in `ScheduledStep`.
         steps: of the chunk; 0 between chunks.
         made: steps before the chunk, since the layout became active.
         began: when the chunk began.
@@ -215,12 +139,28 @@ class SimulatedReplica:
     per_step: float = 0.0
     shape: StepShape = _NOTHING
     end: float = math.inf
-    steady: _Steady | None = None
+    k: int = 0
+    pace: float = 1.0
+    steady: Steady | SteadyWithDrafts | None = None
 
     @property
     def num_seqs(self) -> int:
         """Requests, waiting ones included."""
         return len(self.running) + len(self.waiting)
+
+    def accepted(self, requests: SimulatedRequests, most: int) -> list[Ints]:
+        """Drafts of each decoding request that some steps of the chunk accept.
+
+        Args:
+            most: how many of the first steps.
+        """
+        index, outputs = requests.outputs_of(self.decoding)
+        guesses, found = requests.guesses, []
+        begun = guesses.steps_made(index, outputs, self.k)
+        for step in range(min(most, self.steps)):
+            outputs = guesses.outputs(index, begun + step, self.k)
+            found.append(guesses.accepted(index, outputs, self.k))
+        return found
 
     def set_steps(self, steps: int) -> None:
         """The chunk has so many steps."""
@@ -241,17 +181,31 @@ class SimulatedReplica:
         return min(steps, self.steps)
 
     def schedule(
-        self, requests: SimulatedRequests, capacity: ReplicaCapacity, tp: int
+        self,
+        requests: SimulatedRequests,
+        capacity: ReplicaCapacity,
+        tp: int,
+        draft_length: Callable[[int], int] = lambda batch: 0,
     ) -> ScheduledStep:
         """Choose what the next step computes, and admit waiting requests to it.
+
+        Args:
+            draft_length: by the number of requests in the step.
 
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
-        if steady := self._still_steady(requests, capacity.kv_room(tp)):
+        if steady := self._still_steady(requests, capacity.kv_room(tp), draft_length):
             room = capacity.kv_room(tp) - steady.context - len(self.running)
             return ScheduledStep(
-                self.running, [], steady.context, steady.longest, steady.least, room
+                self.running,
+                [],
+                steady.context,
+                steady.longest,
+                steady.least,
+                room,
+                steady.k,
+                steady.pace,
             )
         room = self._make_room(requests, capacity.kv_room(tp), tp)
         num_prompt_tokens, num_output_tokens = (
@@ -301,17 +255,26 @@ class SimulatedReplica:
                 room -= 1
         if not decoding and not prefilling:
             raise _too_long(tp, requests.num_tokens(self.waiting[0]))
-        least = min([requests.length[i] - num_output_tokens[i] for i in decoding], default=1)
+        k = draft_length(len(self.running))
         if not self.waiting and len(decoding) == len(self.running):
-            self.steady = _Steady(requests, self.running)
             decoding = self.running
-        return ScheduledStep(decoding, prefilling, context, longest, least, room)
+            self.steady = (
+                SteadyWithDrafts(requests, decoding, k) if k else Steady(requests, decoding)
+            )
+        least = requests.steps_left(decoding, k) if decoding else 1
+        pace = requests.pace(decoding, k)
+        return ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
 
-    def _still_steady(self, requests: SimulatedRequests, room: float) -> _Steady | None:
+    def _still_steady(
+        self, requests: SimulatedRequests, room: float, draft_length: Callable[[int], int]
+    ) -> Steady | SteadyWithDrafts | None:
         """What runs, where the next step also does nothing but decode it."""
         steady = self.steady
         if steady is not None and (
-            self.waiting or not self.running or steady.context + len(self.running) > room
+            self.waiting
+            or not self.running
+            or steady.context + len(self.running) > room
+            or steady.k != draft_length(len(self.running))
         ):
             self.write(requests)
             self.steady = None
@@ -320,9 +283,7 @@ class SimulatedReplica:
     def write(self, requests: SimulatedRequests) -> None:
         """Write the tokens that were counted in common."""
         if self.steady is not None:
-            for request in self.running:
-                requests.decode(request, self.steady.made - self.steady.written)
-            self.steady.written = self.steady.made
+            self.steady.write(requests, self.running)
 
     def finish(self, requests: SimulatedRequests, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.
@@ -335,8 +296,7 @@ class SimulatedReplica:
             self.set_steps(0)
             return self.steady.advance(requests, self.running, steps)
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
-        for request in self.decoding:
-            requests.decode(request, steps)
+        requests.decode_all(self.decoding, steps, self.k)
         stepped = self.decoding
         for request, tokens in self.prefilling:
             requests.prefilled += tokens

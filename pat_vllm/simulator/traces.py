@@ -40,6 +40,8 @@ class LengthTrace:
         groups: equal for requests with equal prompts.
         num_prompt_tokens: of each request.
         max_tokens: tokens after which a response is cut short.
+        acceptance: probability that a draft token is accepted if those before it were, in the mean
+            over requests; every step of a request has drafts.
 
     Raises:
         ValueError: a value is out of range, or the tuples differ in size.
@@ -51,6 +53,7 @@ class LengthTrace:
     groups: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...]
     max_tokens: int
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         count = len(self.lengths)
@@ -71,6 +74,8 @@ class LengthTrace:
             raise ValueError(f"num_prompt_tokens of trace {self.name!r} must be at least 1")
         if not all(math.isfinite(at) and at >= 0 for at in self.arrivals):
             raise ValueError(f"arrivals of trace {self.name!r} must be 0 or more seconds")
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance of trace {self.name!r} must be 0 to 1")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -236,6 +241,8 @@ def _from_json(stem: str, data: Any) -> LengthTrace:
         if not isinstance(values, list) or any(type(value) not in allowed for value in values):
             kind = "numbers" if field == "arrivals" else "whole numbers"
             raise ValueError(f"{field} must be a list of {kind}")
+    if type(data.get("acceptance", 0.0)) not in (int, float):
+        raise ValueError(f"acceptance must be a number, got {data['acceptance']!r}")
     if type(data.get("max_tokens", 0)) is not int:
         raise ValueError(f"max_tokens must be a whole number, got {data['max_tokens']!r}")
     return _from_fields(stem, data)
@@ -251,6 +258,7 @@ def _from_fields(stem: str, data: dict[str, Any]) -> LengthTrace:
         groups=tuple(data.get("groups", range(count))),
         num_prompt_tokens=tuple(data.get("num_prompt_tokens", (_FILE_PROMPT,) * count)),
         max_tokens=data.get("max_tokens", max(lengths, default=1)),
+        acceptance=data.get("acceptance", 0.0),
     )
 
 

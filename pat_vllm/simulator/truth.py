@@ -43,8 +43,10 @@ class ReplayedTruth:
     No model that a policy fits is part of a step. The logarithm of the samples' seconds is
     interpolated over the logarithms of batch and mean context. Beyond the profiled contexts it is
     held; beyond the largest batch a step takes longer in proportion. How many replicas are busy
-    multiplies that by what the samples of as many show. A step with prompts adds their prefill to
-    its decoding, less the reading of the weights, which both share.
+    multiplies that by what the samples of as many show. Each draft length has two such surfaces,
+    with drafts for all requests and for none; between them times are linear in the drafts. A step
+    with prompts adds their prefill to its decoding, less the reading of the weights, which both
+    share.
 
     Each step then has a factor of its own, drawn from what the repeats of the nearest batch took
     relative to their median. Switches follow `CostModel`, which is a line through the profile's few
@@ -54,35 +56,51 @@ class ReplayedTruth:
 
     def __init__(self, profile: Profile, noise: Profile | None = None, seed: int = 0) -> None:
         """Replay `profile`, with the noise of a measured one (None: without noise)."""
-        self._decode = {
-            tp: _DecodeTimes(_samples(profile, tp, decode=True)) for tp in profile.layouts
-        }
-        self._prefill = {
-            tp: _PrefillTimes(_samples(profile, tp, decode=False)) for tp in profile.layouts
-        }
+        self._decode: dict[int, _DecodeTimes] = {}
+        self._drafts: dict[tuple[int, int], tuple[_DecodeTimes, _DecodeTimes]] = {}
+        self._prefill: dict[int, _PrefillTimes] = {}
+        for tp in profile.layouts:
+            samples = [s for s in profile.steps if s.tp == tp]
+            decodes = [s for s in samples if not s.prefill]
+            self._decode[tp] = _DecodeTimes([s for s in decodes if not s.k and not s.drafts])
+            for k in {s.k for s in decodes} - {0}:
+                of_k = [s for s in decodes if s.k == k]
+                self._drafts[tp, k] = (
+                    _DecodeTimes([s for s in of_k if not s.drafts]),
+                    _DecodeTimes([s for s in of_k if s.drafts]),
+                )
+            self._prefill[tp] = _PrefillTimes([s for s in samples if not s.batch])
         self._switches = CostModel.of(profile, mode="migrate")
         self._noise = _Noise(noise, seed) if noise is not None else None
 
     def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
-        decode = self._decode[tp]
-        seconds = decode.seconds(shape.batch, shape.context, shape.busy) if shape.batch else 0.0
-        if tokens := shape.prefill + shape.drafts:
+        seconds = self._decode_seconds(tp, shape) if shape.batch else 0.0
+        if tokens := shape.prefill:
             prefill = self._prefill[tp].seconds(tokens, shape.busy)
-            seconds += prefill - min(seconds, prefill, decode.shortest)
+            seconds += prefill - min(seconds, prefill, self._decode[tp].shortest)
         if self._noise is not None:
             seconds *= self._noise.of_steps(tp, shape, steps)
         return seconds
+
+    def _decode_seconds(self, tp: int, shape: StepShape) -> float:
+        work = shape.batch, shape.context, shape.busy
+        if not shape.k:
+            return self._decode[tp].seconds(*work)
+        try:
+            none, found = self._drafts[tp, shape.k]
+        except KeyError:
+            raise ValueError(
+                f"the profile has no steps of tp={tp} with draft length {shape.k}; "
+                f"profile them, or replay one of {sorted(k for t, k in self._drafts if t == tp)}"
+            ) from None
+        least = none.seconds(*work)
+        return least + (found.seconds(*work) - least) * shape.drafts / (shape.batch * shape.k)
 
     def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
         seconds = float(self._switches.seconds(source, target, live, tokens))
         if self._noise is not None:
             seconds *= self._noise.of_switch(source, target, live, tokens)
         return seconds
-
-
-def _samples(profile: Profile, tp: int, decode: bool) -> list[StepSample]:
-    """Those that only decode, or only compute prompts."""
-    return [s for s in profile.steps if s.tp == tp and (not s.prefill if decode else not s.batch)]
 
 
 class _DecodeTimes:

@@ -1,0 +1,123 @@
+"""Which tokens of simulated responses a drafter guesses, and so how many steps they take. Pure.
+
+What a drafter would propose at a token depends on the tokens before it, not on when or in how many
+steps they were made. So the guesses belong to a trace, and every side of a comparison has the same.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from pat_vllm.predictor.acceptance import Drafting
+from pat_vllm.predictor.state import Floats, Ints
+from pat_vllm.simulator.traces import LengthTrace
+
+_ALIKE = 20.0
+"""How alike the requests of a batch are: the sum of the parameters of a beta distribution, from
+which the acceptance of each is drawn."""
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The steps with one draft length.
+
+    Attributes:
+        before: steps before each run of tokens, over all requests, int64 [runs].
+        first, last: steps before each request, and before the next one, int64 [requests].
+    """
+
+    before: Ints
+    first: Ints
+    last: Ints
+
+
+class GuessedTokens:
+    """The output tokens of all requests, one after another: guessed right by a drafter, or not.
+
+    Tokens up to one that is not guessed, and it, are a *run*. With draft length k a step makes
+    k + 1 tokens of a run, or what is left of it. So steps of every k begin where a run does.
+    """
+
+    def __init__(self, lengths: Sequence[int], guessed: np.ndarray) -> None:
+        """
+        Args:
+            lengths: tokens of each response.
+            guessed: of each token of all responses, bool [sum of lengths]. That of the last token
+                of a response does not matter: the response ends with it.
+        """
+        self._length = np.array(lengths, np.int64)
+        self._ends = self._length.cumsum()
+        self._begins = self._ends - self._length
+        missed = ~guessed
+        missed[self._ends - 1] = True
+        runs = np.flatnonzero(missed)
+        self._first_token = np.append(0, runs[:-1] + 1)
+        self._tokens = runs + 1 - self._first_token
+        self._run_of = np.append(0, missed[:-1].cumsum())
+        self._chains: dict[int, _Chain] = {}
+
+    @classmethod
+    def of(cls, trace: LengthTrace) -> GuessedTokens:
+        """Those of a trace, drawn from its acceptance; the same for equal traces."""
+        return _drawn(trace.lengths, trace.acceptance)
+
+    def _chain(self, k: int) -> _Chain:
+        chain = self._chains.get(k)
+        if chain is None:
+            steps = (self._tokens + k) // (k + 1)
+            before = np.append(0, steps.cumsum())
+            bounds = before[np.append(self._run_of[self._begins], len(steps))]
+            chain = self._chains[k] = _Chain(before[:-1], bounds[:-1], bounds[1:])
+        return chain
+
+    def steps_made(self, requests: Ints, outputs: Ints, k: int) -> Ints:
+        """Steps in which requests make their first `outputs` tokens, fewer than all of them."""
+        chain, at = self._chain(k), self._begins[requests] + outputs
+        run = self._run_of[at]
+        whole: Ints = chain.before[run] + (at - self._first_token[run]) // (k + 1)
+        return whole - chain.first[requests]
+
+    def steps_in_all(self, requests: Ints, k: int) -> Ints:
+        """Steps of whole responses."""
+        chain = self._chain(k)
+        return chain.last[requests] - chain.first[requests]
+
+    def outputs(self, requests: Ints, steps: Ints, k: int) -> Ints:
+        """Tokens that requests have after so many of their steps."""
+        chain = self._chain(k)
+        at = np.minimum(chain.first[requests] + steps, chain.last[requests] - 1)
+        run = chain.before.searchsorted(at, "right") - 1
+        tokens = self._first_token[run] + (at - chain.before[run]) * (k + 1)
+        ended = chain.first[requests] + steps >= chain.last[requests]
+        whole: Ints = np.where(ended, self._length[requests], tokens - self._begins[requests])
+        return whole
+
+    def accepted(self, requests: Ints, outputs: Ints, k: int) -> Ints:
+        """Drafts of the next step that are accepted, of each request."""
+        at = self._begins[requests] + outputs
+        run = self._run_of[at]
+        return np.minimum(self._first_token[run] + self._tokens[run] - 1 - at, k)
+
+    def drafting(self, requests: Ints, outputs: Ints, lengths: Sequence[int]) -> Drafting:
+        """What each draft length gives requests for the rest of their responses."""
+        left = float((self._length[requests] - outputs).sum())
+        steps = [
+            self.steps_in_all(requests, k) - self.steps_made(requests, outputs, k) for k in lengths
+        ]
+        tokens: Floats = left / np.array([float(one.sum()) for one in steps])
+        return Drafting(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64), tokens)
+
+
+@lru_cache(maxsize=4)
+def _drawn(lengths: tuple[int, ...], acceptance: float) -> GuessedTokens:
+    random = np.random.default_rng(zlib.crc32(repr((lengths, acceptance)).encode()))
+    total = sum(lengths)
+    if not 0 < acceptance < 1:
+        return GuessedTokens(lengths, np.full(total, acceptance == 1))
+    each = random.beta(_ALIKE * acceptance, _ALIKE * (1 - acceptance), len(lengths))
+    return GuessedTokens(lengths, random.random(total) < np.repeat(each, lengths))
