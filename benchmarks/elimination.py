@@ -45,7 +45,6 @@ whole one loses more, that."""
 _HERE = "pat_vllm.predictor"
 
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
-    "monotone grid": lambda: patch(f"{_HERE}.step_time.monotone", lambda values, supported: values),
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),

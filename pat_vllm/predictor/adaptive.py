@@ -300,10 +300,9 @@ class AdaptivePolicy(Policy):
 
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
-        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
-        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
-            return state.layout
         seen = {layout: count for layout, (count, _) in self._error.items()}
+        if seen.get(state.layout, 0) < self._tuning.probe_steps:
+            return state.layout
         worked = self._worked_before
         if self._begun is not None:
             worked += state.now - self._begun
