@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import numpy as np
 import typer
 
 from benchmarks.paper.hardware import measured_noise, named_profile
@@ -49,6 +50,10 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
+    "choice of home": lambda: patch(
+        f"{_HERE}.adaptive.AdaptivePolicy._choose_home", lambda *_: None
+    ),
+    "doubt of lengths": lambda: patch(f"{_HERE}.lengths._levels", np.zeros),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
 }
 """What makes PAT do without each part that is no knob."""

@@ -66,16 +66,12 @@ def waits(layout, step):
     return 0.5 * (1 - 1 / layout.replicas) * step
 
 
-def token_seconds(planner, layout, ahead, drafts=PLAIN):
-    return planner._pace(layout, ahead, drafts).token
-
-
 def one_by_one(planner, layout, ahead, drafts):
     """Seconds per token and tokens per step of the best draft length, in each group."""
     every = []
     for i in range(len(drafts.lengths)):
         fields = [getattr(drafts, name)[i : i + 1] for name in Drafting.__dataclass_fields__]
-        every.append(token_seconds(planner, layout, ahead, Drafting(*fields)))
+        every.append(planner.token_seconds(layout, ahead, Drafting(*fields)))
     seconds = np.array(every)
     return seconds.min(axis=0), drafts.tokens[seconds.argmin(axis=0)]
 
@@ -187,8 +183,8 @@ def test_what_a_replica_cannot_hold_waits():
     for limits in (one_at_a_time, little_memory):
         bound = make_planner(crossover(), costs(0), **limits)
         assert (
-            token_seconds(bound, LAYOUTS[2], ahead)[-1]
-            > 2 * token_seconds(free, LAYOUTS[2], ahead)[-1]
+            bound.token_seconds(LAYOUTS[2], ahead)[-1]
+            > 2 * free.token_seconds(LAYOUTS[2], ahead)[-1]
         )
 
 
@@ -201,9 +197,9 @@ def test_a_layout_has_its_own_limit():
         for limits in (MAX_NUM_SEQS, dict.fromkeys(per_rank, 16), per_rank)
     )
     for layout in LAYOUTS:
-        alone = token_seconds(free, layout, ahead)
-        assert (token_seconds(growing, layout, ahead) == alone).all(), "64 = 16 x 4 ranks"
-        queued = (token_seconds(bound, layout, ahead) > alone).any()
+        alone = free.token_seconds(layout, ahead)
+        assert (growing.token_seconds(layout, ahead) == alone).all(), "64 = 16 x 4 ranks"
+        queued = (bound.token_seconds(layout, ahead) > alone).any()
         assert queued == (layout.tp > 1), "16 on each of 4 replicas"
 
 
@@ -261,7 +257,7 @@ def test_each_batch_size_has_its_best_length(base, slope, draft, looking, drafts
             )
         }
         best = pytest.approx(min(per_token.values()))
-        assert token_seconds(planner, LAYOUTS[2], ahead, drafts)[batch - 1] == best
+        assert planner.token_seconds(LAYOUTS[2], ahead, drafts)[batch - 1] == best
         assert per_token[at_batch(plan, LAYOUTS[2], batch)] == best
 
 
@@ -305,7 +301,7 @@ def test_more_acceptance_never_takes_longer(remaining, base, slope, drafts, data
     for layout in LAYOUTS:
         less = planner.plan(layout, ahead, drafting=drafts)
         assert planner.plan(layout, ahead, drafting=better).never <= less.never
-        now, then = (token_seconds(planner, layout, ahead, one) for one in (drafts, better))
+        now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
         assert (then <= now).all()
 
 

@@ -231,6 +231,10 @@ class Planner:
         self._max_num_seqs = max_num_seqs
         self._kv_tokens = kv_tokens
 
+    def token_seconds(self, layout: Layout, course: Course, drafting: Drafting = PLAIN) -> Floats:
+        """Seconds in which every live request gets a token, in each group of a course."""
+        return self._pace(layout, course, drafting).token
+
     def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
         """How fast a layout is.
 

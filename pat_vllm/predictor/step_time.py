@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -208,44 +208,21 @@ def _compile(
     return _SizeModel(base, Surface(busy, batch.tolist(), context.tolist(), values))
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Relative errors of predictions of steps that the model had not seen; fractions.
+def held_out_error(profile: Profile, folds: int = 5, seed: int = 0) -> dict[int, Floats]:
+    """Relative errors of predictions of steps that the model had not seen, by tp; fractions.
 
-    Attributes:
-        mean: mean absolute error.
-        p90: 90 % of the errors are at most this.
-        worst: the largest.
-        count: number of predicted samples.
+    Of steps without prompts, which are nearly all of a rollout's. All samples of a shape are held
+    out together, for a repeated measurement of a shape that was learned says nothing. Folds are
+    random over each size's shapes; a size that has too few is left out.
     """
-
-    mean: float
-    p90: float
-    worst: float
-    count: int
-
-
-def held_out_error(
-    profile: Profile,
-    folds: int = 5,
-    seed: int = 0,
-) -> dict[int, HeldOut]:
-    """K-fold error by tensor-parallel size; one that has too few shapes is left out.
-
-    Counts decode steps, which are nearly all of a rollout's.
-
-    All samples of a shape are held out together, for a repeated measurement of a shape that was
-    learned says nothing. Folds are random over each size's shapes.
-    """
-    by_tp: defaultdict[int, defaultdict[tuple[int, ...], list[StepSample]]]
-    by_tp = defaultdict(lambda: defaultdict(list))
-    for s in profile.steps:
-        by_tp[s.tp][(s.batch, s.context, s.prefill, s.busy, s.drafts, s.k)].append(s)
     rng = np.random.default_rng(seed)
     parts: list[list[StepSample]] = [[] for _ in range(max(2, folds))]
-    for _, shapes in sorted(by_tp.items()):
-        order = rng.permutation(len(shapes))
-        for position, samples in zip(order, shapes.values(), strict=True):
+    for tp in profile.layouts:
+        shapes: defaultdict[StepShape, list[StepSample]] = defaultdict(list)
+        for s in profile.steps:
+            if s.tp == tp:
+                shapes[replace(s.shape, longest=0)].append(s)
+        for position, samples in zip(rng.permutation(len(shapes)), shapes.values(), strict=True):
             parts[position % len(parts)] += samples
     errors: defaultdict[int, list[float]] = defaultdict(list)
     for held in parts:
@@ -254,7 +231,4 @@ def held_out_error(
         for s in held:
             if s.tp in model._sizes and not s.prefill:
                 errors[s.tp].append(abs(model.step(s.tp, s.shape) / s.seconds - 1))
-    return {
-        tp: HeldOut(float(np.mean(e)), float(np.percentile(e, 90)), float(np.max(e)), len(e))
-        for tp, e in sorted(errors.items())
-    }
+    return {tp: np.array(found) for tp, found in sorted(errors.items())}
