@@ -146,34 +146,33 @@ def course(live: LiveRequests, remaining: Ints) -> Course:
         remaining: tokens that each still generates in each future, int64 [n, futures].
     """
     count = len(live)
-    order = np.argsort(-remaining, axis=0)
-    ends = np.take_along_axis(remaining, order, axis=0)  # [m - 1]: the m-th last end
+    remaining = np.ascontiguousarray(remaining.T)  # [futures, n]
+    order = np.argsort(-remaining, axis=1)
+    ends = np.take_along_axis(remaining, order, axis=1)  # [m - 1]: the m-th last end
     # With m live the m-th last has not ended and the next one before it has.
-    before = np.vstack([ends[1:], np.zeros((1, ends.shape[1]), ends.dtype)])
+    before = np.zeros_like(ends)
+    before[:, :-1] = ends[:, 1:]
     steps = ends - before
     middle = 0.5 * (ends + before)
     contexts = live.context[order]
-    alive = np.arange(1, count + 1)[:, None]
-    total = np.cumsum(contexts, axis=0) + alive * middle
-    longest = np.maximum.accumulate(contexts, axis=0) + middle
+    alive = np.arange(1, count + 1)
+    total = np.cumsum(contexts, axis=1) + alive * middle
+    longest = np.maximum.accumulate(contexts, axis=1) + middle
 
     starts = _groups(count)
-    mean_steps = steps.mean(axis=1)
-    # Where no step is expected a group still needs a sensible state: hence the small weight.
-    weight = mean_steps + 1e-9
-    of_group = np.add.reduceat(weight, starts)
+    # Where no step is expected a group still needs a sensible state: hence the small weights.
+    weights = steps + 1e-9
+    of_group = np.add.reduceat(weights.sum(axis=0), starts)
 
     def mean(values: Floats) -> Floats:
-        return np.add.reduceat(values * weight, starts) / of_group
+        return np.add.reduceat((values * weights).sum(axis=0), starts) / of_group
 
-    per_future = np.maximum(steps, 1e-9)
-    weights = per_future.sum(axis=1)
     return Course(
-        live=mean(alive[:, 0].astype(float)),
+        live=mean(alive),
         most=np.append(starts[1:], count).astype(float),
-        steps=np.add.reduceat(mean_steps, starts),
-        context=mean((total * per_future).sum(axis=1) / weights),
-        longest=mean((longest * per_future).sum(axis=1) / weights),
+        steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
+        context=mean(total),
+        longest=mean(longest),
     )
 
 

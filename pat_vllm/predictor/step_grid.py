@@ -11,9 +11,6 @@ import numpy as np
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import KNEES
 
-_NEAR = 1.12
-"""Nodes closer than this factor become one."""
-
 _FAR_BATCH = (4, 64, 4096)
 _FAR_CONTEXT = (8, 1_000_000)
 """Nodes beyond the profiled range, as multiples of its end. Beyond the last, which no engine
@@ -22,27 +19,18 @@ reaches, the time stays constant."""
 
 def batch_nodes(profiled: Iterable[int]) -> list[float]:
     """Nodes of the batch axis: profiled sizes, the base's knees, powers of two, 0 and far."""
-    sizes = set(profiled)
-    last = max(sizes)
-    powers = [1 << i for i in range(last.bit_length())]
-    return _spaced([*sorted(sizes), *KNEES, *powers], [last * f for f in _FAR_BATCH])
+    sizes = sorted(profiled)
+    powers = [1 << i for i in range(sizes[-1].bit_length())]
+    far = [sizes[-1] * factor for factor in _FAR_BATCH]
+    return [float(one) for one in sorted({0, *sizes, *KNEES, *powers, *far})]
 
 
 def context_nodes(profiled: Iterable[int]) -> list[float]:
     """Nodes of the context axis, total tokens: the profiled ones, powers of two, 0 and far."""
-    totals = sorted(t for t in set(profiled) if t > 0) or [1]
-    first, last = totals[0], totals[-1]
-    powers = [1 << i for i in range(first.bit_length(), last.bit_length())]
-    return _spaced([*totals, *powers], [last * f for f in _FAR_CONTEXT])
-
-
-def _spaced(wanted: Iterable[int], far: Iterable[int]) -> list[float]:
-    """0, the wanted ones without near repeats (of which the first stays), and the far ones."""
-    nodes: list[float] = []
-    for one in wanted:
-        if all(not 1 / _NEAR < one / node < _NEAR for node in nodes):
-            nodes.append(float(one))
-    return sorted({0.0, *nodes, *map(float, far)})
+    totals = sorted(max(1, total) for total in profiled)
+    powers = [1 << i for i in range(totals[0].bit_length(), totals[-1].bit_length())]
+    far = [totals[-1] * factor for factor in _FAR_CONTEXT]
+    return [float(one) for one in sorted({0, *totals, *powers, *far})]
 
 
 class Surface:

@@ -104,15 +104,10 @@ class StepTimeModel:
             KeyError: `tp` is no layout of the profile.
         """
         size = self._sizes[tp]
-        batch, context = np.asarray(batch, np.float64), np.asarray(context, np.float64)
-        longest = np.asarray(longest, np.float64)
-        if not isinstance(prefill, int):
-            prefill = np.asarray(prefill, np.float64)
-        if not isinstance(drafts, int):
-            drafts = np.asarray(drafts, np.float64)
-        if not isinstance(k, int):
-            k = np.asarray(k)
-        busy = np.asarray(busy, np.float64)
+        batch, context, longest, prefill, busy, drafts, k = (
+            one if isinstance(one, int) else np.asarray(one, np.float64)
+            for one in (batch, context, longest, prefill, busy, drafts, k)
+        )
         plain = size.grid.many(batch, context, busy)
         plain = plain + size.base.extra(batch, longest, prefill, busy, drafts, k)
         return np.asarray(plain * self._correction.factors(tp, batch))
