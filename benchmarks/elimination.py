@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import numpy as np
 import typer
 
 from benchmarks.paper.hardware import measured_noise, named_profile
@@ -45,11 +46,14 @@ whole one loses more, that."""
 _HERE = "pat_vllm.predictor"
 
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
-    "monotone grid": lambda: patch(f"{_HERE}.step_time.monotone", lambda values, supported: values),
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
+    "choice of home": lambda: patch(
+        f"{_HERE}.adaptive.AdaptivePolicy._choose_home", lambda *_: None
+    ),
+    "doubt of lengths": lambda: patch(f"{_HERE}.lengths._levels", np.zeros),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
 }
 """What makes PAT do without each part that is no knob."""
@@ -198,8 +202,15 @@ class Loss:
 class Elimination:
     """Measures PAT without parts, each scenario once."""
 
-    def __init__(self, scenarios: Sequence[Scenario], processes: int = 1) -> None:
+    def __init__(
+        self,
+        scenarios: Sequence[Scenario],
+        processes: int = 1,
+        parts: Sequence[str] | None = None,
+    ) -> None:
+        """`parts` are those that may be dropped; None: all."""
         self.scenarios = scenarios
+        self._parts = parts or [*PARTS, *KNOBS]
         self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
         self._known: dict[frozenset[str], list[float]] = {}
 
@@ -249,7 +260,7 @@ class Elimination:
         yield "", True, whole
         without: frozenset[str] = frozenset()
         losses: dict[str, tuple[int, Loss]] = {}
-        for part in (*PARTS, *KNOBS):
+        for part in self._parts:
             losses[part] = (0, self.loss(without, part))
             tell(f"without {part}: {losses[part][1].mean:+.2%}")
         while losses:
@@ -279,8 +290,11 @@ def run(
     seeds: Annotated[int, typer.Option(min=1, help="Per workload.")] = 10,
     wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
     processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
+    part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
 ) -> None:
     """Print the path of the elimination as a table in Markdown."""
+    if unknown := {*(part or ())} - {*PARTS, *KNOBS}:
+        raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS, *KNOBS]}")
     names = engines or ["8 x H100", "8 x A40", "benchmarks/paper/measured.json"]
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
@@ -288,7 +302,7 @@ def run(
         for tp, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
             scenarios.append(Scenario(name, workload, seed, (tp, factor)))
     rows = []
-    for part, dropped, loss in Elimination(scenarios, processes).path(
+    for part, dropped, loss in Elimination(scenarios, processes, part).path(
         lambda text: print(text, flush=True)
     ):
         worst = max(loss.workloads, key=loss.workloads.__getitem__)

@@ -140,7 +140,7 @@ def test_impossible_options_are_errors():
 def test_the_step_time_model_fits_it(model, gpu):
     profile = modelled_profile(model, gpu, 8)
     for error in held_out_error(profile).values():
-        assert error.mean <= 0.03
+        assert error.mean() <= 0.03
     times = StepTimeModel.fit(profile)
     steps = [times.step(tp, StepShape(1, 3000, 3000)) for tp in profile.layouts]
     assert steps == sorted(steps, reverse=True)

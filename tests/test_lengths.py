@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
-from pat_vllm.predictor.hazard import Pool, cumulative_hazard, edges
+from pat_vllm.predictor.hazard import EDGES, Pool, cumulative_hazard
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import traces
@@ -47,20 +47,17 @@ def learn(model: LengthModel, batch: LengthTrace) -> None:
 # Estimator
 
 
-def test_grid_covers_every_bound_and_continues() -> None:
-    for bound in (1, 8, 100, 24576, 131072, 1_000_000):
-        grid = edges(bound)
-        assert grid[0] == 0 and grid[-1] >= bound
-        assert (np.diff(grid) >= 1).all()
-        np.testing.assert_array_equal(grid, edges(4_000_000)[: len(grid)])
-    assert 64 <= len(edges(131072)) <= 128
+def test_the_grid_is_exact_for_short_lengths_and_covers_long_ones() -> None:
+    assert EDGES[:17].tolist() == list(range(17)) and EDGES[-1] == 1 << 22
+    assert (np.diff(EDGES) >= 1).all() and (EDGES[17:] / EDGES[16:-1] < 1.15).all()
+    assert len(EDGES) < 180
 
 
 def test_kaplan_meier_by_hand() -> None:
     lengths = np.array([2, 3, 4, 4, 5, 7])
     ended = np.array([True, False, True, True, False, True])
-    pool = Pool.of(lengths, ended, 8)
-    survival = np.exp(-cumulative_hazard(pool, 8))
+    pool = Pool.of(lengths, ended)
+    survival = np.exp(-cumulative_hazard(pool))
     # At risk: 6 at 2, 5 at 3, 4 at 4, 2 at 5, 1 at 7.
     expected = [1, 1, 5 / 6, 5 / 6, 5 / 6 * 2 / 4, 5 / 12, 5 / 12, 0]
     np.testing.assert_allclose(survival[:8], expected, atol=1e-11)
@@ -70,10 +67,10 @@ def test_kaplan_meier_by_hand() -> None:
 def test_collecting_one_by_one_or_at_once(responses: list[tuple[int, bool]]) -> None:
     lengths = np.array([length for length, _ in responses])
     ended = np.array([end for _, end in responses]) & (lengths > 0)
-    pool = Pool.of(lengths, ended, 5000)
-    single = Pool.empty(len(pool.ends))
+    pool = Pool.of(lengths, ended)
+    single = Pool.empty()
     for length, end in zip(lengths, ended, strict=True):
-        single = single + Pool.of(np.array([length]), np.array([end]), 5000)
+        single = single + Pool.of(np.array([length]), np.array([end]))
     np.testing.assert_allclose(pool.tokens, single.tokens)
     np.testing.assert_allclose(pool.ends, single.ends)
     assert pool.tokens.sum() == lengths.sum()
@@ -87,9 +84,9 @@ def test_heavy_censoring_is_unbiased() -> None:
     ended = lengths <= cut
     assert 0.3 < ended.mean() < 0.7
     seen = np.minimum(lengths, cut).astype(np.int64)
-    hazard = cumulative_hazard(Pool.of(seen, ended, 4096), 4096)
+    hazard = cumulative_hazard(Pool.of(seen, ended))
     for length in (100, 500, 1000, 2000):
-        survival = np.exp(-np.interp(length, edges(4096), hazard))
+        survival = np.exp(-np.interp(length, EDGES, hazard))
         assert survival == pytest.approx((lengths > length).mean(), abs=0.02)
 
 
@@ -261,7 +258,7 @@ def test_history_survives_saving(tmp_path: Path) -> None:
         np.testing.assert_allclose(other.survival(1000), model.survival(1000), atol=0.03)
 
 
-def test_a_larger_request_extends_the_grid() -> None:
+def test_a_response_longer_than_the_bound_counts() -> None:
     model = LengthModel(100)
     learn(model, traces.uniform(64, 10, 90))
     before = model.survival(50)

@@ -203,23 +203,11 @@ def test_a_layout_has_its_own_limit():
         assert queued == (layout.tp > 1), "16 on each of 4 replicas"
 
 
-def test_expected_requests_shorten_the_horizon():
-    """A switch that pays within 20 s does not pay when a burst comes in one that undoes it."""
-    planner = make_planner(crossover(), costs(0.5))
-    ahead = course(requests([50] * 2), np.full((2, 4), 1000))
-    assert planner.plan(LAYOUTS[0], ahead).best == LAYOUTS[2]
-    soon = planner.plan(LAYOUTS[0], ahead, horizon=1.0, afterwards=LAYOUTS[0])
-    assert soon.best == LAYOUTS[0]
-    assert soon.never == pytest.approx(1.0)
-    assert planner.fastest(ahead, 100) == LAYOUTS[0]
-    assert planner.fastest(ahead, 0) == LAYOUTS[2]
-
-
-def test_optimism_is_about_one_layout():
+def test_hope_is_about_one_layout():
     planner = make_planner(crossover(), costs(0.01))
     ahead = course(requests([50] * 64), np.full((64, 4), 100))
     plain = planner.plan(LAYOUTS[0], ahead)
-    hoped = planner.plan(LAYOUTS[0], ahead, optimism={LAYOUTS[2]: 0.5})
+    hoped = planner.outlook(ahead).hoped(LAYOUTS[2], 2.0).plan(LAYOUTS[0])
     assert hoped.never == plain.never
     assert hoped.go[LAYOUTS[2]] < plain.go[LAYOUTS[2]]
     assert hoped.step[LAYOUTS[2]] == pytest.approx(plain.step[LAYOUTS[2]] / 2)
@@ -369,22 +357,14 @@ def test_a_switch_waits_for_steps_and_drops_drafts():
     check_drain()
 
 
-def test_expected_requests_are_met_with_the_best_length():
-    """Replicas are best for many, but for drafts, of which one group verifies more."""
-    planner = make_planner(crossover(), costs(0.5))
-    ahead = course(requests([50] * 2), np.full((2, 4), 1000))
-    assert planner.fastest(ahead, 100) == LAYOUTS[0]
-    assert planner.fastest(ahead, 0, drafting([1, 1.5, 2, 3, 4])) == LAYOUTS[2]
-
-
 @pytest.mark.parametrize(
     "function, changes, check",
     [
         (Planner._pace, {"drafting.lengths[hoped]": "drafting.lengths[best]"}, check_hope),
         (Planner._pace, {"token=tokens.min(axis=0)": "token=seconds[0]"}, check_drain),
-        (Planner._switch_seconds, {"+ first[target]": ""}, check_drain),
+        (Planner._switch_seconds, {"(pace.tokens - 1)": "0"}, check_drain),
         (Planner._switch_seconds, {"(pace.token * pace.tokens)": "pace.token"}, check_drain),
-        (Planner.plan, {"pace.token[last] * pace.tokens[last]": "pace.token[last]"}, check_drain),
+        (Planner.outlook, {"pace.token[-1] * pace.tokens[-1]": "pace.token[-1]"}, check_drain),
         (_schedule, {"pace.lengths[order]": "pace.lengths[order[::-1]]"}, check_tail_and_bulk),
     ],
 )

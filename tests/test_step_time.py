@@ -1,8 +1,7 @@
-"""The step-time model: accuracy, monotony everywhere, and what it learns from real steps."""
+"""The step-time model: accuracy, and what it learns from real steps."""
 
-import json
-import subprocess
-import sys
+import copy
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -76,13 +75,13 @@ def make_profile(truth, *, noise=0.02, seed=0, tps=TPS, ranks=8, scale=None, sha
 
 
 @pytest.fixture(scope="module")
-def content():
-    return StepTimeModel.fit(make_profile(saturating)).to_json()
+def fitted():
+    return StepTimeModel.fit(make_profile(saturating))
 
 
 @pytest.fixture
-def model(content):
-    return StepTimeModel.from_json(content)
+def model(fitted):
+    return copy.deepcopy(fitted)
 
 
 def decode(batch, each=512, busy=1):
@@ -92,19 +91,12 @@ def decode(batch, each=512, busy=1):
 def run(model, tp, shape, factor, count, *, noise=0.05, outlier_every=0, seed=0):
     """Observe steps that take `factor` times what the uncorrected model predicts."""
     rng = np.random.default_rng(seed)
-    plain = StepTimeModel.from_json({**model.to_json(), "correction": fresh()})
-    expected = plain.step(tp, shape)
+    expected = model.step(tp, shape) / model.correction(tp, shape.batch)
     for i in range(count):
         seconds = expected * factor * float(np.exp(noise * rng.standard_normal()))
         if outlier_every and i % outlier_every == outlier_every - 1:
             seconds *= 10
         model.observe(tp, shape, seconds)
-
-
-def fresh():
-    return StepTimeModel.fit(make_profile(roofline, tps=(8,)), residual=False).to_json()[
-        "correction"
-    ]
 
 
 # Accuracy
@@ -115,22 +107,22 @@ def test_held_out_error_is_at_most_four_percent(truth):
     errors = held_out_error(make_profile(truth))
     assert set(errors) == set(TPS)
     for tp, error in errors.items():
-        assert error.mean <= 0.04, (tp, error)
-        assert error.mean <= error.p90 <= error.worst
-        assert error.count == len(BATCHES) * len(CONTEXTS) * len({1, 8 // tp})
+        assert error.mean() <= 0.04, (tp, error)
+        assert len(error) == len(BATCHES) * len(CONTEXTS) * len({1, 8 // tp})
 
 
 def test_the_residual_learns_what_the_linear_base_cannot():
     profile = make_profile(saturating)
-    linear = held_out_error(profile, residual=False)
+    with patch("pat_vllm.predictor.step_time._fit_residual", lambda *_: None):
+        linear = held_out_error(profile)
     for tp, error in held_out_error(profile).items():
-        assert error.mean < 0.7 * linear[tp].mean
+        assert error.mean() < 0.7 * linear[tp].mean()
 
 
 def test_held_out_shapes_are_random_and_depend_on_the_seed_alone():
     profile = make_profile(roofline)
-    assert held_out_error(profile, seed=1) == held_out_error(profile, seed=1)
-    assert held_out_error(profile, seed=1) != held_out_error(profile, seed=2)
+    one, again, other = (held_out_error(profile, seed=seed)[1] for seed in (1, 1, 2))
+    assert np.array_equal(one, again) and not np.array_equal(one, other)
 
 
 def test_repeats_of_a_shape_are_held_out_together():
@@ -139,10 +131,13 @@ def test_repeats_of_a_shape_are_held_out_together():
         return roofline(tp, shape) * (1.5 if (shape.batch.bit_length() + shape.longest) % 2 else 1)
 
     shapes = [decode(b, each + b % 3) for b in range(1, 40, 2) for each in (500, 900)]
-    once = held_out_error(make_profile(odd, noise=0, tps=(1,), shapes=shapes), residual=False)
-    thrice = held_out_error(make_profile(odd, noise=0, tps=(1,), shapes=shapes * 3), residual=False)
-    assert thrice[1].mean > 0.8 * once[1].mean
-    assert thrice[1].count == 3 * once[1].count
+    with patch("pat_vllm.predictor.step_time._fit_residual", lambda *_: None):
+        once, thrice = (
+            held_out_error(make_profile(odd, noise=0, tps=(1,), shapes=shapes * repeats))
+            for repeats in (1, 3)
+        )
+    assert thrice[1].mean() > 0.8 * once[1].mean()
+    assert len(thrice[1]) == 3 * len(once[1])
 
 
 def test_profiled_points_are_hit():
@@ -168,7 +163,6 @@ def test_sizes_up_to_sixteen(tps):
 def test_few_samples_give_sane_times(count):
     shapes = [decode(b) for b in (1, 64, 8, 2, 32, 4, 16)[:count]]
     model = StepTimeModel.fit(make_profile(roofline, noise=0, tps=(2,), shapes=shapes))
-    assert model.to_json()["booster"] is None
     for shape in shapes:
         assert model.step(2, shape) == pytest.approx(roofline(2, shape), rel=0.1)
     between = model.seconds(2, [1, 3, 24, 64], [512, 1536, 12288, 32768], 512)
@@ -191,7 +185,7 @@ def test_outside_the_profiled_range_it_follows_the_base():
         assert model.step(1, shape) == pytest.approx(linear(1, shape), rel=0.1)
 
 
-# Monotone, finite, positive
+# Finite, positive
 
 
 def anything(draw, rng):
@@ -224,26 +218,13 @@ def models(draw):
 
 @settings(max_examples=30, deadline=None)
 @given(models(), st.integers(0, 2**32))
-def test_times_never_fall_with_any_kind_of_work(model, seed):
+def test_times_are_finite_and_positive(model, seed):
     rng = np.random.default_rng(seed)
-    n = 400
-    batch = np.where(rng.random(n) < 0.5, rng.integers(0, 300, n), 2 ** rng.uniform(0, 16, n))
-    context = np.where(rng.random(n) < 0.1, 0, 2 ** rng.uniform(0, 26, n))
-    longest, prefill = rng.uniform(0, 10**5, n), rng.integers(0, 9000, n)
-    busy = rng.integers(1, 6, n)
-    grow = 1 + rng.exponential(0.3, n)
+    batch, context = 2 ** rng.uniform(0, 16, 400), 2 ** rng.uniform(0, 26, 400)
+    longest, prefill = rng.uniform(0, 10**5, 400), rng.integers(0, 9000, 400)
     for tp in (1, 2):
-        before = model.seconds(tp, batch, context, longest, prefill, busy)
-        assert np.all(np.isfinite(before)) and np.all(before > 0)
-        for more in (
-            (batch * grow, context, longest, prefill, busy),
-            (batch, context * grow + 1, longest, prefill, busy),
-            (batch, context, longest * grow, prefill, busy),
-            (batch, context, longest, prefill + 100, busy),
-            (batch, context, longest, prefill, busy + 1),
-            (batch + 1, context + 500, longest + 1, prefill, busy),
-        ):
-            assert np.all(model.seconds(tp, *more) >= before * (1 - 1e-9))
+        seconds = model.seconds(tp, batch, context, longest, prefill, rng.integers(1, 6, 400))
+        assert np.all(np.isfinite(seconds)) and np.all(seconds > 0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -266,47 +247,14 @@ def test_step_and_seconds_agree_and_arguments_broadcast(model, data):
     assert mixed == pytest.approx(np.full((2, 2), one), rel=1e-9)
 
 
-# Saving
-
-
-@settings(max_examples=10, deadline=None)
-@given(models())
-def test_what_was_saved_predicts_and_learns_alike(model):
-    again = StepTimeModel.from_json(json.loads(json.dumps(model.to_json())))
-    batch = np.array([0, 1, 5.5, 30, 3000])
-    context = batch * 700
-    for _ in range(2):
-        for tp in (1, 2):
-            one, other = (m.seconds(tp, batch, context, 900, 10, 2) for m in (model, again))
-            assert np.array_equal(one, other)
-            assert model.evidence(tp, 5) == again.evidence(tp, 5)
-        for m in (model, again):
-            for _ in range(40):
-                m.observe(1, decode(6), 0.3)
-
-
-def test_files_hold_the_model_without_lightgbm(model, tmp_path):
-    path = tmp_path / "model.json"
-    model.save(path)
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from pat_vllm.predictor.step_time import StepTimeModel\n"
-        f"model = StepTimeModel.load(Path({str(path)!r}))\n"
-        "print(float(model.seconds(2, 8, 4096, 512)))\n"
-        "print([name for name in ('lightgbm', 'scipy', 'vllm') if name in sys.modules])\n"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    seconds, imported = out.stdout.splitlines()
-    assert float(seconds) == float(model.seconds(2, 8, 4096, 512))
-    assert imported == "[]"
-    assert json.loads(path.read_text())["booster"].startswith("tree")
-    with pytest.raises(ValueError, match="format 0"):
-        StepTimeModel.from_json({**model.to_json(), "format": 0})
-
-
 def test_fitting_is_deterministic():
     profile = make_profile(saturating)
-    assert StepTimeModel.fit(profile).to_json() == StepTimeModel.fit(profile).to_json()
+    one, other = (StepTimeModel.fit(profile) for _ in range(2))
+    batch = np.array([0, 1, 5.5, 30, 3000])
+    for tp in TPS:
+        assert np.array_equal(
+            *(m.seconds(tp, batch, batch * 700, 900, 10, 2) for m in (one, other))
+        )
 
 
 # Online
@@ -314,7 +262,6 @@ def test_fitting_is_deterministic():
 
 def test_unobserved_models_are_uncorrected(model):
     assert model.correction(1, 16) == 1.0
-    assert model.evidence(1, 16) == 0.0
     assert model.correction_version == 0
 
 
@@ -359,7 +306,6 @@ def test_noise_does_not_bias(model):
 def test_an_unobserved_layout_takes_the_machines_part(model):
     run(model, 1, decode(16), 2.0, 40)
     assert model.correction(4, 16) == pytest.approx(2.0, rel=0.15)
-    assert model.evidence(4, 16) == 0.0
     assert model.correction(1, 64) == pytest.approx(2.0, rel=0.1)
 
 
@@ -372,7 +318,7 @@ def test_one_wrong_layout_is_corrected_without_spoiling_the_others():
             model.observe(tp, decode(4), right[tp] * float(np.exp(0.05 * rng.standard_normal())))
     for tp in TPS:  # one of three that is wrong by two casts a little doubt on the one never seen
         seen = tp != 8
-        assert model.step(tp, decode(4)) == pytest.approx(right[tp], rel=0.1 if seen else 0.25)
+        assert model.step(tp, decode(4)) == pytest.approx(right[tp], rel=0.1 if seen else 0.27)
 
 
 def test_a_correction_of_one_request_does_not_reach_a_large_batch_of_equal_total_context():
@@ -384,7 +330,6 @@ def test_a_correction_of_one_request_does_not_reach_a_large_batch_of_equal_total
     for seed in range(10):
         run(model, 1, decode(1), 2.0, 10, seed=seed)
         run(model, 1, decode(64, 2000), 1.0, 10, seed=seed)
-    # One request with the context of 64 stands for no step; monotony must not lift these to it.
     assert model.correction(1, 1) > 1.8
     assert model.step(1, decode(64, 2000)) == pytest.approx(before, rel=0.08)
 
@@ -396,21 +341,11 @@ def test_corrections_stay_within_a_factor_of_eight(model):
     assert model.correction(1, 4) == pytest.approx(1 / 8, rel=0.01)
 
 
-def test_evidence_is_local_and_bounded(model):
-    run(model, 1, decode(16), 1.0, 10)
-    assert 8 < model.evidence(1, 16) <= 10
-    assert 0 < model.evidence(1, 24) < model.evidence(1, 16)
-    assert model.evidence(1, 64) == model.evidence(2, 16) == 0.0
-    run(model, 1, decode(16), 1.0, 1000)
-    assert 45 < model.evidence(1, 16) <= 50
-
-
 def test_only_decode_steps_teach(model):
     for shape in (StepShape(4, 2048, 512, 300), StepShape(0, 0, 0, 300)):
         for _ in range(50):
             model.observe(1, shape, 100.0)
     assert model.correction(1, 4) == 1.0
-    assert model.evidence(1, 4) == 0.0
 
 
 def test_the_version_grows_with_corrections_that_matter(model):
@@ -427,5 +362,4 @@ def test_predictions_keep_up_with_the_corrections(model):
     plain = model.step(1, decode(16))
     for i in range(60):
         run(model, 1, decode(16), 1.7, 1, seed=i)
-        # The corrected grid is made anew now and then, so it may lag by a few percent.
-        assert model.step(1, decode(16)) / plain == pytest.approx(model.correction(1, 16), rel=0.05)
+        assert model.step(1, decode(16)) / plain == pytest.approx(model.correction(1, 16))

@@ -21,7 +21,7 @@ from pat_vllm.predictor.acceptance import PLAIN, Acceptance
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.lengths import LengthModel
-from pat_vllm.predictor.planner import Course, Plan, Planner, course
+from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
@@ -98,7 +98,7 @@ class AdaptivePolicy(Policy):
         )
         self._acceptance = Acceptance(draft_lengths) if len(draft_lengths) > 1 else None
         self._drafting = PLAIN
-        self._prober = Prober(self._planner, tuning)
+        self._prober = Prober(tuning)
         self._decisions = Decisions()
         self._tuning = tuning
         self._timer = timer
@@ -281,7 +281,8 @@ class AdaptivePolicy(Policy):
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
         if self._acceptance is not None:
             self._drafting = self._acceptance.expected()
-        plan = self._planner.plan(state.layout, ahead, prompts=prompts, drafting=self._drafting)
+        outlook = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+        plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
         # While nothing finishes, contexts grow and the rest is seen in another light.
@@ -295,18 +296,17 @@ class AdaptivePolicy(Policy):
             best = min(plan.go, key=plan.go.__getitem__)
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
-        return self._probe(state, ahead)
+        return self._probe(state, outlook, plan)
 
-    def _probe(self, state: LiveState, ahead: Course) -> Layout:
+    def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
-        batch = state.num_seqs / min(state.num_seqs, state.layout.replicas)
-        if self._steps.evidence(state.layout.tp, batch) < self._tuning.probe_steps:
-            return state.layout
         seen = {layout: count for layout, (count, _) in self._error.items()}
+        if seen.get(state.layout, 0) < self._tuning.probe_steps:
+            return state.layout
         worked = self._worked_before
         if self._begun is not None:
             worked += state.now - self._begun
-        probe = self._prober.find(state, ahead, self._drafting, seen, worked)
+        probe = self._prober.find(state.num_seqs, outlook, plan, seen, worked)
         if probe is None:
             return state.layout
         layout, hoped = probe

@@ -135,9 +135,11 @@ class CostModel:
         linear, correction = self._linear(source, target)
         fixed = correction * (linear.fixed + linear.per_request * num_seqs)
         migrate, in_one_replica = self._per_token(source, target)
-        recompute = in_one_replica / np.clip(num_seqs, 1, target.replicas)
-        if self.mode == "migrate":
+        if self.mode == "migrate" or (
+            self.mode == "auto" and migrate * target.replicas <= in_one_replica
+        ):
             return fixed + migrate * tokens
+        recompute = in_one_replica / np.minimum(np.maximum(num_seqs, 1), target.replicas)
         if self.mode == "recompute":
             return fixed + recompute * tokens
         return fixed + np.minimum(migrate, recompute) * tokens

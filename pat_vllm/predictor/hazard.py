@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
@@ -36,20 +35,17 @@ _LOWEST_SURVIVAL = 1e-12
 """Of one token, so that cumulative hazards stay finite."""
 
 
-@cache
-def edges(limit: int) -> Floats:
-    """Bin edges 0, 1, 2, ... of which the last is at least `limit`, float64 [bins + 1].
+_OCTAVES_OF_BINS = 18
+"""So the grid ends at 2^22 tokens. Longer responses count as that long."""
 
-    Bin b holds the lengths above edge b up to edge b + 1. A longer grid continues a shorter one.
-    """
-    values = list(range(_SINGLE + 1))
-    step = 0
-    while values[-1] < limit:
-        step += 1
-        values.append(round(_SINGLE * 2 ** (step / _PER_OCTAVE)))
-    array = np.array(values, dtype=np.float64)
-    array.setflags(write=False)
-    return array
+EDGES: Floats = np.append(
+    np.arange(_SINGLE),
+    np.round(_SINGLE * 2 ** (np.arange(_OCTAVES_OF_BINS * _PER_OCTAVE + 1) / _PER_OCTAVE)),
+)
+"""Bin edges 0, 1, 2, ...: bin b holds the lengths above edge b up to edge b + 1."""
+
+BINS = len(EDGES) - 1
+_EDGES: list[int] = EDGES.astype(int).tolist()
 
 
 @dataclass(frozen=True)
@@ -57,24 +53,33 @@ class Pool:
     """What a set of responses says about the hazard, possibly weighted.
 
     Attributes:
-        ends: responses that ended, float64 [bins].
-        tokens: tokens that responses generated, the last ones included, float64 [bins].
+        ends: responses that ended, float64 [BINS].
+        tokens: tokens that responses generated, the last ones included, float64 [BINS].
     """
 
     ends: Floats
     tokens: Floats
 
     @classmethod
-    def empty(cls, bins: int) -> Pool:
+    def empty(cls) -> Pool:
         """Nothing seen."""
-        return cls(np.zeros(bins), np.zeros(bins))
+        return cls(np.zeros(BINS), np.zeros(BINS))
 
     @classmethod
-    def of(cls, lengths: Ints, ended: Bools, limit: int) -> Pool:
-        """Responses of these lengths, on the grid for `limit`; not `ended` ones are censored."""
-        collected = Collector(limit)
-        collected.add_many(lengths, ended)
-        return collected.pool()
+    def of(cls, lengths: Ints, ended: Bools) -> Pool:
+        """Responses of these lengths, 0 included; not `ended` ones are censored."""
+        lengths = np.minimum(lengths, EDGES[-1])
+        at = np.maximum(np.searchsorted(EDGES, lengths) - 1, 0)
+        partial = np.bincount(at, weights=lengths - EDGES[at], minlength=BINS)
+        return cls._of_counts(
+            np.bincount(at[ended], minlength=BINS), np.bincount(at, minlength=BINS), partial
+        )
+
+    @classmethod
+    def _of_counts(cls, ends: Floats, stops: Floats, partial: Floats) -> Pool:
+        """From responses that ended, and that ended or not, and their tokens in the last bin."""
+        beyond = stops[::-1].cumsum()[::-1] - stops
+        return cls(ends.astype(float), beyond * np.diff(EDGES) + partial)
 
     def __add__(self, other: Pool) -> Pool:
         return Pool(self.ends + other.ends, self.tokens + other.tokens)
@@ -82,53 +87,25 @@ class Pool:
     def __mul__(self, weight: float) -> Pool:
         return Pool(self.ends * weight, self.tokens * weight)
 
-    def extended(self, bins: int) -> Pool:
-        """The same on a grid of at least `bins` bins."""
-        more = (0, max(0, bins - len(self.ends)))
-        return Pool(np.pad(self.ends, more), np.pad(self.tokens, more))
-
 
 class Collector:
     """Counts responses into a pool: constant time for each, and constant memory."""
 
-    def __init__(self, limit: int) -> None:
-        self.edges = edges(limit)
-        self._edges = self.edges.astype(int).tolist()
-        bins = len(self._edges) - 1
-        self._ends = np.zeros(bins)
-        self._stops = np.zeros(bins)
-        self._partial = np.zeros(bins)
-
-    def extend(self, limit: int) -> None:
-        """Make room for lengths up to `limit`."""
-        self.edges = edges(limit)
-        self._edges = self.edges.astype(int).tolist()
-        more = (0, len(self._edges) - 1 - len(self._ends))
-        self._ends = np.pad(self._ends, more)
-        self._stops = np.pad(self._stops, more)
-        self._partial = np.pad(self._partial, more)
+    def __init__(self) -> None:
+        self._ends, self._stops, self._partial = np.zeros((3, BINS))
 
     def add(self, length: int, ended: bool) -> None:
         """A response of at least one token."""
-        at = bisect_left(self._edges, length) - 1
+        length = min(length, _EDGES[-1])
+        at = bisect_left(_EDGES, length) - 1
         self._stops[at] += 1
-        self._partial[at] += length - self._edges[at]
+        self._partial[at] += length - _EDGES[at]
         if ended:
             self._ends[at] += 1
 
-    def add_many(self, lengths: Ints, ended: Bools) -> None:
-        """Responses of any lengths, 0 included."""
-        bins = len(self._ends)
-        at = np.maximum(np.searchsorted(self.edges, lengths) - 1, 0)
-        self._stops += np.bincount(at, minlength=bins)
-        self._partial += np.bincount(at, weights=lengths - self.edges[at], minlength=bins)
-        if ended.any():
-            self._ends += np.bincount(at[ended], minlength=bins)
-
     def pool(self) -> Pool:
         """All responses added."""
-        beyond = self._stops[::-1].cumsum()[::-1] - self._stops
-        return Pool(self._ends.copy(), beyond * np.diff(self.edges) + self._partial)
+        return Pool._of_counts(self._ends, self._stops, self._partial)
 
 
 class Prior:
@@ -140,19 +117,17 @@ class Prior:
     tail continues what was seen.
 
     Args:
-        limit: of the grid.
         median: expected without data, in tokens.
         weight: number of pseudo-responses.
     """
 
-    def __init__(self, limit: int, median: float, weight: float) -> None:
-        grid = edges(limit)
+    def __init__(self, median: float, weight: float) -> None:
         octaves = np.arange(-8.0, 3.5, 0.5)
         scale = np.repeat(np.maximum(median * 2**octaves, 1), len(_SHAPES))[:, None]
         shape = np.tile(_SHAPES, len(octaves))[:, None]
-        log_survival = -np.log1p((grid / scale) ** shape)
+        log_survival = -np.log1p((EDGES / scale) ** shape)
         steps = np.diff(log_survival, axis=1)
-        self._log_stay = steps / np.diff(grid)
+        self._log_stay = steps / np.diff(EDGES)
         per_token = -np.expm1(self._log_stay)
         self._log_end = np.log(per_token)
         self._ends = -weight * np.exp(log_survival[:, :-1]) * np.expm1(steps)
@@ -169,11 +144,8 @@ class Prior:
         return Pool(share @ self._ends, share @ self._tokens)
 
 
-def cumulative_hazard(pool: Pool, limit: int) -> Floats:
-    """H = -log S at the edges of the grid for `limit`, float64 [bins + 1]; linear in between."""
-    grid = edges(limit)
+def cumulative_hazard(pool: Pool) -> Floats:
+    """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
     per_token = pool.ends / np.maximum(pool.tokens, 1e-300)
     per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
-    hazard = np.zeros(len(grid))
-    np.cumsum(-np.log1p(-per_token) * np.diff(grid), out=hazard[1:])
-    return hazard
+    return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))

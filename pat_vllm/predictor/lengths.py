@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pat_vllm.predictor.hazard import Collector, Pool, Prior, cumulative_hazard, edges
+from pat_vllm.predictor.hazard import BINS, EDGES, Collector, Pool, Prior, cumulative_hazard
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 
 _DISCOUNT = 0.8
@@ -33,9 +33,6 @@ _LEAST_PRIOR = 0.2
 
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
-
-_ROWS = 256
-"""Random numbers are made for this many requests at a time."""
 
 _FORMAT = 1
 
@@ -62,10 +59,8 @@ class LengthModel:
         self.batches = 0
         self.responses = 0
         self._seed = seed
-        self._limit = bound
-        self._history = Pool.empty(len(edges(bound)) - 1)
-        self._prior = self._new_prior()
-        self._noise: dict[tuple[int, int], Floats] = {}
+        self._history = Pool.empty()
+        self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN), _PRIOR_WEIGHT)
         self._start_batch()
 
     # What happens
@@ -78,8 +73,6 @@ class LengthModel:
         """
         if length < 1:
             return
-        if length > self._limit:
-            self._extend(length)
         self._batch.add(length, complete)
         self._count += 1
         self.responses += 1
@@ -87,11 +80,7 @@ class LengthModel:
 
     def observe_running(self, live: LiveRequests) -> None:
         """The responses that run now; replaces what the previous call said."""
-        usable = ~live.exact & (live.num_output_tokens > 0)
-        lengths = live.num_output_tokens[usable]
-        if len(lengths) and lengths.max() > self._limit:
-            self._extend(int(lengths.max()))
-        self._running = lengths
+        self._running = live.num_output_tokens[~live.exact & (live.num_output_tokens > 0)]
         self._fresh = False
 
     def end_of_batch(self) -> None:
@@ -115,15 +104,13 @@ class LengthModel:
         """
         if not len(live):
             return np.zeros((0, futures), np.int64)
-        if live.max_tokens.max() > self._limit:
-            self._extend(int(live.max_tokens.max()))
         self._refresh()
-        grid, hazard, generated = edges(self._limit), self._hazard, live.num_output_tokens
-        start = np.interp(generated, grid, hazard)
-        error = np.interp(generated, grid, self._error)
+        hazard, generated = self._hazard, live.num_output_tokens
+        start = np.interp(generated, EDGES, hazard)
+        error = np.interp(generated, EDGES, self._error)
         draws = self._draws(len(live), futures) * np.exp(error[:, None] * _levels(futures))
         remaining = (
-            np.ceil(np.interp(start[:, None] + draws, hazard, grid)).astype(np.int64)
+            np.ceil(np.interp(start[:, None] + draws, hazard, EDGES)).astype(np.int64)
             - generated[:, None]
         )
         room = np.maximum(live.max_tokens - generated, 1)[:, None]
@@ -133,58 +120,39 @@ class LengthModel:
     def survival(self, lengths: ArrayLike) -> Floats:
         """Share of responses that are longer than each of `lengths`, without groups and bounds."""
         self._refresh()
-        return np.exp(-np.interp(np.asarray(lengths, np.float64), edges(self._limit), self._hazard))
+        return np.exp(-np.interp(np.asarray(lengths, np.float64), EDGES, self._hazard))
 
     # Inner workings
 
     def _start_batch(self) -> None:
-        self._batch = Collector(self._limit)
+        self._batch = Collector()
         self._running = np.zeros(0, np.int64)
         self._count = 0
-        self._noise.clear()
-        self._fresh = False
-
-    def _new_prior(self) -> Prior:
-        return Prior(self._limit, max(1.0, self.bound * _PRIOR_MEDIAN), _PRIOR_WEIGHT)
-
-    def _extend(self, limit: int) -> None:
-        self._limit = max(limit, 2 * self._limit)
-        self._batch.extend(self._limit)
-        self._history = self._history.extended(len(edges(self._limit)) - 1)
-        self._prior = self._new_prior()
+        self._noise = np.zeros((0, 0))
         self._fresh = False
 
     def _refresh(self) -> None:
         """Estimate the hazard anew if anything has happened."""
         if self._fresh:
             return
-        now = self._batch.pool()
-        if len(self._running):
-            none = np.zeros(len(self._running), np.bool_)
-            now = now + Pool.of(self._running, none, self._limit)
-        pool = now + self._history
+        none = np.zeros(len(self._running), np.bool_)
+        pool = self._batch.pool() + Pool.of(self._running, none) + self._history
         # Many responses, none of which was longer: it weighs less that one might have been.
         fade = max(_LEAST_PRIOR, 1 / (1 + float(pool.ends.sum()) / _PRIOR_FADES))
         pool = pool + self._prior.given(pool) * fade
-        self._hazard = cumulative_hazard(pool, self._limit)
+        self._hazard = cumulative_hazard(pool)
         ends = pool.ends[::-1].cumsum()[::-1]
         self._error = np.append(1 / np.sqrt(1 + ends), 1.0)
         self._fresh = True
 
     def _draws(self, requests: int, futures: int) -> Floats:
         """Stratified standard exponential draws, float64 [requests, futures]."""
-        rows = -(-requests // _ROWS) * _ROWS
-        key = (rows, futures)
-        if key not in self._noise:
-            blocks = [self._block(block, futures) for block in range(rows // _ROWS)]
-            self._noise[key] = np.concatenate(blocks)
-        return self._noise[key][:requests]
-
-    def _block(self, block: int, futures: int) -> Floats:
-        random = np.random.default_rng((self._seed, self.batches, block, futures))
-        strata = np.tile(np.arange(futures, dtype=np.float64), (_ROWS, 1))
-        random.permuted(strata, axis=1, out=strata)
-        return -np.log1p(-(strata + random.random(strata.shape)) / futures)
+        if requests > len(self._noise) or futures != self._noise.shape[1]:
+            random = np.random.default_rng((self._seed, self.batches, futures))
+            strata = np.tile(np.arange(futures, dtype=np.float64), (requests, 1))
+            random.permuted(strata, axis=1, out=strata)
+            self._noise = -np.log1p(-(strata + random.random(strata.shape)) / futures)
+        return self._noise[:requests]
 
     # Persistence
 
@@ -217,17 +185,15 @@ class LengthModel:
         ends, tokens = arrays
         if (
             any(array.ndim != 1 or not np.isfinite(array).all() for array in arrays)
-            or len(ends) != len(tokens)
+            or not len(ends) == len(tokens) <= BINS
             or (ends < 0).any()
             or (ends > tokens).any()
             or model.batches < 0
             or model.responses < 0
         ):
             raise ValueError("counts out of range")
-        while len(edges(model._limit)) - 1 < len(ends):
-            model._extend(2 * model._limit)
-        model._history = Pool(ends, tokens).extended(len(edges(model._limit)) - 1)
-        model._start_batch()
+        # A shorter grid is continued by this one.
+        model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in arrays))
         return model
 
     def save(self, path: Path) -> None:

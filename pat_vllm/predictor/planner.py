@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 
 import numpy as np
 
@@ -89,6 +90,54 @@ class Plan:
         return target if self.go.get(target, math.inf) < self.stay else self.layout
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What a course takes in each layout, whichever the engine is in. Layouts go by their index.
+
+    Attributes:
+        layouts: the engine's.
+        seconds: that each group takes, [layout][group].
+        switch: seconds of a switch when a group begins, [group][source][target].
+        step: as in `Plan`, [layout].
+        drafts: as in `Plan`.
+    """
+
+    layouts: Sequence[Layout]
+    seconds: Sequence[Sequence[float]]
+    switch: Sequence[Sequence[Sequence[float]]]
+    step: Sequence[float]
+    drafts: Mapping[Layout, Schedule]
+
+    def hoped(self, layout: Layout, factor: float) -> Outlook:
+        """The same, were a layout `factor` times as fast; switches take what they take."""
+        at = self.layouts.index(layout)
+        seconds, step = list(self.seconds), list(self.step)
+        seconds[at] = [one / factor for one in seconds[at]]
+        step[at] /= factor
+        return replace(self, seconds=seconds, step=step)
+
+    def plan(self, layout: Layout) -> Plan:
+        """The best plan from `layout` on."""
+        # Plain lists: there are few layouts, and numpy's calls would take longer than the sums.
+        last = len(self.switch) - 1
+        value = [0.0] * len(self.layouts)  # by layout: seconds from here to the end
+        for switch, now in zip(self.switch, zip(*self.seconds, strict=True), strict=True):
+            after = list(map(add, now, value))
+            value = [min(map(add, row, after)) for row in switch]
+        here = self.layouts.index(layout)
+        now = self.switch[last][here]
+        others = [i for i in range(len(self.layouts)) if i != here]
+        return Plan(
+            layout=layout,
+            never=sum(self.seconds[here]),
+            stay=after[here],
+            go={self.layouts[i]: now[i] + after[i] for i in others},
+            cost={self.layouts[i]: now[i] for i in others},
+            step=dict(zip(self.layouts, self.step, strict=True)),
+            drafts=self.drafts,
+        )
+
+
 def course(live: LiveRequests, remaining: Ints) -> Course:
     """What sampled futures say about the number of live requests.
 
@@ -97,34 +146,33 @@ def course(live: LiveRequests, remaining: Ints) -> Course:
         remaining: tokens that each still generates in each future, int64 [n, futures].
     """
     count = len(live)
-    order = np.argsort(-remaining, axis=0)
-    ends = np.take_along_axis(remaining, order, axis=0)  # [m - 1]: the m-th last end
+    remaining = np.ascontiguousarray(remaining.T)  # [futures, n]
+    order = np.argsort(-remaining, axis=1)
+    ends = np.take_along_axis(remaining, order, axis=1)  # [m - 1]: the m-th last end
     # With m live the m-th last has not ended and the next one before it has.
-    before = np.vstack([ends[1:], np.zeros((1, ends.shape[1]), ends.dtype)])
+    before = np.zeros_like(ends)
+    before[:, :-1] = ends[:, 1:]
     steps = ends - before
     middle = 0.5 * (ends + before)
     contexts = live.context[order]
-    alive = np.arange(1, count + 1)[:, None]
-    total = np.cumsum(contexts, axis=0) + alive * middle
-    longest = np.maximum.accumulate(contexts, axis=0) + middle
+    alive = np.arange(1, count + 1)
+    total = np.cumsum(contexts, axis=1) + alive * middle
+    longest = np.maximum.accumulate(contexts, axis=1) + middle
 
     starts = _groups(count)
-    mean_steps = steps.mean(axis=1)
-    # Where no step is expected a group still needs a sensible state: hence the small weight.
-    weight = mean_steps + 1e-9
-    of_group = np.add.reduceat(weight, starts)
+    # Where no step is expected a group still needs a sensible state: hence the small weights.
+    weights = steps + 1e-9
+    of_group = np.add.reduceat(weights.sum(axis=0), starts)
 
     def mean(values: Floats) -> Floats:
-        return np.add.reduceat(values * weight, starts) / of_group
+        return np.add.reduceat((values * weights).sum(axis=0), starts) / of_group
 
-    per_future = np.maximum(steps, 1e-9)
-    weights = per_future.sum(axis=1)
     return Course(
-        live=mean(alive[:, 0].astype(float)),
+        live=mean(alive),
         most=np.append(starts[1:], count).astype(float),
-        steps=np.add.reduceat(mean_steps, starts),
-        context=mean((total * per_future).sum(axis=1) / weights),
-        longest=mean((longest * per_future).sum(axis=1) / weights),
+        steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
+        context=mean(total),
+        longest=mean(longest),
     )
 
 
@@ -219,83 +267,31 @@ class Planner:
             lengths=drafting.lengths[hoped],
         )
 
-    def fastest(self, course: Course, more: float, drafting: Drafting = PLAIN) -> Layout:
-        """The layout in which a token takes least time, with `more` live requests than now."""
-        now = course.most[-1]
-        busier = Course(
-            live=np.array([now + more]),
-            most=np.array([now + more]),
-            steps=np.ones(1),
-            context=course.context[-1:] * (now + more) / now,
-            longest=course.longest[-1:],
-        )
-        return min(self.layouts, key=lambda one: self.token_seconds(one, busier, drafting)[0])
-
     def plan(
-        self,
-        layout: Layout,
-        course: Course,
-        *,
-        prompts: int = 0,
-        horizon: float = math.inf,
-        afterwards: Layout | None = None,
-        optimism: Mapping[Layout, float] | None = None,
-        drafting: Drafting = PLAIN,
+        self, layout: Layout, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN
     ) -> Plan:
-        """Plan from `layout` on.
+        """Plan from `layout` on; the arguments are as of `outlook`."""
+        return self.outlook(course, prompts=prompts, drafting=drafting).plan(layout)
+
+    def outlook(self, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN) -> Outlook:
+        """What is ahead, wherever the engine is.
 
         Args:
             prompts: prompt tokens that have yet to be computed, before anything else.
-            horizon: seconds after which requests are expected that make this plan void.
-            afterwards: where the engine will want to be then; a plan that ends elsewhere pays for
-                the way.
-            optimism: by layout, a factor on its step times (below 1: what if it is faster).
             drafting: the draft lengths, and what they are expected to give.
         """
-        paces = {one: self._pace(one, course, drafting) for one in self.layouts}
-        for one, factor in (optimism or {}).items():
-            paces[one] = replace(paces[one], token=paces[one].token * factor)
-        per_token = {one: pace.token for one, pace in paces.items()}
-        steps = course.steps
-        if horizon < math.inf:
-            steps = _cut(steps, per_token[layout], horizon)
-        seconds = [(per_token[one] * steps).tolist() for one in self.layouts]
+        paces = [self._pace(one, course, drafting) for one in self.layouts]
+        seconds = np.array([pace.token for pace in paces]) * course.steps
         if prompts:
-            for one, times in zip(self.layouts, seconds, strict=True):
-                times[-1] += self._prefill_seconds(one, prompts)
-        switch = self._switch_seconds(course, paces)
-
-        # Plain lists: there are few layouts, and numpy's calls would take longer than the sums.
-        everywhere = range(len(self.layouts))
-        last = len(course.live) - 1
-        value = [0.0 for _ in everywhere]  # by layout: seconds from here to the end
-        if afterwards is not None:
-            then = self.layouts.index(afterwards)
-            value = [switch[one][then][last] for one in everywhere]
-        end = value
-        for group in range(last):
-            value = [seconds[one][group] + value[one] for one in everywhere]
-            value = [
-                min([switch[source][target][group] + value[target] for target in everywhere])
-                for source in everywhere
-            ]
-        value = [seconds[one][last] + value[one] for one in everywhere]
-
-        here = self.layouts.index(layout)
-        cost = {
-            one: switch[here][there][last]
-            for there, one in enumerate(self.layouts)
-            if there != here
-        }
-        return Plan(
-            layout=layout,
-            never=sum(seconds[here]) + end[here],
-            stay=value[here],
-            go={one: cost[one] + value[self.layouts.index(one)] for one in cost},
-            cost=cost,
-            step={one: float(pace.token[last] * pace.tokens[last]) for one, pace in paces.items()},
+            seconds[:, -1] += [self._prefill_seconds(one, prompts) for one in self.layouts]
+        return Outlook(
+            layouts=self.layouts,
+            seconds=seconds.tolist(),
+            switch=self._switch_seconds(course, paces),
+            step=[float(pace.token[-1] * pace.tokens[-1]) for pace in paces],
             drafts={
-                one: _schedule(pace, self._max_num_seqs[one.tp]) for one, pace in paces.items()
+                one: _schedule(pace, self._max_num_seqs[one.tp])
+                for one, pace in zip(self.layouts, paces, strict=True)
             },
         )
 
@@ -305,31 +301,22 @@ class Planner:
         chunk = self._step(layout.tp, 0, 0, 0, share, layout.replicas)
         return float(chunk) * tokens / (share * layout.replicas)
 
-    def _switch_seconds(
-        self, course: Course, paces: Mapping[Layout, _Pace]
-    ) -> list[list[list[float]]]:
-        """Seconds that switches take when a group begins, [source][target][group]."""
-        none = [0.0] * len(course.live)
-        # The first step in the target has no drafts to verify: it gives one token.
-        first = {one: pace.token * (pace.tokens - 1) for one, pace in paces.items()}
-        seconds = []
-        for source, pace in paces.items():
+    def _switch_seconds(self, course: Course, paces: Sequence[_Pace]) -> list[list[list[float]]]:
+        """Seconds that switches take when a group begins, [group][source][target]."""
+        count = len(self.layouts)
+        seconds = np.zeros((count, count, len(course.live)))
+        for i, source in enumerate(self.layouts):
+            for j, target in enumerate(self.layouts):
+                if i != j:
+                    seconds[i, j] = self._switch(source, target, course.most, course.context)
+        for i, (one, pace) in enumerate(zip(self.layouts, paces, strict=True)):
+            others = np.arange(count) != i
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
-            waits = 0.5 * (1 - 1 / source.replicas) * (pace.token * pace.tokens)
-            seconds.append(
-                [
-                    none
-                    if target == source
-                    else (
-                        waits
-                        + self._switch(source, target, course.most, course.context)
-                        + first[target]
-                    ).tolist()
-                    for target in self.layouts
-                ]
-            )
-        return seconds
+            seconds[i, others] += 0.5 * (1 - 1 / one.replicas) * (pace.token * pace.tokens)
+            # The first step in the target has no drafts to verify: it gives one token.
+            seconds[others, i] += pace.token * (pace.tokens - 1)
+        return seconds.transpose(2, 0, 1).tolist()  # type: ignore[no-any-return]
 
 
 def _schedule(pace: _Pace, most: int) -> Schedule:
@@ -338,6 +325,8 @@ def _schedule(pace: _Pace, most: int) -> Schedule:
     Each number takes the length of the group that runs the nearest number. Of groups that run as
     many in a replica, it is the one that comes first.
     """
+    if (pace.lengths == pace.lengths[0]).all():
+        return ((1, most, int(pace.lengths[0])),)
     running = pace.running.round(6)  # equal numbers may differ by rounding errors
     order = running.argsort(kind="stable")
     running, lengths = running[order], pace.lengths[order]
@@ -348,10 +337,3 @@ def _schedule(pace: _Pace, most: int) -> Schedule:
     begins = np.append(0, np.flatnonzero(np.diff(lengths)) + 1)
     ends = np.append(begins[1:], most)
     return tuple(zip((begins + 1).tolist(), ends.tolist(), lengths[begins].tolist(), strict=True))
-
-
-def _cut(steps: Floats, seconds: Floats, horizon: float) -> Floats:
-    """Steps of each group that are made within `horizon` seconds, many live requests first."""
-    before = np.append(np.cumsum((steps * seconds)[::-1])[::-1][1:], 0.0)
-    left = np.maximum(0.0, horizon - before)
-    return np.minimum(steps, left / seconds)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import Drafting
-from pat_vllm.predictor.planner import Course, Plan, Planner
-from pat_vllm.predictor.state import LiveState
+from pat_vllm.predictor.planner import Outlook, Plan
 from pat_vllm.predictor.tuning import Tuning
 
 _MOST_PROBES = 2
@@ -20,8 +18,7 @@ _MOST_PROBES = 2
 class Prober:
     """Finds layouts that are worth a probe, and bounds what probes may lose."""
 
-    def __init__(self, planner: Planner, tuning: Tuning) -> None:
-        self._planner = planner
+    def __init__(self, tuning: Tuning) -> None:
         self._tuning = tuning
         self._made: dict[Layout, int] = {}
         self._spent = 0.0
@@ -42,17 +39,18 @@ class Prober:
 
     def find(
         self,
-        state: LiveState,
-        ahead: Course,
-        drafting: Drafting,
+        num_seqs: int,
+        outlook: Outlook,
+        plan: Plan,
         seen: Mapping[Layout, int],
         worked: float,
     ) -> tuple[Layout, Plan] | None:
         """Begin a probe if much may be gained by one and little lost.
 
         Args:
-            ahead: of the present batch.
-            drafting: what drafts are expected to give.
+            num_seqs: live requests.
+            outlook: of the present batch.
+            plan: that follows from it, as far as is known.
             seen: steps that were compared with their prediction, by layout.
             worked: seconds that the engine has worked, of which probes may lose a share.
 
@@ -60,23 +58,20 @@ class Prober:
             The layout, and the plan in which it is as fast as one may hope; None for no probe.
         """
         tuning = self._tuning
-        for layout in self._planner.layouts:
-            if layout == state.layout or self._made.get(layout, 0) >= _MOST_PROBES:
+        for layout, cost in plan.cost.items():
+            if self._made.get(layout, 0) >= _MOST_PROBES:
                 continue
             if seen.get(layout, 0) >= 2 * tuning.probe_steps:
                 continue
-            optimism = {layout: 1 / tuning.probe_factor}
-            hoped = self._planner.plan(state.layout, ahead, optimism=optimism, drafting=drafting)
-            slower = hoped.step[layout] * tuning.probe_factor - hoped.step[state.layout]
-            price = 2 * hoped.cost[layout] + tuning.probe_steps * max(0.0, slower)
+            slower = plan.step[layout] - plan.step[plan.layout]
+            price = 2 * cost + tuning.probe_steps * max(0.0, slower)
+            if price >= tuning.probe_budget * worked - self._spent:
+                continue
+            hoped = outlook.hoped(layout, tuning.probe_factor).plan(plan.layout)
             gain = hoped.never - hoped.go[layout]
-            if (
-                hoped.best == layout
-                and gain > tuning.probe_saving * hoped.never
-                and price < tuning.probe_budget * worked - self._spent
-            ):
+            if hoped.best == layout and gain > tuning.probe_saving * hoped.never:
                 self._spent += price
                 self._made[layout] = self._made.get(layout, 0) + 1
-                self._steps_left = (1 + tuning.probe_steps) * min(layout.replicas, state.num_seqs)
+                self._steps_left = (1 + tuning.probe_steps) * min(layout.replicas, num_seqs)
                 return layout, hoped
         return None

@@ -10,7 +10,7 @@ the drafts and the busy replicas by construction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -159,13 +159,3 @@ class StepBase:
             after = before + more
             total = total + (more + abs(after) - abs(before)) * (0.5 * per_token)
         return total
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> StepBase:
-        """From what `to_json` gave."""
-        knees = tuple((int(tokens), float(cost)) for tokens, cost in content["knees"])
-        return cls(**{**content, "knees": knees})
