@@ -302,12 +302,12 @@ def run(
         for tp, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
             scenarios.append(Scenario(name, workload, seed, (tp, factor)))
     rows = []
-    for part, dropped, loss in Elimination(scenarios, processes, part).path(
+    for tried, dropped, loss in Elimination(scenarios, processes, part).path(
         lambda text: print(text, flush=True)
     ):
         worst = max(loss.workloads, key=loss.workloads.__getitem__)
         row = (
-            part or "nothing",
+            tried or "nothing",
             "dropped" if dropped else "stays",
             f"{loss.mean:+.2%}",
             f"{loss.workloads[worst]:+.2%} ({worst})",
