@@ -7,7 +7,6 @@ nothing loses more than is allowed. Profiles are modelled and measured, right an
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import numpy as np
 import typer
 
 from benchmarks.paper.hardware import measured_noise, named_profile
 from pat_vllm.cli.results import table
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.hazard import Pool, Prior
 from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator import traces
@@ -45,27 +44,28 @@ whole one loses more, that."""
 
 _HERE = "pat_vllm.predictor"
 
+
+def _unseen(prior: Prior, pool: Pool) -> Pool:
+    """The prior as it is before anything was seen."""
+    return Pool(prior._unseen @ prior._ends, prior._unseen @ prior._tokens)
+
+
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
-    "choice of home": lambda: patch(
-        f"{_HERE}.adaptive.AdaptivePolicy._choose_home", lambda *_: None
-    ),
-    "doubt of lengths": lambda: patch(f"{_HERE}.lengths._levels", np.zeros),
+    "likely prior": lambda: patch(f"{_HERE}.hazard.Prior.given", _unseen),
+    "fading prior": lambda: patch(f"{_HERE}.lengths._LEAST_PRIOR", 1.0),
+    "small batches": lambda: patch(f"{_HERE}.lengths._FULL_BATCH", 1),
+    "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
 }
 """What makes PAT do without each part that is no knob."""
 
 KNOBS: Mapping[str, Any] = {
     "samples": 1,
-    "margin": 0.0,
-    "least_saving": 0.0,
-    "regret_margin": 0.0,
     "dwell": 0.0,
-    "stall_share": math.inf,
-    "clear_saving": math.inf,
 }
 """Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""
 
@@ -302,12 +302,12 @@ def run(
         for tp, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
             scenarios.append(Scenario(name, workload, seed, (tp, factor)))
     rows = []
-    for part, dropped, loss in Elimination(scenarios, processes, part).path(
+    for tried, dropped, loss in Elimination(scenarios, processes, part).path(
         lambda text: print(text, flush=True)
     ):
         worst = max(loss.workloads, key=loss.workloads.__getitem__)
         row = (
-            part or "nothing",
+            tried or "nothing",
             "dropped" if dropped else "stays",
             f"{loss.mean:+.2%}",
             f"{loss.workloads[worst]:+.2%} ({worst})",

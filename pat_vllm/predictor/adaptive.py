@@ -24,7 +24,7 @@ from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
+from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
@@ -40,9 +40,6 @@ _PATIENCE = 64
 
 _NEWS = 0.02
 """Share of the live requests that has to end, or to come, before it plans again."""
-
-_HOME_GAIN = 0.005
-"""Share of a batch's time that another home must save. An idle engine moves in milliseconds."""
 
 
 class AdaptivePolicy(Policy):
@@ -80,7 +77,6 @@ class AdaptivePolicy(Policy):
         layouts = profile.all_layouts
         tuning = tuning or Tuning()
         self.home = layouts[0]
-        self._base = layouts[0]
         self._steps = StepTimeModel.fit(profile)
         if lengths_file is not None and lengths_file.exists():
             self._lengths = LengthModel.load(lengths_file, bound=bound)
@@ -112,10 +108,6 @@ class AdaptivePolicy(Policy):
         self._next_observation = -math.inf
         self._next_drafts = -math.inf
         self._begun: float | None = None
-        self._peak = 0
-        self._prompt = 0.0
-        self._bound = 0
-        self._stalled = 0.0
         self._last_switch: SwitchReport | None = None
         self._skip = 0
         self._worked_before = 0.0
@@ -170,10 +162,8 @@ class AdaptivePolicy(Policy):
             self._costs.observe(report)
         self._decisions.switched(report)
         self._skip = report.target.replicas
-        if report.reason == "idle":
-            return
-        self._last_switch = report
-        self._stalled += report.seconds - report.quiesce
+        if report.reason != "idle":
+            self._last_switch = report
 
     def refused(self, now: float) -> None:
         self._prober.stop()
@@ -182,15 +172,12 @@ class AdaptivePolicy(Policy):
         self._decisions.idle()
         self._lengths.end_of_batch()
         self._save_lengths()
-        self._choose_home()
         self._planned = None
         if self._begun is not None:
             self._worked_before += now - self._begun
         self._begun = None
         self._last_switch = None
-        self._stalled = 0.0
         self._prober.stop()
-        self._peak = 0
         self._review = self._next_plan = -math.inf
 
     def _save_lengths(self) -> None:
@@ -271,9 +258,6 @@ class AdaptivePolicy(Policy):
 
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()
-        self._peak = max(self._peak, state.num_seqs)
-        self._prompt = float(live.num_prompt_tokens.mean())
-        self._bound = int(live.max_tokens.max())
         self._planned = (state.layout, state.num_seqs, self._versions)
         self._lengths.observe_running(live)
         futures = max(4, min(16, self._tuning.samples // len(live)))
@@ -315,24 +299,10 @@ class AdaptivePolicy(Policy):
 
     def _verdict(self, state: LiveState, plan: Plan) -> str:
         """Why the best plan's switch is made ("saving"), or why it is not."""
-        tuning = self._tuning
-        target = plan.best
-        cost, saving = plan.cost[target], plan.never - plan.go[target]
-        if saving < max(tuning.margin * cost, tuning.least_saving * plan.never):
-            return "margin"
-        elapsed = state.now - (self._begun if self._begun is not None else state.now)
         last = self._last_switch
-        if (
-            last is not None
-            and self._stalled + cost > tuning.stall_share * (elapsed + plan.never)
-            and saving < tuning.clear_saving * cost
-        ):
-            return "hysteresis"
         if last is not None and not self._is_probe(last):
             dwelt = state.now - last.at - last.seconds
-            if dwelt < tuning.dwell * (last.seconds - last.quiesce):
-                return "hysteresis"
-            if target == last.source and saving < tuning.regret_margin * cost:
+            if dwelt < self._tuning.dwell * (last.seconds - last.quiesce):
                 return "hysteresis"
         return "saving"
 
@@ -368,24 +338,3 @@ class AdaptivePolicy(Policy):
                 step_after=plan.step[target],
             )
         )
-
-    def _choose_home(self) -> None:
-        """Choose the home layout: the one in which a batch like the last would best begin."""
-        if not self._peak:
-            return
-        fresh = np.zeros(self._peak, np.int64)
-        batch = LiveRequests(
-            num_prompt_tokens=fresh + round(self._prompt),
-            num_output_tokens=fresh,
-            max_tokens=fresh + self._bound,
-            exact=fresh > 0,
-            group=np.arange(self._peak, dtype=np.int64) - self._peak,
-            replica=fresh,
-            num_computed_tokens=fresh,
-        )
-        ahead = course(batch, self._lengths.sample(batch, 8))
-        plan = self._planner.plan(self._base, ahead, drafting=self._drafting)
-        values = {one: plan.go[one] - plan.cost[one] for one in plan.go} | {self._base: plan.stay}
-        best = min(values, key=values.__getitem__)
-        if values[best] < (1 - _HOME_GAIN) * values[self.home]:
-            self.home = best

@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -98,8 +97,7 @@ class LengthModel:
 
         Each is at least 1 and within the request's bound; exactly that for `exact` requests. The
         draws of a request are stratified, in an order of its own, so futures are exchangeable and
-        requests independent but for what is not known about all: the hazard has the standard error
-        1 / sqrt(ends it was estimated from), which one normal draw per future shares out.
+        requests independent.
         The same draws are used throughout a batch, so predictions differ only by what was learnt.
         """
         if not len(live):
@@ -107,8 +105,7 @@ class LengthModel:
         self._refresh()
         hazard, generated = self._hazard, live.num_output_tokens
         start = np.interp(generated, EDGES, hazard)
-        error = np.interp(generated, EDGES, self._error)
-        draws = self._draws(len(live), futures) * np.exp(error[:, None] * _levels(futures))
+        draws = self._draws(len(live), futures)
         remaining = (
             np.ceil(np.interp(start[:, None] + draws, hazard, EDGES)).astype(np.int64)
             - generated[:, None]
@@ -141,8 +138,6 @@ class LengthModel:
         fade = max(_LEAST_PRIOR, 1 / (1 + float(pool.ends.sum()) / _PRIOR_FADES))
         pool = pool + self._prior.given(pool) * fade
         self._hazard = cumulative_hazard(pool)
-        ends = pool.ends[::-1].cumsum()[::-1]
-        self._error = np.append(1 / np.sqrt(1 + ends), 1.0)
         self._fresh = True
 
     def _draws(self, requests: int, futures: int) -> Floats:
@@ -222,14 +217,3 @@ class LengthModel:
             raise ValueError(
                 f"{path} holds no length history ({error}); delete it to start afresh"
             ) from error
-
-
-def _levels(futures: int) -> Floats:
-    """Stratified standard normal draws, one per future, float64 [futures]."""
-    if futures not in _LEVELS:
-        normal = NormalDist()
-        _LEVELS[futures] = np.array([normal.inv_cdf((i + 0.5) / futures) for i in range(futures)])
-    return _LEVELS[futures]
-
-
-_LEVELS: dict[int, Floats] = {}

@@ -11,13 +11,7 @@ class Tuning:
 
     Attributes:
         samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
-        margin: a switch must save this many times its cost, after the cost is paid.
-        least_saving: it must also save this share of the predicted remaining time.
-        regret_margin: takes the place of `margin` for a switch back to where the last one came
-            from.
         dwell: a switch holds for this many times its cost before the next one may be made.
-        stall_share: all switches together take at most this share of the time.
-        clear_saving: `stall_share` does not bind a switch that saves this many times its cost.
         probe_factor: a layout without real steps is taken to be at most this many times faster
             than predicted.
         probe_saving: a probe must promise this share of the remaining time, were the layout so
@@ -30,12 +24,7 @@ class Tuning:
     """
 
     samples: int = 1024
-    margin: float = 0.5
-    least_saving: float = 0.02
-    regret_margin: float = 2.0
     dwell: float = 5.0
-    stall_share: float = 0.03
-    clear_saving: float = 4.0
     probe_factor: float = 2.0
     probe_saving: float = 0.10
     probe_budget: float = 0.015
