@@ -1,4 +1,5 @@
-"""Step times on a grid over (busy replicas, batch, context), interpolated linearly. Pure."""
+"""Step times of each kind on a grid over (busy replicas, batch, context), interpolated linearly.
+Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Surface:
 
     Args:
         busy, batch, context: the nodes, ascending; batch and context start at 0.
-        values: float64 [busy, batch, context].
+        values: float64 [kinds, busy, batch, context]; between kinds nothing is interpolated.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Surface:
         self._busy, self._last = list(busy), (batch[-1], context[-1])
         self._inner_batch, self._inner_context = np.array(batch[1:-1]), np.array(context[1:-1])
         self._inner = list(batch[1:-1]), list(context[1:-1])
-        # Each cell's polynomial, float64 [6, busy * cells]: its corner (x, y), the value there, the
+        # Each cell has a polynomial: its corner (x, y), the value there, the
         # slopes along x and y, and that of their product. One gather then serves a point.
         x, y = np.array(batch), np.array(context)
         width, height = np.diff(x)[:, None], np.diff(y)[None, :]
+        values = values.reshape(-1, *values.shape[-2:])
         corner = values[:, :-1, :-1]
         along_x = values[:, 1:, :-1] - corner
         along_y = values[:, :-1, 1:] - corner
@@ -65,33 +67,34 @@ class Surface:
         self._points: list[list[float]] = self._cells.T.tolist()
         self._count = corner[0].size
 
-    def at(self, batch: float, context: float, busy: float) -> float:
+    def at(self, batch: float, context: float, busy: float, kind: int = 0) -> float:
         """The value at one point, in a few microseconds."""
         x, y = min(batch, self._last[0]), min(context, self._last[1])
         columns, rows = self._inner
         cell = bisect_right(columns, x) * (len(rows) + 1) + bisect_right(rows, y)
         nodes = self._busy
-        k = max(bisect_right(nodes, busy) - 1, 0)
-        below: float = _polynomial(self._points[k * self._count + cell], x, y)
-        if busy <= nodes[k] or k + 1 == len(nodes):
-            return below
-        weight = (busy - nodes[k]) / (nodes[k + 1] - nodes[k])
-        above = _polynomial(self._points[(k + 1) * self._count + cell], x, y)
-        return below + weight * (above - below)
+        below = max(bisect_right(nodes, busy) - 1, 0)
+        cell += (kind * len(nodes) + below) * self._count
+        value: float = _polynomial(self._points[cell], x, y)
+        if busy <= nodes[below] or below + 1 == len(nodes):
+            return value
+        weight = (busy - nodes[below]) / (nodes[below + 1] - nodes[below])
+        return value + weight * (_polynomial(self._points[cell + self._count], x, y) - value)
 
-    def many(self, batch: Any, context: Any, busy: Any) -> Floats:
-        """The values at points; float64 arrays or numbers, which broadcast."""
+    def many(self, batch: Any, context: Any, busy: Any, kind: Any = 0) -> Floats:
+        """The values at points; arrays or numbers, which broadcast."""
         x, y = np.minimum(batch, self._last[0]), np.minimum(context, self._last[1])
         cell = self._inner_batch.searchsorted(x, "right") * (len(self._inner_context) + 1)
         cell = cell + self._inner_context.searchsorted(y, "right")
         position = np.interp(busy, self._busy, np.arange(len(self._busy)))
-        k = np.floor(position).astype(np.intp)
-        below: Floats = _polynomial(self._cells.take(cell + k * self._count, axis=1), x, y)
+        below = np.floor(position).astype(np.intp)
+        cell = cell + (kind * len(self._busy) + below) * self._count
+        value: Floats = _polynomial(self._cells.take(cell, axis=1), x, y)
         if len(self._busy) == 1:
-            return below
-        k_above = np.minimum(k + 1, len(self._busy) - 1)
-        above = _polynomial(self._cells.take(cell + k_above * self._count, axis=1), x, y)
-        return below + (position - k) * (above - below)
+            return value
+        last = below + 1 == len(self._busy)
+        above = _polynomial(self._cells.take(cell + ~last * self._count, axis=1), x, y)
+        return value + (position - below) * (above - value)
 
 
 def _polynomial(cell: Any, x: Any, y: Any) -> Any:

@@ -2,8 +2,11 @@
 
 A linear roofline (`step_base`) carries the shape of the curve, LightGBM its residual. Both are
 evaluated once, on a grid (`step_grid`); from then on the model interpolates, in microseconds, and
-real steps correct it (`correction`). Outside the profiled range it follows the base. What prefill,
-drafts and the longest context add comes from the base alone.
+real steps correct it (`correction`). Outside the profiled range it follows the base. What prefill
+and the longest context add comes from the base alone.
+
+Each draft length has two grids: steps with no draft to verify and with as many as it makes. Between
+them times are linear in the drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pat_vllm.predictor.correction import OnlineCorrection
-from pat_vllm.predictor.state import Floats
+from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
@@ -50,10 +53,40 @@ is taken off."""
 
 @dataclass(frozen=True)
 class _SizeModel:
-    """The model of one tensor-parallel size, uncorrected."""
+    """The model of one tensor-parallel size, uncorrected.
+
+    Attributes:
+        grid: steps without drafts are its first kind.
+        kinds: by draft length the kinds of its steps with no draft and with all, and for how many
+            drafts of a request the latter stands, int64 [3, longest + 1]. A length that was not
+            profiled has those of the nearest one.
+    """
 
     base: StepBase
     grid: Surface
+    kinds: Ints
+
+    def at(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        prefill, busy = shape.prefill, shape.busy
+        # Prompts are computed beside the drafts.
+        tokens = shape.batch + shape.drafts
+        extra: float = self.base.extra(tokens, shape.longest, prefill, busy)
+        none, every, drafts = self.kinds[:, min(shape.k, self.kinds.shape[1] - 1)].tolist()
+        seconds = self.grid.at(shape.batch, shape.context, busy, none)
+        if shape.drafts:
+            found = self.grid.at(shape.batch, shape.context, busy, every)
+            seconds += (found - seconds) * shape.drafts / (drafts * shape.batch)
+        return seconds + extra
+
+    def many(self, batch: Floats, context: Floats, busy: Floats, drafts: Any, k: Any) -> Floats:
+        """Seconds of decode steps, but for what their longest contexts add."""
+        none, every, of_request = self.kinds[:, np.minimum(k, self.kinds.shape[1] - 1)]
+        seconds = self.grid.many(batch, context, busy, none)
+        if isinstance(drafts, int) and not drafts:
+            return seconds
+        found = self.grid.many(batch, context, busy, every)
+        return seconds + (found - seconds) * (drafts / (of_request * np.maximum(batch, 1e-9)))
 
 
 class StepTimeModel:
@@ -104,12 +137,12 @@ class StepTimeModel:
             KeyError: `tp` is no layout of the profile.
         """
         size = self._sizes[tp]
-        batch, context, longest, prefill, busy, drafts, k = (
+        batch, context, longest, prefill, busy, drafts = (
             one if isinstance(one, int) else np.asarray(one, np.float64)
-            for one in (batch, context, longest, prefill, busy, drafts, k)
+            for one in (batch, context, longest, prefill, busy, drafts)
         )
-        plain = size.grid.many(batch, context, busy)
-        plain = plain + size.base.extra(batch, longest, prefill, busy, drafts, k)
+        plain = size.many(batch, context, busy, drafts, k)
+        plain = plain + size.base.extra(batch, longest, prefill, busy)
         return np.asarray(plain * self._correction.factors(tp, batch))
 
     def step(self, tp: int, shape: StepShape) -> float:
@@ -118,11 +151,7 @@ class StepTimeModel:
 
     def _plain(self, tp: int, shape: StepShape) -> float:
         """Without the online correction."""
-        size = self._sizes[tp]
-        extra: float = size.base.extra(
-            shape.batch, shape.longest, shape.prefill, shape.busy, shape.drafts, shape.k
-        )
-        return size.grid.at(shape.batch, shape.context, shape.busy) + extra
+        return self._sizes[tp].at(shape)
 
     def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
         """Learn from a real step.
@@ -151,15 +180,23 @@ class StepTimeModel:
 
 
 def _is_decode(sample: StepSample) -> bool:
-    return sample.batch > 0 and not (sample.prefill or sample.drafts or sample.k)
+    return sample.batch > 0 and not sample.prefill
 
 
 def _features(
-    tp: int, batch: ArrayLike, mean: ArrayLike, skew: ArrayLike, busy: ArrayLike
+    tp: int,
+    batch: ArrayLike,
+    mean: ArrayLike,
+    skew: ArrayLike,
+    busy: ArrayLike,
+    each: ArrayLike,
+    k: ArrayLike,
 ) -> Floats:
-    """What LightGBM sees, float64 [n, 6]; `mean` context per request, `skew` longest / mean."""
-    batch, mean, skew, busy = np.broadcast_arrays(batch, mean, skew, busy)
-    columns = [np.full(batch.size, tp), batch, mean, batch * mean, skew, busy]
+    """What LightGBM sees, float64 [n, 9]; `mean` context per request, `skew` longest / mean, `each`
+    drafts per request."""
+    batch, mean, skew, busy, each, k = np.broadcast_arrays(batch, mean, skew, busy, each, k)
+    tokens = batch * (1 + each)
+    columns = [np.full(batch.size, tp), batch, mean, batch * mean, skew, busy, each, k, tokens]
     return np.column_stack([np.ravel(column) for column in columns]).astype(np.float64)
 
 
@@ -169,18 +206,24 @@ def _fit_residual(
     """LightGBM on log(seconds / base) of decode samples, by tp."""
     features, targets = [], []
     for tp, decodes in learnable.items():
-        batch, context, longest, busy, seconds = np.array(
-            [(s.batch, s.context, s.longest, s.busy, s.seconds) for s in decodes], float
+        base = bases[tp]
+        batch, context, longest, busy, drafts, k, seconds = np.array(
+            [(s.batch, s.context, s.longest, s.busy, s.drafts, s.k, s.seconds) for s in decodes],
+            float,
         ).T
         mean = np.maximum(context, 1.0) / batch
-        features.append(_features(tp, batch, mean, longest / mean, busy))
-        extra = bases[tp].extra(batch, longest, 0, busy)
-        rest = np.maximum(seconds - extra, _LEAST_SHARE * seconds)
-        targets.append(np.log(rest / bases[tp].decode(batch, context, busy)))
+        features.append(_features(tp, batch, mean, longest / mean, busy, drafts / batch, k))
+        rest = np.maximum(seconds - base.extra(batch, longest, 0, busy), _LEAST_SHARE * seconds)
+        targets.append(np.log(rest / _of_base(base, batch, context, busy, drafts, k)))
     import lightgbm
 
     data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
     return lightgbm.train(_LIGHTGBM, data, num_boost_round=_ROUNDS)
+
+
+def _of_base(base: StepBase, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Any:
+    """Seconds of decode steps by the base, without what their longest contexts add."""
+    return base.decode(batch, context, busy) + base.extra(batch, 0.0, 0, busy, drafts, k)
 
 
 def _compile(
@@ -192,15 +235,24 @@ def _compile(
     busy = sorted({1, replicas, *(s.busy for s in decodes)})
     batch = np.array(batch_nodes(sizes))
     context = np.array(context_nodes(s.context for s in decodes))
-    axes = np.meshgrid(np.array(busy, float), batch, context, indexing="ij")
-    values = base.decode(axes[1], axes[2], axes[0])
-    inside = np.minimum(np.maximum(axes[1], min(sizes)), max(sizes))
+    # Without samples with drafts the base says what one for each request takes.
+    lengths = sorted({s.k for s in decodes} - {0}) or [1]
+    kinds = np.array([(0, 0), *((k, each) for k in lengths for each in (0, k))])
+    axes = np.meshgrid(np.arange(len(kinds)), np.array(busy, float), batch, context, indexing="ij")
+    k, each = np.moveaxis(kinds[axes[0]], -1, 0)
+    values = _of_base(base, axes[2], axes[3], axes[1], each * axes[2], k)
+    inside = np.minimum(np.maximum(axes[2], min(sizes)), max(sizes))
     if booster is not None:
         # Beyond the samples the residual stays as it is at their edge.
-        mean = np.minimum(np.maximum(axes[2] / inside, min(means)), max(means))
-        residual = booster.predict(_features(tp, inside, mean, 1.0, axes[0]), num_threads=1)
+        mean = np.minimum(np.maximum(axes[3] / inside, min(means)), max(means))
+        features = _features(tp, inside, mean, 1.0, axes[1], each, k)
+        residual = booster.predict(features, num_threads=1)
         values = values * np.exp(residual).reshape(values.shape)
-    return _SizeModel(base, Surface(busy, batch.tolist(), context.tolist(), values))
+    every = np.arange(lengths[-1] + 1)
+    nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
+    of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])
+    of_length[0, 0] = 0
+    return _SizeModel(base, Surface(busy, batch.tolist(), context.tolist(), values), of_length)
 
 
 def held_out_error(profile: Profile, folds: int = 5, seed: int = 0) -> dict[int, Floats]:
