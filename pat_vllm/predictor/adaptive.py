@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import PLAIN, Acceptance
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
@@ -67,8 +68,8 @@ class AdaptivePolicy(Policy):
             bound: longest possible response, tokens.
             costs: the engine's cost model, which the engine tells of its switches. None makes one
                 of the policy's own, which the policy tells of them.
-            lengths_file: what is learnt about lengths is read from here if it exists, and kept
-                here between engines.
+            lengths_file: what is learnt about lengths and drafts is read from here if it exists,
+                and kept here between engines.
             draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
                 was accepted, and leaves draft lengths to the engine's configuration.
             timer: measures this policy's own work, which is bounded; a simulator that wants
@@ -83,9 +84,9 @@ class AdaptivePolicy(Policy):
         self._base = layouts[0]
         self._steps = StepTimeModel.fit(profile)
         if lengths_file is not None and lengths_file.exists():
-            self._lengths = LengthModel.load(lengths_file, bound=bound)
+            self._lengths, acceptance = kept.load(lengths_file, bound, draft_lengths)
         else:
-            self._lengths = LengthModel(bound)
+            self._lengths, acceptance = LengthModel(bound), Acceptance(draft_lengths)
         self._own_costs = costs is None
         self._costs = costs or CostModel()
         self._costs.fit(profile)
@@ -96,7 +97,7 @@ class AdaptivePolicy(Policy):
             max_num_seqs=profile.max_num_seqs,
             kv_tokens=profile.kv_tokens,
         )
-        self._acceptance = Acceptance(draft_lengths) if len(draft_lengths) > 1 else None
+        self._acceptance = acceptance if len(draft_lengths) > 1 else None
         self._drafting = PLAIN
         self._prober = Prober(self._planner, tuning)
         self._decisions = Decisions()
@@ -198,7 +199,7 @@ class AdaptivePolicy(Policy):
         if self._lengths_file is None:
             return
         try:
-            self._lengths.save(self._lengths_file)
+            kept.save(self._lengths_file, self._lengths, self._acceptance)
         except OSError as error:
             # Once for each kind: the next batch will most likely meet the same.
             reason = error.strerror or str(error)
@@ -206,7 +207,7 @@ class AdaptivePolicy(Policy):
                 self._not_saved = reason
                 logger.warning(
                     "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
-                    "lengths will be lost when this engine ends",
+                    "lengths and drafts will be lost when this engine ends",
                     self._lengths_file,
                     reason,
                 )
