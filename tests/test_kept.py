@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +67,9 @@ def test_both_parts(tmp_path: Path) -> None:
     ],
     ids=["as sure as before", "not read", "not written"],
 )
-def test_mistakes_are_seen(function: object, changes: dict[str, str], tmp_path: Path) -> None:
+def test_mistakes_are_seen(
+    function: Callable[..., Any], changes: dict[str, str], tmp_path: Path
+) -> None:
     with mutated(function, changes), pytest.raises(AssertionError):
         check_both_parts(tmp_path)
 

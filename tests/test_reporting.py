@@ -20,6 +20,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
     MAX_RECORDS,
+    BatchSavings,
+    BatchTimes,
     DecisionReport,
     History,
     LiveSample,
@@ -81,7 +83,14 @@ def history() -> History:
 
 
 def test_json_round_trip():
-    predictor = PredictorReport((a_decision(1.0),), {ONE: (7, 0.03)}, plans=3, planning=1e-3)
+    saved = BatchSavings(2.0, ONE, BatchTimes(3.0, 2.5, 1.5), BatchTimes(3.0, 2.0, 1.0))
+    predictor = PredictorReport(
+        (a_decision(1.0),),
+        {ONE: (7, 0.03)},
+        plans=3,
+        planning=1e-3,
+        savings=(saved,),
+    )
     report = replace(history().report(TWO, [ONE, TWO]), predictor=predictor, errors=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # pydantic warns of a value that has not its field's type

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -10,6 +11,40 @@ from pathlib import Path
 
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
+
+logger = logging.getLogger(__name__)
+
+
+class Keeper:
+    """The file of an engine, if it has one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._failed: str | None = None
+
+    def load(self, bound: int, draft_lengths: Sequence[int]) -> tuple[LengthModel, Acceptance]:
+        """What the file holds, or models that have learnt nothing; otherwise like `load`."""
+        if self._path is not None and self._path.exists():
+            return load(self._path, bound, draft_lengths)
+        return LengthModel(bound), Acceptance(draft_lengths)
+
+    def save(self, lengths: LengthModel, acceptance: Acceptance | None) -> None:
+        """Keep what has been learnt. The engine goes on where the file cannot be written."""
+        if self._path is None:
+            return
+        try:
+            save(self._path, lengths, acceptance)
+        except OSError as error:
+            # Once for each kind: the next batch will most likely meet the same.
+            reason = error.strerror or str(error)
+            if self._failed != reason:
+                self._failed = reason
+                logger.warning(
+                    "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
+                    "lengths and drafts will be lost when this engine ends",
+                    self._path,
+                    reason,
+                )
 
 
 def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None) -> None:

@@ -1,0 +1,58 @@
+"""What switching and drafts save: tells `reporting.Savings` what the policy sees and predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.planner import Course, Plan, Planner
+from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.reporting import BatchTimes, Look, Savings, Stretch
+
+
+class PlannedSavings(Savings):
+    """Savings of batches that a planner plans."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__()
+        self._planner = planner
+        self._ended_tokens = 0
+
+    def finished(self, num_output_tokens: int) -> None:
+        """A response ended whose length was not prescribed."""
+        self._ended_tokens += num_output_tokens
+
+    def idle(self, at: float) -> None:
+        """The batch ended at this time."""
+        self.end(at, self._ended_tokens)
+
+    def planned(
+        self, state: LiveState, live: LiveRequests, prompts: int, ahead: Course, plan: Plan
+    ) -> None:
+        """A plan was made; the arguments are those of `Planner.plan`, and its result."""
+        # Nobody tells of the end of a response whose length was prescribed. What such responses
+        # have left to generate tells as much.
+        tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
+        look = Look(
+            at=state.now,
+            layout=state.layout,
+            num_seqs=state.num_seqs,
+            context=int(live.context.sum()),
+            longest=int(live.context.max()),
+            tokens=self._ended_tokens + int(tokens),
+            prompts=prompts,
+        )
+        if self.look(look):
+            plain = plan
+            if any(length for table in plan.drafts.values() for *_, length in table):
+                plain = self._planner.plan(state.layout, ahead, prompts=prompts)
+            shortest = [min((one.stay, *one.go.values())) for one in (plain, plan)]
+            self.predicted(BatchTimes(plain.never, *shortest))
+
+    def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
+        columns = [(s.live, s.tokens, s.context, s.longest) for s in stretches]
+        live, tokens, context, longest = np.array(columns).T
+        course = Course(live, live, tokens, context, longest)
+        return (self._planner.token_seconds(layout, course) * tokens).tolist()

@@ -1,0 +1,198 @@
+"""What switching and drafts saved in a batch. Pure.
+
+A policy looks at the batch now and then. Between two looks lies a *stretch*: the requests were in
+one layout, with or without drafts, and a number of tokens was generated. What the stretch took is
+measured. What the same tokens would have taken without drafts, or in the layout in which the batch
+began, is the word of the model of step times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pat_vllm.layout import Layout
+from pat_vllm.reporting.history import Records
+from pat_vllm.reporting.values import BatchSavings, BatchTimes, SwitchReport
+
+MAX_BATCHES = 1_000
+_FOLD = 256
+"""Stretches that are kept before they are added up."""
+_NOTHING = BatchTimes(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A batch at one moment.
+
+    Attributes:
+        at: seconds on the monotonic clock.
+        layout: the active layout.
+        num_seqs: unfinished requests.
+        context: tokens of their contexts, summed.
+        longest: tokens of the longest of them.
+        tokens: generated tokens, less a constant. Those of ended requests count.
+        prompts: prompt tokens that have yet to be computed.
+    """
+
+    at: float
+    layout: Layout
+    num_seqs: int
+    context: int
+    longest: int
+    tokens: int
+    prompts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What happened between two looks.
+
+    Attributes:
+        layout: in which its tokens were generated.
+        seconds: measured, with `stall`: that of a switch to `layout`.
+        drafts: whether drafts were verified.
+        counts: False where its time is taken as it was, for all ways to generate its tokens.
+        tokens: that each request got, in the mean.
+        live: requests that got them, in the mean; and `context`, `longest` of these.
+    """
+
+    layout: Layout
+    seconds: float
+    stall: float
+    drafts: bool
+    counts: bool
+    tokens: float
+    live: float
+    context: float
+    longest: float
+
+
+class Savings:
+    """Adds up stretches; a record for each batch. One thread writes, `since` is for all."""
+
+    def __init__(self) -> None:
+        self._records: Records[BatchSavings] = Records(MAX_BATCHES)
+        self._start()
+
+    def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> Iterable[float]:
+        """Predicts what the tokens of each stretch take in a layout without drafts, seconds."""
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        self._predicted = _NOTHING
+        self._most = 0
+        self._first: Layout | None = None
+        self._open: Look | None = None
+        self._layout: Layout | None = None
+        self._stretches: list[Stretch] = []
+        self._times = _NOTHING
+        self._new_stretch()
+
+    def _new_stretch(self) -> None:
+        self._stall = 0.0
+        self._drafts = False
+        self._counts = True
+
+    # What happens
+
+    def arrived(self) -> None:
+        """A request arrived: the stretch computes its prompt."""
+        self._counts = False
+
+    def drafted(self, length: int) -> None:
+        """A step ended whose drafter was asked for `length` tokens a request."""
+        self._drafts |= length > 0
+
+    def switched(self, report: SwitchReport) -> None:
+        """The engine has switched."""
+        self._layout = report.target
+        self._stall += report.seconds - report.quiesce
+        # A layout that was asked for holds, and nobody looks until the batch has ended.
+        self._counts &= report.reason != "forced"
+
+    def look(self, now: Look) -> bool:
+        """What a policy sees; ends a stretch and begins one.
+
+        Returns:
+            Whether the batch has more requests than ever: time to call `predicted`.
+        """
+        self._close(now)
+        self._open, self._layout = now, now.layout
+        self._first = self._first or now.layout
+        if len(self._stretches) >= _FOLD:
+            self._fold()
+        more = now.num_seqs > self._most
+        self._most = max(self._most, now.num_seqs)
+        return more
+
+    def predicted(self, times: BatchTimes) -> None:
+        """What is expected of the batch, instead of what was before."""
+        self._predicted = times
+
+    def end(self, at: float, tokens: int) -> None:
+        """The last request ended; `tokens` as in `Look`."""
+        if self._open is not None:
+            self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
+            self._fold()
+            assert self._first is not None
+            self._records.append(BatchSavings(at, self._first, self._predicted, self._times))
+        self._start()
+
+    def since(self, at: float = -math.inf) -> tuple[BatchSavings, ...]:
+        """The batches that ended at this time or later, oldest first."""
+        return self._records.since(at)
+
+    # The arithmetic
+
+    def _close(self, now: Look) -> None:
+        """The open stretch ends."""
+        begin = self._open
+        if begin is not None:
+            assert self._layout is not None
+            made = now.tokens - begin.tokens
+            live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
+            tokens = made / live
+            # Prompts are cheap by the token. Many of them take time that is not told apart.
+            decodes = 0 < made >= begin.prompts - now.prompts
+            stretch = Stretch(
+                layout=self._layout,
+                seconds=now.at - begin.at,
+                stall=self._stall,
+                drafts=self._drafts,
+                counts=self._counts and decodes,
+                tokens=tokens,
+                live=live,
+                context=live * (begin.context / begin.num_seqs + 0.5 * tokens),
+                longest=begin.longest + 0.5 * tokens,
+            )
+            self._stretches.append(stretch)
+        self._new_stretch()
+
+    def _fold(self) -> None:
+        """Add the stretches up."""
+        first, stretches = self._first, self._stretches
+        assert first is not None
+        elsewhere = [s for s in stretches if s.counts and (s.drafts or s.layout != first)]
+        drafted = [s for s in elsewhere if s.drafts]
+        taken = sum(s.seconds for s in stretches)
+        stalled = sum(s.stall for s in stretches)
+        fixed = taken - stalled - sum(s.seconds - s.stall for s in elsewhere)
+        fixed += sum(self.plain_seconds(first, elsewhere)) if elsewhere else 0.0
+        switching = taken - sum(s.seconds - s.stall for s in drafted)
+        for layout in {s.layout for s in drafted}:
+            here = [s for s in drafted if s.layout == layout]
+            switching += sum(self.plain_seconds(layout, here))
+        self._times = total([self._times, BatchTimes(fixed, switching, taken)])
+        self._stretches = []
+
+
+def total(times: Iterable[BatchTimes]) -> BatchTimes:
+    """Of several batches together."""
+    times = list(times)
+    return BatchTimes(
+        fixed=sum(one.fixed for one in times),
+        switching=sum(one.switching for one in times),
+        drafting=sum(one.drafting for one in times),
+    )
