@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ class Part:
         left: requests that are left at its end.
         tokens: that each request gets.
         faster: what drafts make of a token's time; None for no drafts.
-        arrivals: whether requests arrive in it.
+        arrivals: whether a request with a long prompt arrives in it.
     """
 
     layout: Layout = ONE
@@ -85,7 +86,9 @@ def replayed(
     for part in parts:
         for cut in range(looks):
             left = min(part.left, live) if cut == looks - 1 else live
-            begin = Look(now, part.layout, live, round(live * length), round(length), made)
+            begin = Look(
+                now, part.layout, live, round(live * length), round(length), made, prompt=1e6
+            )
             if part.stall is not None and cut == 0:
                 savings.look(replace(begin, layout=ONE if part.layout == TWO else TWO))
                 savings.switched(a_switch(part.layout, part.stall))
@@ -164,7 +167,7 @@ ALL = [
     [
         (Savings.switched, {"report.seconds - report.quiesce": "report.seconds"}),
         (Savings.switched, {"self._layout = report.target": "pass"}),
-        (Savings.arrived, {"= False": "= True"}),
+        (Savings.arrived, {"+= 1": "+= 0"}),
         (Savings.drafted, {"length > 0": "False"}),
         (Savings._new_stretch, {"self._drafts = False": "self._drafts = True"}),
         (Savings._close, {"max(1, now.num_seqs)": "now.num_seqs"}),
@@ -213,7 +216,7 @@ def test_long_batches_are_added_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_not_counted() -> None:
-    """Prompts, a layout that a user asked for, batches without a plan."""
+    """Many prompts, a layout that a user asked for, batches without a plan."""
     savings = Known()
     savings.end(1.0, 0)
     assert not savings.since()
@@ -224,7 +227,18 @@ def test_what_is_not_counted() -> None:
         last = savings.since()[-1]
         assert last.realised == BatchTimes(1.75, 2.0, 2.0), "but for the switch as it was"
     assert [one.at for one in savings.since(3.0)] == [3.0, 3.0]
-    assert not savings.since(3.1)
+    for prompt, counts in ((300.0, True), (500.0, False), (math.inf, False)):
+        savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompt=prompt))
+        savings.switched(a_switch(TWO, 0.25))
+        for _ in range(2):
+            savings.arrived()
+        savings.end(3.0, 800)
+        assert (savings.since()[-1].realised.fixed != 1.75) == counts
+    # Everybody was aborted before the next step ended.
+    savings.look(Look(5.0, ONE, 8, 800, 100, 0))
+    savings.end(3.0, 0)
+    assert (savings.since()[-1].at, savings.since()[-1].realised.drafting) == (5.0, 0.0)
+    assert not savings.since(5.1)
 
 
 def test_the_prediction_is_of_the_most_requests() -> None:

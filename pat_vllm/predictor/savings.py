@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,6 +44,7 @@ class PlannedSavings(Savings):
             longest=int(live.context.max()),
             tokens=self._ended_tokens + int(tokens),
             prompts=prompts,
+            prompt=math.inf if live.exact.any() else float(live.num_prompt_tokens.mean()),
         )
         if self.look(look):
             plain = plan

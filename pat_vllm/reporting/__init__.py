@@ -3,6 +3,7 @@
 Imports neither torch nor vLLM.
 """
 
+from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
 from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.savings import Look, Savings, Stretch, total
@@ -25,6 +26,7 @@ __all__ = [
     "BatchSavings",
     "BatchTimes",
     "DecisionReport",
+    "DraftMean",
     "DraftSample",
     "History",
     "LayoutSteps",
@@ -39,5 +41,6 @@ __all__ = [
     "SwitchReport",
     "describe",
     "describe_awaited",
+    "drafts_over_time",
     "total",
 ]

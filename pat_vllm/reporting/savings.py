@@ -34,6 +34,7 @@ class Look:
         longest: tokens of the longest of them.
         tokens: generated tokens, less a constant. Those of ended requests count.
         prompts: prompt tokens that have yet to be computed.
+        prompt: mean tokens of a prompt; infinite where `tokens` is wrong once a request arrives.
     """
 
     at: float
@@ -43,6 +44,7 @@ class Look:
     longest: int
     tokens: int
     prompts: int = 0
+    prompt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,14 @@ class Savings:
     def _new_stretch(self) -> None:
         self._stall = 0.0
         self._drafts = False
-        self._counts = True
+        self._arrivals = 0
+        self._forced = False
 
     # What happens
 
     def arrived(self) -> None:
-        """A request arrived: the stretch computes its prompt."""
-        self._counts = False
+        """A request arrived."""
+        self._arrivals += 1
 
     def drafted(self, length: int) -> None:
         """A step ended whose drafter was asked for `length` tokens a request."""
@@ -110,7 +113,7 @@ class Savings:
         self._layout = report.target
         self._stall += report.seconds - report.quiesce
         # A layout that was asked for holds, and nobody looks until the batch has ended.
-        self._counts &= report.reason != "forced"
+        self._forced |= report.reason == "forced"
 
     def look(self, now: Look) -> bool:
         """What a policy sees; ends a stretch and begins one.
@@ -134,6 +137,7 @@ class Savings:
     def end(self, at: float, tokens: int) -> None:
         """The last request ended; `tokens` as in `Look`."""
         if self._open is not None:
+            at = max(at, self._open.at)
             self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
             self._fold()
             assert self._first is not None
@@ -155,13 +159,14 @@ class Savings:
             live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
             tokens = made / live
             # Prompts are cheap by the token. Many of them take time that is not told apart.
-            decodes = 0 < made >= begin.prompts - now.prompts
+            arrived = self._arrivals * begin.prompt if self._arrivals else 0.0
+            prompts = begin.prompts - now.prompts + arrived
             stretch = Stretch(
                 layout=self._layout,
                 seconds=now.at - begin.at,
                 stall=self._stall,
                 drafts=self._drafts,
-                counts=self._counts and decodes,
+                counts=0 < made >= prompts and not self._forced,
                 tokens=tokens,
                 live=live,
                 context=live * (begin.context / begin.num_seqs + 0.5 * tokens),
