@@ -95,14 +95,17 @@ def test_what_was_saved_in_the_rollout() -> None:
     before = saved(19.0, BatchTimes(9.0, 1.0, 1.0), 9.0, 1.0, 1.0)
     both = saved(21.0, BatchTimes(5.0, 4.3, 3.3), 5.0, 4.4, 3.35)
     assert line(before, both) == (
-        "8 responses in 2.00 s; no switch; "
-        "saved 12% by switching, 21% by drafts (estimated; predicted 14%, 20%)"
+        "8 responses in 2.00 s; no switch; saved 12% by layouts, 21% by drafts "
+        "over tp1dp2 without drafts (estimated; predicted 14%, 20%)"
     )
     # Where there were no drafts there is nothing to tell of them; what loses is negative.
     switched = saved(22.0, BatchTimes(5.0, 4.5, 4.5), 5.0, 5.2, 5.2)
-    assert line(switched).endswith("; saved -4% by switching (estimated; predicted 10%)")
+    assert line(switched).endswith(
+        "; saved -4% by layouts over tp1dp2 without drafts (estimated; predicted 10%)"
+    )
     assert line(both, switched).endswith(
-        "; saved 4% by switching, 11% by drafts (estimated; predicted 12%, 10%)"
+        "; saved 4% by layouts, 11% by drafts "
+        "over tp1dp2 without drafts (estimated; predicted 12%, 10%)"
     )
     # Without either it saves nothing.
     assert line(saved(22.0, BatchTimes(5.0, 4.5, 4.5), 5.0, 5.0, 5.0)).endswith("no switch")

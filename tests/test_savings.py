@@ -23,6 +23,8 @@ from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import BatchSavings, BatchTimes, Look, Savings, Stretch, SwitchReport, total
 from pat_vllm.reporting import savings as savings_module
+from pat_vllm.reporting.savings import in_step
+from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth
@@ -79,8 +81,7 @@ def replayed(
         slower: than its model the engine is.
         looks: into how many parts of as many tokens each is cut.
     """
-    savings, now, made, live, length = Known(), 5.0, 0, 8, 20.0
-    first = parts[0].layout
+    savings, now, made, live, length = Known(ONE), 5.0, 0, 8, 20.0
     fixed = switching = 0.0
     savings.arrived()
     for part in parts:
@@ -114,8 +115,8 @@ def replayed(
                 real
                 if part.arrivals
                 else plain
-                if part.layout == first
-                else tokens * pace(first, mean, context)
+                if part.layout == ONE
+                else tokens * pace(ONE, mean, context)
             )
             made += round(mean * tokens)
             length += tokens
@@ -146,7 +147,7 @@ def test_by_a_model_that_is_right_the_estimate_is(parts: list[Part], looks: int)
 
 def check_estimate(parts: Sequence[Part], looks: int = 1) -> None:
     record, truth = replayed(parts, looks=looks)
-    assert record.layout == parts[0].layout
+    assert record.layout == ONE
     for name in ("fixed", "switching", "drafting"):
         # Contexts are counted in whole tokens.
         assert getattr(record.realised, name) == pytest.approx(getattr(truth, name), rel=1e-3)
@@ -174,8 +175,8 @@ ALL = [
         (Savings._close, {"begin.context / begin.num_seqs + 0.5 * tokens": "0.0"}),
         (Savings._fold, {"taken - stalled - sum": "taken - sum"}),
         (Savings._fold, {"taken - sum(s.seconds - s.stall for": "taken - sum(s.seconds for"}),
-        (Savings._fold, {"s.drafts or s.layout != first": "s.drafts"}),
-        (Savings._fold, {"self.plain_seconds(layout, here)": "self.plain_seconds(first, here)"}),
+        (Savings._fold, {"s.drafts or s.layout != base": "s.drafts"}),
+        (Savings._fold, {"self.plain_seconds(layout, here)": "self.plain_seconds(base, here)"}),
     ],
 )
 def test_mistakes_are_seen(method: Any, changes: dict[str, str]) -> None:
@@ -193,7 +194,7 @@ def check_without_either() -> None:
     record, _ = replayed([Part(left=5), Part(left=2)], slower=3.0)
     times = record.realised
     assert times.fixed == times.switching == times.drafting
-    assert times.saved_by_switching == times.saved_by_drafts == 0.0
+    assert times.saved_by_layouts == times.saved_by_drafts == 0.0
     # Where no draft was asked for, none saved anything.
     record, _ = replayed([Part(left=5), Part(TWO, 0.25, 2)], slower=3.0)
     assert record.realised.switching == record.realised.drafting
@@ -201,7 +202,7 @@ def check_without_either() -> None:
 
 def test_shares() -> None:
     times = BatchTimes(10.0, 8.0, 5.0)
-    assert (times.saved_by_switching, times.saved_by_drafts) == pytest.approx((0.2, 0.3))
+    assert (times.saved_by_layouts, times.saved_by_drafts) == pytest.approx((0.2, 0.3))
     assert BatchTimes(0.0, 0.0, 0.0).saved_by_drafts == 0.0
     assert total([times, BatchTimes(1.0, 2.0, 3.0)]) == BatchTimes(11.0, 10.0, 8.0)
     assert total([]) == BatchTimes(0, 0, 0)
@@ -217,7 +218,7 @@ def test_long_batches_are_added_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_is_not_counted() -> None:
     """Many prompts, a layout that a user asked for, batches without a plan."""
-    savings = Known()
+    savings = Known(ONE)
     savings.end(1.0, 0)
     assert not savings.since()
     for reason, prompts in (("policy", 900), ("forced", 0)):
@@ -242,7 +243,7 @@ def test_what_is_not_counted() -> None:
 
 
 def test_the_prediction_is_of_the_most_requests() -> None:
-    savings = Known()
+    savings = Known(ONE)
     asked = []
     for number, live in enumerate((4, 8, 8, 6)):
         if savings.look(Look(float(number), ONE, live, 100, 20, 0)):
@@ -272,17 +273,62 @@ def test_estimates_of_simulated_batches(name: str) -> None:
     for record, run, fixed in zip(records, ours, static, strict=True):
         saved = 1 - run.generation_seconds / fixed.generation_seconds
         assert record.layout == profile.all_layouts[0]
-        assert record.realised.saved_by_switching == pytest.approx(saved, abs=0.05)
+        assert record.realised.saved_by_layouts == pytest.approx(saved, abs=0.05)
         assert record.realised.saved_by_drafts == 0.0
         assert record.realised.drafting == pytest.approx(run.generation_seconds, rel=0.1)
     # Lengths are learnt from batch to batch.
     last = records[-1]
-    assert last.predicted.saved_by_switching == pytest.approx(
-        last.realised.saved_by_switching, abs=0.07
+    assert last.predicted.saved_by_layouts == pytest.approx(
+        last.realised.saved_by_layouts, abs=0.07
     )
 
 
 LENGTHS = (0, 1, 2, 4)
+
+
+def test_estimates_of_simulated_batches_with_drafts() -> None:
+    """Requests advance at paces of their own there, so that other ones are left at the end."""
+    profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])  # modelled
+    truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
+    policy = AdaptivePolicy(profile, bound=2048, draft_lengths=LENGTHS, timer=lambda: 0.0)
+    trace = replace(traces.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
+    ours = simulate_batches([trace, trace], policy, truth, capacity)
+    fixed = simulate_batches([trace], StayPolicy(profile.all_layouts[0]), truth, capacity)[0]
+    for run, record in zip(ours, policy.report().savings, strict=True):
+        saved = 1 - run.generation_seconds / fixed.generation_seconds
+        times = record.realised
+        assert times.saved_by_drafts > 0.1
+        assert 1 - times.drafting / times.fixed == pytest.approx(saved, abs=0.03)
+        assert times.fixed == pytest.approx(fixed.generation_seconds, rel=0.05)
+
+
+def test_taking_them_for_equals_is_seen() -> None:
+    wrong = {"in_step(counted, lengths)": "counted"}
+    with mutated(Savings.end, wrong), pytest.raises(AssertionError):
+        test_estimates_of_simulated_batches_with_drafts()
+
+
+def check_in_step(lengths: Sequence[int], lives: Sequence[float]) -> None:
+    parts = [Stretch(ONE, 1.0, 0.0, True, True, 10.0 + i, m, 9, 9) for i, m in enumerate(lives)]
+    found = in_step(parts, lengths)
+    assert [replace(one, tokens=0) for one in found] == [replace(one, tokens=0) for one in parts]
+    # Somebody generates until the longest response ends.
+    assert sum(one.tokens for one in found) == pytest.approx(max(lengths))
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=12),
+    st.lists(st.sampled_from([1.0, 1.5, 3.0, 8.0, 12.0]), min_size=1, max_size=8),
+)
+def test_requests_that_advance_alike(lengths: list[int], lives: list[float]) -> None:
+    check_in_step(lengths, lives)
+
+
+def test_tokens_come_where_as_many_are_live() -> None:
+    # Three are live for 10 tokens, two for 20 and one for 70.
+    parts = [Stretch(ONE, 1.0, 0.0, True, True, t, m, 9, 9) for t, m in ((5, 3), (15, 3), (9, 1.4))]
+    assert [one.tokens for one in in_step(parts, [10, 30, 100])] == [2.5, 7.5, 90.0]
+    assert in_step([], [10]) == []
 
 
 def decode(
@@ -344,7 +390,7 @@ def test_estimates_of_drafts(hit: float, exact: bool) -> None:
         seconds, plain = decode(policy, 8, 1500, hit, exact)
     record = policy.report().savings[-1]
     assert record.realised.drafting == pytest.approx(seconds, rel=0.02)
-    assert record.realised.saved_by_switching == 0.0
+    assert record.realised.saved_by_layouts == 0.0
     saved = 1 - seconds / plain
     assert saved > 0.4 if hit else abs(saved) < 0.05
     assert record.realised.saved_by_drafts == pytest.approx(saved, abs=0.02)

@@ -17,12 +17,12 @@ class PlannedSavings(Savings):
     """Savings of batches that a planner plans."""
 
     def __init__(self, planner: Planner) -> None:
-        super().__init__()
+        super().__init__(planner.layouts[0])
         self._planner = planner
         self._ended_tokens = 0
 
     def finished(self, num_output_tokens: int) -> None:
-        """A response ended whose length was not prescribed."""
+        super().finished(num_output_tokens)
         self._ended_tokens += num_output_tokens
 
     def idle(self, at: float) -> None:
@@ -50,8 +50,12 @@ class PlannedSavings(Savings):
             plain = plan
             if any(length for table in plan.drafts.values() for *_, length in table):
                 plain = self._planner.plan(state.layout, ahead, prompts=prompts)
+            fixed = plain
+            if state.layout != self._base:
+                fixed = self._planner.plan(self._base, ahead, prompts=prompts)
             shortest = [min((one.stay, *one.go.values())) for one in (plain, plan)]
-            self.predicted(BatchTimes(plain.never, *shortest))
+            prescribed = live.max_tokens[live.exact].tolist()
+            self.predicted(BatchTimes(fixed.never, *shortest), prescribed)
 
     def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
         columns = [(s.live, s.tokens, s.context, s.longest) for s in stretches]

@@ -71,12 +71,12 @@ def _saved(batches: Sequence[BatchSavings]) -> list[str]:
     if realised.fixed == realised.drafting:
         return []
     predicted = total(one.predicted for one in batches)
-    saved = f"saved {realised.saved_by_switching:.0%} by switching"
-    expected = f"predicted {predicted.saved_by_switching:.0%}"
+    saved = f"saved {realised.saved_by_layouts:.0%} by layouts"
+    expected = f"predicted {predicted.saved_by_layouts:.0%}"
     if realised.switching != realised.drafting:
         saved += f", {realised.saved_by_drafts:.0%} by drafts"
         expected += f", {predicted.saved_by_drafts:.0%}"
-    return [f"{saved} (estimated; {expected})"]
+    return [f"{saved} over {batches[0].layout} without drafts (estimated; {expected})"]
 
 
 def _switch(one: SwitchReport, started: float) -> str:

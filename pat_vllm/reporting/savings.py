@@ -2,23 +2,28 @@
 
 A policy looks at the batch now and then. Between two looks lies a *stretch*: the requests were in
 one layout, with or without drafts, and a number of tokens was generated. What the stretch took is
-measured. What the same tokens would have taken without drafts, or in the layout in which the batch
-began, is the word of the model of step times.
+measured. What the same tokens would have taken without drafts, or in the base layout, is the word
+of the model of step times.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.history import Records
 from pat_vllm.reporting.values import BatchSavings, BatchTimes, SwitchReport
 
 MAX_BATCHES = 1_000
-_FOLD = 256
+_FOLD = 4_000
 """Stretches that are kept before they are added up."""
+_TOGETHER = 1.5
+"""More responses than this many times the most at once, and they are no batch that began
+together."""
 _NOTHING = BatchTimes(0.0, 0.0, 0.0)
 
 
@@ -74,7 +79,9 @@ class Stretch:
 class Savings:
     """Adds up stretches; a record for each batch. One thread writes, `since` is for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: Layout) -> None:
+        """For an engine whose base layout this is."""
+        self._base = base
         self._records: Records[BatchSavings] = Records(MAX_BATCHES)
         self._start()
 
@@ -85,10 +92,11 @@ class Savings:
     def _start(self) -> None:
         self._predicted = _NOTHING
         self._most = 0
-        self._first: Layout | None = None
         self._open: Look | None = None
         self._layout: Layout | None = None
         self._stretches: list[Stretch] = []
+        self._lengths: list[int] = []
+        self._prescribed: list[int] = []
         self._times = _NOTHING
         self._new_stretch()
 
@@ -103,6 +111,10 @@ class Savings:
     def arrived(self) -> None:
         """A request arrived."""
         self._arrivals += 1
+
+    def finished(self, num_output_tokens: int) -> None:
+        """A response ended whose length was not prescribed."""
+        self._lengths.append(num_output_tokens)
 
     def drafted(self, length: int) -> None:
         """A step ended whose drafter was asked for `length` tokens a request."""
@@ -123,25 +135,30 @@ class Savings:
         """
         self._close(now)
         self._open, self._layout = now, now.layout
-        self._first = self._first or now.layout
         if len(self._stretches) >= _FOLD:
             self._fold()
+            self._lengths = []
         more = now.num_seqs > self._most
         self._most = max(self._most, now.num_seqs)
         return more
 
-    def predicted(self, times: BatchTimes) -> None:
-        """What is expected of the batch, instead of what was before."""
-        self._predicted = times
+    def predicted(self, times: BatchTimes, prescribed: Sequence[int] = ()) -> None:
+        """What is expected of the batch, and the prescribed lengths of responses of it."""
+        self._predicted, self._prescribed = times, list(prescribed)
 
     def end(self, at: float, tokens: int) -> None:
         """The last request ended; `tokens` as in `Look`."""
         if self._open is not None:
             at = max(at, self._open.at)
             self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
+            lengths = self._lengths + self._prescribed
+            together = 0 < len(lengths) <= _TOGETHER * self._most
+            if together and any(s.drafts for s in self._stretches):
+                counted = [s for s in self._stretches if s.counts]
+                others = [s for s in self._stretches if not s.counts]
+                self._stretches = others + in_step(counted, lengths)
             self._fold()
-            assert self._first is not None
-            self._records.append(BatchSavings(at, self._first, self._predicted, self._times))
+            self._records.append(BatchSavings(at, self._base, self._predicted, self._times))
         self._start()
 
     def since(self, at: float = -math.inf) -> tuple[BatchSavings, ...]:
@@ -177,20 +194,40 @@ class Savings:
 
     def _fold(self) -> None:
         """Add the stretches up."""
-        first, stretches = self._first, self._stretches
-        assert first is not None
-        elsewhere = [s for s in stretches if s.counts and (s.drafts or s.layout != first)]
+        base, stretches = self._base, self._stretches
+        elsewhere = [s for s in stretches if s.counts and (s.drafts or s.layout != base)]
         drafted = [s for s in elsewhere if s.drafts]
         taken = sum(s.seconds for s in stretches)
         stalled = sum(s.stall for s in stretches)
         fixed = taken - stalled - sum(s.seconds - s.stall for s in elsewhere)
-        fixed += sum(self.plain_seconds(first, elsewhere)) if elsewhere else 0.0
+        fixed += sum(self.plain_seconds(base, elsewhere)) if elsewhere else 0.0
         switching = taken - sum(s.seconds - s.stall for s in drafted)
         for layout in {s.layout for s in drafted}:
             here = [s for s in drafted if s.layout == layout]
             switching += sum(self.plain_seconds(layout, here))
         self._times = total([self._times, BatchTimes(fixed, switching, taken)])
         self._stretches = []
+
+
+def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretch]:
+    """With the tokens that they would have, did all requests of the batch advance alike.
+
+    With drafts they do not, and those that are left at the end are not the longest. Without, there
+    are m live from where the next longer of `lengths` has ended until the m-th longest ends.
+    """
+    made: dict[float, float] = {}
+    for one in stretches:
+        made[one.live] = made.get(one.live, 0.0) + one.tokens
+    lives = sorted(made)
+    needed = dict.fromkeys(lives, 0.0)
+    ordered = sorted(lengths, reverse=True)
+    for live, (longer, shorter) in enumerate(pairwise([*ordered, 0]), 1):
+        if lives and longer > shorter:
+            after = bisect.bisect_left(lives, live)
+            needed[min(lives[max(0, after - 1) : after + 1], key=lambda m: abs(m - live))] += (
+                longer - shorter
+            )
+    return [replace(s, tokens=s.tokens * needed[s.live] / made[s.live]) for s in stretches]
 
 
 def total(times: Iterable[BatchTimes]) -> BatchTimes:

@@ -139,9 +139,9 @@ class BatchTimes:
     """What a batch takes, done in three ways, in seconds.
 
     Attributes:
-        fixed: in the layout in which it begins, without drafts.
-        switching: with its switches, their cost included, without drafts.
-        drafting: with its switches and its drafts.
+        fixed: in the engine's base layout, without drafts.
+        switching: in the layouts that it was in, switches included, without drafts.
+        drafting: in these layouts, with its drafts.
     """
 
     fixed: float
@@ -149,7 +149,7 @@ class BatchTimes:
     drafting: float
 
     @property
-    def saved_by_switching(self) -> float:
+    def saved_by_layouts(self) -> float:
         """Share of `fixed`; negative where it loses."""
         return (self.fixed - self.switching) / self.fixed if self.fixed > 0 else 0.0
 
@@ -161,11 +161,11 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class BatchSavings:
-    """What switching and drafts saved in a batch, estimated with the model of step times.
+    """What layouts and drafts saved in a batch, estimated with the model of step times.
 
     Attributes:
         at: when the batch ended, in seconds on the monotonic clock of the engine core.
-        layout: in which it began.
+        layout: the base layout, that of `fixed`.
         predicted: by the plan that saw the most requests, from then on.
         realised: from the first plan on. `drafting` is measured. The others are what the same
             tokens would have taken, by the model as real steps have corrected it; they take the
