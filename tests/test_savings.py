@@ -1,4 +1,4 @@
-"""What switching and drafts saved: the arithmetic, and against batches that were really done so."""
+"""What layouts and drafts saved: the arithmetic, and against batches that were really done so."""
 
 from __future__ import annotations
 

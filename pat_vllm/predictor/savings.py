@@ -1,4 +1,4 @@
-"""What switching and drafts save: tells `reporting.Savings` what the policy sees and predicts."""
+"""What layouts and drafts save: tells `reporting.Savings` what the policy sees and predicts."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _made(seconds: float, responses: int) -> str:
 
 
 def _saved(batches: Sequence[BatchSavings]) -> list[str]:
-    """What switching and drafts saved, if there were any."""
+    """What layouts and drafts saved, if they made a difference."""
     realised = total(one.realised for one in batches)
     if realised.fixed == realised.drafting:
         return []

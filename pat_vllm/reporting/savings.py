@@ -1,4 +1,4 @@
-"""What switching and drafts saved in a batch. Pure.
+"""What layouts and drafts saved in a batch. Pure.
 
 A policy looks at the batch now and then. Between two looks lies a *stretch*: the requests were in
 one layout, with or without drafts, and a number of tokens was generated. What the stretch took is
@@ -19,7 +19,7 @@ from pat_vllm.reporting.history import Records
 from pat_vllm.reporting.values import BatchSavings, BatchTimes, SwitchReport
 
 MAX_BATCHES = 1_000
-_FOLD = 4_000
+_FOLD = 20_000
 """Stretches that are kept before they are added up."""
 _TOGETHER = 1.5
 """More responses than this many times the most at once, and they are no batch that began
@@ -153,7 +153,8 @@ class Savings:
             self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
             lengths = self._lengths + self._prescribed
             together = 0 < len(lengths) <= _TOGETHER * self._most
-            if together and any(s.drafts for s in self._stretches):
+            whole = self._times == _NOTHING
+            if whole and together and any(s.drafts for s in self._stretches):
                 counted = [s for s in self._stretches if s.counts]
                 others = [s for s in self._stretches if not s.counts]
                 self._stretches = others + in_step(counted, lengths)
