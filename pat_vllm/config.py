@@ -51,8 +51,8 @@ class PredictorPolicyConfig(StrictModel):
     Attributes:
         profile: file made by `pat-vllm profile` for this engine; None: the cached one, or a quick
             one taken at start.
-        lengths_file: what is learnt about response lengths is read from and kept in this file;
-            None: kept as long as the engine lives.
+        lengths_file: what is learnt about response lengths, and with speculative decoding about
+            drafts, is read from and kept in this file; None: kept as long as the engine lives.
         length_bound: longest response, tokens, in place of what each request says. Benchmarks
             that fix lengths by `max_tokens` hide them from the predictor with it.
     """

@@ -92,6 +92,9 @@ def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
     # Which layout is the faster one for so small a model is the machine's affair.
     compared = sum(count for count, _ in report.step_error.values())
     assert compared > 3, "real steps are compared with their predictions"
+    (saved,) = report.savings
+    assert saved.layout == REPLICAS and saved.predicted.fixed > 0
+    assert 0 < saved.realised.drafting == saved.realised.switching, "it has no drafts"
 
 
 def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
+from pat_vllm.predictor import kept
 from pat_vllm.predictor.hazard import EDGES, Pool, cumulative_hazard
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.state import LiveRequests
@@ -246,14 +247,14 @@ def test_history_survives_saving(tmp_path: Path) -> None:
     for seed in range(3):
         learn(model, traces.grpo(16, 8, 0.5, 1.0, seed=seed))
     path = tmp_path / "history.json"
-    model.save(path)
+    kept.save(path, model)
     assert list(tmp_path.iterdir()) == [path]
-    loaded = LengthModel.load(path)
+    loaded, _ = kept.load(path)
     assert (loaded.batches, loaded.responses) == (3, 384)
     live = make_live([10, 2000], 16384)
     np.testing.assert_array_equal(loaded.sample(live, 16), model.sample(live, 16))
     for bound in (8, 131072):
-        other = LengthModel.load(path, bound)
+        other, _ = kept.load(path, bound)
         assert other.bound == bound
         np.testing.assert_allclose(other.survival(1000), model.survival(1000), atol=0.03)
 
@@ -277,7 +278,7 @@ def test_corrupt_history_names_the_file(tmp_path: Path, content: str | bytes) ->
     path = tmp_path / "history.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"history\.json holds no length history"):
-        LengthModel.load(path)
+        kept.load(path)
 
 
 @pytest.mark.parametrize(

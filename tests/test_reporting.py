@@ -14,13 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
 from pat_vllm.reporting import (
     MAX_RECORDS,
+    BatchSavings,
+    BatchTimes,
     DecisionReport,
+    DraftSample,
     History,
     LiveSample,
     PredictorReport,
@@ -28,6 +33,7 @@ from pat_vllm.reporting import (
     Report,
     SwitchReport,
     describe_awaited,
+    drafts_over_time,
     rollout,
 )
 from pat_vllm.reporting import history as history_module
@@ -81,7 +87,14 @@ def history() -> History:
 
 
 def test_json_round_trip():
-    predictor = PredictorReport((a_decision(1.0),), {ONE: (7, 0.03)}, plans=3, planning=1e-3)
+    saved = BatchSavings(2.0, ONE, BatchTimes(3.0, 2.5, 1.5), BatchTimes(3.0, 2.0, 1.0))
+    predictor = PredictorReport(
+        (a_decision(1.0),),
+        {ONE: (7, 0.03)},
+        plans=3,
+        planning=1e-3,
+        savings=(saved,),
+    )
     report = replace(history().report(TWO, [ONE, TWO]), predictor=predictor, errors=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # pydantic warns of a value that has not its field's type
@@ -121,6 +134,44 @@ def test_a_layout_is_known_by_its_name(layout: Layout):
 def test_not_a_layout(name: str):
     with pytest.raises(ValueError, match="layout"):
         Layout.parse(name)
+
+
+# ---------------------------------------------------------------- drafts over time
+
+SAMPLES = st.builds(
+    DraftSample,
+    at=st.floats(10.0, 20.0),
+    layout=st.sampled_from([ONE, TWO]),
+    replica=st.integers(0, 1),
+    num_speculative_tokens=st.integers(0, 7),
+    steps=st.integers(1, 50),
+    drafted=st.integers(50, 100),
+    accepted=st.integers(0, 50),
+)
+
+
+@given(st.lists(SAMPLES), st.sampled_from([1.0, 2.0, 4.0]))
+def test_drafts_over_time(samples: list[DraftSample], width: float) -> None:
+    means = drafts_over_time(samples, 12.0, width)
+    assert list(means) == sorted(means, key=lambda one: one.start)
+    lengths = {one.num_speculative_tokens for one in samples}
+    covered = 0
+    for one in means:
+        inside = [s for s in samples if one.start <= s.at - 12.0 < one.end]
+        covered += len(inside)
+        assert min(lengths) <= one.num_speculative_tokens <= max(lengths)
+        assert one.end - one.start == pytest.approx(width)
+        assert one.acceptance is not None
+        assert one.acceptance == sum(s.accepted for s in inside) / sum(s.drafted for s in inside)
+    assert covered == sum(one.at >= 12.0 for one in samples)
+
+
+def test_intervals_without_drafts() -> None:
+    samples = [DraftSample(3.5, ONE, 0, 4, 3, 12, 6), DraftSample(3.6, ONE, 1, 2, 1, 0, 0)]
+    nothing = DraftSample(6.2, TWO, 0, 0, 9, 0, 0)
+    first, last = drafts_over_time([*samples, nothing], 3.0)
+    assert (first.num_speculative_tokens, first.acceptance) == (3.5, 0.5)
+    assert (last.start, last.num_speculative_tokens, last.acceptance) == (3.0, 0.0, None)
 
 
 # ---------------------------------------------------------------- the history

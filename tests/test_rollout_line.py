@@ -7,6 +7,8 @@ from typing import Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import (
+    BatchSavings,
+    BatchTimes,
     DraftSample,
     PredictorReport,
     RefusedSwitch,
@@ -80,6 +82,34 @@ def test_failures_to_plan_are_told_apart() -> None:
         assert describe(report, started=20.0, seconds=1.0, responses=8) == (
             f"8 responses in 1.00 s; no switch; {told}"
         )
+
+
+def test_what_was_saved_in_the_rollout() -> None:
+    def saved(at: float, predicted: BatchTimes, *realised: float) -> BatchSavings:
+        return BatchSavings(at, NARROW, predicted, BatchTimes(*realised))
+
+    def line(*savings: BatchSavings) -> str:
+        report = replace(REPORT, switches=(), refused=())
+        return describe(replace(report, predictor=PredictorReport(savings=savings)), 20.0, 2.0, 8)
+
+    before = saved(19.0, BatchTimes(9.0, 1.0, 1.0), 9.0, 1.0, 1.0)
+    both = saved(21.0, BatchTimes(5.0, 4.3, 3.3), 5.0, 4.4, 3.35)
+    assert line(before, both) == (
+        "8 responses in 2.00 s; no switch; saved 12% by layouts, 21% by drafts "
+        "over tp1dp2 without drafts (estimated; predicted 14%, 20%)"
+    )
+    # Where there were no drafts there is nothing to tell of them; what loses is negative.
+    switched = saved(22.0, BatchTimes(5.0, 4.5, 4.5), 5.0, 5.2, 5.2)
+    assert line(switched).endswith(
+        "; saved -4% by layouts over tp1dp2 without drafts (estimated; predicted 10%)"
+    )
+    assert line(both, switched).endswith(
+        "; saved 4% by layouts, 11% by drafts "
+        "over tp1dp2 without drafts (estimated; predicted 12%, 10%)"
+    )
+    # Without either it saves nothing.
+    assert line(saved(22.0, BatchTimes(5.0, 4.5, 4.5), 5.0, 5.0, 5.0)).endswith("no switch")
+    assert line(before).endswith("no switch")
 
 
 def test_drafts_of_the_rollout() -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pat_vllm.cli.engine_run import RunResult
 from pat_vllm.layout import Layout
+from pat_vllm.reporting import drafts_over_time
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _SWITCHING_COLOUR = "#222222"
+_ACCEPTANCE_COLOUR = "#c03d3e"
 
 
 def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
     """Save a PNG of (label, run) pairs; a run that switches is the last.
 
-    Above, live requests of each run; behind them the layouts of the last. Below, layouts of all.
+    Above, live requests of each run; behind them the layouts of the last. Below, layouts of all,
+    and if the last run speculated its draft lengths and what was accepted.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,11 +34,11 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
     most = max(count for _, result in results for _, count in result.live)
     end = max(result.seconds for _, result in results)
 
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    heights = [4, 0.35 * len(results) + 0.2] + [1.2] * bool(last.drafts)
+    figure = Figure(figsize=(10, sum(heights) + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    above, below = figure.subplots(
-        2, 1, sharex=True, gridspec_kw={"height_ratios": [4, 0.35 * len(results) + 0.2]}
-    )
+    panels = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    above, below = panels[:2]
     figure.suptitle(
         f"One long-tail batch, {len(results)} ways: {len(last.outputs)} requests, "
         f"{last.tokens:,} tokens, {layouts[0].world_size} ranks",
@@ -82,15 +89,40 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
     below.set_yticks(range(len(results)), [label for label, _ in results])
     below.invert_yaxis()
     below.set_xlim(0, end * 1.06)
-    below.set_xlabel("time since the batch was submitted (s)")
+    if last.drafts:
+        _draw_drafts(panels[2], last)
+    panels[-1].set_xlabel("time since the batch was submitted (s)")
     below.set_title("layout over time", fontsize=10, loc="left")
-    for axes in (above, below):
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 
 _FLOOR = 0.8
 """Lower end of the logarithmic axis, where 0 is drawn."""
+
+
+def _draw_drafts(axes: Axes, result: RunResult) -> None:
+    """Draft length (left) and accepted share (right) over time."""
+    means = drafts_over_time(result.drafts, result.began)
+    ends = [min(one.end, result.seconds) for one in means]
+    for one, end in zip(means, ends, strict=True):
+        axes.hlines(one.num_speculative_tokens, one.start, end, _SWITCHING_COLOUR, linewidth=2.2)
+    axes.set_ylim(0, 1.15 * max(1.0, *(one.num_speculative_tokens for one in means)))
+    axes.set_ylabel("draft length k")
+    axes.set_title(
+        "mean draft length (lines) and accepted share of the drafts (dots), each second",
+        fontsize=10,
+        loc="left",
+    )
+    shares = axes.twinx()
+    for one, end in zip(means, ends, strict=True):
+        if one.acceptance is not None:
+            middle = 0.5 * (one.start + end)
+            shares.plot(middle, one.acceptance, "o", color=_ACCEPTANCE_COLOUR, markersize=4)
+    shares.set_ylim(0, 1.15)
+    shares.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"], color=_ACCEPTANCE_COLOUR)
+    shares.spines["top"].set_visible(False)
 
 
 def _name(layout: Layout) -> str:

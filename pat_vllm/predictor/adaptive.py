@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.acceptance import PLAIN, Acceptance
+from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.kept import Keeper
 from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import Prober
+from pat_vllm.predictor.savings import PlannedSavings
 from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.tuning import Tuning
@@ -64,8 +65,8 @@ class AdaptivePolicy(Policy):
             bound: longest possible response, tokens.
             costs: the engine's cost model, which the engine tells of its switches. None makes one
                 of the policy's own, which the policy tells of them.
-            lengths_file: what is learnt about lengths is read from here if it exists, and kept
-                here between engines.
+            lengths_file: what is learnt about lengths and drafts is read from here if it exists,
+                and kept here between engines.
             draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
                 was accepted, and leaves draft lengths to the engine's configuration.
             timer: measures this policy's own work, which is bounded; a simulator that wants
@@ -78,10 +79,8 @@ class AdaptivePolicy(Policy):
         tuning = tuning or Tuning()
         self.home = layouts[0]
         self._steps = StepTimeModel.fit(profile)
-        if lengths_file is not None and lengths_file.exists():
-            self._lengths = LengthModel.load(lengths_file, bound=bound)
-        else:
-            self._lengths = LengthModel(bound)
+        self._keeper = Keeper(lengths_file)
+        self._lengths, acceptance = self._keeper.load(bound, draft_lengths)
         self._own_costs = costs is None
         self._costs = costs or CostModel()
         self._costs.fit(profile)
@@ -92,14 +91,14 @@ class AdaptivePolicy(Policy):
             max_num_seqs=profile.max_num_seqs,
             kv_tokens=profile.kv_tokens,
         )
-        self._acceptance = Acceptance(draft_lengths) if len(draft_lengths) > 1 else None
+        self._acceptance = acceptance if len(draft_lengths) > 1 else None
         self._drafting = PLAIN
         self._prober = Prober(tuning)
         self._decisions = Decisions()
+        self._savings = PlannedSavings(self._planner)
+        self._last_step = 0.0
         self._tuning = tuning
         self._timer = timer
-        self._lengths_file = lengths_file
-        self._not_saved: str | None = None
 
         self._planned: tuple[Layout, int, tuple[int, int]] | None = None
         self._last_plan = -math.inf
@@ -122,13 +121,16 @@ class AdaptivePolicy(Policy):
     def arrived(self, now: float, group: int) -> None:
         if self._begun is None:
             self._begun = now
+        self._savings.arrived()
 
     def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+        self._savings.finished(num_output_tokens)
         self._lengths.finished(num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(layout, seconds)
         self._steps_seen += 1
+        self._last_step = now
         self._prober.stepped()
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
@@ -146,6 +148,7 @@ class AdaptivePolicy(Policy):
             self._next_observation = now + took / self._tuning.observing_share
 
     def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
+        self._savings.drafted(length)
         if self._acceptance is None or now < self._next_drafts:
             return
         started = self._timer()
@@ -161,6 +164,7 @@ class AdaptivePolicy(Policy):
         if self._own_costs:
             self._costs.observe(report)
         self._decisions.switched(report)
+        self._savings.switched(report)
         self._skip = report.target.replicas
         if report.reason != "idle":
             self._last_switch = report
@@ -170,8 +174,10 @@ class AdaptivePolicy(Policy):
 
     def idle(self, now: float) -> None:
         self._decisions.idle()
+        # An engine may be told that it is idle long after its last step.
+        self._savings.idle(self._last_step)
         self._lengths.end_of_batch()
-        self._save_lengths()
+        self._keeper.save(self._lengths, self._acceptance)
         self._planned = None
         if self._begun is not None:
             self._worked_before += now - self._begun
@@ -179,24 +185,6 @@ class AdaptivePolicy(Policy):
         self._last_switch = None
         self._prober.stop()
         self._review = self._next_plan = -math.inf
-
-    def _save_lengths(self) -> None:
-        """Keep what has been learnt. The engine goes on where the file cannot be written."""
-        if self._lengths_file is None:
-            return
-        try:
-            self._lengths.save(self._lengths_file)
-        except OSError as error:
-            # Once for each kind: the next batch will most likely meet the same.
-            reason = error.strerror or str(error)
-            if self._not_saved != reason:
-                self._not_saved = reason
-                logger.warning(
-                    "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
-                    "lengths will be lost when this engine ends",
-                    self._lengths_file,
-                    reason,
-                )
 
     def report(self, since: float = -math.inf) -> PredictorReport:
         # The engine's thread replaces `_error` and never changes it.
@@ -210,6 +198,7 @@ class AdaptivePolicy(Policy):
             slowest_plan=self._slowest_plan,
             batches=self._lengths.batches,
             responses=self._lengths.responses,
+            savings=self._savings.since(since),
         )
 
     # ---------------------------------------------------------------- decisions
@@ -269,6 +258,7 @@ class AdaptivePolicy(Policy):
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
+        self._savings.planned(state, live, prompts, ahead, outlook, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,30 +186,3 @@ class LengthModel:
         # A shorter grid is continued by this one.
         model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in arrays))
         return model
-
-    def save(self, path: Path) -> None:
-        """Write `to_json` to a file, all of it or nothing."""
-        path = Path(path)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self.to_json(), file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-
-    @classmethod
-    def load(cls, path: Path, bound: int | None = None, seed: int = 0) -> LengthModel:
-        """The model that `save` wrote, for responses up to `bound` (default: the same).
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it was not written by `save`.
-        """
-        try:
-            return cls.from_json(json.loads(Path(path).read_bytes()), bound, seed)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} holds no length history ({error}); delete it to start afresh"
-            ) from error

@@ -79,10 +79,10 @@ class _SizeModel:
             seconds += (found - seconds) * shape.drafts / (drafts * shape.batch)
         return seconds + extra
 
-    def many(self, batch: Floats, context: Floats, busy: Floats, drafts: Any, k: Any) -> Floats:
+    def many(self, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Floats:
         """Seconds of decode steps, but for what their longest contexts add."""
         none, every, of_request = self.kinds[:, np.minimum(k, self.kinds.shape[1] - 1)]
-        seconds = self.grid.many(batch, context, busy, none)
+        seconds: Floats = self.grid.many(batch, context, busy, none)
         if isinstance(drafts, int) and not drafts:
             return seconds
         found = self.grid.many(batch, context, busy, every)
@@ -143,7 +143,7 @@ class StepTimeModel:
         )
         plain = size.many(batch, context, busy, drafts, k)
         plain = plain + size.base.extra(batch, longest, prefill, busy)
-        return np.asarray(plain * self._correction.factors(tp, batch))
+        return np.asarray(plain * self._correction.factors(tp, np.asarray(batch)))
 
     def step(self, tp: int, shape: StepShape) -> float:
         """Seconds of one step, as `seconds` gives them."""

@@ -3,9 +3,13 @@
 Imports neither torch nor vLLM.
 """
 
+from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
 from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
+from pat_vllm.reporting.savings import Look, Savings, Stretch, total
 from pat_vllm.reporting.values import (
+    BatchSavings,
+    BatchTimes,
     DecisionReport,
     DraftSample,
     LayoutSteps,
@@ -19,16 +23,24 @@ from pat_vllm.reporting.values import (
 __all__ = [
     "MAX_RECORDS",
     "REPORT_SECONDS",
+    "BatchSavings",
+    "BatchTimes",
     "DecisionReport",
+    "DraftMean",
     "DraftSample",
     "History",
     "LayoutSteps",
     "LiveSample",
+    "Look",
     "PredictorReport",
     "Records",
     "RefusedSwitch",
     "Report",
+    "Savings",
+    "Stretch",
     "SwitchReport",
     "describe",
     "describe_awaited",
+    "drafts_over_time",
+    "total",
 ]

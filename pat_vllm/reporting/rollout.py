@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
-from pat_vllm.reporting.values import Report, SwitchReport
+from pat_vllm.reporting.savings import total
+from pat_vllm.reporting.values import BatchSavings, Report, SwitchReport
 
 REPORT_SECONDS = 30.0
 """How long a trainer waits for a report."""
@@ -54,6 +55,7 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
             f"k {lengths[0]} to {lengths[-1]}, mean {mean:.1f}" if lengths[1:] else f"k {mean:g}"
         )
         parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
+    parts += _saved([one for one in report.predictor.savings if one.at >= started])
     if (predictor := report.predictor).responses:
         parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")
     return "; ".join(parts)
@@ -61,6 +63,20 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
 
 def _made(seconds: float, responses: int) -> str:
     return f"{responses} responses in {seconds:.2f} s"
+
+
+def _saved(batches: Sequence[BatchSavings]) -> list[str]:
+    """What layouts and drafts saved, if they made a difference."""
+    realised = total(one.realised for one in batches)
+    if realised.fixed == realised.drafting:
+        return []
+    predicted = total(one.predicted for one in batches)
+    saved = f"saved {realised.saved_by_layouts:.0%} by layouts"
+    expected = f"predicted {predicted.saved_by_layouts:.0%}"
+    if realised.switching != realised.drafting:
+        saved += f", {realised.saved_by_drafts:.0%} by drafts"
+        expected += f", {predicted.saved_by_drafts:.0%}"
+    return [f"{saved} over {batches[0].layout} without drafts (estimated; {expected})"]
 
 
 def _switch(one: SwitchReport, started: float) -> str:

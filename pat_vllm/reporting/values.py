@@ -135,6 +135,50 @@ class DecisionReport:
 
 
 @dataclass(frozen=True)
+class BatchTimes:
+    """What a batch takes, done in three ways, in seconds.
+
+    Attributes:
+        fixed: in the engine's base layout, without drafts.
+        switching: in the layouts that it was in, switches included, without drafts.
+        drafting: in these layouts, with its drafts.
+    """
+
+    fixed: float
+    switching: float
+    drafting: float
+
+    @property
+    def saved_by_layouts(self) -> float:
+        """Share of `fixed`; negative where it loses."""
+        return (self.fixed - self.switching) / self.fixed if self.fixed > 0 else 0.0
+
+    @property
+    def saved_by_drafts(self) -> float:
+        """Share of `fixed` that drafts save beyond that; negative where they lose."""
+        return (self.switching - self.drafting) / self.fixed if self.fixed > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class BatchSavings:
+    """What layouts and drafts saved in a batch, estimated with the model of step times.
+
+    Attributes:
+        at: when the batch ended, in seconds on the monotonic clock of the engine core.
+        layout: the base layout, that of `fixed`.
+        predicted: by the plan that saw the most requests, from then on.
+        realised: from the first plan on. `drafting` is measured. The others are what the same
+            tokens would have taken, by the model as real steps have corrected it; they take the
+            requests for evenly spread.
+    """
+
+    at: float
+    layout: LayoutByName
+    predicted: BatchTimes
+    realised: BatchTimes
+
+
+@dataclass(frozen=True)
 class PredictorReport:
     """What the predictor policy decided, and how well its models predict.
 
@@ -148,6 +192,7 @@ class PredictorReport:
         slowest_plan: seconds of the slowest plan.
         batches: batches that the length model has learnt from.
         responses: responses that it has learnt from.
+        savings: of each batch, oldest first.
     """
 
     decisions: tuple[DecisionReport, ...] = ()
@@ -157,6 +202,7 @@ class PredictorReport:
     slowest_plan: float = 0.0
     batches: int = 0
     responses: int = 0
+    savings: tuple[BatchSavings, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -203,8 +249,8 @@ class Report:
     """State and history of an engine.
 
     A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts` and
-    the predictor's decisions hold only what happened at that time or later. The rest is always
-    about the whole life of the engine.
+    the predictor's decisions and savings hold only what happened at that time or later. The rest
+    is always about the whole life of the engine.
 
     Attributes:
         layout: the active layout.
