@@ -84,6 +84,8 @@ class LayoutController:
         vLLM's in-process engine makes no step after the last output of a batch, so the engine may
         still have to go home.
         """
+        if self._was_busy and not self._active.num_seqs:
+            self._active.drain()  # a step that was started before the last response ended
         self.go_home_if_idle()
         self._was_busy = True
         version = self._active.executor.weights_version
