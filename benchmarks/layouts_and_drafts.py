@@ -21,7 +21,9 @@ import typer
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
 from benchmarks.paper.hardware import measured_noise, named_profile
+from pat_vllm.cli.demo_plot import draw_drafts
 from pat_vllm.cli.results import table, to_json
+from pat_vllm.cli.simulate_plot import LAYOUT_COLOURS, spans
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SchedulePolicy
 from pat_vllm.profiling.profile import Profile, StepShape
@@ -171,6 +173,51 @@ def run_setting(setting: Setting, seeds: int) -> Result:
     )
 
 
+def plot_batch(setting: Setting, path: Path) -> None:
+    """Save a PNG of one batch under PAT: live requests and layouts, draft lengths and acceptance.
+
+    It has learnt from one batch before.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    profile, replayer = _replayer(setting, 1)
+    truth = ReplayedTruth(profile, measured_noise())
+    policy = replayer.adaptive(profile, draft_lengths=LENGTHS)
+    (run,) = replayer.replay("PAT", policy, truth).runs
+    colour = dict(zip(profile.all_layouts, LAYOUT_COLOURS, strict=False))
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1.5]})
+    figure.suptitle(
+        f"Simulated, modelled step times: {setting.requests} responses of up to "
+        f"{setting.max_tokens} tokens, {profile.title.removeprefix('modelled: ')}, "
+        f"acceptance {setting.acceptance:g}",
+        fontsize=11,
+    )
+    for layout, start, stop in spans(run):
+        above.axvspan(start, stop, color=colour[layout], alpha=0.2, linewidth=0)
+    above.step(
+        [sample.at - run.began for sample in run.timeline],
+        [max(sample.num_seqs, 0.8) for sample in run.timeline],
+        where="post",
+        color="#222222",
+    )
+    above.set_yscale("log", base=2)
+    above.set_ylabel("live requests (log scale)")
+    used = [one for one in profile.all_layouts if one in {span[0] for span in spans(run)}]
+    above.legend(
+        handles=[Patch(color=colour[one], alpha=0.4, label=f"layout {one}") for one in used],
+        loc="upper right",
+    )
+    draw_drafts(below, run.drafts, run.began, run.seconds, run.seconds / 60)
+    below.set_xlabel("time since the batch was submitted (s)")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
 def _replayer(setting: Setting, seeds: int) -> tuple[Profile, Replayer]:
     profile = named_profile(
         setting.model,
@@ -273,9 +320,8 @@ def main(
     wrong: Annotated[str, typer.Option(help="E.g. `steps x 2`, `acceptance / 2`.")] = "",
     seeds: Annotated[int, typer.Option(min=1, help="Batches, after one to learn from.")] = 2,
     processes: Annotated[int, typer.Option(min=1)] = 1,
-    output_dir: Annotated[
-        Path | None, typer.Option(help="Where to write JSON and Markdown.")
-    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="For JSON and Markdown.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG of a batch of one setting.")] = None,
 ) -> None:
     """Simulate one setting, or the usual ones."""
     settings = list(usual_settings())
@@ -283,6 +329,8 @@ def main(
         settings = [
             Setting(gpu, model, requests, max_tokens, acceptance, drafting, workload, wrong)
         ]
+    if plot is not None:
+        plot_batch(settings[0], plot)
     results: list[tuple[Setting, Result]] = []
     with ProcessPoolExecutor(processes) as pool:
         for setting, result in zip(

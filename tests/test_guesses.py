@@ -203,6 +203,11 @@ def test_pat_learns_what_drafts_are_worth():
             runs = simulate_batches(batches, policy, truth, capacity)
             seconds[acceptance, lengths] = sum(run.seconds for run in runs[1:])
         told = ClairvoyantPolicy(batches, PROFILE.all_layouts, truth, capacity, LENGTHS)
+        assert all(one.drafted >= one.accepted >= 0 for one in runs[-1].drafts)
+        share = sum(one.accepted for one in runs[-1].drafts) / sum(
+            max(1, one.steps) for one in runs[-1].drafts
+        )
+        assert (share > 0.5) == (acceptance > 0.5)
         runs = simulate_batches(batches, told, truth, capacity)
         seconds[acceptance, "told"] = sum(run.seconds for run in runs[1:])
     assert seconds[0.7, LENGTHS] < 0.75 * seconds[0.7, (0,)]
@@ -241,6 +246,10 @@ def test_command(tmp_path):
     from benchmarks.layouts_and_drafts import app
 
     arguments = ["--gpu", "A40", "--requests", "16", "--max-tokens", "512", "--seeds", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--output-dir", str(tmp_path)])
+    picture = tmp_path / "batch.png"
+    result = CliRunner().invoke(
+        app, [*arguments, "--output-dir", str(tmp_path), "--plot", str(picture)]
+    )
     assert result.exit_code == 0, result.output
+    assert picture.stat().st_size > 10_000
     assert "MODELLED" in (tmp_path / "layouts-and-drafts.md").read_text()

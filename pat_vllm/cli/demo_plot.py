@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pat_vllm.cli.engine_run import RunResult
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import drafts_over_time
+from pat_vllm.reporting import DraftSample, drafts_over_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +90,7 @@ def plot(results: Sequence[tuple[str, RunResult]], path: Path) -> None:
     below.invert_yaxis()
     below.set_xlim(0, end * 1.06)
     if last.drafts:
-        _draw_drafts(panels[2], last)
+        draw_drafts(panels[2], last.drafts, last.began, last.seconds)
     panels[-1].set_xlabel("time since the batch was submitted (s)")
     below.set_title("layout over time", fontsize=10, loc="left")
     for axes in panels:
@@ -102,16 +102,19 @@ _FLOOR = 0.8
 """Lower end of the logarithmic axis, where 0 is drawn."""
 
 
-def _draw_drafts(axes: Axes, result: RunResult) -> None:
-    """Draft length (left) and accepted share (right) over time."""
-    means = drafts_over_time(result.drafts, result.began)
-    ends = [min(one.end, result.seconds) for one in means]
+def draw_drafts(
+    axes: Axes, samples: Sequence[DraftSample], began: float, seconds: float, width: float = 1.0
+) -> None:
+    """Draft length (left) and accepted share (right) over time, in intervals of `width` seconds."""
+    means = drafts_over_time(samples, began, width)
+    ends = [min(one.end, seconds) for one in means]
     for one, end in zip(means, ends, strict=True):
         axes.hlines(one.num_speculative_tokens, one.start, end, _SWITCHING_COLOUR, linewidth=2.2)
     axes.set_ylim(0, 1.15 * max(1.0, *(one.num_speculative_tokens for one in means)))
     axes.set_ylabel("draft length k")
     axes.set_title(
-        "mean draft length (lines) and accepted share of the drafts (dots), each second",
+        "mean draft length (lines) and accepted share of the drafts (dots), "
+        + ("each second" if width == 1 else f"every {width:.3g} s"),
         fontsize=10,
         loc="left",
     )

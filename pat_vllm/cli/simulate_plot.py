@@ -9,7 +9,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.simulator.compare import Comparison
 from pat_vllm.simulator.run import SimulatedRun
 
-_LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
+LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 _SWITCH_COLOUR = "#222222"
 POLICY_COLOURS = ("#c03d3e", "#d9a04e", "#222222", "#7f7f7f")
 """Of the policies that switch: PAT alone, or those of the paper's comparison in its order."""
@@ -23,7 +23,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    colour = dict(zip(sorted(result.static), _LAYOUT_COLOURS, strict=False))
+    colour = dict(zip(sorted(result.static), LAYOUT_COLOURS, strict=False))
     rows = [(row.label, row.runs[-1]) for row in result.results]
     lines = [
         *((row, colour[layout], 1.2) for layout, row in result.static.items()),

@@ -21,7 +21,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
+from pat_vllm.reporting import DecisionReport, DraftSample, LiveSample, SwitchReport
 from pat_vllm.routing import Placed, Router, spread
 from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
 from pat_vllm.simulator.run import SimulatedRun, SimulatedSteps
@@ -83,6 +83,7 @@ class SimulatedEngine:
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
         self._steps: dict[Layout, tuple[int, float]] = {}
+        self._drafts: list[DraftSample] = []
         self._admit_arrivals()
 
     # ---------------------------------------------------------------- looking
@@ -148,6 +149,7 @@ class SimulatedEngine:
             prefilled=self._requests.prefilled,
             preempted=self._requests.preempted,
             decisions=decisions,
+            drafts=tuple(self._drafts),
         )
 
     # ---------------------------------------------------------------- time
@@ -326,7 +328,7 @@ class SimulatedEngine:
         seconds = steps * replica.per_step
         ended = replica.began + seconds
         if self._policy is not None and self._policy.learns and replica.shape.batch:
-            self._tell_of_drafts(self._policy, replica, ended)
+            self._tell_of_drafts(self._policy, replica, steps, ended)
         complete = replica.finish(self._requests, steps)
         count, total = self._steps.get(self.layout, (0, 0.0))
         self._steps[self.layout] = (count + steps, total + seconds)
@@ -347,12 +349,22 @@ class SimulatedEngine:
                 )
         self._note()
 
-    def _tell_of_drafts(self, policy: Policy, replica: SimulatedReplica, ended: float) -> None:
+    def _tell_of_drafts(
+        self, policy: Policy, replica: SimulatedReplica, steps: int, ended: float
+    ) -> None:
         """Tell of the drafts of a chunk. The requests are still what they were before it."""
-        told = min(replica.steps, _TOLD_OF_DRAFTS)
+        told, batch = min(replica.steps, _TOLD_OF_DRAFTS), replica.shape.batch
         accepted = [_NO_DRAFTS] * told
         if replica.k:
             replica.write(self._requests)
             accepted = replica.accepted(self._requests, told)
         for one in accepted:
-            policy.drafted(ended, replica.k, replica.shape.batch, one)
+            policy.drafted(ended, replica.k, batch, one)
+        if policy.drafts:
+            each = sum(int(one.sum()) for one in accepted) / told
+            drafted, right = steps * batch * replica.k, round(steps * each)
+            self._drafts.append(
+                DraftSample(
+                    replica.began, self.layout, replica.index, replica.k, steps, drafted, right
+                )
+            )

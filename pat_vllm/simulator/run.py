@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import DecisionReport, LiveSample, SwitchReport
+from pat_vllm.reporting import DecisionReport, DraftSample, LiveSample, SwitchReport
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class SimulatedRun:
         prefilled: prompt tokens computed, those computed again included.
         preempted: how often a request lost its KV for want of memory.
         decisions: of the policy, this run's only.
+        drafts: of a policy that learns and plans draft lengths, a sample per chunk of steps; what
+            was accepted is scaled up from the first steps of each.
     """
 
     began: float
@@ -47,6 +49,7 @@ class SimulatedRun:
     prefilled: int
     preempted: int
     decisions: tuple[DecisionReport, ...]
+    drafts: tuple[DraftSample, ...] = ()
 
     @property
     def seconds(self) -> float:
