@@ -319,7 +319,7 @@ def test_the_workloads_run_on_real_engines(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.engine_process.multiprocessing", made_by)
     monkeypatch.setattr("benchmarks.bench.speculative.engines._SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(
-        models, "SPECS", {name: {**TINY, "repeat": 1.5, "phrase": 16} for name in models.SPECS}
+        models, "SPECS", {name: {**TINY, "repeat": 1.5, "phrase": 4} for name in models.SPECS}
     )
     # So few tokens tell little of what is accepted.
     monkeypatch.setattr(

@@ -38,7 +38,7 @@ TABLE = "table"
 
 _START_SECONDS = 900.0
 _RUN_SECONDS = 900.0
-_SETTLE_SECONDS = 0.3
+_SETTLE_SECONDS = 0.1
 """After a batch an engine goes home and learns that nothing is left to do."""
 
 
