@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench.calibrated import CalibratedSimulator
-from benchmarks.bench.judgement import MISSED_SHARE, Judgement
+from benchmarks.bench.judgement import MISSED_SHARE, NEVER_WORSE, Bar, Judgement
 from benchmarks.bench.ratios import Ratio, best_of_each, better_static, paired_ratio
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.record import Summary, provenance
@@ -241,7 +241,12 @@ def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> st
         "mean response, PAT / better static",
         "switches per batch",
     )
-    return table(header, rows) + "\n`*`: the better static layout.\n"
+    bars = [Bar(one["name"], NEVER_WORSE, one["relative"]["PAT"]["high"]) for one in workloads]
+    verdicts = ", ".join(f"{bar.what} {bar.verdict}" for bar in bars)
+    return (
+        f"{table(header, rows)}\n`*`: the better static layout. Bar: the upper end of PAT / better "
+        f"static is at most {NEVER_WORSE}: {verdicts}.\n"
+    )
 
 
 def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str, Any]]) -> str:

@@ -45,12 +45,10 @@ def bench_speculative(
     settings = BenchSettings(first, ranks, workloads, repeats, scale, seed)
     facts = machine(command_of(settings, own_model=True), Path(__file__).parent)
     config = model_config(first)
-    found = []
-    total = sum(rounds(settings, workload) for workload in workloads)
-    with progress_of(console, total) as progress:
-        for workload in workloads:
-            own = replace(settings, model=models[workload.models[0]], workloads=(workload,))
-            found.append(measure(own, workload, models, config, progress))
+    directory = results_dir(output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / f"{facts['date'][:10]}-bench-speculation"
+    path = Path(f"{stem}.json")
     content: dict[str, Any] = {
         "machine": facts,
         "settings": {
@@ -60,16 +58,18 @@ def bench_speculative(
             "seed": seed,
             "layouts": [str(layout) for layout in settings.layouts],
         },
-        "workloads": [workload_content(settings, one) for one in found],
+        "workloads": [],
     }
-    directory = results_dir(output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    stem = directory / f"{facts['date'][:10]}-bench-speculation"
-    path = Path(f"{stem}.json")
-    path.write_text(to_json(content))
-    text = markdown(content)
-    Path(f"{stem}.md").write_text(text)
-    console.print(text, soft_wrap=True, markup=False)
+    found = []
+    with progress_of(console, sum(rounds(settings, one) for one in workloads)) as progress:
+        for workload in workloads:
+            own = replace(settings, model=models[workload.models[0]], workloads=(workload,))
+            found.append(measure(own, workload, models, config, progress))
+            # At once, so that a later failure leaves what was measured.
+            content["workloads"].append(workload_content(own, found[-1]))
+            path.write_text(to_json(content))
+            Path(f"{stem}.md").write_text(markdown(content))
+    console.print(markdown(content), soft_wrap=True, markup=False)
     console.print(f"written: {stem}.json, .md", soft_wrap=True)
     for one in found:
         for name in one.workload.models:
