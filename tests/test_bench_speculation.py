@@ -1,5 +1,7 @@
 """The benchmark's workloads with speculation: their tables, their files, and all with engines."""
 
+import contextlib
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -24,7 +26,7 @@ from benchmarks.bench.speculative.engines import (
     sides_of,
     static_name,
 )
-from benchmarks.bench.speculative.measure import Measured, check_accepted
+from benchmarks.bench.speculative.measure import Measured
 from benchmarks.bench.speculative.models import REPEATING, SCATTERED
 from benchmarks.bench.speculative.report import markdown, workload_content
 from benchmarks.bench.speculative.tuning import Drafted, accepted_share, together, tuned_table
@@ -93,9 +95,9 @@ def test_each_token_of_a_scattered_phrase_is_as_likely_as_any_other(tmp_path, mo
     path = models.model(SCATTERED, tmp_path)
     assert path == models.model(SCATTERED, tmp_path) != models.model(REPEATING, tmp_path)
     head = load_file(path / "model.safetensors")["lm_head.weight"]
-    rows = head[3 : 3 + 24]
-    assert (rows == rows[0]).all() and (rows[:, 24:] == 0).all() and (rows[:, :24] > 0).all()
-    assert len({tuple(row) for row in head[27:60].tolist()}) == 33
+    rows = head[3 : 3 + 32]
+    assert (rows == rows[0]).all() and (rows[:, 32:] == 0).all() and (rows[:, :32] > 0).all()
+    assert len({tuple(row) for row in head[35:60].tolist()}) == 25
 
 
 # ---------------------------------------------------------------- tables
@@ -162,17 +164,6 @@ def test_a_table_has_the_best_length_for_each_batch():
 def test_wrong_tables_are_noticed(changes):
     with mutated(tuned_table, changes), pytest.raises(AssertionError):
         check_tables(free=16, most=64)
-
-
-@pytest.mark.parametrize(
-    ("model", "accepted"), [(REPEATING, 29), (REPEATING, 71), (SCATTERED, 6), (SCATTERED, None)]
-)
-def test_other_acceptance_than_the_workloads_say_is_an_error(model, accepted):
-    gave = [] if accepted is None else [Drafted(4, 200, 100, accepted)]
-    with pytest.raises(ValueError, match="of the draft tokens were accepted"):
-        check_accepted(model, gave)
-    check_accepted(REPEATING, [Drafted(4, 200, 100, 50)])
-    check_accepted(SCATTERED, [Drafted(4, 200, 100, 2)])
 
 
 # ---------------------------------------------------------------- sides
@@ -243,6 +234,26 @@ def measured_of(name, pace):
     gave = {model: (Drafted(1, 100, 60, 30),) for model in workload.models}
     tables = {ONE: [(1, 32, 1)], TWO: [(1, 64, 0)]}
     return settings_, Measured(workload, tuple(runs), gave, tables, a_profile(), {PAT: 9.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted", "fits"),
+    [
+        *(("repeating", share, 0.3 <= share <= 0.7) for share in (0.29, 0.3, 0.7, 0.71)),
+        *(("unpredictable", share, share <= 0.05) for share in (0.0, 0.05, 0.06)),
+        *(("changing", share, False) for share in (0.04, 0.5)),
+        *((name, None, False) for name in SPECULATIVE),
+    ],
+)
+def test_other_acceptance_than_a_workload_says_is_an_error(name, accepted, fits):
+    _, measured = measured_of(name, {})
+    drafted = 0 if accepted is None else 100
+    runs = [
+        dataclasses.replace(run, gave=Drafted(4, 200, drafted, round(drafted * (accepted or 0))))
+        for run in measured.runs
+    ]
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="were accepted"):
+        dataclasses.replace(measured, runs=runs).check_accepted()
 
 
 def content_of(name, pace=PACE):

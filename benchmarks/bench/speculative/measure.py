@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,18 @@ class Measured:
             if run.run.repeat and run.model == model and run.run.side not in (PAT, PAT_PLAIN)
         ]
 
+    def check_accepted(self) -> None:
+        """Raise ValueError unless as many drafts were accepted as the workload says."""
+        for model in {one.model for one in self.runs if one.run.repeat}:
+            least, most = ACCEPTED[model]
+            gave = self.static(model)
+            share = accepted_share(gave)
+            if not least <= share <= most or not any(one.drafted for one in gave):
+                raise ValueError(
+                    f"{self.workload.name}: with the model {model!r} {share:.3f} of the draft "
+                    f"tokens were accepted; the workload is one where {least:g} to {most:g} are"
+                )
+
 
 def rounds(settings: BenchSettings, workload: SpeculativeWorkload) -> int:
     """How often `measure` tells its progress."""
@@ -97,7 +109,6 @@ def measure(
 
     Raises:
         EngineFailed: an engine failed; none is left running.
-        ValueError: drafts are not accepted as the workload says.
     """
     scratch = Path(tempfile.mkdtemp(prefix="pat-vllm-bench-"))
     starts: dict[str, float] = {}
@@ -169,19 +180,7 @@ def _try_lengths(
             tp = settings.layouts[0].tp
             gave.append(engine.run(side, *batch, 0, model, tp).gave)
         found[model] = tuple(gave)
-        check_accepted(model, gave)
     return found
-
-
-def check_accepted(model: str, gave: Sequence[Drafted]) -> None:
-    """Raise ValueError unless as many drafts were accepted as the workloads say of a model."""
-    least, most = ACCEPTED[model]
-    share = accepted_share(gave)
-    if not least <= share <= most or not any(one.drafted for one in gave):
-        raise ValueError(
-            f"with the model {model!r} {share:.3f} of the draft tokens were accepted; its "
-            f"workloads are those where {least:g} to {most:g} are"
-        )
 
 
 def _tables(

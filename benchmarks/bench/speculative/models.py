@@ -23,8 +23,8 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
     # Goes through one phrase again and again, with interruptions: most drafts are accepted.
     REPEATING: {**SHAPE, "repeat": 1.4},
     # Says the tokens of its phrase in any order: the same two follow each other again and again, so
-    # that drafts are found, but each of the 24 may be next.
-    SCATTERED: {**SHAPE, "repeat": 1.5, "phrase": 24},
+    # that drafts are found, but each of the 32 may be next.
+    SCATTERED: {**SHAPE, "repeat": 1.5, "phrase": 32},
 }
 """Of equal size, so that an engine can go from one's weights to the other's."""
 

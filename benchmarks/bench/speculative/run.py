@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.bench.run import BenchSettings, command_of, progress_of
-from benchmarks.bench.speculative.measure import check_accepted, measure, rounds
+from benchmarks.bench.speculative.measure import measure, rounds
 from benchmarks.bench.speculative.models import model as make_model
 from benchmarks.bench.speculative.report import markdown, workload_content
 from benchmarks.bench.speculative.workloads import SpeculativeWorkload
@@ -72,6 +72,5 @@ def bench_speculative(
     console.print(markdown(content), soft_wrap=True, markup=False)
     console.print(f"written: {stem}.json, .md", soft_wrap=True)
     for one in found:
-        for name in one.workload.models:
-            check_accepted(name, one.static(name))
+        one.check_accepted()
     return path
