@@ -268,7 +268,7 @@ def test_prediction_errors_are_means_over_what_was_predicted():
     assert (nothing.before, nothing.after, nothing.cost, nothing.saving) == (None, None, None, 0)
 
 
-# ---------------------------------------------------------------- against the oracle
+# ---------------------------------------------------------------- against the clairvoyant
 
 
 class Crossover:
@@ -360,10 +360,12 @@ def test_a_good_switch_is_no_mistake():
     assert judged.switches[0].predicted == pytest.approx(0.49)
     assert (judged.false_positives, judged.missed) == (0, False)
     assert judged.lost == judged.foregone == 0.0
-    assert judged.oracle == pytest.approx(judged.replayed, rel=0.05)
+    assert judged.clairvoyant == pytest.approx(judged.replayed, rel=0.05)
     best = clairvoyant(TRACE, (ONE, TWO), Crossover(), CAPACITY)
-    assert judged.schedule.startswith(f"{ONE} after 0 -> {TWO}") and judged.oracle_switches == 1
-    assert judged.oracle <= best.generation_seconds + 1e-9
+    assert (
+        judged.schedule.startswith(f"{ONE} after 0 -> {TWO}") and judged.clairvoyant_switches == 1
+    )
+    assert judged.clairvoyant <= best.generation_seconds + 1e-9
 
 
 def test_a_switch_that_loses_time_is_a_false_positive():
@@ -404,7 +406,7 @@ def test_a_probe_costs_its_stay_and_both_ways():
 def test_a_switch_that_was_not_made_is_missed():
     judged = judge(TRACE, a_run([]), a_simulator())
     assert judged.missed and judged.false_positives == 0
-    assert judged.foregone == pytest.approx(judged.replayed - judged.oracle)
+    assert judged.foregone == pytest.approx(judged.replayed - judged.clairvoyant)
     assert judged.foregone > MISSED_SHARE * judged.replayed
 
 
@@ -420,8 +422,8 @@ def test_a_late_switch_is_missed_if_it_costs_enough():
 def test_nothing_is_missed_where_switching_does_not_pay():
     trace = a_trace([90] * 12 + [100] * 2)
     judged = judge(trace, a_run([], trace=trace), a_simulator(Crossover(switch=5.0)))
-    assert not judged.missed and judged.oracle_switches == 0
-    assert judged.oracle == pytest.approx(judged.replayed)
+    assert not judged.missed and judged.clairvoyant_switches == 0
+    assert judged.clairvoyant == pytest.approx(judged.replayed)
 
 
 # ---------------------------------------------------------------- what is measured, what is written
@@ -570,7 +572,7 @@ def test_the_file_of_results_has_all_that_the_report_says(tmp_path):
     assert straggler["relative"][PAT]["mean"] == pytest.approx(0.8)
     assert straggler["relative"]["tp1dp2"]["mean"] == 1.0
     assert straggler["switches_per_batch"] == 1.0
-    assert len(straggler["runs"]) == 9 and len(straggler["oracle"]) == 2
+    assert len(straggler["runs"]) == 9 and len(straggler["clairvoyant"]) == 2
     # The batch that warms up is in no figure but its own.
     assert straggler["seconds"][PAT]["repeats"] == 2
     assert straggler["cold"]["static"] == "tp1dp2"
@@ -581,7 +583,12 @@ def test_the_file_of_results_has_all_that_the_report_says(tmp_path):
 
 def test_the_report_has_a_row_for_each_workload(tmp_path):
     text = markdown(a_content(tmp_path))
-    for heading in ("Time of a batch", "Cold start", "Against an oracle", "What the words mean"):
+    for heading in (
+        "Time of a batch",
+        "Cold start",
+        "Against a clairvoyant",
+        "What the words mean",
+    ):
         assert f"## {heading}" in text
     assert "| straggler | 4, " in text
     assert "**0.80 (0.80-0.80)**" in text
@@ -664,5 +671,5 @@ def test_bench_runs_real_engines(from_server, tmp_path, monkeypatch):
         assert run["exact"]
         assert run["tokens"] == sum(traces[run["repeat"]].lengths)
         assert run["seconds"] > max(traces[run["repeat"]].arrivals)
-    assert one["oracle"][0]["measured"] > 0
+    assert one["clairvoyant"][0]["measured"] > 0
     assert str(tmp_path) not in path.read_text()

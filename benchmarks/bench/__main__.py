@@ -26,7 +26,8 @@ def main(
         str | None,
         typer.Option(
             help="Comma-separated; all by default: lognormal, two_mode, uniform_short, "
-            "uniform_long, straggler, staggered, shift."
+            "uniform_long, straggler, staggered, shift; and, with speculation and models of their "
+            "own, repeating, unpredictable, changing."
         ),
     ] = None,
     scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
@@ -41,27 +42,52 @@ def main(
         typer.Option(help="Only draw --picture (bench.png) again, from this file of results."),
     ] = None,
 ) -> None:
-    """Serve the same batches with static and adaptive engines in turns; compare with an oracle."""
+    """Serve the same batches with static and adaptive engines in turns; judge by a clairvoyant."""
     from benchmarks.bench.run import bench
-    from benchmarks.bench.workloads import choose
+    from benchmarks.bench.speculative.run import bench_speculative
+    from benchmarks.bench.speculative.workloads import SPECULATIVE, SpeculativeWorkload
+    from benchmarks.bench.workloads import SCALES, WORKLOADS, choose
     from benchmarks.engine_process import EngineFailed
 
     if replot is not None:
         _draw_again(replot, picture or Path("bench.png"))
         return
+    console = Console(highlight=False)
     try:
-        bench(
-            Console(highlight=False),
-            model=model,
-            models_dir=models_dir,
-            ranks=ranks,
-            repeats=repeats,
-            workloads=choose(workloads),
-            scale=scale,
-            seed=seed,
-            output_dir=output_dir,
-            picture=picture,
-        )
+        if scale not in SCALES:
+            raise ValueError(f"--scale is {scale!r}; allowed are {', '.join(SCALES)}")
+        chosen = choose(workloads, {**WORKLOADS, **SPECULATIVE})
+        speculative = tuple(one for one in chosen if isinstance(one, SpeculativeWorkload))
+        if speculative and model is not None:
+            if workloads is not None:
+                raise ValueError(
+                    f"--model is given, but {speculative[0].name} has a model of its own"
+                )
+            speculative = ()
+        if plain := tuple(one for one in chosen if not isinstance(one, SpeculativeWorkload)):
+            bench(
+                console,
+                model=model,
+                models_dir=models_dir,
+                ranks=ranks,
+                repeats=repeats,
+                workloads=plain,
+                scale=scale,
+                seed=seed,
+                output_dir=output_dir,
+                picture=picture,
+            )
+        if speculative:
+            bench_speculative(
+                console,
+                workloads=speculative,
+                models_dir=models_dir,
+                ranks=ranks,
+                repeats=repeats,
+                scale=scale,
+                seed=seed,
+                output_dir=output_dir,
+            )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except EngineFailed as error:

@@ -1,4 +1,5 @@
-"""An oracle's judgement of PAT's batches: which switches lost time, and which were missed. Pure."""
+"""Judgement of PAT's batches: by a clairvoyant, which switches lost time and which were missed;
+and whether a bar is met. Pure."""
 
 from __future__ import annotations
 
@@ -18,6 +19,27 @@ from pat_vllm.simulator.traces import LengthTrace
 
 MISSED_SHARE = 0.03
 """Of a batch's time; a switch that would have saved less is not called missed."""
+
+NEVER_WORSE = 1.05
+"""What the upper end of PAT's interval is at most, relative to the best fixed side."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a ratio has to be at most.
+
+    Attributes:
+        what: the ratio, in words.
+    """
+
+    what: str
+    limit: float
+    value: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is."""
+        return "met" if self.value <= self.limit else "missed"
 
 
 @dataclass(frozen=True)
@@ -95,13 +117,13 @@ class JudgedSwitch:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One PAT batch beside the oracle's. Seconds are simulated but for `measured`.
+    """One PAT batch beside the clairvoyant's. Seconds are simulated but for `measured`.
 
     Attributes:
         measured: PAT's.
         replayed: PAT's switches, replayed.
-        oracle: the best schedule's.
-        schedule: the best schedule.
+        clairvoyant: of the best schedule that was found.
+        schedule: that schedule.
         switches: fired decisions, oldest first.
         lost: by switches that were false positives.
         foregone: by switches that were not made, or late, where that is above 3% of the batch.
@@ -111,9 +133,9 @@ class Judgement:
     repeat: int
     measured: float
     replayed: float
-    oracle: float
+    clairvoyant: float
     schedule: str
-    oracle_switches: int
+    clairvoyant_switches: int
     switches: tuple[JudgedSwitch, ...]
     lost: float
     foregone: float
@@ -136,7 +158,7 @@ class Judgement:
 
 
 def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judgement:
-    """Compare a PAT run with the best schedule for its trace.
+    """Compare a PAT run with the clairvoyant's schedule for its trace.
 
     A switch's saving is the time without it and those after it, less the time with all of them:
     what the policy predicted, which plans later switches along.
@@ -169,7 +191,7 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
             without = (*moves[:index], *moves[index + 1 + back :])
             probing += replayed - seconds(without)
     best = clairvoyant(trace, simulator.layouts, simulator.truth, simulator.capacity)
-    # What the oracle did not find is no loss of PAT's.
+    # What the clairvoyant did not find is no loss of PAT's.
     ideal = min(best.generation_seconds, replayed)
     lost = max([-one.saved for one in judged if one.false], default=0.0)
     foregone = replayed - ideal - lost - max(0.0, probing)
@@ -182,9 +204,9 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
         repeat=run.repeat,
         measured=run.seconds,
         replayed=replayed,
-        oracle=ideal,
+        clairvoyant=ideal,
         schedule=" -> ".join(f"{one} after {ended}" for ended, one in wanted),
-        oracle_switches=len(wanted) - 1,
+        clairvoyant_switches=len(wanted) - 1,
         switches=tuple(judged),
         lost=lost,
         foregone=foregone,
@@ -193,7 +215,7 @@ def judge(trace: LengthTrace, run: Run, simulator: CalibratedSimulator) -> Judge
 
 
 def _late(wanted: Sequence[tuple[int, Layout]], start: Layout, moves: Sequence[Move]) -> bool:
-    """Whether some layout of the oracle's, each with the responses that had ended by then, was
+    """Whether some layout of the clairvoyant's, each with the responses that had ended by then, was
     entered later by PAT, or never."""
     entered = [(0, start), *((move.ended, move.target) for move in moves)]
     position = 0

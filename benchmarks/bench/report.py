@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench.calibrated import CalibratedSimulator
-from benchmarks.bench.judgement import MISSED_SHARE, Judgement
+from benchmarks.bench.judgement import MISSED_SHARE, NEVER_WORSE, Bar, Judgement
 from benchmarks.bench.ratios import Ratio, best_of_each, better_static, paired_ratio
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.record import Summary, provenance
@@ -117,7 +117,7 @@ def _workload(
             "factors": {str(tp): factor for tp, factor in simulator.factors.items()},
             "switch_factor": simulator.switch_factor,
         },
-        "oracle": [_plain(judgement) for judgement in judgements],
+        "clairvoyant": [_plain(judgement) for judgement in judgements],
         "shown": shown,
         "runs": [_plain_run(run, timeline=run.repeat == shown) for run in runs],
     }
@@ -195,8 +195,8 @@ def markdown(content: Mapping[str, Any]) -> str:
         _cold(content["start_seconds"], workloads),
         "## What the predictor predicted\n",
         _predictions(settings["layouts"], workloads),
-        "## Against an oracle\n",
-        _oracle(settings["layouts"], workloads),
+        "## Against a clairvoyant\n",
+        _clairvoyant(settings["layouts"], workloads),
         "## Workloads\n",
         "".join(f"- `{one['name']}`: {one['text']}\n" for one in workloads),
         "## What the words mean\n",
@@ -241,7 +241,12 @@ def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> st
         "mean response, PAT / better static",
         "switches per batch",
     )
-    return table(header, rows) + "\n`*`: the better static layout.\n"
+    bars = [Bar(one["name"], NEVER_WORSE, one["relative"]["PAT"]["high"]) for one in workloads]
+    verdicts = ", ".join(f"{bar.what} {bar.verdict}" for bar in bars)
+    return (
+        f"{table(header, rows)}\n`*`: the better static layout. Bar: the upper end of PAT / better "
+        f"static is at most {NEVER_WORSE}: {verdicts}.\n"
+    )
 
 
 def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str, Any]]) -> str:
@@ -273,7 +278,7 @@ def _cold(starts: Mapping[str, Sequence[float]], workloads: Sequence[Mapping[str
 def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for one in workloads:
-        error, judged = one["prediction"], one["oracle"]
+        error, judged = one["prediction"], one["clairvoyant"]
         saved = [
             switch["saved"]
             for batch in judged
@@ -307,18 +312,18 @@ def _predictions(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]])
     return table(header, rows)
 
 
-def _oracle(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
+def _clairvoyant(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for one in workloads:
-        judged = one["oracle"]
-        best = [batch["oracle"] for batch in judged]
+        judged = one["clairvoyant"]
+        best = [batch["clairvoyant"] for batch in judged]
         lost = sum(batch["lost"] + batch["foregone"] for batch in judged)
         measured = [batch["measured"] for batch in judged]
         rows.append(
             (
                 one["name"],
                 Summary.of(best).show(digits=2),
-                f"{statistics.mean(batch['oracle_switches'] for batch in judged):.1f}",
+                f"{statistics.mean(batch['clairvoyant_switches'] for batch in judged):.1f}",
                 _show(vars(paired_ratio(measured, best))),
                 _show(vars(paired_ratio([batch["replayed"] for batch in judged], best))),
                 sum(batch["false_positives"] for batch in judged),
@@ -331,10 +336,10 @@ def _oracle(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> s
         )
     header = (
         "workload",
-        "oracle, s",
+        "clairvoyant, s",
         "its switches",
-        "PAT measured / oracle",
-        "PAT replayed / oracle",
+        "PAT measured / clairvoyant",
+        "PAT replayed / clairvoyant",
         "false positives",
         "missed",
         "lost by both, s",
@@ -369,13 +374,13 @@ DEFINITIONS = f"""\
   they saved by the simulator with the true lengths: without the switch and those after it, less
   with all of them. Probes, which explore a layout, are not counted.
 - **stalled**: share of time in which nothing ran for a switch; **planning**: share spent deciding.
-- **oracle**: knows every length; its best schedule and its time are *simulated*, on the adaptive
-  engine's profile with step times scaled by one factor per layout so that static batches take as
-  long as measured, and switches by one so that stalls do.
-- **PAT measured / oracle**: regret, in part simulated; **PAT replayed / oracle**: the measured
-  switches replayed by the simulator, so that only the decisions differ.
+- **clairvoyant**: PAT's planner, told every length; its schedule and its time are *simulated*, on
+  the adaptive engine's profile with step times scaled by one factor per layout so that static
+  batches take as long as measured, and switches by one so that stalls do.
+- **PAT measured / clairvoyant**: regret, in part simulated; **PAT replayed / clairvoyant**: the
+  measured switches replayed by the simulator, so that only the decisions differ.
 - **false positive**: a switch fired to save time whose saving, by the true lengths, is negative.
-- **missed**: a layout of the oracle's schedule entered late or never, where more than
+- **missed**: a layout of the clairvoyant's schedule entered late or never, where more than
   {MISSED_SHARE:.0%} of the batch was lost by it.
 - **lost by both**: per batch, the worst false positive's loss (it contains those after it) and
   what was foregone by misses, summed over repeats; in parentheses relative to the time measured.

@@ -32,7 +32,7 @@ from benchmarks.bench.judgement import Judgement, judge
 from benchmarks.bench.report import content_of, markdown
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.bench.serve import Request, Served, requests_of, run_of, serve
-from benchmarks.bench.workloads import MAX_TOKENS, SCALES, Workload
+from benchmarks.bench.workloads import SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from benchmarks.record import machine, results_dir
 from pat_vllm.cli.demo import demo_model, model_config
@@ -78,7 +78,8 @@ class BenchSettings:
     @property
     def max_tokens(self) -> int:
         """Longest response, tokens."""
-        return max(1, round(MAX_TOKENS * SCALES[self.scale]))
+        longest = max(workload.longest for workload in self.workloads)
+        return max(1, round(longest * SCALES[self.scale]))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -113,19 +114,20 @@ def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
 
 
 def engine_options(
-    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any]
+    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any], drafts: int = 0
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
 
     Args:
         pat: PAT's options, from `sides`.
         config: the model's.
+        drafts: of a request's step, for which there has to be room.
 
     Raises:
         ValueError: the model's context is too short.
     """
     batches = [
-        [p + n for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
+        [p + n + drafts for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
         for t in settings.traces()
     ]
     longest = max(max(contexts) for contexts in batches)
@@ -300,22 +302,20 @@ def bench(
     """
     from benchmarks.bench.plot import plot_bench
 
-    if scale not in SCALES:
-        raise ValueError(f"--scale is {scale!r}; allowed are {', '.join(SCALES)}")
     own = model is None
     if model is None:
         with console.status("making a random model"):
             model = demo_model(models_dir)
     settings = BenchSettings(model.resolve(), ranks, workloads, repeats, scale, seed)
-    facts = machine(_command(settings, own), Path(__file__).parent)
+    facts = machine(command_of(settings, own), Path(__file__).parent)
     config = model_config(model)
-    with _progress(console, rounds(settings)) as progress:
+    with progress_of(console, rounds(settings)) as progress:
         measured = measure(settings, config, progress)
     layouts = settings.layouts
     judged = {}
-    with console.status("judging by the oracle") as status:
+    with console.status("judging by the clairvoyant") as status:
         for workload in workloads:
-            status.update(f"judging {workload.name} by the oracle")
+            status.update(f"judging {workload.name} by the clairvoyant")
             judged[workload.name] = judge_workload(settings, workload, measured, layouts)
     content = content_of(settings, facts, config, measured, judged)
 
@@ -356,7 +356,8 @@ def judge_workload(
 
 
 @contextlib.contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+def progress_of(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """Shows progress: what it gives is told what comes next, `total` times."""
     columns = (
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
@@ -374,7 +375,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _command(settings: BenchSettings, own_model: bool) -> str:
+def command_of(settings: BenchSettings, own_model: bool) -> str:
     """The command line, without the places of this machine."""
     given = {
         "--model": None if own_model else settings.model.name,

@@ -38,6 +38,8 @@ class Workload:
         make: trace of (repeat, factor on sizes, seed).
         changes: whether its distribution depends on the repeat.
         waits: whether requests arrive over time, so that the engine does not set the pace alone.
+        longest: response, tokens.
+        prompts: tokens of the shortest and the longest prompt.
     """
 
     name: str
@@ -45,6 +47,8 @@ class Workload:
     make: Callable[[int, float, int], LengthTrace]
     changes: bool = False
     waits: bool = False
+    longest: int = MAX_TOKENS
+    prompts: tuple[int, int] = PROMPT_TOKENS
 
     def trace(self, repeat: int, scale: float = 1.0, seed: int = 0) -> LengthTrace:
         """The batch of a repeat; 0 is the first, from which engines warm up and lengths are learnt.
@@ -55,9 +59,9 @@ class Workload:
         own = zlib.crc32(f"{self.name} {seed} {repeat}".encode())
         trace = self.make(repeat, scale, own)
         prompts = np.random.default_rng((own, 3)).integers(
-            *PROMPT_TOKENS, size=len(trace), endpoint=True
+            *self.prompts, size=len(trace), endpoint=True
         )
-        max_tokens = max(1, round(MAX_TOKENS * scale))
+        max_tokens = max(1, round(self.longest * scale))
         return replace(
             trace,
             name=self.name,
@@ -151,18 +155,18 @@ WORKLOADS: Mapping[str, Workload] = {
 }
 
 
-def choose(names: str | None) -> tuple[Workload, ...]:
-    """Workloads by comma-separated names; all of them for None.
+def choose(names: str | None, known: Mapping[str, Workload] = WORKLOADS) -> tuple[Workload, ...]:
+    """Workloads by comma-separated names; all that are known for None.
 
     Raises:
         ValueError: a name is unknown.
     """
     if names is None:
-        return tuple(WORKLOADS.values())
+        return tuple(known.values())
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     for name in chosen:
-        if name not in WORKLOADS:
-            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(WORKLOADS)}")
+        if name not in known:
+            raise ValueError(f"workload {name!r} is unknown; allowed are {', '.join(known)}")
     if not chosen:
-        raise ValueError(f"no workload is named; allowed are {', '.join(WORKLOADS)}")
-    return tuple(WORKLOADS[name] for name in dict.fromkeys(chosen))
+        raise ValueError(f"no workload is named; allowed are {', '.join(known)}")
+    return tuple(known[name] for name in dict.fromkeys(chosen))

@@ -30,6 +30,7 @@ from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.speculation import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ class AdaptivePolicy(Policy):
             kv_tokens=profile.kv_tokens,
         )
         self._acceptance = acceptance if len(draft_lengths) > 1 else None
+        none = {layout: ((1, 1, 0),) for layout in layouts}
+        self._no_drafts: Mapping[Layout, Schedule] = none if self._acceptance is not None else {}
+        self.drafts = self._no_drafts
         self._drafting = PLAIN
         self._prober = Prober(tuning)
         self._decisions = Decisions()
@@ -184,6 +188,9 @@ class AdaptivePolicy(Policy):
         self._begun = None
         self._last_switch = None
         self._prober.stop()
+        # The last plan is for a batch's tail. As many drafts of each in a full batch may take the
+        # time of many steps; a plan for it comes soon.
+        self.drafts = self._no_drafts
         self._review = self._next_plan = -math.inf
 
     def report(self, since: float = -math.inf) -> PredictorReport:

@@ -137,7 +137,12 @@ def _far(limits: EngineLimits, layout: Layout, batch: int, share: float = 1.0) -
 
 
 def _essential(limits: EngineLimits, layout: Layout) -> list[Point]:
-    return _decode(limits, layout, (1, min(8, _share(limits, layout))))
+    batches = (1, min(8, _share(limits, layout)))
+    points = _decode(limits, layout, batches)
+    if limits.draft_lengths:
+        # A layout without any would seem to verify drafts at the price of a prompt, or of nothing.
+        points += _drafted(limits, layout, limits.draft_lengths[-1], batches[-1:])
+    return points
 
 
 def _extremes(limits: EngineLimits, layout: Layout) -> list[Point]:

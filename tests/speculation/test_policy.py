@@ -48,7 +48,7 @@ class Driven:
             self.policy.drafted(self.now, k, batch, np.full(hits, accepted or 0))
 
     def plan(self) -> dict[int, int]:
-        """The draft length of the base layout by requests of a replica, after a plan."""
+        """`table` after a plan."""
         self.now += 100.0
         count = np.full(self.requests, 1)
         live = LiveRequests(
@@ -61,8 +61,34 @@ class Driven:
             num_computed_tokens=500 * count,
         )
         self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))
+        return self.table()
+
+    def table(self) -> dict[int, int]:
+        """The draft length of the layout by requests of a replica."""
         schedule = self.policy.drafts.get(self.layout, ())
         return {batch: k for first, last, k in schedule for batch in range(first, last + 1)}
+
+
+def check_between_batches() -> None:
+    """A batch begins without drafts, and not with the lengths of the last one's tail."""
+    one = Driven(policy_of())
+    assert {*one.table().values()} == {0}
+    one.steps(70, 4, 4)
+    assert one.plan()[1] == 4
+    one.policy.idle(one.now)
+    assert {*one.table().values()} == {0}
+    assert one.plan()[1] == 4
+
+
+def test_a_batch_begins_without_drafts() -> None:
+    check_between_batches()
+
+
+@pytest.mark.parametrize("method", [AdaptivePolicy.__init__, AdaptivePolicy.idle])
+def test_lengths_for_another_batch_are_noticed(method: Any) -> None:
+    changes = {"self.drafts = self._no_drafts": "pass"}
+    with mutated(method, changes), pytest.raises(AssertionError):
+        check_between_batches()
 
 
 def check_draft_lengths() -> None:

@@ -1,0 +1,1 @@
+"""Workloads with speculative decoding: what layouts gain and what draft lengths gain."""
