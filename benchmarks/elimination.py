@@ -63,6 +63,7 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
 
 KNOBS: Mapping[str, Any] = {
     "samples": 1,
+    "dwell": 0.0,
 }
 """Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""
 

@@ -2,7 +2,8 @@
 
 It joins the models: how long steps take (`StepTimeModel`), how many tokens responses still have to
 generate (`LengthModel`), what a switch costs (`CostModel`), what drafts are worth (`Acceptance`).
-The `Planner` makes a plan from them. This module says when to plan.
+The `Planner` makes a plan from them. This module says when to plan, and whether a plan is sure
+enough to switch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NEWS = 0.02
 
 
 class AdaptivePolicy(Policy):
-    """Follows the plan that is expected to take least time, switches included."""
+    """Switches when the predicted saving exceeds the predicted cost by a margin."""
 
     learns = True
 
@@ -106,6 +107,7 @@ class AdaptivePolicy(Policy):
         self._next_observation = -math.inf
         self._next_drafts = -math.inf
         self._begun: float | None = None
+        self._last_switch: SwitchReport | None = None
         self._skip = 0
         self._worked_before = 0.0
         self._plans = 0
@@ -164,6 +166,8 @@ class AdaptivePolicy(Policy):
         self._decisions.switched(report)
         self._savings.switched(report)
         self._skip = report.target.replicas
+        if report.reason != "idle":
+            self._last_switch = report
 
     def refused(self, now: float) -> None:
         self._prober.stop()
@@ -178,6 +182,7 @@ class AdaptivePolicy(Policy):
         if self._begun is not None:
             self._worked_before += now - self._begun
         self._begun = None
+        self._last_switch = None
         self._prober.stop()
         self._review = self._next_plan = -math.inf
 
@@ -257,9 +262,11 @@ class AdaptivePolicy(Policy):
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
-            self._note(state, plan, plan.best, "saving", fired=True)
-            return plan.best
-        if plan.go:
+            why = self._verdict(state, plan)
+            self._note(state, plan, plan.best, why, fired=why == "saving")
+            if why == "saving":
+                return plan.best
+        elif plan.go:
             best = min(plan.go, key=plan.go.__getitem__)
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
@@ -279,6 +286,19 @@ class AdaptivePolicy(Policy):
         layout, hoped = probe
         self._note(state, hoped, layout, "probe", fired=True)
         return layout
+
+    def _verdict(self, state: LiveState, plan: Plan) -> str:
+        """Why the best plan's switch is made ("saving"), or why it is not."""
+        last = self._last_switch
+        if last is not None and not self._is_probe(last):
+            dwelt = state.now - last.at - last.seconds
+            if dwelt < self._tuning.dwell * (last.seconds - last.quiesce):
+                return "hysteresis"
+        return "saving"
+
+    def _is_probe(self, switch: SwitchReport) -> bool:
+        last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
+        return last is not None and last.why == "probe" and last.target == switch.target
 
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:

@@ -11,6 +11,7 @@ class Tuning:
 
     Attributes:
         samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
+        dwell: a switch holds for this many times its cost before the next one may be made.
         probe_factor: a layout without real steps is taken to be at most this many times faster
             than predicted.
         probe_saving: a probe must promise this share of the remaining time, were the layout so
@@ -23,6 +24,7 @@ class Tuning:
     """
 
     samples: int = 1024
+    dwell: float = 5.0
     probe_factor: float = 2.0
     probe_saving: float = 0.10
     probe_budget: float = 0.015
