@@ -56,8 +56,6 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
     "likely prior": lambda: patch(f"{_HERE}.hazard.Prior.given", _unseen),
-    "fading prior": lambda: patch(f"{_HERE}.lengths._LEAST_PRIOR", 1.0),
-    "small batches": lambda: patch(f"{_HERE}.lengths._FULL_BATCH", 1),
     "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
 }

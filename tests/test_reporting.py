@@ -308,11 +308,11 @@ def test_what_follows_a_decision_completes_it():
     decisions = Decisions()
     decisions.add(a_decision(0.0))
     for at in range(1, MAX_DECISIONS):
-        decisions.add(a_decision(float(at), fired=False, why="margin"))
+        decisions.add(a_decision(float(at), fired=False, why="later"))
     decisions.switched(a_switch(1.0))
     fired, *others = decisions.since()
     assert fired.real_cost == pytest.approx(0.07)
-    decisions.add(a_decision(1e4, fired=False, why="margin"))
+    decisions.add(a_decision(1e4, fired=False, why="later"))
     decisions.switched(a_switch(1.0))
     assert decisions.since()[:-1] == tuple(others)
 

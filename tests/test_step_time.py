@@ -252,9 +252,8 @@ def test_fitting_is_deterministic():
     one, other = (StepTimeModel.fit(profile) for _ in range(2))
     batch = np.array([0, 1, 5.5, 30, 3000])
     for tp in TPS:
-        assert np.array_equal(
-            *(m.seconds(tp, batch, batch * 700, 900, 10, 2) for m in (one, other))
-        )
+        first, second = (m.seconds(tp, batch, batch * 700, 900, 10, 2) for m in (one, other))
+        assert np.array_equal(first, second)
 
 
 # Online

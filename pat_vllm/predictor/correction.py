@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import exp, log, log2, sqrt
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pat_vllm.predictor.state import Floats
 
@@ -80,7 +81,7 @@ class OnlineCorrection:
         at, weights = self._parts(tp, batch)
         return exp(min(max(float(weights @ self._values[at]), -LIMIT), LIMIT))
 
-    def factors(self, tp: int, batch: Floats) -> Floats:
+    def factors(self, tp: int, batch: ArrayLike) -> Floats:
         """The same for steps of several batch sizes."""
         first = self._first[tp]
         bins = self._values[first + 1 : first + 1 + _BINS]

@@ -15,6 +15,8 @@ import numpy as np
 
 from pat_vllm.predictor.state import Bools, Floats, Ints
 
+Counts = Floats | Ints
+
 _SINGLE = 16
 """Up to this length each length has its own bin."""
 
@@ -76,10 +78,10 @@ class Pool:
         )
 
     @classmethod
-    def _of_counts(cls, ends: Floats, stops: Floats, partial: Floats) -> Pool:
+    def _of_counts(cls, ends: Counts, stops: Counts, partial: Counts) -> Pool:
         """From responses that ended, and that ended or not, and their tokens in the last bin."""
         beyond = stops[::-1].cumsum()[::-1] - stops
-        return cls(ends.astype(float), beyond * np.diff(EDGES) + partial)
+        return cls(ends.astype(np.float64), beyond * np.diff(EDGES) + partial)
 
     def __add__(self, other: Pool) -> Pool:
         return Pool(self.ends + other.ends, self.tokens + other.tokens)

@@ -13,18 +13,8 @@ from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 _DISCOUNT = 0.8
 """Weight of a batch after each later one: about 5 batches count."""
 
-_FULL_BATCH = 32
-"""Responses of a batch that discounts in full. Smaller ones do in proportion, or a sequence of
-single requests would leave nothing to learn from."""
-
 _PRIOR_WEIGHT = 4.0
 """Pseudo-responses of the prior."""
-
-_PRIOR_FADES = 64
-"""Ended responses after which the prior weighs half as much."""
-
-_LEAST_PRIOR = 0.2
-"""Least share of the prior's weight that remains."""
 
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
@@ -81,8 +71,7 @@ class LengthModel:
     def end_of_batch(self) -> None:
         """No response runs: this batch becomes history."""
         if self._count:
-            keep = _DISCOUNT ** min(1.0, self._count / _FULL_BATCH)
-            self._history = self._history * keep + self._batch.pool()
+            self._history = self._history * _DISCOUNT + self._batch.pool()
             self.batches += 1
         self._start_batch()
 
@@ -130,9 +119,7 @@ class LengthModel:
             return
         none = np.zeros(len(self._running), np.bool_)
         pool = self._batch.pool() + Pool.of(self._running, none) + self._history
-        # Many responses, none of which was longer: it weighs less that one might have been.
-        fade = max(_LEAST_PRIOR, 1 / (1 + float(pool.ends.sum()) / _PRIOR_FADES))
-        pool = pool + self._prior.given(pool) * fade
+        pool = pool + self._prior.given(pool)
         self._hazard = cumulative_hazard(pool)
         self._fresh = True
 

@@ -125,14 +125,14 @@ class Outlook:
             after = list(map(add, now, value))
             value = [min(map(add, row, after)) for row in switch]
         here = self.layouts.index(layout)
-        now = self.switch[last][here]
+        cost = self.switch[last][here]
         others = [i for i in range(len(self.layouts)) if i != here]
         return Plan(
             layout=layout,
             never=sum(self.seconds[here]),
             stay=after[here],
-            go={self.layouts[i]: now[i] + after[i] for i in others},
-            cost={self.layouts[i]: now[i] for i in others},
+            go={self.layouts[i]: cost[i] + after[i] for i in others},
+            cost={self.layouts[i]: cost[i] for i in others},
             step=dict(zip(self.layouts, self.step, strict=True)),
             drafts=self.drafts,
         )
@@ -164,7 +164,7 @@ def course(live: LiveRequests, remaining: Ints) -> Course:
     weights = steps + 1e-9
     of_group = np.add.reduceat(weights.sum(axis=0), starts)
 
-    def mean(values: Floats) -> Floats:
+    def mean(values: Floats | Ints) -> Floats:
         return np.add.reduceat((values * weights).sum(axis=0), starts) / of_group
 
     return Course(

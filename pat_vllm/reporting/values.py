@@ -105,7 +105,7 @@ class DecisionReport:
         go: the same after a switch to `target` now, with the cost of the switch.
         cost: of that switch.
         fired: whether it was made.
-        why: what decided: "saving", "probe", "margin", "hysteresis" or "later".
+        why: what decided: "saving", "probe", "hysteresis" or "later".
         step_before: predicted step time in `layout` at that moment.
         step_after: predicted step time in `target`.
         real_before: measured: median of the last steps before, or None.
