@@ -373,7 +373,7 @@ def decode(
             policy.drafted(now, k, batch, np.full(int(hits.sum()), k))
             policy.stepped(now, layout, shape, seconds)
         table = policy.drafts.get(layout, ((1, batch, 0),))
-        k = next(one for first, last, one in table if first <= batch <= last)
+        k = next((one for first, last, one in table if first <= batch <= last), 0)
     if not exact:
         for request in range(requests):
             policy.finished(now, request, round(made), True)
