@@ -5,8 +5,8 @@ import pytest
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.predictor.state import LiveState
+from pat_vllm.scheduler.make_policy import make_policy
 
 
 def layouts(options, world_size=4):

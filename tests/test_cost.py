@@ -163,7 +163,7 @@ def test_arrays_are_predicted_as_numbers_are(model, layouts):
 
 
 def test_rates_measured_at_start_decide_without_a_profile():
-    rates = CarryRates.of(1000, bandwidth=1e7, prefill_rate={1: 5e3, 2: 1e4, 4: 2e4})
+    rates = CarryRates(1000 / 1e7, {1: 1 / 5e3, 2: 1 / 1e4, 4: 1 / 2e4})
     assert rates.migrate == pytest.approx(1e-4)
     model = CostModel("auto", rates)
     # 2e-4 s a token in one replica of tp 1, of which four work side by side.

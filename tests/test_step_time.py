@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.predictor.step_time import StepTimeModel, held_out_error
+from pat_vllm.cli.held_out import held_out_error
+from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -321,7 +321,7 @@ def show(console: Console, profile: Profile) -> None:
 
 
 def _held_out(profile: Profile) -> Mapping[int, Any]:
-    from pat_vllm.predictor.step_time import held_out_error
+    from pat_vllm.cli.held_out import held_out_error
 
     return held_out_error(profile)
 

@@ -227,9 +227,11 @@ class AdaptivePolicy(Policy):
         """Whether it is time to plan: something has changed, and planning was not just done."""
         if state.now < self._next_plan or self._prober.active:
             return False
-        if self._steps_seen < _PATIENCE and self._compared < _TRUSTED_STEPS:
+        compared = sum(count for count, _ in self._error.values())
+        if self._steps_seen < _PATIENCE and compared < _TRUSTED_STEPS:
             return False
-        if state.quiet < SETTLE_SECONDS and state.now - self._last_arrival_plan() < 1.0:
+        begun = self._begun if self._begun is not None else -math.inf
+        if state.quiet < SETTLE_SECONDS and state.now - max(self._last_plan, begun) < 1.0:
             return False
         if self._planned is None or state.now >= self._review:
             return True
@@ -242,15 +244,6 @@ class AdaptivePolicy(Policy):
         """Of what was learnt from steps and from drafts."""
         drafts = self._acceptance.version if self._acceptance is not None else 0
         return self._steps.correction_version, drafts
-
-    @property
-    def _compared(self) -> int:
-        """Steps that were compared with their prediction."""
-        return sum(count for count, _ in self._error.values())
-
-    def _last_arrival_plan(self) -> float:
-        """When the last plan was made, or when the batch began if that was later."""
-        return max(self._last_plan, self._begun if self._begun is not None else -math.inf)
 
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()

@@ -41,21 +41,6 @@ class CarryRates:
     migrate: float = 0.0
     recompute: Mapping[int, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, kv_bytes_per_token: int, bandwidth: float, prefill_rate: Mapping[int, float]
-    ) -> CarryRates:
-        """From measured rates.
-
-        Args:
-            kv_bytes_per_token: over all layers and KV heads.
-            bandwidth: bytes per second that an exchange moves, over all ranks.
-            prefill_rate: tokens per second of one replica, by tp.
-        """
-        return cls(
-            kv_bytes_per_token / bandwidth, {tp: 1 / rate for tp, rate in prefill_rate.items()}
-        )
-
 
 @dataclass(frozen=True)
 class _Linear:

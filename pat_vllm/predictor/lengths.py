@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from pat_vllm.predictor.hazard import BINS, EDGES, Collector, Pool, Prior, cumulative_hazard
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
@@ -98,11 +97,6 @@ class LengthModel:
         room = np.maximum(live.max_tokens - generated, 1)[:, None]
         np.clip(remaining, np.where(live.exact[:, None], room, 1), room, out=remaining)
         return remaining
-
-    def survival(self, lengths: ArrayLike) -> Floats:
-        """Share of responses that are longer than each of `lengths`, without groups and bounds."""
-        self._refresh()
-        return np.exp(-np.interp(np.asarray(lengths, np.float64), EDGES, self._hazard))
 
     # Inner workings
 

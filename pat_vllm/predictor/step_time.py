@@ -12,8 +12,8 @@ them times are linear in the drafts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,13 +96,15 @@ class StepTimeModel:
         self._sizes = sizes
         self._correction = OnlineCorrection(sizes)
 
+    @property
+    def layouts(self) -> Collection[int]:
+        """Tensor-parallel sizes of which it predicts steps."""
+        return self._sizes.keys()
+
     @classmethod
     def fit(cls, profile: Profile) -> StepTimeModel:
         """Learn from a profile."""
-        return cls._fit(profile.steps, profile.ranks)
-
-    @classmethod
-    def _fit(cls, steps: Sequence[StepSample], ranks: int) -> StepTimeModel:
+        steps, ranks = profile.steps, profile.ranks
         by_tp: defaultdict[int, list[StepSample]] = defaultdict(list)
         for sample in steps:
             by_tp[sample.tp].append(sample)
@@ -253,29 +255,3 @@ def _compile(
     of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])
     of_length[0, 0] = 0
     return _SizeModel(base, Surface(busy, batch.tolist(), context.tolist(), values), of_length)
-
-
-def held_out_error(profile: Profile, folds: int = 5, seed: int = 0) -> dict[int, Floats]:
-    """Relative errors of predictions of steps that the model had not seen, by tp; fractions.
-
-    Of steps without prompts, which are nearly all of a rollout's. All samples of a shape are held
-    out together, for a repeated measurement of a shape that was learned says nothing. Folds are
-    random over each size's shapes; a size that has too few is left out.
-    """
-    rng = np.random.default_rng(seed)
-    parts: list[list[StepSample]] = [[] for _ in range(max(2, folds))]
-    for tp in profile.layouts:
-        shapes: defaultdict[StepShape, list[StepSample]] = defaultdict(list)
-        for s in profile.steps:
-            if s.tp == tp:
-                shapes[replace(s.shape, longest=0)].append(s)
-        for position, samples in zip(rng.permutation(len(shapes)), shapes.values(), strict=True):
-            parts[position % len(parts)] += samples
-    errors: defaultdict[int, list[float]] = defaultdict(list)
-    for held in parts:
-        kept = [s for part in parts if part is not held for s in part]
-        model = StepTimeModel._fit(kept, profile.ranks)
-        for s in held:
-            if s.tp in model._sizes and not s.prefill:
-                errors[s.tp].append(abs(model.step(s.tp, s.shape) / s.seconds - 1))
-    return {tp: np.array(found) for tp, found in sorted(errors.items())}

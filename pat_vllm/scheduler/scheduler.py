@@ -15,11 +15,11 @@ from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
 from pat_vllm.patches.schedulers import make_room_for_grammars, preempt_carried
 from pat_vllm.predictor.cost import CarryRates, CostModel
-from pat_vllm.predictor.make_policy import make_policy
 from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.layout_controller import LayoutController
+from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
@@ -84,7 +84,10 @@ class PATScheduler(SchedulerInterface):
         rates = executor.transfer_rates()
         kv_bytes = kv_bytes_per_token(kv_cache_config, layouts[0], factory.num_kv_heads)
         costs = CostModel(
-            config.kv_transfer, CarryRates.of(kv_bytes, rates.bandwidth, rates.prefill_rate)
+            config.kv_transfer,
+            CarryRates(
+                kv_bytes / rates.bandwidth, {tp: 1 / one for tp, one in rates.prefill_rate.items()}
+            ),
         )
         policy = make_policy(
             config,
