@@ -174,8 +174,8 @@ NOTES = f"""\
   its baseline; its predictor errors are for TP2DP4 and TP8DP1, so tp{BASELINE_TP} is taken.
 - The paper's policy begins there and switches at most once, at {SWITCH_SECONDS} s. It is given the
   true distribution of lengths and the true step times, more than its offline profile can know.
-- pat-vllm learns lengths as it goes, one batch before those reported included, and begins where it
-  chooses. "several expensive" pays {SWITCH_SECONDS} s for each switch.
+- pat-vllm learns lengths as it goes, one batch before those reported included, and begins in its
+  base layout. "several expensive" pays {SWITCH_SECONDS} s for each switch.
 - Every policy pays for the way back to the layout in which its next batch begins.
 - Regret is against a clairvoyant: the same planner, told all lengths and the true times, or what
   did better under the same truth.

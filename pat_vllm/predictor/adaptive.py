@@ -45,7 +45,7 @@ _NEWS = 0.02
 
 
 class AdaptivePolicy(Policy):
-    """Switches when the predicted saving exceeds the predicted cost by a margin."""
+    """Follows the cheapest plan of layouts and draft lengths, whose switches are paid for."""
 
     learns = True
 
