@@ -332,7 +332,7 @@ def test_the_workloads_run_on_real_engines(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.engine_process.multiprocessing", made_by)
     monkeypatch.setattr("benchmarks.bench.speculative.engines._SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(
-        models, "SPECS", {name: {**TINY, "repeat": 1.5, "phrase": 4} for name in models.SPECS}
+        models, "SPECS", {name: {**TINY, "repeat": 1.5, "phrase": 16} for name in models.SPECS}
     )
     # So few tokens tell little of what is accepted.
     monkeypatch.setattr(
@@ -354,15 +354,10 @@ def test_the_workloads_run_on_real_engines(tmp_path, monkeypatch):
         assert run["tokens"] == sum(traces[run["repeat"]].lengths)
         assert run["model"] == (SCATTERED if run["repeat"] == 2 else REPEATING)
         assert not run["drafted"] or "k = 0" not in run["side"]
-    # Weights did change: of the phrase that comes in any order hardly a draft is accepted.
-    shares = {
-        model: accepted_share(
-            Drafted(0, 1, run["drafted"], run["accepted"])
-            for run in one["runs"]
-            if run["model"] == model
-        )
-        for model in (REPEATING, SCATTERED)
-    }
-    assert shares[SCATTERED] < 0.25 < shares[REPEATING]
+    # Weights did change: what follows a scattered token cannot be guessed.
+    accepted = dict.fromkeys((REPEATING, SCATTERED), 0)
+    for run in one["runs"]:
+        accepted[run["model"]] += run["accepted"]
+    assert accepted[SCATTERED] < 10 < accepted[REPEATING]
     assert {*one["tables"]} == {"tp1dp2", "tp2dp1"}
     assert str(tmp_path) not in path.read_text()

@@ -19,6 +19,11 @@ def where(worker: Any = None) -> tuple[str, list[str], float]:
     return context.get_node_id(), gpus, context.get_assigned_resources()["GPU"]
 
 
+def process_id(worker: Any = None) -> int:
+    """Runs in a worker."""
+    return os.getpid()
+
+
 class Host:
     """An actor with an engine of its own, as trainers have them."""
 
@@ -26,12 +31,13 @@ class Host:
         os.environ.update(environment)
 
     def start(self, ranks: int, pat: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Start an engine; returns where its workers are and what they hold."""
+        """Start an engine; returns its processes, where its workers are and what they hold."""
         self._engine = engine("qwen3", ranks, pat, in_process=False, from_server=False, **options)
         self._llm = self._engine.__enter__()
         return {
             "pid": os.getpid(),
             "core": self._llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid,
+            "ranks": self._llm.collective_rpc(process_id),
             "workers": self._llm.collective_rpc(where),
         }
 
