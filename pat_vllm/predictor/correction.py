@@ -30,8 +30,11 @@ MEMORY = 50.0
 _BINS = 13
 """Batch sizes 1, 2, 4, ... 4096; larger ones count as the last."""
 
-_MACHINE, _SIZE, _BIN = 0.6, 0.05, 0.015
+_MACHINE, _SIZE, _BIN = 0.6, 0.07, 0.015
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
+
+_ALIKE = 2.0
+"""Bins at which the correlation of two batch parts has fallen to 1/e: near batches err alike."""
 
 _FADES = np.array([0.75, 0.125, 0.125, 0.125])
 """How machine, size and the two batch parts beside a step share in what fades with it."""
@@ -42,11 +45,8 @@ _SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.1, 0.03, 0.4
 _CLIP, _FAR = 1.5, 2.5
 """In spreads: how much of a surprise counts, and from where it is far."""
 
-_STREAK = 4
+_STREAK = 8
 """So many far surprises in a row on one side are a change of the machine, not outliers."""
-
-_HARDLY_SEEN = 12
-"""Steps of a tensor-parallel size from which on it is known well enough to speak of the machine."""
 
 _REOPEN = 4.0
 """Factor by which the uncertainty grows with each further one."""
@@ -71,8 +71,12 @@ class OnlineCorrection:
         self._most = np.array(variances)
         self._values = np.zeros(len(variances))
         self._covariance = np.diag(self._most)
+        apart = np.abs(np.subtract.outer(np.arange(_BINS), np.arange(_BINS)))
+        for first in self._first.values():
+            bins = slice(first + 1, first + 1 + _BINS)
+            self._covariance[bins, bins] = _BIN * np.exp(-apart / _ALIKE)
         self._announced = self._values.copy()
-        self._steps = dict.fromkeys(self._first, 0)
+        self._seen: set[int] = set()
         # Far surprises in a row, by tp; negative when steps were faster than predicted.
         self._streak = dict.fromkeys(self._first, 0)
 
@@ -96,6 +100,10 @@ class OnlineCorrection:
         above, first = position - i, self._first[tp]
         return [0, first, first + 1 + i, first + 2 + i], np.array([1, 1, 1 - above, above])
 
+    def _variance(self, at: list[int], weights: Floats) -> float:
+        """Of a sum of parts."""
+        return max(0.0, float(weights @ self._covariance[np.ix_(at, at)] @ weights))
+
     def observe(self, tp: int, batch: float, ratio: float) -> None:
         """Learn from a decode step that took `ratio` times what was predicted uncorrected."""
         at, weights = self._parts(tp, batch)
@@ -111,9 +119,12 @@ class OnlineCorrection:
         else:
             streak[tp] = 0
         if abs(streak[tp]) >= _STREAK:
-            self._reopen(tp, at, weights)
+            self._reopen(at, weights)
         else:
-            trust = min(1.0, _CLIP * spread / distance) if distance > 0 else 1.0
+            # More is believed of a size that is hardly known, but not its very first step.
+            doubt = self._variance(at[1:], weights[1:]) if tp in self._seen else 0.0
+            believed = _CLIP * sqrt(spread * spread + doubt)
+            trust = min(1.0, believed / distance) if distance > 0 else 1.0
             # Far surprises widen the spread only a little, for most of them are outliers.
             spread += (min(1.25 * distance, 2 * spread) - spread) / MEMORY
             self._spread = min(max(spread, _LEAST_SPREAD), _MOST_SPREAD)
@@ -130,21 +141,16 @@ class OnlineCorrection:
                 less = sqrt(self._most[part] / covariance[part, part])
                 covariance[part] *= less
                 covariance[:, part] *= less
-        self._steps[tp] += 1
+        self._seen.add(tp)
 
         changed = values[at] - self._announced[at]
         if max(abs(changed[0]), abs(float(weights @ changed))) > VERSION_STEP:
             self.version += 1
             self._announced = values.copy()
 
-    def _reopen(self, tp: int, at: list[int], weights: Floats) -> None:
-        """Forget part of what was learnt.
-
-        Of a layout with few steps, the model is doubted most. Otherwise the machine is, because
-        a machine changes and a model's error does not.
-        """
-        known = float(weights @ self._covariance[np.ix_(at, at)] @ weights)
+    def _reopen(self, at: list[int], weights: Floats) -> None:
+        """Forget part of what was learnt, most of the machine: a model's errors do not change."""
+        known = self._variance(at, weights)
         # At most as uncertain as one step is noisy: the next step then counts for half.
         more = min((_REOPEN - 1) * known, max(0.0, self._spread * self._spread - known))
-        doubted = _FADES if self._steps[tp] >= _HARDLY_SEEN else _FADES[[2, 0, 2, 2]]
-        self._covariance[at, at] += doubted * more
+        self._covariance[at, at] += _FADES * more
