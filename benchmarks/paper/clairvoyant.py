@@ -96,13 +96,12 @@ class ClairvoyantPolicy(Policy):
         ahead = course(
             LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh), lengths[:, None]
         )
-        guesses, every = GuessedTokens.of(batch), np.arange(len(batch))
-        drafting = guesses.drafting(every, fresh, self._lengths)
-        layouts, total = self._planner.layouts, int(prompts.sum())
-        return min(
-            layouts,
-            key=lambda one: self._planner.plan(one, ahead, prompts=total, drafting=drafting).stay,
-        )
+        drafting = PLAIN
+        if len(self._lengths) > 1:
+            every = np.arange(len(batch))
+            drafting = GuessedTokens.of(batch).drafting(every, fresh, self._lengths)
+        outlook = self._planner.outlook(ahead, prompts=int(prompts.sum()), drafting=drafting)
+        return min(self._planner.layouts, key=lambda one: outlook.plan(one).stay)
 
 
 def clairvoyant(

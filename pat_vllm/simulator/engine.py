@@ -117,7 +117,7 @@ class SimulatedEngine:
             if steps := replica.steps_made(self.now):
                 made[replica.decoding] = int(steps * replica.pace)
         prompt, length, group = requests.columns[:, index]
-        written = np.array(requests.num_output_tokens, np.int64)
+        written = requests.num_output_tokens
         if any(replica.k for replica in replicas):  # some have made fewer than the mean
             made = np.minimum(made, requests.columns[1] - 1 - written)
         outputs = (written + made)[index]
@@ -128,7 +128,7 @@ class SimulatedEngine:
             np.zeros(len(index), bool),
             group,
             np.repeat(np.arange(len(replicas)), counts),
-            (np.array(requests.num_computed_tokens, np.int64) + made)[index],
+            (requests.num_computed_tokens + made)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
         )
@@ -141,7 +141,7 @@ class SimulatedEngine:
             began=self._began,
             ended=self.ended,
             back=self.now,
-            tokens=sum(self._requests.num_output_tokens),
+            tokens=int(self._requests.num_output_tokens.sum()),
             finished=tuple(self._requests.finished),
             switches=tuple(self._switches),
             timeline=tuple(self._timeline),
@@ -185,7 +185,8 @@ class SimulatedEngine:
         for replica in self._replicas:
             replica.write(self._requests)
         quiesce = self.now - at
-        requests, computed = self._requests, self._requests.num_computed_tokens
+        requests = self._requests
+        computed = requests.num_computed_tokens.tolist()
         carried = [
             (computed[request] == 0, request, replica.index)
             for replica in self._replicas
@@ -212,7 +213,7 @@ class SimulatedEngine:
                 migrated += 1
                 tokens += computed[request]
             else:
-                computed[request] = 0
+                requests.num_computed_tokens[request] = 0
                 recomputed += 1
         fixed = self._truth.switch_seconds(source, target, 0, 0)
         seconds = self._truth.switch_seconds(source, target, migrated, tokens)

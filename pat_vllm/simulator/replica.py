@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pat_vllm.predictor.state import Ints
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.requests import SimulatedRequests
@@ -208,26 +210,16 @@ class SimulatedReplica:
                 steady.pace,
             )
         room = self._make_room(requests, capacity.kv_room(tp), tp)
-        num_prompt_tokens, num_output_tokens = (
-            requests.num_prompt_tokens,
-            requests.num_output_tokens,
-        )
         computed = requests.num_computed_tokens
-        decoding: list[int] = []
-        unfinished: list[tuple[int, int]] = []
-        context = longest = 0
-        for request in self.running:
-            tokens = num_prompt_tokens[request] + num_output_tokens[request]
-            if computed[request] < tokens:
-                unfinished.append((request, tokens - computed[request]))
-                continue
-            decoding.append(request)
-            context += tokens
-            if tokens > longest:
-                longest = tokens
+        index, outputs = requests.outputs_of(self.running)
+        all_tokens = requests.columns[0, index] + outputs
+        uncomputed = all_tokens - computed[index]
+        ready = uncomputed <= 0
+        decoding: list[int] = index[ready].tolist()
+        context, longest = int(all_tokens[ready].sum()), int(all_tokens[ready].max(initial=0))
         budget = capacity.most_tokens(tp) - len(decoding)
         prefilling: list[tuple[int, int]] = []
-        for request, missing in unfinished:
+        for request, missing in zip(index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True):
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
@@ -240,11 +232,11 @@ class SimulatedReplica:
                 if tokens + 1 > room:
                     break
                 room -= tokens + 1
-                if group in self.cached_prompts and not num_output_tokens[request]:
+                if group in self.cached_prompts and not requests.num_output_tokens[request]:
                     computed[request] = tokens - 1  # the last token is computed in any case
             self.cached_prompts.add(group)
             self.running.append(self.waiting.popleft())
-            if missing := tokens - computed[request]:
+            if missing := tokens - int(computed[request]):
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
             else:
@@ -307,7 +299,8 @@ class SimulatedReplica:
                 stepped = [*stepped, request]
         self.made += steps
         self.set_steps(0)
-        complete = [i for i in stepped if outputs[i] >= requests.length[i]]
+        index = np.array(stepped, np.int64)
+        complete: list[int] = index[outputs[index] >= requests.columns[1, index]].tolist()
         for request in complete:
             self.running.remove(request)
         return complete
@@ -320,11 +313,12 @@ class SimulatedReplica:
         """
         if room == math.inf:
             return room
-        outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
+        computed = requests.num_computed_tokens
         while True:
-            held = sum([computed[i] for i in self.waiting])
+            held = int(computed[list(self.waiting)].sum())
             # A request in prefill has its whole prompt reserved.
-            used = sum([requests.num_prompt_tokens[i] + outputs[i] + 1 for i in self.running])
+            index, outputs = requests.outputs_of(self.running)
+            used = int((requests.columns[0, index] + outputs + 1).sum())
             if held + used <= room:
                 return room - held - used
             if held:

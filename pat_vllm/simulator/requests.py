@@ -20,8 +20,9 @@ class SimulatedRequests:
         num_prompt_tokens, length, group, arrival: fixed; `length` is what a response will have.
         columns: the first three of them, int64 [3, requests].
         max_tokens: of every request.
-        num_output_tokens: generated so far.
-        num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes.
+        num_output_tokens: generated so far, int64 [requests].
+        num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes,
+            int64 [requests].
         finished: when each response ended, NaN before.
         prefilled: prompt tokens computed, those computed again included.
         preempted: how often a request lost its KV for want of memory.
@@ -34,8 +35,7 @@ class SimulatedRequests:
         self.arrival = [began + float(at) for at in trace.arrivals]
         self.max_tokens = int(trace.max_tokens)
         self._trace = trace
-        self.num_output_tokens = [0] * len(self.length)
-        self.num_computed_tokens = [0] * len(self.length)
+        self.num_output_tokens, self.num_computed_tokens = np.zeros((2, len(self.length)), np.int64)
         self.finished = [math.nan] * len(self.length)
         self.prefilled = 0
         self.preempted = 0
@@ -48,28 +48,25 @@ class SimulatedRequests:
         """Which of their tokens a drafter guesses."""
         return GuessedTokens.of(self._trace)
 
-    def decode(self, request: int, tokens: int) -> None:
-        """A request has generated so many tokens."""
-        self.num_output_tokens[request] += tokens
-        self.num_computed_tokens[request] += tokens
+    def decode(self, requests: int | Ints, tokens: int | Ints) -> None:
+        """Requests have generated so many tokens."""
+        self.num_output_tokens[requests] += tokens
+        self.num_computed_tokens[requests] += tokens
 
     def decode_all(self, requests: Sequence[int], steps: int, k: int) -> None:
         """Requests have decoded in each of `steps` steps with draft length `k`."""
-        if not k:
-            for request in requests:
-                self.decode(request, steps)
-            return
         index, before = self.outputs_of(requests)
+        if not k:
+            self.decode(index, steps)
+            return
         made = self.guesses.steps_made(index, before, k) + steps
-        after = self.guesses.outputs(index, made, k)
-        for request, tokens in zip(requests, (after - before).tolist(), strict=True):
-            self.decode(request, tokens)
+        self.decode(index, self.guesses.outputs(index, made, k) - before)
 
     def steps_left(self, requests: Sequence[int], k: int) -> int:
         """Fewest steps with draft length `k` to the end of one of the requests, at least one."""
-        if not k:
-            return min([self.length[i] - self.num_output_tokens[i] for i in requests])
         index, outputs = self.outputs_of(requests)
+        if not k:
+            return int((self.columns[1, index] - outputs).min())
         left = self.guesses.steps_in_all(index, k) - self.guesses.steps_made(index, outputs, k)
         return int(left.min())
 
@@ -81,9 +78,9 @@ class SimulatedRequests:
 
     def outputs_of(self, requests: Sequence[int]) -> tuple[Ints, Ints]:
         """Indices of requests and their tokens so far, int64 [requests] each."""
-        outputs = self.num_output_tokens
-        return np.array(requests, np.int64), np.array([outputs[i] for i in requests], np.int64)
+        index = np.array(requests, np.int64)
+        return index, self.num_output_tokens[index]
 
     def num_tokens(self, request: int) -> int:
         """Prompt and output so far."""
-        return self.num_prompt_tokens[request] + self.num_output_tokens[request]
+        return self.num_prompt_tokens[request] + int(self.num_output_tokens[request])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pat_vllm.simulator.requests import SimulatedRequests
 
 
@@ -21,12 +23,13 @@ class Steady:
     pace = 1.0
 
     def __init__(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
-        tokens = [requests.num_tokens(i) for i in running]
+        index, outputs = requests.outputs_of(running)
+        prompts, lengths, _ = requests.columns[:, index]
+        tokens = (prompts + outputs).tolist()
         self.context, self.longest, self.made = sum(tokens), max(tokens), 0
         self.written = 0
-        lengths, outputs = requests.length, requests.num_output_tokens
-        ends = [(lengths[i] - outputs[i], i) for i in running]
-        self._by_end = sorted(ends, reverse=True)
+        left = (lengths - outputs).tolist()
+        self._by_end = sorted(zip(left, running, strict=True), reverse=True)
         self._by_tokens = sorted(zip(tokens, running, strict=True))
 
     @property
@@ -55,8 +58,7 @@ class Steady:
 
     def write(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
         """Write the columns of what runs."""
-        for request in running:
-            requests.decode(request, self.made - self.written)
+        requests.decode(np.array(running, np.int64), self.made - self.written)
         self.written = self.made
 
 
@@ -87,9 +89,9 @@ class SteadyWithDrafts:
         over = self._left <= self.made
         complete: list[int] = self._index[over].tolist()
         if complete:
+            lengths, outputs = requests.columns[1], requests.num_output_tokens
+            requests.decode(self._index[over], (lengths - outputs)[complete])
             for request in complete:
-                missing = requests.length[request] - requests.num_output_tokens[request]
-                requests.decode(request, missing)
                 running.remove(request)
             left = ~over
             self._index, self._prompts = self._index[left], self._prompts[left]
@@ -98,5 +100,5 @@ class SteadyWithDrafts:
         return complete
 
     def write(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
-        for request, outputs in zip(self._index.tolist(), self._outputs.tolist(), strict=True):
-            requests.decode(request, outputs - requests.num_output_tokens[request])
+        missing = self._outputs - requests.num_output_tokens[self._index]
+        requests.decode(self._index, missing)
