@@ -305,17 +305,16 @@ class Planner:
         """Seconds that switches take when a group begins, [group][source][target]."""
         count = len(self.layouts)
         seconds = np.zeros((count, count, len(course.live)))
-        for i, source in enumerate(self.layouts):
-            for j, target in enumerate(self.layouts):
-                if i != j:
-                    seconds[i, j] = self._switch(source, target, course.most, course.context)
-        for i, (one, pace) in enumerate(zip(self.layouts, paces, strict=True)):
-            others = np.arange(count) != i
+        # The first step in the target has no drafts to verify: it gives one token.
+        first = [pace.token * (pace.tokens - 1) for pace in paces]
+        for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
-            seconds[i, others] += 0.5 * (1 - 1 / one.replicas) * (pace.token * pace.tokens)
-            # The first step in the target has no drafts to verify: it gives one token.
-            seconds[others, i] += pace.token * (pace.tokens - 1)
+            waits = 0.5 * (1 - 1 / source.replicas) * (pace.token * pace.tokens)
+            for j, target in enumerate(self.layouts):
+                if i != j:
+                    switch = self._switch(source, target, course.most, course.context)
+                    seconds[i, j] = switch + waits + first[j]
         return seconds.transpose(2, 0, 1).tolist()  # type: ignore[no-any-return]
 
 

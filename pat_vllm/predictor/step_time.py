@@ -83,7 +83,7 @@ class _SizeModel:
         """Seconds of decode steps, but for what their longest contexts add."""
         none, every, of_request = self.kinds[:, np.minimum(k, self.kinds.shape[1] - 1)]
         seconds: Floats = self.grid.many(batch, context, busy, none)
-        if isinstance(drafts, int) and not drafts:
+        if not np.any(drafts):
             return seconds
         found = self.grid.many(batch, context, busy, every)
         return seconds + (found - seconds) * (drafts / (of_request * np.maximum(batch, 1e-9)))

@@ -348,7 +348,8 @@ class SimulatedEngine:
                     length,
                     complete=length < self._requests.max_tokens,
                 )
-        self._note()
+        if complete:
+            self._note()
 
     def _tell_of_drafts(
         self, policy: Policy, replica: SimulatedReplica, steps: int, ended: float

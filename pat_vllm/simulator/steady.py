@@ -28,6 +28,7 @@ class Steady:
         tokens = (prompts + outputs).tolist()
         self.context, self.longest, self.made = sum(tokens), max(tokens), 0
         self.written = 0
+        self._over: set[int] = set()
         left = (lengths - outputs).tolist()
         self._by_end = sorted(zip(left, running, strict=True), reverse=True)
         self._by_tokens = sorted(zip(tokens, running, strict=True))
@@ -50,8 +51,8 @@ class Steady:
             complete.append(request)
             running.remove(request)
         if complete and running:
-            left = set(running)
-            while self._by_tokens[-1][1] not in left:
+            self._over.update(complete)
+            while self._by_tokens[-1][1] in self._over:
                 self._by_tokens.pop()
             self.longest = self._by_tokens[-1][0] + self.made
         return complete
