@@ -28,10 +28,12 @@ class _Chain:
 
     Attributes:
         before: steps before each run of tokens, over all requests, int64 [runs].
+        tokens: tokens before each step, likewise, and before none, int64 [steps + 1].
         first, last: steps before each request, and before the next one, int64 [requests].
     """
 
     before: Ints
+    tokens: Ints
     first: Ints
     last: Ints
 
@@ -72,7 +74,9 @@ class GuessedTokens:
             steps = (self._tokens + k) // (k + 1)
             before = np.append(0, steps.cumsum())
             bounds = before[np.append(self._run_of[self._begins], len(steps))]
-            chain = self._chains[k] = _Chain(before[:-1], bounds[:-1], bounds[1:])
+            of_run = np.repeat(self._first_token - before[:-1] * (k + 1), steps)
+            tokens = np.append(of_run + np.arange(before[-1]) * (k + 1), self._ends[-1])
+            chain = self._chains[k] = _Chain(before[:-1], tokens, bounds[:-1], bounds[1:])
         return chain
 
     def steps_made(self, requests: Ints, outputs: Ints, k: int) -> Ints:
@@ -90,12 +94,9 @@ class GuessedTokens:
     def outputs(self, requests: Ints, steps: Ints, k: int) -> Ints:
         """Tokens that requests have after so many of their steps."""
         chain = self._chain(k)
-        at = np.minimum(chain.first[requests] + steps, chain.last[requests] - 1)
-        run = chain.before.searchsorted(at, "right") - 1
-        tokens = self._first_token[run] + (at - chain.before[run]) * (k + 1)
-        ended = chain.first[requests] + steps >= chain.last[requests]
-        whole: Ints = np.where(ended, self._length[requests], tokens - self._begins[requests])
-        return whole
+        # The tokens before the next request are those of the last step, too.
+        at = np.minimum(chain.first[requests] + steps, chain.last[requests])
+        return chain.tokens[at] - self._begins[requests]
 
     def accepted(self, requests: Ints, outputs: Ints, k: int) -> Ints:
         """Drafts of the next step that are accepted, of each request."""
