@@ -57,11 +57,10 @@ class ClairvoyantPolicy(Policy):
             seconds = [truth.step_seconds(tp, StepShape(*row), 0.0, _MANY) for row in rows]
             return np.array(seconds).reshape(columns[0].shape)
 
-        switch = np.vectorize(truth.switch_seconds, otypes=[float])
         self._planner = Planner(
             layouts,
             step,
-            switch,
+            truth.switch_seconds,
             max_num_seqs={one.tp: capacity.most_seqs(one.tp) for one in layouts},
             kv_tokens={one.tp: capacity.kv_room(one.tp) for one in layouts},  # type: ignore[misc]
         )

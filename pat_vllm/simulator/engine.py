@@ -156,7 +156,7 @@ class SimulatedEngine:
 
     def advance(self) -> None:
         """Start a chunk in every replica that has work and none, and go to the next event."""
-        busy = sum(1 for replica in self._replicas if replica.num_seqs)
+        busy = sum([replica.num_seqs > 0 for replica in self._replicas])
         for replica in self._replicas:
             if not replica.steps and replica.num_seqs:
                 self._start(replica, busy)

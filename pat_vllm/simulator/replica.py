@@ -219,7 +219,9 @@ class SimulatedReplica:
         context, longest = int(all_tokens[ready].sum()), int(all_tokens[ready].max(initial=0))
         budget = capacity.most_tokens(tp) - len(decoding)
         prefilling: list[tuple[int, int]] = []
-        for request, missing in zip(index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True):
+        for request, missing in zip(
+            index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True
+        ):
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)

@@ -59,8 +59,9 @@ class Steady:
 
     def write(self, requests: SimulatedRequests, running: Sequence[int]) -> None:
         """Write the columns of what runs."""
-        requests.decode(np.array(running, np.int64), self.made - self.written)
-        self.written = self.made
+        if self.made > self.written:
+            requests.decode(np.array(running, np.int64), self.made - self.written)
+            self.written = self.made
 
 
 class SteadyWithDrafts:

@@ -6,12 +6,12 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.cost import CostModel, Number
 from pat_vllm.predictor.state import Floats
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 
@@ -32,8 +32,11 @@ class Truth(Protocol):
         """
         ...
 
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        """Seconds of a switch that carries `live` requests with the KV of `tokens` tokens."""
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
+        """Seconds of a switch that carries `live` requests with the KV of `tokens` tokens, or of
+        several that carry some each."""
         ...
 
 
@@ -96,11 +99,13 @@ class ReplayedTruth:
         least = none.seconds(*work)
         return least + (found.seconds(*work) - least) * shape.drafts / (shape.batch * shape.k)
 
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        seconds = float(self._switches.seconds(source, target, live, tokens))
-        if self._noise is not None:
-            seconds *= self._noise.of_switch(source, target, live, tokens)
-        return seconds
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
+        seconds = self._switches.seconds(source, target, live, tokens)
+        if self._noise is None:
+            return seconds
+        return seconds * self._noise.of_switches(source, target, live, tokens)
 
 
 class _DecodeTimes:
@@ -211,10 +216,17 @@ class _Noise:
         first = zlib.crc32(text.encode()) % (_STREAM - steps)
         return (sums[first + steps] - sums[first]) / steps
 
-    def of_switch(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        """A draw; the same for the same switch."""
-        digest = zlib.crc32(f"{self._seed} {source} {target} {live} {tokens}".encode())
-        return self._of_switches[digest % len(self._of_switches)]
+    def of_switches(self, source: Layout, target: Layout, live: Number, tokens: Number) -> Number:
+        """A draw for each; the same for the same switch."""
+        pair = zlib.crc32(f"{self._seed} {source} {target} ".encode())
+
+        def draw(live: float, tokens: float) -> float:
+            digest = zlib.crc32(f"{live} {tokens}".encode(), pair)
+            return self._of_switches[digest % len(self._of_switches)]
+
+        if isinstance(live, np.ndarray):
+            return np.array(list(map(draw, live.tolist(), tokens.tolist())))
+        return draw(live, tokens)
 
     def _stream(self, tp: int, batch: int) -> list[float]:
         """Sums of draws from the repeats of the nearest size and batch."""
@@ -251,7 +263,9 @@ class ScaledTruth:
     def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
         return self.steps.get(tp, 1.0) * self.base.step_seconds(tp, shape, now, steps)
 
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
         return self.switches * self.base.switch_seconds(source, target, live, tokens)
 
 
@@ -268,7 +282,9 @@ class DriftingTruth:
         drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
         return drift * self.base.step_seconds(tp, shape, now, steps)
 
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
         return self.base.switch_seconds(source, target, live, tokens)
 
 
@@ -283,7 +299,7 @@ class FixedSwitches:
     def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
         return self.base.step_seconds(tp, shape, now, steps)
 
-    def switch_seconds(self, source: Layout, target: Layout, live: int, tokens: int) -> float:
-        if source == target or not live:
+    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
+        if source == target or not np.any(live):
             return self.base.switch_seconds(source, target, live, tokens)
         return self.seconds
