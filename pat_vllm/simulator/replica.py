@@ -97,7 +97,7 @@ class ScheduledStep:
     @property
     def prefill(self) -> int:
         """Prompt tokens of the step."""
-        return sum(tokens for _, tokens in self.prefilling)
+        return sum([tokens for _, tokens in self.prefilling])
 
     def shape(self, steps: int, busy: int) -> StepShape:
         """The middle one of `steps` such steps, while `busy` replicas have work."""
@@ -197,19 +197,19 @@ class SimulatedReplica:
         Raises:
             ValueError: a request does not fit into the replica's memory.
         """
-        if steady := self._still_steady(requests, capacity.kv_room(tp), draft_length):
-            room = capacity.kv_room(tp) - steady.context - len(self.running)
+        room = capacity.kv_room(tp)
+        if steady := self._still_steady(requests, room, draft_length):
             return ScheduledStep(
                 self.running,
                 [],
                 steady.context,
                 steady.longest,
                 steady.least,
-                room,
+                room - steady.context - len(self.running),
                 steady.k,
                 steady.pace,
             )
-        room = self._make_room(requests, capacity.kv_room(tp), tp)
+        room = self._make_room(requests, room, tp)
         computed = requests.num_computed_tokens
         index, outputs = requests.outputs_of(self.running)
         all_tokens = requests.columns[0, index] + outputs

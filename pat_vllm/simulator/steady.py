@@ -75,6 +75,7 @@ class SteadyWithDrafts:
         self._guesses, self.made = requests.guesses, 0
         self._begun = self._guesses.steps_made(self._index, outputs, k)
         self._left = self._guesses.steps_in_all(self._index, k) - self._begun
+        self._first_end = int(self._left.min())
         self._count()
 
     def _count(self) -> None:
@@ -84,13 +85,14 @@ class SteadyWithDrafts:
 
     @property
     def least(self) -> int:
-        return int(self._left.min()) - self.made
+        return self._first_end - self.made
 
     def advance(self, requests: SimulatedRequests, running: list[int], steps: int) -> list[int]:
         self.made += steps
-        over = self._left <= self.made
-        complete: list[int] = self._index[over].tolist()
-        if complete:
+        complete: list[int] = []
+        if self._first_end <= self.made:
+            over = self._left <= self.made
+            complete = self._index[over].tolist()
             lengths, outputs = requests.columns[1], requests.num_output_tokens
             requests.decode(self._index[over], (lengths - outputs)[complete])
             for request in complete:
@@ -98,6 +100,7 @@ class SteadyWithDrafts:
             left = ~over
             self._index, self._prompts = self._index[left], self._prompts[left]
             self._begun, self._left = self._begun[left], self._left[left]
+            self._first_end = int(self._left.min(initial=np.iinfo(np.int64).max))
         self._count()
         return complete
 
