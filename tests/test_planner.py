@@ -22,6 +22,10 @@ MEMORY = {layout.tp: 10**9 for layout in LAYOUTS}
 MAX_NUM_SEQS = {layout.tp: 1024 for layout in LAYOUTS}
 
 
+def plan_of(planner, layout, ahead, **drafting):
+    return planner.outlook(ahead, **drafting).plan(layout)
+
+
 def make_planner(step, switch, max_num_seqs=MAX_NUM_SEQS, kv_tokens=MEMORY):
     return Planner(LAYOUTS, step, switch, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens)
 
@@ -127,7 +131,7 @@ def test_the_plan_is_the_cheapest_of_all_paths(
 ):
     planner = make_planner(steps(base, slope, draft, 1e-3), costs(fixed, per_token))
     ahead = course(requests([10 + i for i in range(len(remaining))]), np.array(remaining))
-    plan = planner.plan(start, ahead, drafting=drafts)
+    plan = plan_of(planner, start, ahead, drafting=drafts)
     total = brute_force(planner, start, ahead, drafts)
     assert min(plan.stay, *plan.go.values()) == pytest.approx(total)
     assert plan.stay <= plan.never + 1e-9
@@ -156,9 +160,9 @@ def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not():
     planner = make_planner(crossover(), costs(0.05))
     full = course(requests([50] * 64), np.full((64, 4), 100))
     tail = course(requests([50] * 2), np.full((2, 4), 500))
-    assert planner.plan(LAYOUTS[0], full).best == LAYOUTS[0]
-    assert planner.plan(LAYOUTS[0], tail).best == LAYOUTS[2]
-    assert planner.plan(LAYOUTS[2], full).best != LAYOUTS[2], "and back, when many have come"
+    assert plan_of(planner, LAYOUTS[0], full).best == LAYOUTS[0]
+    assert plan_of(planner, LAYOUTS[0], tail).best == LAYOUTS[2]
+    assert plan_of(planner, LAYOUTS[2], full).best != LAYOUTS[2], "and back, when many have come"
 
 
 def test_several_switches_pay_where_each_does():
@@ -169,7 +173,7 @@ def test_several_switches_pay_where_each_does():
     path = [where]
     for done in range(64):
         ahead = course(requests([50] * (64 - done)), remaining[done:] - 20 * done)
-        where = planner.plan(where, ahead).best
+        where = plan_of(planner, where, ahead).best
         if where != path[-1]:
             path.append(where)
     assert path == list(LAYOUTS)
@@ -186,6 +190,23 @@ def test_what_a_replica_cannot_hold_waits():
             bound.token_seconds(LAYOUTS[2], ahead)[-1]
             > 2 * free.token_seconds(LAYOUTS[2], ahead)[-1]
         )
+
+
+def test_where_memory_is_short_tokens_are_computed_again():
+    """As many as are generated: by simulation it is 0.75 to 0.95 of them."""
+
+    def step(tp, batch, context, longest, prefill=0, busy=1, drafts=0.0, k=0):
+        return 1e-3 * np.asarray(batch, float) + 1e-4 * prefill
+
+    ahead = course(requests([50] * 8), np.full((8, 1), 100))
+    free = make_planner(step, costs(0)).token_seconds(LAYOUTS[1], ahead)
+    short = make_planner(step, costs(0), kv_tokens=MEMORY | {2: 300})
+    queued = make_planner(step, costs(0), max_num_seqs=MAX_NUM_SEQS | {2: 2})
+    # With more than four live requests, two replicas of 300 tokens have too little.
+    more = short.token_seconds(LAYOUTS[1], ahead) - free
+    expected = np.where(ahead.context > 2 * 300, 1e-4 * ahead.live / 2, 0.0)
+    assert more == pytest.approx(expected) and 0 < np.count_nonzero(expected) < len(expected)
+    assert queued.token_seconds(LAYOUTS[1], ahead) == pytest.approx(free), "nothing is lost"
 
 
 def test_a_layout_has_its_own_limit():
@@ -206,7 +227,7 @@ def test_a_layout_has_its_own_limit():
 def test_hope_is_about_one_layout():
     planner = make_planner(crossover(), costs(0.01))
     ahead = course(requests([50] * 64), np.full((64, 4), 100))
-    plain = planner.plan(LAYOUTS[0], ahead)
+    plain = plan_of(planner, LAYOUTS[0], ahead)
     hoped = planner.outlook(ahead).hoped(LAYOUTS[2], 2.0).plan(LAYOUTS[0])
     assert hoped.never == plain.never
     assert hoped.go[LAYOUTS[2]] < plain.go[LAYOUTS[2]]
@@ -229,8 +250,8 @@ def at_batch(plan, layout, batch):
 def test_drafts_that_give_nothing_change_nothing(remaining, base, slope, start):
     ahead = course(requests([10] * len(remaining)), np.array(remaining))
     planner = make_planner(steps(base, slope, 1e-3, 1e-3), costs(0.1))
-    plain = planner.plan(start, ahead)
-    useless = planner.plan(start, ahead, drafting=drafting([1.0] * 5))
+    plain = plan_of(planner, start, ahead)
+    useless = plan_of(planner, start, ahead, drafting=drafting([1.0] * 5))
     assert useless == plain, "to the last digit"
     assert all(one == ((1, 1024, 0),) for one in plain.drafts.values())
 
@@ -248,7 +269,7 @@ def test_each_batch_size_has_its_best_length(base, slope, draft, looking, drafts
     seconds = steps(base, slope, draft, looking)
     planner = make_planner(seconds, costs(0.1))
     ahead = course(requests([50] * count), np.tile(np.arange(1, count + 1)[:, None], (1, 2)))
-    plan = planner.plan(LAYOUTS[0], ahead, drafting=drafts)
+    plan = plan_of(planner, LAYOUTS[0], ahead, drafting=drafts)
     for batch in range(1, count + 1):
         per_token = {
             int(k): seconds(4, batch, 0, 0, 0, 1, batch * proposed, k) / tokens
@@ -276,7 +297,7 @@ def test_tables_name_a_length_for_every_batch_size(contexts, most, memory, draft
         memory,
     )
     ahead = course(requests(contexts), rng.integers(1, 2000, (len(contexts), 4)))
-    for layout, table in planner.plan(LAYOUTS[0], ahead, drafting=drafts).drafts.items():
+    for layout, table in plan_of(planner, LAYOUTS[0], ahead, drafting=drafts).drafts.items():
         firsts, lasts, lengths = zip(*table, strict=True)
         assert firsts == (1, *(last + 1 for last in lasts[:-1])) and lasts[-1] == most[layout.tp]
         assert set(lengths) <= {*drafts.lengths}
@@ -299,8 +320,8 @@ def test_more_acceptance_never_takes_longer(remaining, base, slope, drafts, data
     )
     better = Drafting(drafts.lengths, drafts.tokens + more, drafts.drafts, drafts.tokens + more)
     for layout in LAYOUTS:
-        less = planner.plan(layout, ahead, drafting=drafts)
-        assert planner.plan(layout, ahead, drafting=better).never <= less.never
+        less = plan_of(planner, layout, ahead, drafting=drafts)
+        assert plan_of(planner, layout, ahead, drafting=better).never <= less.never
         now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
         assert (then <= now).all()
 
@@ -310,7 +331,7 @@ def check_tail_and_bulk():
     planner = make_planner(
         steps({1: 0.030, 2: 0.020, 4: 0.010}, dict.fromkeys((1, 2, 4), 1e-3), 1e-3), costs(0.05)
     )
-    plan = planner.plan(LAYOUTS[0], long_tail(), drafting=drafting([1, 1.4, 1.6, 1.8, 1.9]))
+    plan = plan_of(planner, LAYOUTS[0], long_tail(), drafting=drafting([1, 1.4, 1.6, 1.8, 1.9]))
     for layout in LAYOUTS:
         lengths = [at_batch(plan, layout, batch) for batch in (1, 16, 64 // layout.replicas)]
         assert lengths == sorted(lengths, reverse=True)
@@ -329,8 +350,8 @@ def check_hope():
     planner = make_planner(steps(alike, alike, 1e-4), costs(0.05))
     known = drafting([1, 1, 1, 1, 1])
     hopeful = drafting([1, 1, 1, 1, 1], hoped=[1, 1.2, 1.3, 1.4, 1.5])
-    plan = planner.plan(LAYOUTS[0], long_tail(8), drafting=known)
-    tried = planner.plan(LAYOUTS[0], long_tail(8), drafting=hopeful)
+    plan = plan_of(planner, LAYOUTS[0], long_tail(8), drafting=known)
+    tried = plan_of(planner, LAYOUTS[0], long_tail(8), drafting=hopeful)
     assert (tried.never, tried.go, tried.step) == (plan.never, plan.go, plan.step)
     assert {k for table in plan.drafts.values() for _, _, k in table} == {0}
     assert {k for table in tried.drafts.values() for _, _, k in table} == {7}
@@ -345,7 +366,7 @@ def check_drain():
     planner = make_planner(crossover(), costs(0.05))
     ahead = course(requests([50] * 2), np.full((2, 4), 500))
     four = Drafting(*(np.array([one]) for one in (4, 2.0, 3.0, 2.0)))
-    plain, drafted = (planner.plan(LAYOUTS[0], ahead, drafting=one) for one in (PLAIN, four))
+    plain, drafted = (plan_of(planner, LAYOUTS[0], ahead, drafting=one) for one in (PLAIN, four))
     assert drafted.never == pytest.approx(plain.never / 2)
     assert drafted.step == pytest.approx(plain.step)
     # The first step afterwards gives one token where two were expected.
@@ -361,7 +382,7 @@ def test_a_switch_waits_for_steps_and_drops_drafts():
     "function, changes, check",
     [
         (Planner._pace, {"drafting.lengths[hoped]": "drafting.lengths[best]"}, check_hope),
-        (Planner._pace, {"token=tokens.min(axis=0)": "token=seconds[0]"}, check_drain),
+        (Planner._pace, {"token = tokens.min(axis=0)": "token = seconds[0]"}, check_drain),
         (Planner._switch_seconds, {"(pace.tokens - 1)": "0"}, check_drain),
         (Planner._switch_seconds, {"(pace.token * pace.tokens)": "pace.token"}, check_drain),
         (Planner.outlook, {"pace.token[-1] * pace.tokens[-1]": "pace.token[-1]"}, check_drain),

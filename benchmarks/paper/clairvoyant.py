@@ -78,9 +78,8 @@ class ClairvoyantPolicy(Policy):
         missing = np.maximum(requests.num_prompt_tokens - requests.num_computed_tokens, 0)
         ahead = course(requests, np.maximum(requests.remaining, 1)[:, None])
         drafting = requests.drafting(self._lengths) if len(self._lengths) > 1 else PLAIN
-        plan = self._planner.plan(
-            state.layout, ahead, prompts=int(missing.sum()), drafting=drafting
-        )
+        outlook = self._planner.outlook(ahead, prompts=int(missing.sum()), drafting=drafting)
+        plan = outlook.plan(state.layout)
         if drafting is not PLAIN:
             self.drafts = plan.drafts
         return plan.best

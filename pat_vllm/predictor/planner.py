@@ -238,13 +238,14 @@ class Planner:
         """How fast a layout is.
 
         Requests are taken to be spread evenly; what a replica cannot hold at once waits, so that
-        a token of each takes longer than a step.
+        a token of each takes longer than a step. If it waits for KV, requests are preempted.
         """
         busy = np.minimum(layout.replicas, np.ceil(course.live))
         batch = np.maximum(1.0, course.live / busy)
         mean_context = course.context / course.live
         held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
-        running = np.minimum(batch, np.clip(held, 1.0, self._max_num_seqs[layout.tp]))
+        admitted = np.minimum(batch, self._max_num_seqs[layout.tp])
+        running = np.minimum(admitted, np.maximum(held, 1.0))
         steps = self._step(  # [lengths, groups]
             layout.tp,
             running,
@@ -258,20 +259,20 @@ class Planner:
         seconds = steps * (batch / running)
         tokens = seconds / drafting.tokens[:, None]
         best = tokens.argmin(axis=0)
+        token = tokens.min(axis=0)
+        short = running < admitted
+        if short.any():
+            # Each token takes another's place, which is computed again when its request goes on.
+            many = layout.replicas * _PREFILL_CHUNK
+            token += short * course.live * (self._prefill_seconds(layout, many) / many)
         # Later it will be known what is best. Until then, what may be best is tried.
         hoped = (seconds / drafting.hoped[:, None]).argmin(axis=0)
         return _Pace(
-            token=tokens.min(axis=0),
+            token=token,
             tokens=drafting.tokens[best],
             running=running,
             lengths=drafting.lengths[hoped],
         )
-
-    def plan(
-        self, layout: Layout, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN
-    ) -> Plan:
-        """Plan from `layout` on; the arguments are as of `outlook`."""
-        return self.outlook(course, prompts=prompts, drafting=drafting).plan(layout)
 
     def outlook(self, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN) -> Outlook:
         """What is ahead, wherever the engine is.
