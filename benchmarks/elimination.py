@@ -20,13 +20,13 @@ from unittest.mock import patch
 
 import typer
 
-from benchmarks.paper.hardware import measured_noise, named_profile
 from pat_vllm.cli.results import table
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
 from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator import traces
+from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
@@ -293,7 +293,7 @@ def run(
     """Print the path of the elimination as a table in Markdown."""
     if unknown := {*(part or ())} - {*PARTS, *KNOBS}:
         raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS, *KNOBS]}")
-    names = engines or ["8 x H100", "8 x A40", "benchmarks/paper/measured.json"]
+    names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
         layouts = engine(name).layouts

@@ -7,37 +7,30 @@ vLLM's schedule by batch size, tuned for that layout; PAT without drafts and wit
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
-from benchmarks.paper.hardware import measured_noise, named_profile
 from pat_vllm.cli.demo_plot import draw_drafts
 from pat_vllm.cli.results import table, to_json
 from pat_vllm.cli.simulate_plot import LAYOUT_COLOURS, spans
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SchedulePolicy
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.compare import PolicyResult, Replayer
-from pat_vllm.simulator.guesses import GuessedTokens
+from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ReplayedTruth, Truth
+from pat_vllm.simulator.traces import LengthTrace, generator
+from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.tuned import DRAFT_LENGTHS, tuned_schedule
 from pat_vllm.speculation import Schedule
-
-LENGTHS = (0, 1, 2, 4, 7)
-"""Draft lengths."""
-_MANY = 512
-"""Steps whose mean time a tuned schedule knows."""
 
 
 @dataclass(frozen=True)
@@ -88,42 +81,6 @@ class Result:
         return min(self.plain, self.fixed, self.dynamic)
 
 
-def tuned_schedule(
-    truth: Truth,
-    layout: Layout,
-    most: int,
-    batches: Sequence[LengthTrace],
-    draft_lengths: Sequence[int] = LENGTHS,
-) -> Schedule:
-    """The draft length with least time per token, by batch size, for a layout that knows how many
-    drafts will be accepted, and the mean context of the tokens of these batches."""
-    lengths = np.array([length for batch in batches for length in batch.lengths])
-    prompts = np.array([tokens for batch in batches for tokens in batch.num_prompt_tokens])
-    context = int((lengths * (prompts + lengths / 2)).sum() / lengths.sum())
-    each = [
-        GuessedTokens.of(batch).drafting(
-            np.arange(len(batch)), np.zeros(len(batch), np.int64), draft_lengths
-        )
-        for batch in batches
-    ]
-    tokens = np.mean([one.tokens for one in each], axis=0).tolist()
-
-    def best(batch: int) -> int:
-        def per_token(index: int) -> float:
-            k = draft_lengths[index]
-            shape = StepShape(
-                batch, batch * context, context, busy=layout.replicas, drafts=batch * k, k=k
-            )
-            return truth.step_seconds(layout.tp, shape, 0.0, _MANY) / float(tokens[index])
-
-        return draft_lengths[min(range(len(draft_lengths)), key=per_token)]
-
-    # vLLM's tables name few batch sizes, too: powers of two.
-    bounds = [2**i for i in range(int(math.log2(most)) + 1)]
-    ends = [*(bound * 2 - 1 for bound in bounds[:-1]), most]
-    return tuple((first, last, best(first)) for first, last in zip(bounds, ends, strict=True))
-
-
 def run_setting(setting: Setting, seeds: int) -> Result:
     """Replay a setting's batches under every side, after one from which policies learn."""
     profile, replayer = _replayer(setting, seeds)
@@ -139,16 +96,20 @@ def run_setting(setting: Setting, seeds: int) -> Result:
     plain: list[PolicyResult] = []
     for layout in profile.all_layouts:
         most = profile.max_num_seqs[layout.tp]
-        for k in LENGTHS:
+        for k in DRAFT_LENGTHS:
             result = static(layout, ((1, most, k),), f"k={k}")
             (fixed if k else plain).append(result)
         schedule = tuned_schedule(truth, layout, most, replayer.batches)
         dynamic.append(static(layout, schedule, "tuned"))
     believed = _believed(profile, setting.wrong)
     pat_plain = replayer.replay("PAT k=0", replayer.adaptive(believed), truth)
-    pat = replayer.replay("PAT", replayer.adaptive(believed, draft_lengths=LENGTHS), truth)
+    pat = replayer.replay("PAT", replayer.adaptive(believed, draft_lengths=DRAFT_LENGTHS), truth)
     told = ClairvoyantPolicy(
-        batches, profile.all_layouts, truth, ReplicaCapacity.of(profile), draft_lengths=LENGTHS
+        batches,
+        profile.all_layouts,
+        truth,
+        ReplicaCapacity.of(profile),
+        draft_lengths=DRAFT_LENGTHS,
     )
     sides = [*plain, *fixed, *dynamic, pat_plain, pat, replayer.replay("clairvoyant", told, truth)]
     clairvoyant = sum(
@@ -184,7 +145,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
 
     profile, replayer = _replayer(setting, 1)
     truth = ReplayedTruth(profile, measured_noise())
-    policy = replayer.adaptive(profile, draft_lengths=LENGTHS)
+    policy = replayer.adaptive(profile, draft_lengths=DRAFT_LENGTHS)
     (run,) = replayer.replay("PAT", policy, truth).runs
     colour = dict(zip(profile.all_layouts, LAYOUT_COLOURS, strict=False))
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -223,10 +184,9 @@ def _replayer(setting: Setting, seeds: int) -> tuple[Profile, Replayer]:
         setting.model,
         setting.gpu,
         setting.ranks,
-        draft_lengths=LENGTHS[1:],
+        draft_lengths=DRAFT_LENGTHS[1:],
         drafting=setting.drafting,
     )
-    from pat_vllm.cli.simulate import generator
 
     def batch(seed: int, acceptance: float) -> LengthTrace:
         make = generator(setting.workload)

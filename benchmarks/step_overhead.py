@@ -141,8 +141,8 @@ def _compare(
 
 def _predictor() -> Any:
     """The default policy, on a profile by which it stays where it is."""
-    from benchmarks.paper.hardware import modelled_profile
     from pat_vllm.predictor.adaptive import AdaptivePolicy
+    from pat_vllm.simulator.modelled.hardware import modelled_profile
 
     profile = modelled_profile("llama-3.1-8b", "H100", RANKS)
     dear = tuple(one.model_copy(update={"seconds": 1e6}) for one in profile.switches)

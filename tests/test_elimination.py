@@ -41,7 +41,7 @@ def test_one_workload_or_a_wrong_profile_is_enough_to_stay(monkeypatch):
 
 @pytest.mark.parametrize("workload", ["shift", "staggered"])
 def test_a_scenario_is_replayed_alike(workload):
-    one = Scenario("benchmarks/paper/measured.json", workload, 0)
+    one = Scenario("pat_vllm/simulator/modelled/measured.json", workload, 0)
     whole = seconds(one, frozenset())
     assert whole == seconds(one, frozenset())
     everything = frozenset({*elimination.PARTS, *elimination.KNOBS})

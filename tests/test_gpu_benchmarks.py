@@ -15,9 +15,9 @@ import torch
 from benchmarks.gpu import decode, profiles, report, torch_ops
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY
-from benchmarks.paper.figures import GPUS, MODEL_SHAPES, STEP_OVERHEAD
-from benchmarks.paper.roofline import layer_communication
 from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.figures import GPUS, MODEL_SHAPES, STEP_OVERHEAD
+from pat_vllm.simulator.modelled.roofline import layer_communication
 from tests.triton_kernels import hopper_code, in_interpreter, needs_triton
 
 CPU = torch.device("cpu")

@@ -9,19 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.layouts_and_drafts import Setting, _believed, run_setting, tuned_schedule
+from benchmarks.layouts_and_drafts import Setting, _believed, run_setting
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
-from benchmarks.paper.hardware import named_profile
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.guesses import GuessedTokens
+from pat_vllm.simulator.modelled.hardware import named_profile
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.tuned import tuned_schedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LENGTHS = (0, 1, 2, 4)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.paper.figures import MODEL_SHAPES, gpu_names
-from benchmarks.paper.hardware import modelled_profile
 from pat_vllm.cli.held_out import held_out_error
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator.modelled.figures import MODEL_SHAPES, gpu_names
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 
 def seconds(profile, tp, batch, each, prefill=0):

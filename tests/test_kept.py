@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.paper.hardware import named_profile
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.simulator.modelled.hardware import named_profile
 from tests.support.mutation import mutated
 
 LENGTHS = (0, 1, 2, 4)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper.hardware import named_profile
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import StayPolicy
@@ -25,6 +24,7 @@ from pat_vllm.reporting import BatchSavings, BatchTimes, Look, Savings, Stretch,
 from pat_vllm.reporting import savings as savings_module
 from pat_vllm.reporting.savings import in_step
 from pat_vllm.simulator import traces
+from pat_vllm.simulator.modelled.hardware import named_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from benchmarks.paper.__main__ import app as paper_app
 from benchmarks.paper.clairvoyant import clairvoyant
-from benchmarks.paper.hardware import modelled_profile
 from benchmarks.paper.policy import PaperPolicy
 from pat_vllm.cli import app
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace

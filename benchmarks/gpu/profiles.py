@@ -4,8 +4,8 @@
 
 writes a profile for each model beside the results. One GPU cannot measure all that is in a profile:
 communication, prefill, switches and what the engine adds to a step are those of
-`benchmarks.paper.hardware`. So its kind is "modelled", and its title, key and note say which part
-was measured. This module needs pydantic, as pat-vllm does; the measurement does not.
+`pat_vllm.simulator.modelled.hardware`. So its kind is "modelled"; its title, key and note say which
+part was measured. This module needs pydantic, as pat-vllm does; the measurement does not.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, RANKS, ModelShape
-from benchmarks.paper.figures import GPUS, STEP_OVERHEAD
-from benchmarks.paper.hardware import modelled_profile
-from benchmarks.paper.roofline import layer_communication
 from pat_vllm.profiling.profile import Profile, StepSample
+from pat_vllm.simulator.modelled.figures import GPUS, STEP_OVERHEAD
+from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.simulator.modelled.roofline import layer_communication
 
 _DTYPE_BYTES = 2
 

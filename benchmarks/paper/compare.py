@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
-from benchmarks.paper.hardware import measured_noise
 from benchmarks.paper.policy import SWITCH_SECONDS, PaperPolicy
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, SwitchSample
 from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
+from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import FixedSwitches, ReplayedTruth

@@ -54,8 +54,6 @@ class PaperSetting:
     generation: float | None = None
 
 
-NODE_SIZE = 8
-
 SETTINGS = (
     PaperSetting("Llama-3.1-8B, 8 x H100, 6K", "llama-3.1-8b", "H100", 8, 6 * 1024),
     PaperSetting("Llama-3.1-8B, 8 x H100, 8K", "llama-3.1-8b", "H100", 8, 8 * 1024),

@@ -16,7 +16,6 @@ from benchmarks.paper.compare import (
     compare_with_paper,
     several_label,
 )
-from benchmarks.paper.hardware import named_profile
 from benchmarks.paper.policy import (
     BATCH,
     GENERATION_SHARE,
@@ -25,10 +24,11 @@ from benchmarks.paper.policy import (
     PaperSetting,
 )
 from pat_vllm.cli.results import table, to_json
-from pat_vllm.cli.simulate import generator, make_batches, rounded, show, title_of
+from pat_vllm.cli.simulate import make_batches, rounded, show, title_of
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
+from pat_vllm.simulator.modelled.hardware import named_profile
 
 BASELINE_TP = 2
 """The paper's predictor errors are for TP2DP4 and TP8DP1, so that these seem to be its layouts."""
@@ -149,7 +149,7 @@ def simulate_modelled(
     if lengths is not None:
         known = batches[0].lengths
     else:
-        known = generator(workload)(SAMPLE, max_tokens, seed + _SAMPLE_SEED).lengths
+        known = traces.generator(workload)(SAMPLE, max_tokens, seed + _SAMPLE_SEED).lengths
     with console.status("simulating") as status:
         result = compare_with_paper(
             engine,
@@ -180,7 +180,7 @@ NOTES = f"""\
 - Regret is against a clairvoyant: the same planner, told all lengths and the true times, or what
   did better under the same truth.
 - Steps are those of the modelled profile, with noise bootstrapped from a measured one
-  (benchmarks/paper/measured.json).
+  (pat_vllm/simulator/modelled/measured.json).
 - End to end is derived: generation is {GENERATION_SHARE:.3f} of an iteration by the paper's own
   two figures (generation -34.6%, iteration -27.2%)."""
 

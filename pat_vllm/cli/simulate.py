@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -14,40 +14,8 @@ from pat_vllm.simulator import traces
 from pat_vllm.simulator.compare import Comparison, PolicyResult, compare
 from pat_vllm.simulator.traces import LengthTrace
 
-Generator = Callable[[int, int, int], LengthTrace]
-GENERATORS: Mapping[str, Generator] = {
-    "deepscaler": lambda requests, max_tokens, seed: traces.deepscaler(requests, max_tokens, seed),
-    "log-normal": lambda requests, max_tokens, seed: traces.lognormal(
-        requests, max_tokens / 16, 1.2, max_tokens, seed
-    ),
-    "two-mode": lambda requests, max_tokens, seed: traces.two_mode(
-        requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
-    ),
-    "uniform": lambda requests, max_tokens, seed: traces.uniform(
-        requests, 1, max_tokens, seed=seed
-    ),
-    "straggler": lambda requests, max_tokens, seed: traces.straggler(
-        requests, max(1, max_tokens // 16), max_tokens, seed=seed
-    ),
-    "grpo": lambda requests, max_tokens, seed: traces.grpo(
-        max(1, requests // 8), 8, 0.6, 1.0, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
-    ),
-}
-"""Synthetic workloads by name: made by (requests, longest response in tokens, seed)."""
-
 Column = tuple[str, Callable[[PolicyResult], str]]
 """A heading, and the cell of a policy."""
-
-
-def generator(workload: str) -> Generator:
-    """The generator of a synthetic workload.
-
-    Raises:
-        ValueError: its name is unknown.
-    """
-    if workload not in GENERATORS:
-        raise ValueError(f"workload {workload!r} is unknown; allowed are {', '.join(GENERATORS)}")
-    return GENERATORS[workload]
 
 
 def make_batches(
@@ -61,7 +29,7 @@ def make_batches(
     """
     if lengths is not None:
         return [traces.load_trace(lengths)] * iterations
-    make = generator(workload)
+    make = traces.generator(workload)
     return [make(requests, max_tokens, seed + number) for number in range(iterations)]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +205,37 @@ def deepscaler(requests: int = 128, max_tokens: int = 24576, seed: int = 0) -> L
     """
     batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, max_tokens, seed)
     return replace(batch, name="DeepScaleR-like")
+
+
+Generator = Callable[[int, int, int], LengthTrace]
+GENERATORS: Mapping[str, Generator] = {
+    "deepscaler": deepscaler,
+    "log-normal": lambda requests, max_tokens, seed: lognormal(
+        requests, max_tokens / 16, 1.2, max_tokens, seed
+    ),
+    "two-mode": lambda requests, max_tokens, seed: two_mode(
+        requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
+    ),
+    "uniform": lambda requests, max_tokens, seed: uniform(requests, 1, max_tokens, seed=seed),
+    "straggler": lambda requests, max_tokens, seed: straggler(
+        requests, max(1, max_tokens // 16), max_tokens, seed=seed
+    ),
+    "grpo": lambda requests, max_tokens, seed: grpo(
+        max(1, requests // 8), 8, 0.6, 1.0, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
+    ),
+}
+"""Synthetic workloads by name: made by (requests, longest response in tokens, seed)."""
+
+
+def generator(workload: str) -> Generator:
+    """The generator of a synthetic workload.
+
+    Raises:
+        ValueError: its name is unknown.
+    """
+    if workload not in GENERATORS:
+        raise ValueError(f"workload {workload!r} is unknown; allowed are {', '.join(GENERATORS)}")
+    return GENERATORS[workload]
 
 
 def load_trace(path: Path) -> LengthTrace:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.paper.hardware import named_profile
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState
@@ -16,6 +15,7 @@ from pat_vllm.profiling.profile import StepShape
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.requests import accepted_drafts
 from pat_vllm.scheduler.speculation import lengths_to_plan
+from pat_vllm.simulator.modelled.hardware import named_profile
 from tests.support.mutation import mutated
 
 LENGTHS = (0, 1, 2, 4)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
-from benchmarks.paper.figures import (
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.profile import SwitchSample
+from pat_vllm.simulator.modelled.figures import (
     ACTIVATION_BYTES,
     ALL_REDUCE_EFFICIENCY,
     ALL_REDUCE_LATENCY,
@@ -26,8 +28,9 @@ from benchmarks.paper.figures import (
     Gpu,
     Link,
 )
-from pat_vllm.layout import Layout
-from pat_vllm.profiling.profile import SwitchSample
+
+_NOT_DENSE = frozenset(("kv_lora_rank", "n_routed_experts", "num_experts", "num_local_experts"))
+"""Fields of the config.json of models whose steps are others than a dense decoder's."""
 
 
 def layer_communication(gpu: Gpu, link: Link, tp: int, size: float) -> float:
@@ -70,6 +73,13 @@ class ModelSize:
             raise ValueError(
                 f"the model's config has no {', '.join(missing)}; only dense decoders such as "
                 f"Llama and Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
+            )
+        unlike = sorted(_NOT_DENSE & {name for name, value in config.items() if value})
+        if unlike:
+            raise ValueError(
+                f"the model's config has {', '.join(unlike)}: mixtures of experts and latent "
+                "attention cannot be modelled, and PAT does not serve them; only dense decoders "
+                "such as Llama and Qwen3"
             )
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(

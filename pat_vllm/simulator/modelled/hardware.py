@@ -15,7 +15,11 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.figures import (
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits, layout_limits
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     GPUS,
@@ -25,12 +29,10 @@ from benchmarks.paper.figures import (
     Link,
     gpu_names,
 )
-from benchmarks.paper.policy import NODE_SIZE
-from benchmarks.paper.roofline import Machine, ModelSize
-from pat_vllm.config import PATConfig
-from pat_vllm.layout import Layout
-from pat_vllm.limits import Limits, layout_limits
-from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.simulator.modelled.roofline import Machine, ModelSize
+
+NODE_SIZE = 8
+"""GPUs of a node, of those that are modelled here."""
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -50,7 +52,7 @@ def modelled_profile(
     max_batch_tokens: int = 8192,
     memory_fraction: float = 0.9,
     dtype_bytes: int = 2,
-    node_size: int = 8,
+    node_size: int = NODE_SIZE,
     switch_fixed: float = 0.03,
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
@@ -84,7 +86,7 @@ def modelled_profile(
         if model_config not in MODEL_SHAPES:
             raise ValueError(
                 f"model {model_config!r} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or "
-                "the content of a config.json"
+                "a path of a checkpoint or of its config.json"
             )
         model_config = MODEL_SHAPES[model_config]
     if gpu not in GPUS:
@@ -165,8 +167,10 @@ def named_profile(
     *,
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
+    max_num_seqs: int = 256,
 ) -> Profile:
-    """A modelled profile by names; `model` may be a path of a config.json, `gpu` in any case.
+    """A modelled profile by names; `model` may be a path of a checkpoint or of its config.json,
+    `gpu` in any case.
 
     For the other arguments see `modelled_profile`.
 
@@ -175,14 +179,16 @@ def named_profile(
     """
     config: Mapping[str, Any] | str = model
     name = ""
-    if model.endswith(".json"):
+    if path := config_file(model):
         try:
-            config = json.loads(Path(model).read_text())
+            config = json.loads(path.read_bytes())
         except OSError as error:
-            raise ValueError(f"model config {model} cannot be read: {error.strerror}") from None
+            raise ValueError(f"model config {path} cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise ValueError(f"model config {model} is no JSON: {error}") from None
-        name = Path(model).resolve().parent.name
+            raise ValueError(f"model config {path} is no JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"model config {path} is no JSON object")
+        name = path.resolve().parent.name
     by_lower = {known.lower(): known for known in gpu_names()}
     gpu = by_lower.get(gpu.lower(), gpu)
     return modelled_profile(
@@ -192,8 +198,17 @@ def named_profile(
         node_size=node_size,
         draft_lengths=draft_lengths,
         drafting=drafting,
+        max_num_seqs=max_num_seqs,
         name=name,
     )
+
+
+def config_file(model: str) -> Path | None:
+    """The config.json of a checkpoint, which `model` may be the path of; None for a name."""
+    path = Path(model)
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.suffix == ".json" else None
 
 
 def measured_noise() -> Profile:

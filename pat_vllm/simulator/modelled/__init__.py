@@ -1,0 +1,1 @@
+"""Profiles of GPUs and models that nobody measured, from public figures. Pure."""
