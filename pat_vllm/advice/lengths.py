@@ -1,0 +1,196 @@
+"""Lengths of earlier rollouts, from the files that people have of them. Pure.
+
+A file may be a JSON array of lengths, one length per line, a trace as `pat-vllm simulate` takes it,
+or JSON lines with a record per response, as trainers' dumps have them:
+
+* `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
+  rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and
+  have `total_length` beside it, the prompt included.
+* `output`, text: VeRL's `trainer.rollout_data_dir`, a file `STEP.jsonl` for each step (also a
+  directory of them), and the results of OpenRLHF's earlier batch inference. Its tokens have to be
+  counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pat_vllm.simulator.traces import LengthTrace, load_trace
+
+CountTokens = Callable[[list[str]], list[int]]
+"""Tokens of each of some texts."""
+
+LENGTH, TOTAL, PROMPT = "response_length", "total_length", "prompt_length"
+TEXT, PROMPT_TEXT = "output", "input"
+
+FORMATS = (
+    "a JSON array of lengths, one length per line, or JSON lines with "
+    f'"{LENGTH}" (tokens) or "{TEXT}" (text, as in VeRL\'s trainer.rollout_data_dir)'
+)
+
+
+@dataclass(frozen=True)
+class EarlierRollouts:
+    """Responses of earlier iterations.
+
+    Attributes:
+        name: of the file.
+        lengths: tokens of each response.
+        num_prompt_tokens: of each response's prompt; empty where the file does not tell.
+        counted: whether the tokens were counted from text.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    num_prompt_tokens: tuple[int, ...] = ()
+    counted: bool = False
+
+    def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
+        """A batch of responses drawn from these, with replacement; longer ones are cut short."""
+        picks = np.random.default_rng(seed).integers(len(self.lengths), size=requests)
+        batch = LengthTrace.batch(
+            self.name, (self.lengths[i] for i in picks.tolist()), max_tokens, seed
+        )
+        if not self.num_prompt_tokens:
+            return batch
+        prompts = tuple(self.num_prompt_tokens[i] for i in picks.tolist())
+        return LengthTrace(
+            batch.name, batch.lengths, batch.arrivals, batch.groups, prompts, max_tokens
+        )
+
+
+def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollouts:
+    """The responses in a file, or in all `*.jsonl` files of a directory.
+
+    Args:
+        count: counts tokens where a file has text; None: such a file is an error.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it does not hold lengths; says where, what is there and what is expected.
+    """
+    if not path.is_dir():
+        return _read_file(path, count)
+    files = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem))
+    if not files:
+        raise ValueError(f"directory {path} has no *.jsonl file; name a file: {FORMATS}")
+    parts = [_read_file(file, count) for file in files]
+    told = all(part.num_prompt_tokens for part in parts)
+    return EarlierRollouts(
+        path.name,
+        tuple(length for part in parts for length in part.lengths),
+        tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
+        any(part.counted for part in parts),
+    )
+
+
+def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text file; expected {FORMATS}") from None
+    start = text.lstrip()[:1]
+    if not start:
+        raise ValueError(f"{path} is empty; expected {FORMATS}")
+    if start not in "[{" and path.suffix.lower() not in (".json", ".jsonl"):
+        return EarlierRollouts(path.stem, load_trace(path).lengths)
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return _of_records(path, _json_lines(path, text), count)
+    if isinstance(whole, dict) and "lengths" in whole:
+        trace = load_trace(path)
+        told = "num_prompt_tokens" in whole
+        return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
+    entries = whole if isinstance(whole, list) else [whole]
+    if not entries:
+        raise ValueError(f"{path} is an empty array; expected {FORMATS}")
+    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(entries, 1)], count)
+
+
+def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
+    """(where it is, value) of each line."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((f"line {number}", json.loads(line)))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is no JSON ({error}); expected {FORMATS}"
+            ) from None
+    return found
+
+
+def _of_records(
+    path: Path, records: Sequence[tuple[str, Any]], count: CountTokens | None
+) -> EarlierRollouts:
+    if any(isinstance(one, dict) and LENGTH not in one for _, one in records):
+        return _of_texts(path, records, count)
+    lengths: list[int] = []
+    prompts: list[int] = []
+    for where, one in records:
+        at = f"{path}, {where}"
+        if not isinstance(one, dict):
+            lengths += _whole_numbers(at, "a length", one)
+            continue
+        of_record = _whole_numbers(at, LENGTH, one[LENGTH])
+        lengths += of_record
+        if PROMPT in one:
+            prompts += _whole_numbers(at, PROMPT, one[PROMPT])
+        elif TOTAL in one:
+            totals = _whole_numbers(at, TOTAL, one[TOTAL])
+            if len(totals) != len(of_record) or any(
+                total <= length for total, length in zip(totals, of_record, strict=True)
+            ):
+                raise ValueError(f"{at}: {TOTAL} must exceed {LENGTH} by the prompt, got {totals}")
+            prompts += [total - length for total, length in zip(totals, of_record, strict=True)]
+    told = len(prompts) == len(lengths)
+    return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if told else ())
+
+
+def _of_texts(
+    path: Path, records: Sequence[tuple[str, Any]], count: CountTokens | None
+) -> EarlierRollouts:
+    texts: list[str] = []
+    prompts: list[str] = []
+    for where, one in records:
+        text = one.get(TEXT) if isinstance(one, dict) else None
+        if not isinstance(text, str):
+            has = ", ".join(map(repr, one)) if isinstance(one, dict) else repr(one)
+            raise ValueError(f"{path}, {where} has {has}; expected {FORMATS}")
+        texts.append(text)
+        if isinstance(prompt := one.get(PROMPT_TEXT), str) and prompt:
+            prompts.append(prompt)
+    if count is None:
+        raise ValueError(
+            f'{path} holds text ("{TEXT}"), not lengths; name the checkpoint that made it with '
+            "--model DIRECTORY, whose tokenizer.json counts its tokens"
+        )
+    # A response without text had an end-of-sequence token at least.
+    lengths = tuple(max(1, tokens) for tokens in count(texts))
+    told = len(prompts) == len(texts)
+    of_prompts = tuple(max(1, tokens) for tokens in count(prompts)) if told else ()
+    return EarlierRollouts(path.stem, lengths, of_prompts, counted=True)
+
+
+def _whole_numbers(at: str, name: str, value: Any) -> list[int]:
+    """A number, or a list of them."""
+    values: Iterable[Any] = value if isinstance(value, list) else [value]
+    numbers = []
+    for one in values:
+        if type(one) not in (int, float) or not math.isfinite(one) or one < 1 or one % 1:
+            raise ValueError(
+                f"{at}: {name} must be a whole number of tokens, at least 1, got {value!r}; "
+                "leave out responses that were aborted"
+            )
+        numbers.append(int(one))
+    return numbers

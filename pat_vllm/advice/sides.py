@@ -1,0 +1,209 @@
+"""What is compared: static layouts and PAT on the same batches. Pure.
+
+All sides have the same responses, the same tokens that a drafter guesses and the same router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import SchedulePolicy
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.compare import PAT, PolicyResult, Replayer
+from pat_vllm.simulator.modelled.hardware import measured_noise
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.tuned import DRAFT_LENGTHS, tuned_schedule
+from pat_vllm.speculation import Schedule
+
+PLAIN = "k = 0"
+TUNED = "k by batch size"
+"""vLLM's `num_speculative_tokens_per_batch_size`, set by somebody who knows steps and drafts."""
+
+PLANNED = "k planned"
+"""PAT's own choice, by layout and number of requests."""
+
+_NEAR = 1.05
+"""Static sides within this of the best in the first batch are replayed in all."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to serve the batches.
+
+    Attributes:
+        layout: a static one; None: PAT.
+        drafts: "k = 4" or `TUNED`, of PAT `PLANNED`; `PLAIN` of both.
+        own_limits: whether every replica runs as many requests as one of the base layout, as vLLM
+            has it; else concurrency is equal, as in PAT: a wider replica runs more.
+    """
+
+    layout: Layout | None
+    drafts: str = PLAIN
+    own_limits: bool = False
+
+    def __str__(self) -> str:
+        return f"static {self.layout}, {self.drafts}" if self.layout else f"{PAT}, {self.drafts}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A side over a chain of batches, one after another with the same policy."""
+
+    side: Side
+    chain: int
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What is asked about.
+
+    Attributes:
+        profile: of the engine; modelled, or measured.
+        chains: iterations' responses, some in a row. PAT learns from the first of a row, which is
+            not reported. Each has the acceptance of the drafts.
+    """
+
+    profile: Profile
+    chains: tuple[tuple[LengthTrace, ...], ...]
+
+    @cached_property
+    def batches(self) -> tuple[LengthTrace, ...]:
+        """Those that are reported, row by row."""
+        return tuple(batch for chain in self.chains for batch in chain[1:])
+
+    @cached_property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Among which sides choose; 0 alone where no drafts are accepted."""
+        if not self.batches[0].acceptance:
+            return (0,)
+        return tuple(sorted({0} | {s.k for s in self.profile.steps if s.k in DRAFT_LENGTHS}))
+
+    @cached_property
+    def truth(self) -> ReplayedTruth:
+        """What steps and switches take."""
+        measured = self.profile.kind == "measured"
+        return ReplayedTruth(self.profile, self.profile if measured else measured_noise())
+
+    @cached_property
+    def with_own_limits(self) -> Profile:
+        """The profile of an engine whose replicas all run what one of the base layout does."""
+        base = self.profile.layouts[0]
+        limits = {
+            name: dict.fromkeys(self.profile.layouts, getattr(self.profile, name)[base])
+            for name in ("max_num_seqs", "max_batch_tokens")
+        }
+        return self.profile.model_copy(update=limits)
+
+    def replay(self, task: Task) -> tuple[SimulatedRun, ...]:
+        """The reported batches of a task.
+
+        Raises:
+            ValueError: a response does not fit into a replica's memory.
+        """
+        side, (first, *reported) = task.side, self.chains[task.chain]
+        profile = self.with_own_limits if side.own_limits else self.profile
+        if side.layout is None:
+            lengths = (0,) if side.drafts == PLAIN else self.draft_lengths
+            replayer = Replayer(profile, reported, [first])
+            policy = replayer.adaptive(profile, draft_lengths=lengths)
+            return replayer.replay(str(side), policy, self.truth).runs
+        schedule = self.schedule(side.layout, side.drafts)
+        static = SchedulePolicy(side.layout, (), {side.layout: schedule})
+        return Replayer(profile, reported).replay(str(side), static, self.truth).runs
+
+    def schedule(self, layout: Layout, drafts: str) -> Schedule:
+        most = self.profile.max_num_seqs[layout.tp]
+        if drafts == TUNED:
+            return tuned_schedule(self.truth, layout, most, self.batches, self.draft_lengths)
+        return ((1, most, int(drafts.removeprefix("k = "))),)
+
+
+Run = Callable[[Sequence[Task]], Iterable[tuple[SimulatedRun, ...]]]
+"""Replays tasks, the longest first; yields their runs in the same order."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """The sides that matter; a label of each names its layout and drafts.
+
+    Attributes:
+        own: the best static layout without drafts, with vLLM's own limits.
+        plain: the best static layout without drafts, at equal concurrency.
+        static: the best static layout with its best draft length, at equal concurrency.
+        pat_plain: PAT without drafts.
+        pat: PAT; the same as `pat_plain` where no drafts are accepted.
+    """
+
+    own: Replayed
+    plain: Replayed
+    static: Replayed
+    pat_plain: Replayed
+    pat: Replayed
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A side, and what became of it in each reported batch."""
+
+    side: Side
+    result: PolicyResult
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each reported batch."""
+        return tuple(run.seconds for run in self.result.runs)
+
+
+def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
+    """Replay the sides of rollouts.
+
+    Static layouts are compared with all their draft lengths in the first row of batches; those
+    that come near the best of them are replayed in all.
+
+    Args:
+        run: in place of one task after another.
+
+    Raises:
+        ValueError: a response does not fit into a replica's memory.
+    """
+    run = run or (lambda tasks: map(rollouts.replay, tasks))
+    layouts, chains = rollouts.profile.all_layouts, range(len(rollouts.chains))
+    pat, pat_plain = Side(None, PLANNED), Side(None)
+    plain = [Side(layout) for layout in layouts]
+    own = [Side(layout, own_limits=True) for layout in layouts]
+    drafted = [
+        Side(layout, drafts)
+        for layout, drafts in product(
+            layouts, (*(f"k = {k}" for k in rollouts.draft_lengths[1:]), TUNED)
+        )
+    ]
+    if len(rollouts.draft_lengths) == 1:
+        pat, drafted = pat_plain, []
+    everywhere = [*dict.fromkeys((pat, pat_plain)), *plain, *own]
+    tasks = [Task(side, chain) for side in everywhere for chain in chains]
+    tasks += [Task(side, 0) for side in drafted]
+    runs = dict(zip(tasks, run(tasks), strict=True))
+
+    def seconds_in_first(side: Side) -> float:
+        return sum(one.seconds for one in runs[Task(side, 0)])
+
+    candidates = [*plain, *drafted]
+    limit = _NEAR * min(map(seconds_in_first, candidates))
+    near = [side for side in drafted if seconds_in_first(side) <= limit]
+    tasks = [Task(side, chain) for side in near for chain in chains[1:]]
+    runs |= zip(tasks, run(tasks), strict=True)
+
+    def whole(side: Side) -> Replayed:
+        in_row = (one for chain in chains for one in runs[Task(side, chain)])
+        return Replayed(side, PolicyResult(str(side), tuple(in_row)))
+
+    def best(sides: Iterable[Side]) -> Replayed:
+        return min(map(whole, sides), key=lambda one: one.result.seconds)
+
+    return Sides(best(own), best(plain), best([*plain, *near]), whole(pat_plain), whole(pat))

@@ -1,0 +1,307 @@
+"""`pat-vllm advise`: whether PAT would pay for given rollouts, before anything is installed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
+from pat_vllm.advice.settings import settings
+from pat_vllm.advice.sides import Rollouts, Task, replay
+from pat_vllm.advice.verdict import Advice, Gain, advise
+from pat_vllm.cli.results import to_json
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace, generator
+from pat_vllm.simulator.tuned import DRAFT_LENGTHS
+
+_CHAINS = 2
+"""Rows of batches in which PAT learns anew; of two processes each takes one."""
+_USUAL_MAX_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Question:
+    """The options of the command.
+
+    Attributes:
+        model: named, a checkpoint's directory or its config.json; None: the profile's.
+        gpu: a modelled one; None with `profile`.
+        gpus: of the engine.
+        profile: of an engine, measured or modelled; None with `gpu`.
+        responses: of an iteration.
+        lengths: earlier rollouts; None: `shape`.
+        shape: of the simulator's workloads.
+        max_tokens: longest response; None: the longest in `lengths`, or 16384.
+        acceptance: probability that a draft token is accepted if those before it were.
+        drafting: seconds that the drafter adds to a step, modelled.
+        max_num_seqs: of a GPU, modelled.
+        iterations: that are replayed.
+    """
+
+    model: str | None = None
+    gpu: str | None = None
+    gpus: int = 8
+    profile: Path | None = None
+    responses: int = 1024
+    lengths: Path | None = None
+    shape: str = "deepscaler"
+    max_tokens: int | None = None
+    acceptance: float = 0.0
+    drafting: float = 0.0
+    max_num_seqs: int = 256
+    iterations: int = 4
+    seed: int = 0
+
+    def engine(self) -> Profile:
+        """Its profile.
+
+        Raises:
+            ValueError: an option is wrong or missing.
+        """
+        drafts = DRAFT_LENGTHS[1:] if self.acceptance else ()
+        if self.profile is not None:
+            if self.gpu is not None:
+                raise ValueError("--gpu and --profile exclude each other; leave one out")
+            profile = Profile.load(self.profile)
+            if self.acceptance and not any(s.k for s in profile.steps):
+                raise ValueError(
+                    f"--acceptance is {self.acceptance:g}, but --profile {self.profile} has no "
+                    "steps with drafts; take it from an engine with speculative_config, or leave "
+                    "--acceptance out"
+                )
+            return profile
+        if self.gpu is None or self.model is None:
+            missing = "--gpu" if self.gpu is None else "--model"
+            raise ValueError(
+                f"{missing} is missing; name a modelled GPU (--gpu H100) and a model (--model "
+                "DIRECTORY), or an engine's profile (--profile FILE, by `pat-vllm profile`)"
+            )
+        return named_profile(
+            self.model,
+            self.gpu,
+            self.gpus,
+            draft_lengths=drafts,
+            drafting=self.drafting,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def rollouts(self) -> Rollouts:
+        """What is to be replayed.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: an option or a file is wrong.
+        """
+        engine = self.engine()
+        if len(engine.layouts) < 2:
+            raise ValueError(
+                f"{engine.title} has no layout but tp={engine.layouts[0]}; name more GPUs of a "
+                f"node (--gpus 2 to {NODE_SIZE})"
+            )
+        earlier = None
+        if self.lengths is not None:
+            earlier = read_rollouts(self.lengths, self._count_tokens())
+        else:
+            generator(self.shape)  # names the option that is wrong before anything is drawn
+        batches = [self._batch(earlier, self.seed + i) for i in range(self.iterations + _CHAINS)]
+        rows = tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
+        return Rollouts(engine, rows)
+
+    def _batch(self, earlier: EarlierRollouts | None, seed: int) -> LengthTrace:
+        if earlier is not None:
+            batch = earlier.draw(self.responses, self.max_tokens or max(earlier.lengths), seed)
+        else:
+            most = self.max_tokens or _USUAL_MAX_TOKENS
+            batch = generator(self.shape)(self.responses, most, seed)
+        return replace(batch, acceptance=self.acceptance)
+
+    def _count_tokens(self) -> Any:
+        """Counts by the checkpoint's tokenizer; None where there is none."""
+        config = config_file(self.model) if self.model else None
+        file = config.with_name("tokenizer.json") if config else None
+        if file is None or not file.is_file():
+            return None
+
+        def count(texts: list[str]) -> list[int]:
+            try:
+                from tokenizers import Tokenizer
+            except ImportError:
+                raise ValueError(
+                    f"--lengths {self.lengths} holds text, which the package `tokenizers` counts; "
+                    "`pip install tokenizers`, or give the lengths in tokens"
+                ) from None
+            encoded = Tokenizer.from_file(str(file)).encode_batch_fast(
+                texts, add_special_tokens=False
+            )
+            return [len(one.ids) for one in encoded]
+
+        return count
+
+
+def answer(question: Question, processes: int = 1) -> Advice:
+    """Replay what is asked about.
+
+    Args:
+        processes: among which the work is spread.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: an option or a file is wrong.
+    """
+    rollouts = question.rollouts()
+    with ExitStack() as stack:
+        run = None
+        if processes > 1:
+            pool = stack.enter_context(
+                ProcessPoolExecutor(
+                    processes,
+                    # Threads of this process (a progress bar's) must not be forked.
+                    multiprocessing.get_context("spawn"),
+                    _begin,
+                    (rollouts,),
+                )
+            )
+
+            def run(tasks: Sequence[Task]) -> Iterable[tuple[SimulatedRun, ...]]:
+                return pool.map(_replay, tasks)
+
+        return advise(rollouts, replay(rollouts, run))
+
+
+_rollouts: Rollouts
+"""Of a process of the pool."""
+
+
+def _begin(rollouts: Rollouts) -> None:
+    global _rollouts
+    _rollouts = rollouts
+
+
+def _replay(task: Task) -> tuple[SimulatedRun, ...]:
+    return _rollouts.replay(task)
+
+
+def run_advise(
+    console: Console,
+    question: Question,
+    *,
+    processes: int,
+    output: Path | None = None,
+    plot: Path | None = None,
+) -> Advice:
+    """Answer a question, print the answer and write it.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: an option or a file is wrong.
+    """
+    began = time.perf_counter()
+    with console.status("replaying iterations"):
+        advice = answer(question, processes)
+    seconds = time.perf_counter() - began
+    model = question.model or str(advice.rollouts.profile.key.get("model", "MODEL"))
+    pasted = settings(
+        advice,
+        model,
+        None if question.profile else question.max_num_seqs,
+        str(question.profile.resolve()) if question.profile else None,
+    )
+    show(console, advice, pasted)
+    if output is not None:
+        content = {**advice.to_json(), "settings": pasted, "simulated_in_seconds": seconds}
+        output.write_text(to_json(content))
+    if plot is not None:
+        from pat_vllm.cli.advise_plot import plot_advice
+
+        plot_advice(advice, plot)
+    written = ", ".join(str(path) for path in (output, plot) if path is not None)
+    console.print(f"Simulated in {seconds:.0f} s." + (f" Written: {written}" if written else ""))
+    return advice
+
+
+def show(console: Console, advice: Advice, pasted: dict[str, str]) -> None:
+    """Print an advice."""
+    kind = "modelled" if advice.modelled else "simulated"
+    sides, static = advice.sides, advice.sides.static
+    table = Table(title=heading(advice), title_justify="left")
+    table.add_column("side")
+    for column in (f"seconds, {kind}", f"vs best static, {kind}"):
+        table.add_column(column, justify="right")
+    best = sum(static.seconds)
+    for label, one in rows(advice):
+        seconds = sum(one.seconds)
+        table.add_row(
+            label + (" (best static)" if one is static else ""),
+            f"{seconds / len(one.seconds):.1f}",
+            f"{round(seconds / best - 1, 3) + 0.0:+.1%}",
+        )
+    console.print(table)
+    console.print(f"[bold]{verdict(advice)}[/bold]")
+    console.print(f"PAT in the last iteration: {advice.path} live requests ({kind}).")
+    console.print(
+        f"Where it comes from ({kind}; parts of what PAT saves over a static layout without "
+        "drafts, with vLLM's own limits):"
+    )
+    for source in advice.sources:
+        console.print(f"  {source.name:<13} {_range(source.gain)}  {source.meaning}", soft_wrap=True)
+    console.print("Settings:" if advice.pays else "Settings of the best static layout, without PAT:")
+    for name, text in pasted.items():
+        console.print(f"[bold]# {name}[/bold]")
+        console.print(text, markup=False, soft_wrap=True)
+    if sides.static.side.layout is not None and advice.modelled:
+        console.print(
+            "Modelled from public figures of the GPU; absolute times may be off by tens of percent."
+        )
+
+
+def rows(advice: Advice) -> Iterator[tuple[str, Any]]:
+    """(label, side) of the table and the picture."""
+    sides = advice.sides
+    yield f"static {sides.own.side.layout}, k = 0, vLLM's own limits", sides.own
+    if sides.static is not sides.plain and sides.static.side != sides.plain.side:
+        yield str(sides.plain.side), sides.plain
+    yield str(sides.static.side), sides.static
+    if sides.pat.side != sides.pat_plain.side:
+        yield str(sides.pat_plain.side), sides.pat_plain
+    yield str(sides.pat.side), sides.pat
+
+
+def heading(advice: Advice) -> str:
+    """What was simulated."""
+    batch, count = advice.rollouts.batches[0], len(advice.rollouts.batches)
+    times = "MODELLED, not measured" if advice.modelled else "measured"
+    return (
+        f"Simulated, step and switch times {times}. {advice.rollouts.profile.title}; {batch.name}, "
+        f"{count} iterations of {len(batch):,} responses of up to {batch.max_tokens:,} tokens, "
+        f"acceptance {batch.acceptance:g}"
+    )
+
+
+def verdict(advice: Advice) -> str:
+    """The answer in two sentences."""
+    side, kind = advice.sides.static.side, "modelled" if advice.modelled else "simulated"
+    assert side.layout is not None
+    best = f"Best static layout: {side.layout} (tp={side.layout.tp}), {side.drafts}."
+    saved = f"PAT saves {_range(advice.gain)}, {kind}"
+    if advice.pays:
+        return f"{best} {saved}."
+    return f"{best} Nothing to gain here: {saved}; the interval reaches 0."
+
+
+def _range(gain: Gain) -> str:
+    mean, low, high, least, most = (
+        f"{round(part, 3) + 0.0:.1%}"
+        for part in (gain.mean, gain.low, gain.high, gain.least, gain.most)
+    )
+    return f"{mean} (95% interval {low} to {high}; single iterations {least} to {most})"
