@@ -206,4 +206,6 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
     def best(sides: Iterable[Side]) -> Replayed:
         return min(map(whole, sides), key=lambda one: one.result.seconds)
 
-    return Sides(best(own), best(plain), best([*plain, *near]), whole(pat_plain), whole(pat))
+    ours = whole(pat)
+    ours_plain = ours if pat == pat_plain else whole(pat_plain)
+    return Sides(best(own), best(plain), best([*plain, *near]), ours_plain, ours)

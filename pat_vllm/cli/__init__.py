@@ -301,7 +301,9 @@ def advise_user(
     drafting: Annotated[
         float, typer.Option(min=0, help="Seconds a drafter adds to a step; with --gpu.")
     ] = 0.0,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Of a GPU, as in vLLM; with --gpu.")] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Of a GPU, as in vLLM; with --gpu.")
+    ] = 256,
     iterations: Annotated[int, typer.Option(min=2, help="That are replayed, each drawn anew.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="That share the work.")] = 2,

@@ -254,8 +254,12 @@ def show(console: Console, advice: Advice, pasted: dict[str, str]) -> None:
         "drafts, with vLLM's own limits):"
     )
     for source in advice.sources:
-        console.print(f"  {source.name:<13} {_range(source.gain)}  {source.meaning}", soft_wrap=True)
-    console.print("Settings:" if advice.pays else "Settings of the best static layout, without PAT:")
+        console.print(
+            f"  {source.name:<13} {_range(source.gain)}  {source.meaning}", soft_wrap=True
+        )
+    console.print(
+        "Settings:" if advice.pays else "Settings of the best static layout, without PAT:"
+    )
     for name, text in pasted.items():
         console.print(f"[bold]# {name}[/bold]")
         console.print(text, markup=False, soft_wrap=True)

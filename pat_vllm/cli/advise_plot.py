@@ -47,7 +47,9 @@ def plot_advice(advice: Advice, path: Path) -> None:
     above.add_artist(lines)
     used = {layout for layout, _, _ in spans(ours)}
     above.legend(
-        handles=[Patch(color=colour[one], alpha=0.4, label=f"PAT in {one}") for one in sorted(used)],
+        handles=[
+            Patch(color=colour[one], alpha=0.4, label=f"PAT in {one}") for one in sorted(used)
+        ],
         loc="lower left",
         fontsize=8,
     )
