@@ -39,11 +39,8 @@ class Gain:
         mean, count = float(logs.mean()), len(logs)
         t = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2))
         half = t * float(logs.std(ddof=1)) / math.sqrt(count)
-        return cls(
-            *(-math.expm1(log) + 0.0 for log in (mean, mean + half, mean - half)),
-            least=-math.expm1(float(logs.max())) + 0.0,
-            most=-math.expm1(float(logs.min())) + 0.0,
-        )
+        shown = (mean, mean + half, mean - half, float(logs.max()), float(logs.min()))
+        return cls(*(-math.expm1(log) + 0.0 for log in shown))
 
     @property
     def is_some(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +17,8 @@ from rich.table import Table
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
 from pat_vllm.advice.sides import Rollouts, Task, replay
-from pat_vllm.advice.verdict import Advice, Gain, advise
+from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
+from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
@@ -233,7 +234,7 @@ def run_advise(
 def show(console: Console, advice: Advice, pasted: dict[str, str]) -> None:
     """Print an advice."""
     kind = "modelled" if advice.modelled else "simulated"
-    sides, static = advice.sides, advice.sides.static
+    static = advice.sides.static
     table = Table(title=heading(advice), title_justify="left")
     table.add_column("side")
     for column in (f"seconds, {kind}", f"vs best static, {kind}"):
@@ -249,63 +250,22 @@ def show(console: Console, advice: Advice, pasted: dict[str, str]) -> None:
     console.print(table)
     console.print(f"[bold]{verdict(advice)}[/bold]")
     console.print(f"PAT in the last iteration: {advice.path} live requests ({kind}).")
-    console.print(
-        f"Where it comes from ({kind}; parts of what PAT saves over a static layout without "
-        "drafts, with vLLM's own limits):"
-    )
+    parts = Table(title=PARTS, title_justify="left")
+    parts.add_column("part", no_wrap=True)
+    for column in (f"saves, {kind}", f"95% interval, {kind}"):
+        parts.add_column(column, justify="right")
+    parts.add_column("compared")
     for source in advice.sources:
-        console.print(
-            f"  {source.name:<13} {_range(source.gain)}  {source.meaning}", soft_wrap=True
-        )
+        mean, low, high, *_ = percents(source.gain)
+        parts.add_row(source.name, mean, f"{low} to {high}", source.meaning)
+    console.print(parts)
     console.print(
         "Settings:" if advice.pays else "Settings of the best static layout, without PAT:"
     )
     for name, text in pasted.items():
         console.print(f"[bold]# {name}[/bold]")
         console.print(text, markup=False, soft_wrap=True)
-    if sides.static.side.layout is not None and advice.modelled:
+    if advice.modelled:
         console.print(
             "Modelled from public figures of the GPU; absolute times may be off by tens of percent."
         )
-
-
-def rows(advice: Advice) -> Iterator[tuple[str, Any]]:
-    """(label, side) of the table and the picture."""
-    sides = advice.sides
-    yield f"static {sides.own.side.layout}, k = 0, vLLM's own limits", sides.own
-    if sides.static is not sides.plain and sides.static.side != sides.plain.side:
-        yield str(sides.plain.side), sides.plain
-    yield str(sides.static.side), sides.static
-    if sides.pat.side != sides.pat_plain.side:
-        yield str(sides.pat_plain.side), sides.pat_plain
-    yield str(sides.pat.side), sides.pat
-
-
-def heading(advice: Advice) -> str:
-    """What was simulated."""
-    batch, count = advice.rollouts.batches[0], len(advice.rollouts.batches)
-    times = "MODELLED, not measured" if advice.modelled else "measured"
-    return (
-        f"Simulated, step and switch times {times}. {advice.rollouts.profile.title}; {batch.name}, "
-        f"{count} iterations of {len(batch):,} responses of up to {batch.max_tokens:,} tokens, "
-        f"acceptance {batch.acceptance:g}"
-    )
-
-
-def verdict(advice: Advice) -> str:
-    """The answer in two sentences."""
-    side, kind = advice.sides.static.side, "modelled" if advice.modelled else "simulated"
-    assert side.layout is not None
-    best = f"Best static layout: {side.layout} (tp={side.layout.tp}), {side.drafts}."
-    saved = f"PAT saves {_range(advice.gain)}, {kind}"
-    if advice.pays:
-        return f"{best} {saved}."
-    return f"{best} Nothing to gain here: {saved}; the interval reaches 0."
-
-
-def _range(gain: Gain) -> str:
-    mean, low, high, least, most = (
-        f"{round(part, 3) + 0.0:.1%}"
-        for part in (gain.mean, gain.low, gain.high, gain.least, gain.most)
-    )
-    return f"{mean} (95% interval {low} to {high}; single iterations {least} to {most})"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pat_vllm.advice.text import heading, rows, verdict
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.cli.advise import heading, rows, verdict
 from pat_vllm.cli.simulate_plot import LAYOUT_COLOURS, spans
 
 _OURS, _STATIC, _OTHER = "#222222", "#7f7f7f", "#b8b8b8"
@@ -54,7 +54,7 @@ def plot_advice(advice: Advice, path: Path) -> None:
         fontsize=8,
     )
 
-    for number, (label, one) in enumerate(sides):
+    for number, (_, one) in enumerate(sides):
         mean = sum(one.seconds) / len(one.seconds)
         shade = _OURS if one is advice.ours else _STATIC if one is advice.sides.static else _OTHER
         below.barh(number, mean, color=shade, height=0.6)
