@@ -44,7 +44,8 @@ def verdict(advice: Advice) -> str:
     saved = f"PAT saves {_range(advice.gain)}, {kind}"
     if advice.pays:
         return f"{best} {saved}."
-    return f"{best} Nothing to gain here: {saved}; the interval reaches 0."
+    bar = "what PAT's own work in a step takes" if advice.gain.reaches else "0"
+    return f"{best} Nothing to gain here: {saved}; the interval reaches {bar}."
 
 
 def percents(gain: Gain) -> list[str]:
