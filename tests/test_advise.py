@@ -1,11 +1,11 @@
-"""`pat-vllm advise`: files of lengths, the verdict where the answer is known, errors, what it writes."""
+"""`pat-vllm advise`: files of lengths, the verdict where the answer is known, errors, output."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,14 @@ from tests.support.mutation import mutated
 
 # ---------------------------------------------------------------- files of lengths
 
-WORDS: Callable[[list[str]], list[int]] = lambda texts: [len(text.split()) for text in texts]  # noqa: E731
+
+def words(texts: list[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
 
 VERL = (
-    '{"input": "what is it", "output": "a b c", "gts": "c", "score": 1.0, "step": 7, "uid": "0_0"}\n'
-    '{"input": "what is it", "output": "", "gts": "c", "score": 0.0, "step": 7, "uid": "0_1"}\n'
+    '{"input": "what is it", "output": "a b c", "gts": "c", "score": 1, "step": 7, "uid": "0_0"}\n'
+    '{"input": "what is it", "output": "", "gts": "c", "score": 0, "step": 7, "uid": "0_1"}\n'
 )
 """As `trainer.rollout_data_dir` has it."""
 
@@ -64,7 +67,7 @@ def test_every_format_is_read(
 ) -> None:
     file = tmp_path / name
     file.write_text(text)
-    found = read_rollouts(file, WORDS)
+    found = read_rollouts(file, words)
     assert (found.lengths, found.num_prompt_tokens) == (lengths, prompts)
     assert found.counted == ("output" in text)
 
@@ -101,14 +104,14 @@ def test_what_is_no_file_of_lengths_is_refused(
     file = tmp_path / name
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-        read_rollouts(file, WORDS)
+        read_rollouts(file, words)
     assert str(file) in str(error.value)
 
 
 def test_text_needs_a_tokenizer(tmp_path: Path) -> None:
     file = tmp_path / "7.jsonl"
     file.write_text(VERL)
-    with pytest.raises(ValueError, match="holds text .* --model DIRECTORY"):
+    with pytest.raises(ValueError, match=r"holds text .* --model DIRECTORY"):
         read_rollouts(file)
 
 
@@ -127,7 +130,7 @@ def test_a_directory_of_verl_is_read_by_step(tmp_path: Path) -> None:
     for step in (10, 2):
         text = json.dumps({"input": "x", "output": " ".join("w" * step), "step": step})
         (tmp_path / f"{step}.jsonl").write_text(text)
-    assert read_rollouts(tmp_path, WORDS).lengths == (2, 10)
+    assert read_rollouts(tmp_path, words).lengths == (2, 10)
 
 
 def test_batches_are_drawn_from_what_was_seen(tmp_path: Path) -> None:
@@ -164,7 +167,8 @@ def tail() -> Advice:
 
 @pytest.fixture(scope="module")
 def accepted() -> Advice:
-    return answer(replace(SMALL, gpus=4, max_tokens=512, shape="log-normal", acceptance=0.8))
+    of = {"responses": 64, "max_tokens": 512, "shape": "log-normal", "iterations": 4}
+    return answer(replace(SMALL, gpus=4, acceptance=0.8, **of))  # type: ignore[arg-type]
 
 
 def check_nothing(advice: Advice) -> None:
@@ -174,11 +178,15 @@ def check_nothing(advice: Advice) -> None:
 def test_equal_lengths_gain_nothing(equal: Advice) -> None:
     check_nothing(equal)
     assert "the interval reaches 0" in verdict(equal)
-    with mutated(Gain.of, {"mean + half, mean - half": "mean, mean"}) as of:
-        ours, static = equal.ours.seconds, equal.sides.static.seconds
-        if (no_spread := of.__get__(None, Gain)(ours, static)).low > OWN_WORK:
-            with pytest.raises(AssertionError):
-                check_nothing(replace(equal, gain=no_spread))
+
+
+def test_luck_is_no_gain(equal: Advice) -> None:
+    ours, static = [0.9, 1.04, 0.95, 1.0], [1.0] * 4
+    check_nothing(replace(equal, gain=Gain.of(ours, static)))
+    with mutated(Gain.of, {"mean + half, mean - half": "mean, mean"}):
+        without_interval = Gain.of(ours, static)
+    with pytest.raises(AssertionError):
+        check_nothing(replace(equal, gain=without_interval))
 
 
 def test_a_long_tail_on_fast_links_gains(tail: Advice) -> None:
@@ -350,8 +358,8 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
     for expected in ("MODELLED, not measured", "seconds, modelled", "concurrency", "Simulated in"):
         assert expected in done.output
-    numbers = [line for line in done.output.splitlines() if " s" in line and "saves" in line]
-    assert numbers and all("modelled" in line for line in numbers)
+    saves = [line for line in done.output.splitlines() if re.search(r"PAT saves -?\d", line)]
+    assert saves and all("modelled" in line for line in saves)
 
 
 def test_processes_share_the_work_and_say_the_same(tail: Advice) -> None:
@@ -368,9 +376,10 @@ def test_processes_share_the_work_and_say_the_same(tail: Advice) -> None:
         (("--model", "/nowhere/config.json"), "/nowhere/config.json cannot be read"),
         (("--shape", "square"), "workload 'square' is unknown; allowed are deepscaler"),
         (("--lengths", "/nowhere/a.txt"), "No such file"),
-        (("--gpus", "1"), "1 is not in the range 2<=x<=8"),
-        (("--acceptance", "1.5"), "1.5 is not in the range 0<=x<=1"),
-        (("--responses", "0"), "0 is not in the range x>=1"),
+        (("--gpus", "1"), "--gpus is 1; allowed is 2 to 8: an engine is on one node"),
+        (("--acceptance", "1.5"), "--acceptance is 1.5; allowed is 0 to 1: share of"),
+        (("--responses", "0"), "--responses is 0; allowed is at least 2: all samples"),
+        (("--iterations", "1"), "--iterations is 1; allowed is at least 2"),
         (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
     ],
 )

@@ -109,10 +109,11 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
         trace = load_trace(path)
         told = "num_prompt_tokens" in whole
         return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
-    entries = whole if isinstance(whole, list) else [whole]
-    if not entries:
+    if not isinstance(whole, list):
+        return _of_records(path, [("line 1", whole)], count)
+    if not whole:
         raise ValueError(f"{path} is an empty array; expected {FORMATS}")
-    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(entries, 1)], count)
+    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], count)
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:

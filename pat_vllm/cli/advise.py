@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,6 +31,22 @@ _CHAINS = 2
 """Rows of batches in which PAT learns anew; of two processes each takes one."""
 _USUAL_MAX_TOKENS = 16384
 
+_ALLOWED: Mapping[str, tuple[float, float, str]] = {
+    "gpus": (
+        2,
+        NODE_SIZE,
+        "an engine is on one node; for several nodes, ask about one and its share of the responses",
+    ),
+    "responses": (2, math.inf, "all samples of all prompts of an iteration, on these GPUs"),
+    "max_tokens": (1, math.inf, "tokens of the longest response"),
+    "acceptance": (0, 1, "share of the first draft tokens that is accepted; 0 is without drafts"),
+    "drafting": (0, math.inf, "seconds that the drafter adds to a step"),
+    "max_num_seqs": (1, math.inf, "requests that a GPU runs at once, as in vLLM"),
+    "iterations": (2, math.inf, "an interval needs two"),
+    "seed": (0, math.inf, "a whole number"),
+}
+"""Least, most, and what an option means."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -48,6 +65,9 @@ class Question:
         drafting: seconds that the drafter adds to a step, modelled.
         max_num_seqs: of a GPU, modelled.
         iterations: that are replayed.
+
+    Raises:
+        ValueError: a number is out of its range.
     """
 
     model: str | None = None
@@ -63,6 +83,14 @@ class Question:
     max_num_seqs: int = 256
     iterations: int = 4
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (least, most, advice) in _ALLOWED.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                allowed = f"at least {least}" if most == math.inf else f"{least} to {most}"
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is {value}; allowed is {allowed}: {advice}")
 
     def engine(self) -> Profile:
         """Its profile.
