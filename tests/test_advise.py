@@ -155,14 +155,14 @@ SMALL = Question("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterati
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     file = tmp_path_factory.mktemp("lengths") / "equal.txt"
     file.write_text("400\n" * 64)
-    return answer(Question("llama-3.1-8b", "A40", 4, responses=64, lengths=file))
+    return answer(Question("llama-3.1-8b", "A40", 4, responses=64, lengths=file, iterations=4))
 
 
 @pytest.fixture(scope="module")
 def tail() -> Advice:
     """Nearly all responses end early, one is 16 times as long; NVLink."""
-    shape = "straggler"
-    return answer(Question("llama-3.1-8b", "H100", 4, responses=1024, max_tokens=2048, shape=shape))
+    of = {"max_tokens": 2048, "shape": "straggler", "iterations": 4}
+    return answer(Question("llama-3.1-8b", "H100", 4, responses=1024, **of))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

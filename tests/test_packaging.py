@@ -26,8 +26,9 @@ for package, module, path in command.find_all_modules():
 
 LIST_IMPORTED = """
 import sys
-import pat_vllm.cli, pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate, pat_vllm.cli.advise
-import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.advise_plot, pat_vllm.cli.random_model
+import pat_vllm.cli, pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate
+import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
+import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
 import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """

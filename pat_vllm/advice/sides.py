@@ -53,10 +53,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Task:
-    """A side over a chain of batches, one after another with the same policy."""
+    """A side over a chain of batches, one after another with the same policy.
+
+    Attributes:
+        screening: whether only the first of those that are reported is replayed.
+    """
 
     side: Side
     chain: int
+    screening: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class Rollouts:
             ValueError: a response does not fit into a replica's memory.
         """
         side, (first, *reported) = task.side, self.chains[task.chain]
+        reported = reported[:1] if task.screening else reported
         profile = self.with_own_limits if side.own_limits else self.profile
         if side.layout is None:
             lengths = (0,) if side.drafts == PLAIN else self.draft_lengths
@@ -163,8 +169,8 @@ class Replayed:
 def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
     """Replay the sides of rollouts.
 
-    Static layouts are compared with all their draft lengths in the first row of batches; those
-    that come near the best of them are replayed in all.
+    Static layouts are compared with all their draft lengths in the first batch; those that come
+    near the best of them are replayed in all.
 
     Args:
         run: in place of one task after another.
@@ -187,16 +193,13 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
         pat, drafted = pat_plain, []
     everywhere = [*dict.fromkeys((pat, pat_plain)), *plain, *own]
     tasks = [Task(side, chain) for side in everywhere for chain in chains]
-    tasks += [Task(side, 0) for side in drafted]
+    tasks += [Task(side, 0, screening=True) for side in drafted]
     runs = dict(zip(tasks, run(tasks), strict=True))
 
-    def seconds_in_first(side: Side) -> float:
-        return sum(one.seconds for one in runs[Task(side, 0)])
-
-    candidates = [*plain, *drafted]
-    limit = _NEAR * min(map(seconds_in_first, candidates))
-    near = [side for side in drafted if seconds_in_first(side) <= limit]
-    tasks = [Task(side, chain) for side in near for chain in chains[1:]]
+    in_first = {side: runs[Task(side, 0, screening=True)][0].seconds for side in drafted}
+    limit = _NEAR * min(in_first.values(), default=0.0)
+    near = [side for side in drafted if in_first[side] <= limit]
+    tasks = [Task(side, chain) for side in near for chain in chains]
     runs |= zip(tasks, run(tasks), strict=True)
 
     def whole(side: Side) -> Replayed:

@@ -302,7 +302,9 @@ def advise_user(
         float, typer.Option(help="Seconds a drafter adds to a step; with --gpu.")
     ] = 0.0,
     max_num_seqs: Annotated[int, typer.Option(help="Of a GPU, as in vLLM; with --gpu.")] = 256,
-    iterations: Annotated[int, typer.Option(help="That are replayed, each drawn anew.")] = 4,
+    iterations: Annotated[
+        int | None, typer.Option(help="That are replayed, each drawn anew; 8, or 6 with drafts.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="That share the work.")] = 2,
     output: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,

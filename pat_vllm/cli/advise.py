@@ -30,6 +30,8 @@ from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 _CHAINS = 2
 """Rows of batches in which PAT learns anew; of two processes each takes one."""
 _USUAL_MAX_TOKENS = 16384
+_ITERATIONS, _ITERATIONS_WITH_DRAFTS = 8, 6
+"""By default. Those with drafts take longer to replay."""
 
 _ALLOWED: Mapping[str, tuple[float, float, str]] = {
     "gpus": (
@@ -64,7 +66,7 @@ class Question:
         acceptance: probability that a draft token is accepted if those before it were.
         drafting: seconds that the drafter adds to a step, modelled.
         max_num_seqs: of a GPU, modelled.
-        iterations: that are replayed.
+        iterations: that are replayed; None: as many as take some seconds.
 
     Raises:
         ValueError: a number is out of its range.
@@ -81,7 +83,7 @@ class Question:
     acceptance: float = 0.0
     drafting: float = 0.0
     max_num_seqs: int = 256
-    iterations: int = 4
+    iterations: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -143,7 +145,8 @@ class Question:
             earlier = read_rollouts(self.lengths, self._count_tokens())
         else:
             generator(self.shape)  # names the option that is wrong before anything is drawn
-        batches = [self._batch(earlier, self.seed + i) for i in range(self.iterations + _CHAINS)]
+        count = self.iterations or (_ITERATIONS_WITH_DRAFTS if self.acceptance else _ITERATIONS)
+        batches = [self._batch(earlier, self.seed + i) for i in range(count + _CHAINS)]
         rows = tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
         return Rollouts(engine, rows)
 

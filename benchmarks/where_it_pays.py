@@ -1,0 +1,202 @@
+"""`python -m benchmarks.where_it_pays`: a map of what PAT gains. Simulated on modelled profiles.
+
+Each cell is what `pat-vllm advise` says: the gain over the best static layout with its best draft
+length, at equal concurrency, by responses per GPU, tail, GPU and model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pat_vllm.advice.verdict import Gain
+from pat_vllm.cli.advise import Question, answer
+from pat_vllm.cli.results import table, to_json
+
+GPUS = ("A40", "H100", "H200")
+MODELS = ("llama-3.1-8b", "qwen3-14b")
+PER_GPU = (4, 16, 64, 256)
+TAILS = ("uniform", "deepscaler", "two-mode", "straggler")
+"""Shapes of `pat_vllm.simulator.traces`; with all lengths alike first."""
+RANKS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One question.
+
+    Attributes:
+        per_gpu: responses of an iteration for each GPU.
+        tail: shape of the lengths.
+    """
+
+    gpu: str
+    model: str
+    tail: str
+    per_gpu: int
+    max_tokens: int = 16384
+    acceptance: float = 0.0
+    iterations: int = 4
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found.
+
+    Attributes:
+        static: the best static layout and its draft length.
+        static_seconds, pat_seconds: of an iteration, in the mean; modelled.
+        took: seconds to simulate it.
+    """
+
+    gain: Gain
+    pays: bool
+    static: str
+    static_seconds: float
+    pat_seconds: float
+    took: float
+
+
+def ask(cell: Cell) -> Answer:
+    """Simulate a cell."""
+    began = time.perf_counter()
+    advice = answer(
+        Question(
+            cell.model,
+            cell.gpu,
+            RANKS,
+            responses=cell.per_gpu * RANKS,
+            shape=cell.tail,
+            max_tokens=cell.max_tokens,
+            acceptance=cell.acceptance,
+            iterations=cell.iterations,
+        )
+    )
+    side, count = advice.sides.static, len(advice.rollouts.batches)
+    return Answer(
+        advice.gain,
+        advice.pays,
+        f"{side.side.layout}, {side.side.drafts}",
+        side.result.seconds / count,
+        advice.ours.result.seconds / count,
+        time.perf_counter() - began,
+    )
+
+
+HEADERS = (
+    "GPUs", "model", "lengths", "responses per GPU", "best static layout",
+    "its seconds, modelled", "PAT's seconds, modelled", "PAT saves, modelled", "95% interval",
+    "pays",
+)  # fmt: skip
+
+
+def row(cell: Cell, found: Answer) -> tuple[str, ...]:
+    """A line of the table."""
+    gain = found.gain
+    return (
+        f"{RANKS} x {cell.gpu}",
+        cell.model,
+        cell.tail,
+        str(cell.per_gpu),
+        found.static,
+        f"{found.static_seconds:.1f}",
+        f"{found.pat_seconds:.1f}",
+        f"{gain.mean:.1%}",
+        f"{gain.low:.1%} to {gain.high:.1%}",
+        "yes" if found.pays else "no",
+    )
+
+
+def title(cell: Cell) -> str:
+    """What all cells have in common."""
+    return (
+        f"Simulated on MODELLED profiles, nothing measured. Responses of up to {cell.max_tokens:,} "
+        f"tokens, acceptance {cell.acceptance:g}, {cell.iterations} iterations of each"
+    )
+
+
+def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
+    """Save a PNG: a panel for each GPU and model, in it responses per GPU by tail."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = {(c.model, c.gpu, c.tail, c.per_gpu): answer for c, answer in results}
+    models, gpus, tails, per_gpu = (tuple(dict.fromkeys(one)) for one in zip(*found, strict=True))
+    figure = Figure(
+        figsize=(2 + 0.9 * len(per_gpu) * len(gpus), 1.5 + 0.7 * len(tails) * len(models)),
+        layout="constrained",
+    )
+    FigureCanvasAgg(figure)
+    figure.suptitle(title(results[0][0]), fontsize=9, wrap=True)
+    panels = figure.subplots(len(models), len(gpus), squeeze=False, sharex=True, sharey=True)
+    most = max(0.1, *(answer.gain.mean for answer in found.values()))
+    for (i, model), (j, gpu) in product(enumerate(models), enumerate(gpus)):
+        axes = panels[i][j]
+        gains = np.full((len(tails), len(per_gpu)), np.nan)
+        for (y, tail), (x, count) in product(enumerate(tails), enumerate(per_gpu)):
+            one = found.get((model, gpu, tail, count))
+            if one is not None:
+                gains[y, x] = one.gain.mean if one.pays else 0.0
+                text = f"{one.gain.mean:.0%}" if one.pays else "-"
+                axes.text(x, y, text, ha="center", va="center", fontsize=8)
+        image = axes.imshow(gains, cmap="YlGn", vmin=0, vmax=most, aspect="auto")
+        axes.set_title(f"{RANKS} x {gpu}, {model}", fontsize=9)
+        axes.set_xticks(range(len(per_gpu)), [str(count) for count in per_gpu])
+        axes.set_yticks(range(len(tails)), tails)
+        if i == len(models) - 1:
+            axes.set_xlabel("responses per GPU")
+    figure.colorbar(
+        image, ax=panels, label="saved over the best static layout, modelled; -: nothing"
+    )
+    figure.savefig(path, dpi=130)
+
+
+def write(results: Sequence[tuple[Cell, Answer]], output_dir: Path) -> None:
+    """Markdown, JSON and PNG."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    by = table(HEADERS, [row(*one) for one in results])
+    (output_dir / "where-it-pays.md").write_text(f"{title(results[0][0])}.\n\n{by}")
+    content = [{"cell": asdict(cell), "answer": asdict(found)} for cell, found in results]
+    (output_dir / "where-it-pays.json").write_text(to_json(content))
+    plot_map(results, output_dir / "where-it-pays.png")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    gpu: Annotated[list[str], typer.Option(help="May be repeated.")] = list(GPUS),  # noqa: B006
+    model: Annotated[list[str], typer.Option(help="May be repeated.")] = list(MODELS),  # noqa: B006
+    tail: Annotated[list[str], typer.Option(help="May be repeated.")] = list(TAILS),  # noqa: B006
+    per_gpu: Annotated[list[int], typer.Option(help="May be repeated.")] = list(PER_GPU),  # noqa: B006
+    max_tokens: int = 16384,
+    acceptance: float = 0.0,
+    iterations: Annotated[int, typer.Option(min=2, help="Of each cell.")] = 4,
+    processes: Annotated[int, typer.Option(min=1)] = 1,
+    output_dir: Annotated[Path | None, typer.Option(help="For Markdown, JSON and PNG.")] = None,
+) -> None:
+    """Simulate a map."""
+    cells = [
+        Cell(*which, max_tokens=max_tokens, acceptance=acceptance, iterations=iterations)
+        for which in product(gpu, model, tail, per_gpu)
+    ]
+    results: list[tuple[Cell, Answer]] = []
+    with ProcessPoolExecutor(processes) as pool:
+        for cell, found in zip(cells, pool.map(ask, cells), strict=True):
+            results.append((cell, found))
+            print(" | ".join((*row(cell, found), f"{found.took:.1f} s")), flush=True)
+            if output_dir is not None:
+                write(results, output_dir)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.where_it_pays")
