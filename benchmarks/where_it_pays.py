@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.advice.text import percents
 from pat_vllm.advice.verdict import Gain
 from pat_vllm.cli.advise import Question, answer
 from pat_vllm.cli.results import table, to_json
@@ -23,8 +24,8 @@ from pat_vllm.cli.results import table, to_json
 GPUS = ("A40", "H100", "H200")
 MODELS = ("llama-3.1-8b", "qwen3-14b")
 PER_GPU = (4, 16, 64, 256)
-TAILS = ("uniform", "deepscaler", "two-mode", "straggler")
-"""Shapes of `pat_vllm.simulator.traces`; with all lengths alike first."""
+TAILS = ("alike", "uniform", "deepscaler", "two-mode", "straggler")
+"""Shapes of `pat_vllm.simulator.traces`."""
 RANKS = 8
 
 
@@ -99,7 +100,7 @@ HEADERS = (
 
 def row(cell: Cell, found: Answer) -> tuple[str, ...]:
     """A line of the table."""
-    gain = found.gain
+    mean, low, high, *_ = percents(found.gain)
     return (
         f"{RANKS} x {cell.gpu}",
         cell.model,
@@ -108,8 +109,8 @@ def row(cell: Cell, found: Answer) -> tuple[str, ...]:
         found.static,
         f"{found.static_seconds:.1f}",
         f"{found.pat_seconds:.1f}",
-        f"{gain.mean:.1%}",
-        f"{gain.low:.1%} to {gain.high:.1%}",
+        mean,
+        f"{low} to {high}",
         "yes" if found.pays else "no",
     )
 
@@ -131,7 +132,7 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
     found = {(c.model, c.gpu, c.tail, c.per_gpu): answer for c, answer in results}
     models, gpus, tails, per_gpu = (tuple(dict.fromkeys(one)) for one in zip(*found, strict=True))
     figure = Figure(
-        figsize=(2 + 0.9 * len(per_gpu) * len(gpus), 1.5 + 0.7 * len(tails) * len(models)),
+        figsize=(4 + 0.7 * len(per_gpu) * len(gpus), 2.5 + 0.5 * len(tails) * len(models)),
         layout="constrained",
     )
     FigureCanvasAgg(figure)
@@ -153,9 +154,7 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
         axes.set_yticks(range(len(tails)), tails)
         if i == len(models) - 1:
             axes.set_xlabel("responses per GPU")
-    figure.colorbar(
-        image, ax=panels, label="saved over the best static layout, modelled; -: nothing"
-    )
+    figure.colorbar(image, ax=panels, label="saved, modelled (-: nothing)")
     figure.savefig(path, dpi=130)
 
 

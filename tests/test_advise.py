@@ -439,5 +439,20 @@ def test_every_row_has_a_label_of_its_own(accepted: Advice, tail: Advice) -> Non
         assert any(one is advice.ours for _, one in rows(advice))
 
 
+def test_a_map_of_where_it_pays(tmp_path: Path) -> None:
+    from benchmarks.where_it_pays import app as where_it_pays
+
+    options = "--gpu A40 --model llama-3.1-8b --tail alike --tail straggler --per-gpu 4"
+    quick = f"--max-tokens 128 --iterations 2 --output-dir {tmp_path}"
+    done = CliRunner().invoke(where_it_pays, f"{options} {quick}".split())
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "where-it-pays.md").read_text()
+    assert "MODELLED" in text and "| 8 x A40 | llama-3.1-8b | straggler | 4 |" in text
+    cells = json.loads((tmp_path / "where-it-pays.json").read_text())
+    assert [one["cell"]["tail"] for one in cells] == ["alike", "straggler"]
+    assert not cells[0]["answer"]["pays"]
+    assert (tmp_path / "where-it-pays.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_noise_is_shipped() -> None:
     assert isinstance(measured_noise(), Profile)

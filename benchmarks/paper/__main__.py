@@ -51,7 +51,8 @@ def run_simulation(
     workload: Annotated[
         str,
         typer.Option(
-            help="Without --lengths: deepscaler, log-normal, two-mode, uniform, straggler, grpo."
+            help="Without --lengths: deepscaler, log-normal, two-mode, alike, uniform, straggler, "
+            "grpo."
         ),
     ] = "deepscaler",
     iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,

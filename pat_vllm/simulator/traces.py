@@ -216,6 +216,10 @@ GENERATORS: Mapping[str, Generator] = {
     "two-mode": lambda requests, max_tokens, seed: two_mode(
         requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
     ),
+    "alike": lambda requests, max_tokens, seed: replace(
+        uniform(requests, max_tokens // 17 + 1, max_tokens // 16 + 1, max_tokens, seed),
+        name="alike",
+    ),
     "uniform": lambda requests, max_tokens, seed: uniform(requests, 1, max_tokens, seed=seed),
     "straggler": lambda requests, max_tokens, seed: straggler(
         requests, max(1, max_tokens // 16), max_tokens, seed=seed
