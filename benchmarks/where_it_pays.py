@@ -138,7 +138,7 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
     FigureCanvasAgg(figure)
     figure.suptitle(title(results[0][0]), fontsize=9, wrap=True)
     panels = figure.subplots(len(models), len(gpus), squeeze=False, sharex=True, sharey=True)
-    most = max(0.1, *(answer.gain.mean for answer in found.values()))
+    most = 1.5 * max(0.1, *(answer.gain.mean for answer in found.values()))
     for (i, model), (j, gpu) in product(enumerate(models), enumerate(gpus)):
         axes = panels[i][j]
         gains = np.full((len(tails), len(per_gpu)), np.nan)

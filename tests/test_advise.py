@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -21,6 +22,8 @@ from pat_vllm.advice.verdict import OWN_WORK, Advice, Gain
 from pat_vllm.cli import app
 from pat_vllm.cli.advise import Question, answer
 from pat_vllm.config import PATConfig
+from pat_vllm.predictor import kept
+from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from tests.support.mutation import mutated
@@ -131,6 +134,25 @@ def test_a_directory_of_verl_is_read_by_step(tmp_path: Path) -> None:
         text = json.dumps({"input": "x", "output": " ".join("w" * step), "step": step})
         (tmp_path / f"{step}.jsonl").write_text(text)
     assert read_rollouts(tmp_path, words).lengths == (2, 10)
+
+
+def test_what_an_engine_has_learnt_is_read(tmp_path: Path) -> None:
+    model = LengthModel(4096)
+    file = tmp_path / "lengths.json"
+    kept.save(file, model)
+    with pytest.raises(ValueError, match="has seen no response"):
+        read_rollouts(file)
+    seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
+    for length in seen.tolist():
+        model.finished(length, complete=True)
+    model.end_of_batch()
+    kept.save(file, model)
+    expected = read_rollouts(file).lengths
+    quantiles = [0.1, 0.5, 0.9, 0.99]
+    assert np.quantile(expected, quantiles) == pytest.approx(np.quantile(seen, quantiles), rel=0.1)
+    file.write_text('{"ends": [1], "tokens": "x"}')
+    with pytest.raises(ValueError, match="holds no length history"):
+        read_rollouts(file)
 
 
 def test_batches_are_drawn_from_what_was_seen(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
 A file may be a JSON array of lengths, one length per line, a trace as `pat-vllm simulate` takes it,
-or JSON lines with a record per response, as trainers' dumps have them:
+the `lengths_file` of an engine, or JSON lines with a record per response, as trainers' dumps have
+them:
 
 * `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
   rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and
@@ -22,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from pat_vllm.predictor.kept import load
+from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator.traces import LengthTrace, load_trace
 
 CountTokens = Callable[[list[str]], list[int]]
@@ -29,6 +32,9 @@ CountTokens = Callable[[list[str]], list[int]]
 
 LENGTH, TOTAL, PROMPT = "response_length", "total_length", "prompt_length"
 TEXT, PROMPT_TEXT = "output", "input"
+
+_EXPECTED = 4096
+"""Responses that stand for what an engine has learnt."""
 
 FORMATS = (
     "a JSON array of lengths, one length per line, or JSON lines with "
@@ -109,11 +115,24 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
         trace = load_trace(path)
         told = "num_prompt_tokens" in whole
         return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
+    if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
+        return _of_an_engine(path)
     if not isinstance(whole, list):
         return _of_records(path, [("line 1", whole)], count)
     if not whole:
         raise ValueError(f"{path} is an empty array; expected {FORMATS}")
     return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], count)
+
+
+def _of_an_engine(path: Path) -> EarlierRollouts:
+    """What an engine would expect of a batch's responses, from its `lengths_file`."""
+    model, _ = load(path)
+    if not model.responses:
+        raise ValueError(f"{path} was kept by an engine that has seen no response; run one first")
+    none, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    bound = np.array([model.bound])
+    fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), none, none, none)
+    return EarlierRollouts(path.stem, tuple(model.sample(fresh, _EXPECTED)[0].tolist()))
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
