@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.advice.settings import pat_options, settings
-from pat_vllm.advice.sides import Side
+from pat_vllm.advice.sides import Side, Task
 from pat_vllm.advice.text import percents, rows, verdict
 from pat_vllm.advice.verdict import OWN_WORK, Advice, Gain
 from pat_vllm.cli import app
@@ -239,8 +239,6 @@ def test_parts_multiply_to_the_whole(accepted: Advice) -> None:
 
 def test_the_best_static_side_is_the_fastest_that_was_replayed(tail: Advice) -> None:
     rollouts, static = tail.rollouts, tail.sides.static
-    from pat_vllm.advice.sides import Task
-
     for layout in rollouts.profile.all_layouts:
         chains = range(len(rollouts.chains))
         runs = [run for i in chains for run in rollouts.replay(Task(Side(layout), i))]
@@ -326,6 +324,17 @@ def test_settings_without_pat_name_the_static_layout(equal: Advice, accepted: Ad
     assert "speculative" not in settings(plain, "MODEL")["OpenRLHF"]  # it has no such option
 
 
+def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
+    question = replace(SMALL, gpus=4, responses=8)
+    everything = question.engine()
+    assert everything.layouts == (1, 2, 4)
+    short = replace(question, max_tokens=everything.kv_tokens[1] // 2).rollouts()
+    long = replace(question, max_tokens=everything.kv_tokens[1], shape="straggler").rollouts()
+    assert short.profile == everything
+    assert long.profile.layouts == (2, 4)
+    assert long.replay(Task(Side(long.profile.all_layouts[0]), 0))
+
+
 def test_layouts_that_do_not_fit_are_left_out_of_the_settings(tail: Advice) -> None:
     """A model of 34B does not fit on an A40 alone."""
     shape = {
@@ -396,12 +405,14 @@ def test_processes_share_the_work_and_say_the_same(tail: Advice) -> None:
         (("--gpu", "B200"), "gpu 'B200' is unknown; allowed are A40, H100, H200"),
         (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-14b"),
         (("--model", "/nowhere/config.json"), "/nowhere/config.json cannot be read"),
-        (("--shape", "square"), "workload 'square' is unknown; allowed are deepscaler"),
-        (("--lengths", "/nowhere/a.txt"), "No such file"),
+        (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
+        (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
         (("--gpus", "1"), "--gpus is 1; allowed is 2 to 8: an engine is on one node"),
         (("--acceptance", "1.5"), "--acceptance is 1.5; allowed is 0 to 1: share of"),
         (("--responses", "0"), "--responses is 0; allowed is at least 2: all samples"),
         (("--iterations", "1"), "--iterations is 1; allowed is at least 2"),
+        (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png; /nowhere is no directory"),
+        (("--max-tokens", "9000000"), "has no layout but tp=2 with memory for"),
         (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
     ],
 )

@@ -130,6 +130,20 @@ class Rollouts:
         return ((1, most, int(drafts.removeprefix("k = "))),)
 
 
+def with_room(profile: Profile, tokens: int) -> Profile:
+    """A profile without the layouts whose replicas cannot hold the KV of so many tokens; of the
+    widest one at least."""
+    *_, widest = profile.layouts
+    left = [tp for tp in profile.layouts if profile.kv_tokens[tp] > tokens or tp == widest]
+    return profile.model_copy(
+        update={
+            "layouts": tuple(left),
+            "steps": tuple(s for s in profile.steps if s.tp in left),
+            "switches": tuple(s for s in profile.switches if s.source in left and s.target in left),
+        }
+    )
+
+
 Run = Callable[[Sequence[Task]], Iterable[tuple[SimulatedRun, ...]]]
 """Replays tasks, the longest first; yields their runs in the same order."""
 

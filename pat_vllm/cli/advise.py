@@ -17,14 +17,14 @@ from rich.table import Table
 
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
-from pat_vllm.advice.sides import Rollouts, Task, replay
+from pat_vllm.advice.sides import Rollouts, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
 from pat_vllm.simulator.run import SimulatedRun
-from pat_vllm.simulator.traces import LengthTrace, generator
+from pat_vllm.simulator.traces import GENERATORS, LengthTrace
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 
 _CHAINS = 2
@@ -131,22 +131,31 @@ class Question:
         """What is to be replayed.
 
         Raises:
-            OSError: a file cannot be read.
-            ValueError: an option or a file is wrong.
+            ValueError: an option or a file is wrong, or cannot be read.
         """
         engine = self.engine()
-        if len(engine.layouts) < 2:
-            raise ValueError(
-                f"{engine.title} has no layout but tp={engine.layouts[0]}; name more GPUs of a "
-                f"node (--gpus 2 to {NODE_SIZE})"
-            )
         earlier = None
         if self.lengths is not None:
-            earlier = read_rollouts(self.lengths, self._count_tokens())
-        else:
-            generator(self.shape)  # names the option that is wrong before anything is drawn
+            try:
+                earlier = read_rollouts(self.lengths, self._count_tokens())
+            except OSError as error:
+                raise ValueError(
+                    f"--lengths {self.lengths} cannot be read: {error.strerror}"
+                ) from None
+        elif self.shape not in GENERATORS:
+            raise ValueError(f"--shape is {self.shape!r}; allowed are {', '.join(GENERATORS)}")
         count = self.iterations or (_ITERATIONS_WITH_DRAFTS if self.acceptance else _ITERATIONS)
         batches = [self._batch(earlier, self.seed + i) for i in range(count + _CHAINS)]
+        # As vLLM's max_model_len, which a replica's memory has to hold.
+        longest = max(max(one.num_prompt_tokens) + one.max_tokens for one in batches)
+        if engine.kind == "modelled":
+            engine = with_room(engine, longest)
+        if len(engine.layouts) < 2:
+            raise ValueError(
+                f"{engine.title} has no layout but tp={engine.layouts[0]} with memory for "
+                f"{longest:,} tokens; name more GPUs of a node (--gpus 2 to {NODE_SIZE}), or "
+                "shorter responses (--max-tokens)"
+            )
         rows = tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
         return Rollouts(engine, rows)
 
@@ -155,7 +164,7 @@ class Question:
             batch = earlier.draw(self.responses, self.max_tokens or max(earlier.lengths), seed)
         else:
             most = self.max_tokens or _USUAL_MAX_TOKENS
-            batch = generator(self.shape)(self.responses, most, seed)
+            batch = GENERATORS[self.shape](self.responses, most, seed)
         return replace(batch, acceptance=self.acceptance)
 
     def _count_tokens(self) -> Any:
@@ -188,8 +197,7 @@ def answer(question: Question, processes: int = 1) -> Advice:
         processes: among which the work is spread.
 
     Raises:
-        OSError: a file cannot be read.
-        ValueError: an option or a file is wrong.
+        ValueError: an option or a file is wrong, or cannot be read.
     """
     rollouts = question.rollouts()
     with ExitStack() as stack:
@@ -235,9 +243,12 @@ def run_advise(
     """Answer a question, print the answer and write it.
 
     Raises:
-        OSError: a file cannot be read or written.
-        ValueError: an option or a file is wrong.
+        OSError: a file cannot be written.
+        ValueError: an option or a file is wrong, or cannot be read.
     """
+    for option, path in (("output", output), ("plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"--{option} is {path}; {path.parent} is no directory, make it first")
     began = time.perf_counter()
     with console.status("replaying iterations"):
         advice = answer(question, processes)
