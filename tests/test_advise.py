@@ -452,6 +452,9 @@ def test_a_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -
     assert set(rollouts.batches[0].lengths) == {4}
     assert set(rollouts.batches[0].num_prompt_tokens) == {3}
     assert rollouts.profile.layouts == (1, 2) and tmp_path.name in rollouts.profile.title
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json cannot be read"):
+        question.rollouts()
 
 
 @pytest.mark.parametrize("field", ["num_experts", "kv_lora_rank"])

@@ -182,9 +182,11 @@ class Question:
                     f"--lengths {self.lengths} holds text, which the package `tokenizers` counts; "
                     "`pip install tokenizers`, or give the lengths in tokens"
                 ) from None
-            encoded = Tokenizer.from_file(str(file)).encode_batch_fast(
-                texts, add_special_tokens=False
-            )
+            try:
+                tokenizer = Tokenizer.from_file(str(file))
+            except Exception as error:  # the package raises nothing more special
+                raise ValueError(f"tokenizer {file} cannot be read: {error}") from None
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             return [len(one.ids) for one in encoded]
 
         return count
@@ -254,6 +256,7 @@ def run_advise(
         advice = answer(question, processes)
     seconds = time.perf_counter() - began
     model = question.model or str(advice.rollouts.profile.key.get("model", "MODEL"))
+    model = model.removesuffix("/config.json")
     pasted = settings(
         advice,
         model,
