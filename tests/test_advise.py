@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pat_vllm.advice.lengths import read_rollouts
@@ -20,7 +22,7 @@ from pat_vllm.advice.sides import Side, Task
 from pat_vllm.advice.text import percents, rows, verdict
 from pat_vllm.advice.verdict import OWN_WORK, Advice, Gain
 from pat_vllm.cli import app
-from pat_vllm.cli.advise import Question, answer
+from pat_vllm.cli.advise import Question, answer, run_advise
 from pat_vllm.config import PATConfig
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.lengths import LengthModel
@@ -278,7 +280,12 @@ def test_a_measured_profile_is_not_called_modelled(tmp_path: Path) -> None:
     profile = measured_noise()
     profile.save(tmp_path / "mine.json")
     question = Question(profile=tmp_path / "mine.json", responses=32, max_tokens=64, iterations=2)
-    advice = answer(question)
+    text = io.StringIO()
+    advice = run_advise(Console(file=text, width=200), question, processes=1)
+    assert "modelled" not in text.getvalue() and "seconds, simulated" in text.getvalue()
+    assert "'MODEL'" in text.getvalue()
+    if advice.pays:
+        assert str(tmp_path / "mine.json") in text.getvalue()
     assert not advice.modelled and "modelled" not in verdict(advice)
     assert advice.to_json()["step_and_switch_times"] == "measured"
 

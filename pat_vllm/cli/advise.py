@@ -255,13 +255,14 @@ def run_advise(
     with console.status("replaying iterations"):
         advice = answer(question, processes)
     seconds = time.perf_counter() - began
-    model = question.model or str(advice.rollouts.profile.key.get("model", "MODEL"))
-    model = model.removesuffix("/config.json")
+    model = (question.model or "MODEL").removesuffix("/config.json")
+    # An engine refuses a profile that was not measured on it.
+    measured = None if advice.modelled or not question.profile else question.profile.resolve()
     pasted = settings(
         advice,
         model,
         None if question.profile else question.max_num_seqs,
-        str(question.profile.resolve()) if question.profile else None,
+        str(measured) if measured else None,
     )
     show(console, advice, pasted)
     if output is not None:
