@@ -11,7 +11,12 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.front_end import fail_waits_for_a_dead_core, log_through_vllm, patch_get_class
+from pat_vllm.patches.front_end import (
+    fail_waits_for_a_dead_core,
+    log_through_vllm,
+    patch_get_class,
+    tell_loggers,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,8 +64,23 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
 
         prepare(vllm_config)
         fail_waits_for_a_dead_core()
+        tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)
     return chosen
+
+
+def _config_for_loggers(vllm_config: VllmConfig) -> VllmConfig:
+    """The config for which vLLM makes its loggers of statistics: with PAT's metrics if it is PAT's.
+
+    A process may have other engines, too.
+    """
+    from pat_vllm.support import SCHEDULER_CLS
+
+    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER_CLS:
+        return vllm_config
+    from pat_vllm.metrics.prometheus import naming_connector
+
+    return naming_connector(vllm_config)
 
 
 def check_vllm_version() -> None:

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.metrics.prometheus import PATMetrics, PATStats
 from pat_vllm.patches.schedulers import quiet_connectors
 
 if TYPE_CHECKING:
@@ -103,6 +104,23 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         # Nothing is kept outside vLLM's own blocks.
         return True
+
+    # ---------------------------------------------------------------- front end
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> PATMetrics:
+        """PAT's metrics, which show more than this connector does."""
+        return PATMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PATStats:
+        return PATStats(data or {})
 
     # ---------------------------------------------------------------- worker side
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.entrypoints.llm import LLM
 
 
@@ -99,6 +99,26 @@ def fail_waits_for_a_dead_core() -> None:
         return shut_down
 
     replace(MPClient, "shutdown", wrap)
+
+
+def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None:
+    """Have vLLM's loggers of statistics be made for `config_for_loggers(vllm_config)`.
+
+    Without it: `/metrics` has nothing of PAT's, and the loggers fail on its part of the statistics.
+    They make the metrics of the KV connector that an engine's config names. PAT's config must name
+    none, or every scheduler and worker would use it; the layouts' own configs do. Missing seam:
+    stat loggers of plugins, which `LLM` does not load, and which turn statistics on in every engine
+    of an installation.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    def wrap(init: Callable[..., None]) -> Callable[..., None]:
+        def made(self: StatLoggerManager, vllm_config: VllmConfig, *args: Any, **kw: Any) -> None:
+            init(self, config_for_loggers(vllm_config), *args, **kw)
+
+        return made
+
+    replace(StatLoggerManager, "__init__", wrap)
 
 
 _RAY_ADDRESS = "_pat_ray_address"

@@ -8,6 +8,8 @@ from pat_vllm.reporting.history import MAX_RECORDS, History, Records
 from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.savings import Look, Savings, Stretch, total
 from pat_vllm.reporting.values import (
+    REFUSALS,
+    SWITCH_REASONS,
     BatchSavings,
     BatchTimes,
     DecisionReport,
@@ -22,7 +24,9 @@ from pat_vllm.reporting.values import (
 
 __all__ = [
     "MAX_RECORDS",
+    "REFUSALS",
     "REPORT_SECONDS",
+    "SWITCH_REASONS",
     "BatchSavings",
     "BatchTimes",
     "DecisionReport",

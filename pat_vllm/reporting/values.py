@@ -18,6 +18,12 @@ def _layout(value: Layout | str) -> Layout:
     return value if isinstance(value, Layout) else _parse(value)
 
 
+SWITCH_REASONS = ("policy", "forced", "idle")
+"""Who asks for a switch."""
+REFUSALS = ("asleep", "weights_arriving", "streaming_input", "planning_failed")
+"""Why a switch is not made: the engine sleeps, new weights are coming in, a request cannot be
+carried, or PAT made a mistake."""
+
 LayoutByName = Annotated[Layout, PlainValidator(_layout), PlainSerializer(str, return_type=str)]
 """A layout that JSON shows as its name ("tp1dp4"), as a value and as a key."""
 
@@ -80,6 +86,7 @@ class RefusedSwitch:
         why: what stood against it. If it was not expected, this names the exception.
         expected: False if planning failed with an exception that should not happen. The engine's
             log has its traceback.
+        reason: a short name of `why`, one of `REFUSALS`; "" where it has none.
     """
 
     at: float
@@ -87,6 +94,7 @@ class RefusedSwitch:
     target: LayoutByName
     why: str
     expected: bool = True
+    reason: str = ""
 
 
 @dataclass(frozen=True)

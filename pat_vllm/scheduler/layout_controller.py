@@ -217,7 +217,7 @@ class LayoutController:
             )
         except SwitchRefused as refused:
             logger.warning("PAT stays in %s, no switch to %s: %s", active.layout, target, refused)
-            self._refused(target, str(refused), REFUSED_BACK_OFF)
+            self._refused(target, refused.reason, str(refused), REFUSED_BACK_OFF)
             return False
         except PlanningFailed as failed:
             logger.exception(
@@ -226,7 +226,7 @@ class LayoutController:
                 active.layout,
                 target,
             )
-            self._refused(target, str(failed), FAILED_BACK_OFF, expected=False)
+            self._refused(target, "planning_failed", str(failed), FAILED_BACK_OFF, expected=False)
             if reason == "forced":
                 raise
             return False
@@ -241,7 +241,10 @@ class LayoutController:
         self._monitor.switched(report, replicas)
         return True
 
-    def _refused(self, target: Layout, why: str, back_off: float, expected: bool = True) -> None:
+    def _refused(
+        self, target: Layout, reason: str, why: str, back_off: float, expected: bool = True
+    ) -> None:
         now = time.monotonic()
         self._back_off_until = now + back_off
-        self._monitor.refused(RefusedSwitch(now, self._active.layout, target, why, expected))
+        source = self._active.layout
+        self._monitor.refused(RefusedSwitch(now, source, target, why, expected, reason))

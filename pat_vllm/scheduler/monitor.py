@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from pat_vllm.executor.executor import StepResult
     from pat_vllm.layout import Layout
+    from pat_vllm.metrics.updates import Updates
     from pat_vllm.predictor.policy import Policy
     from pat_vllm.reporting import History, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.replica import Replica
@@ -27,16 +29,24 @@ class Monitor:
     Attributes:
         requests: the unfinished requests.
         last_arrival: when a request arrived last, seconds on the monotonic clock.
+        metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
     """
 
     def __init__(
-        self, policy: Policy, history: History, requests: RequestTable, speculates: bool
+        self,
+        policy: Policy,
+        history: History,
+        requests: RequestTable,
+        speculates: bool,
+        metrics: Updates | None = None,
     ) -> None:
         self._speculates = speculates
         self.policy = policy
         self.history = history
         self.requests = requests
         self.last_arrival = 0.0
+        self.metrics = metrics
+        self._saved_since = -math.inf
         self._asked: dict[int, int] = {}
         """Draft length of each replica's last step: of the drafts that its next one verifies."""
 
@@ -56,6 +66,8 @@ class Monitor:
             drafted, accepted = counted_drafts(step, result.output)
             length = step.num_spec_tokens_to_schedule
             self.history.drafts(now, layout, replica.index, length, drafted, accepted)
+            if self.metrics is not None:
+                self.metrics.draft_length(replica.index, length)
         if not self.policy.learns:
             return
         shape = step_shape(step, busy)
@@ -79,15 +91,23 @@ class Monitor:
         """No request is left."""
         self.history.idle()
         self.policy.idle(time.monotonic())
+        if self.metrics is not None:
+            for batch in self.policy.report(self._saved_since).savings:
+                self.metrics.saved(batch)
+                self._saved_since = math.nextafter(batch.at, math.inf)
 
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""
         self.requests.move(replicas)
         self._asked.clear()  # drafts were dropped
         self.history.switch(report)
+        if self.metrics is not None:
+            self.metrics.switched(report)
         self.policy.switched(report)
 
     def refused(self, refused: RefusedSwitch) -> None:
         """A switch was not made."""
         self.history.refused(refused)
+        if self.metrics is not None:
+            self.metrics.refused(refused)
         self.policy.refused(refused.at)

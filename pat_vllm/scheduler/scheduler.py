@@ -13,6 +13,7 @@ from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
+from pat_vllm.metrics.updates import Updates
 from pat_vllm.patches.schedulers import make_room_for_grammars, preempt_carried
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.load import load_or_measure
@@ -25,7 +26,7 @@ from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
-from pat_vllm.scheduler.stats import merge_stats, whole_engine
+from pat_vllm.scheduler.stats import merge_stats, send_metrics, whole_engine
 from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ class PATScheduler(SchedulerInterface):
         length_bound = getattr(config.policy, "length_bound", None)
         requests = RequestTable(model.max_model_len, length_bound)
         speculates = vllm_config.speculative_config is not None
-        monitor = Monitor(policy, History(), requests, speculates)
+        monitor = Monitor(
+            policy, History(), requests, speculates, metrics=Updates() if log_stats else None
+        )
         self.replica_set = ReplicaSet(
             home_layout(vllm_config),
             factory=factory,
@@ -151,6 +154,9 @@ class PATScheduler(SchedulerInterface):
         for client in outputs.values():
             if client.scheduler_stats is not None:
                 whole_engine(client.scheduler_stats, [r.scheduler for r in self._replicas])
+        if self.monitor.metrics is not None:
+            self.monitor.metrics.state(self.replica_set.layout, self._num_seqs())
+            send_metrics(self.monitor.metrics, outputs, self.make_stats)
         return outputs
 
     # ---------------------------------------------------------------- requests
@@ -191,6 +197,9 @@ class PATScheduler(SchedulerInterface):
     @property
     def _replicas(self) -> list[Replica]:
         return self.replica_set.replicas
+
+    def _num_seqs(self) -> list[int]:
+        return [replica.num_seqs for replica in self._replicas]
 
     @property
     def pause_state(self) -> PauseState:

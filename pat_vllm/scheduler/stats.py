@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from vllm.v1.engine import EngineCoreOutputs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
     from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+    from pat_vllm.metrics.updates import Updates
 
 
 def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> SchedulerStats:
@@ -91,3 +94,25 @@ def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCor
                 merged.scheduler_stats = outputs.scheduler_stats
             else:
                 merge_stats(merged.scheduler_stats, outputs.scheduler_stats)
+
+
+def send_metrics(
+    updates: Updates,
+    outputs: dict[int, EngineCoreOutputs],
+    make_stats: Callable[[], SchedulerStats | None],
+) -> None:
+    """Have outputs take PAT's updates of metrics along, as the KV connector's statistics.
+
+    They go to one client, as vLLM's own statistics do. Events go out where no replica has finished
+    a step, too: nothing may come after the engine went home.
+
+    Args:
+        outputs: by client.
+        make_stats: makes statistics, where `outputs` has none.
+    """
+    carrier = next((one for one in outputs.values() if one.scheduler_stats is not None), None)
+    if carrier is None and updates.has_events:
+        carrier = next(iter(outputs.values()), None) or outputs.setdefault(0, EngineCoreOutputs())
+        carrier.scheduler_stats = make_stats()
+    if carrier is not None and carrier.scheduler_stats is not None:
+        carrier.scheduler_stats.kv_connector_stats = updates.take()

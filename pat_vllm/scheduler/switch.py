@@ -43,7 +43,15 @@ logger = init_logger(__name__)
 
 
 class SwitchRefused(Exception):
-    """The switch cannot be made now; its text says why. Generation goes on as it was."""
+    """The switch cannot be made now; its text says why. Generation goes on as it was.
+
+    Attributes:
+        reason: a short name of it, one of `REFUSALS`.
+    """
+
+    def __init__(self, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.reason = reason
 
 
 class PlanningFailed(Exception):
@@ -206,15 +214,18 @@ def switch(
 def _check(active: ReplicaSet) -> None:
     """Refuse a switch for what is known before a step waits for it."""
     if active.executor.is_sleeping:
-        raise SwitchRefused("the engine sleeps; wake it up first")
+        raise SwitchRefused("asleep", "the engine sleeps; wake it up first")
     if not active.executor.refresh_weights():
-        raise SwitchRefused("new weights are coming in; finish_weight_update comes first")
+        raise SwitchRefused(
+            "weights_arriving", "new weights are coming in; finish_weight_update comes first"
+        )
     for replica in active.replicas:
         for request in replica.scheduler.requests.values():
             if request.resumable or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 raise SwitchRefused(
+                    "streaming_input",
                     f"request {request.request_id} is a streaming-input session, which cannot be "
-                    "carried between layouts"
+                    "carried between layouts",
                 )
 
 

@@ -1,0 +1,1 @@
+"""What Prometheus shows of PAT, through vLLM's own registry."""

@@ -1,0 +1,116 @@
+"""PAT's metrics in vLLM's registry: what `PATConnector` gives vLLM's loggers.
+
+vLLM's Prometheus logger asks the KV connector of an engine for metrics of its own, and hands it the
+connector's part of the statistics of each step. Gauges, counters and histograms are of the classes
+that the logger uses: prometheus_client's, which are safe with several API servers, or Ray's.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from pat_vllm.config import home_layout, layouts_of
+from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
+from pat_vllm.metrics.updates import Update, Updates, updates_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class PATMetrics(KVConnectorPromMetrics):
+    """Registers PAT's metrics and applies updates to them. Begins with an idle engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """See vLLM's `KVConnectorBase_V1.build_prom_metrics`."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        types = {
+            Kind.GAUGE: metric_types[Gauge],
+            Kind.COUNTER: metric_types[Counter],
+            Kind.HISTOGRAM: metric_types[Histogram],
+        }
+        self._metrics = {one.name: _make(one, types[one.kind], labelnames) for one in METRICS}
+        self._kinds = {one.name: one.kind for one in METRICS}
+        self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+        home, idle = home_layout(vllm_config), Updates()
+        idle.state(home, (0,) * home.replicas)
+        for engine_idx in per_engine_labelvalues:
+            for metric, labels in known_series(layouts_of(vllm_config)):
+                self._of(engine_idx, metric.name, labels)
+            self.observe(idle.take() or {}, engine_idx)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Apply what `Updates.take` gave."""
+        for update in updates_of(transfer_stats_data):
+            self._apply(update, engine_idx)
+
+    def _apply(self, update: Update, engine_idx: int) -> None:
+        series = self._of(engine_idx, update.name, tuple(update.labels))
+        kind = self._kinds[update.name]
+        if kind is Kind.GAUGE:
+            series.set(update.value)
+        elif kind is Kind.COUNTER:
+            series.inc(update.value)
+        else:
+            series.observe(update.value)
+
+    def _of(self, engine_idx: int, name: str, labels: tuple[str, ...]) -> Any:
+        key = engine_idx, name, labels
+        if key not in self._series:
+            values = *self.per_engine_labelvalues[engine_idx], *labels
+            self._series[key] = self._metrics[name].labels(*values)
+        return self._series[key]
+
+
+def _make(metric: Metric, kind: Any, labelnames: list[str]) -> Any:
+    options: dict[str, Any] = {}
+    if metric.kind is Kind.GAUGE:
+        options["multiprocess_mode"] = "mostrecent"
+    elif metric.kind is Kind.HISTOGRAM:
+        options["buckets"] = list(metric.buckets)
+    return kind(
+        name=metric.name,
+        documentation=metric.documentation,
+        labelnames=[*labelnames, *metric.labels],
+        **options,
+    )
+
+
+class PATStats(KVConnectorStats):
+    """PAT's part of the statistics for vLLM's log lines, which leave it out: PAT has its own."""
+
+    def reset(self) -> None:
+        return
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {}
+
+    def is_empty(self) -> bool:
+        return True
+
+
+def naming_connector(vllm_config: VllmConfig) -> VllmConfig:
+    """A copy of an engine's config that names PAT's connector, for vLLM's loggers alone."""
+    config = copy.copy(vllm_config)
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="PATConnector",
+        kv_connector_module_path="pat_vllm.kv_transfer.connector",
+        kv_role="kv_producer",  # for a consumer vLLM would show stages of loads
+    )
+    return config

@@ -1,0 +1,105 @@
+"""From what happens in an engine to updates of its metrics. Pure.
+
+The engine core gathers updates, and vLLM's statistics carry them to the front end, which has the
+registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pat_vllm.layout import Layout
+from pat_vllm.metrics import names
+from pat_vllm.metrics.names import Metric
+from pat_vllm.reporting import BatchSavings, RefusedSwitch, SwitchReport
+
+
+class Update(NamedTuple):
+    """What happens to one series: a gauge is set to `value`, a counter grows by it, a histogram
+    observes it."""
+
+    name: str
+    labels: Sequence[str]
+    value: float
+
+
+class Updates:
+    """Gathers what happened since the last `take`. For one thread."""
+
+    def __init__(self) -> None:
+        self._events: list[Update] = []
+        self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
+        self._state: tuple[Layout, Sequence[int]] | None = None
+
+    @property
+    def has_events(self) -> bool:
+        """Whether something happened that does not wait for the next statistics."""
+        return bool(self._events)
+
+    # What is the case
+
+    def state(self, layout: Layout, num_seqs: Sequence[int]) -> None:
+        """The layout in use, and the unfinished requests of each replica."""
+        if self._state == (layout, num_seqs):
+            return
+        before = 0 if self._state is None else len(self._state[1])
+        self._state = layout, num_seqs
+        self._set(names.TENSOR_PARALLEL_SIZE, (), layout.tp)
+        self._set(names.NUM_REPLICAS, (), layout.replicas)
+        for replica, number in enumerate(num_seqs):
+            self._set(names.NUM_REQUESTS, (str(replica),), number)
+        for replica in range(len(num_seqs), before):  # there is no such replica any more
+            self._set(names.NUM_REQUESTS, (str(replica),), 0)
+            if (names.DRAFT_LENGTH.name, (str(replica),)) in self._shown:
+                self._set(names.DRAFT_LENGTH, (str(replica),), 0)
+
+    def draft_length(self, replica: int, length: int) -> None:
+        """A replica's step asks for so many draft tokens a request."""
+        self._set(names.DRAFT_LENGTH, (str(replica),), length)
+
+    # What happens
+
+    def switched(self, switch: SwitchReport) -> None:
+        """The engine has switched."""
+        pair = str(switch.source), str(switch.target)
+        self._add(names.SWITCHES, (*pair, switch.reason), 1)
+        self._add(names.STALL, (switch.reason,), switch.seconds)
+
+    def refused(self, refused: RefusedSwitch) -> None:
+        """A switch was not made."""
+        self._add(names.REFUSED, (refused.reason,), 1)
+
+    def saved(self, batch: BatchSavings) -> None:
+        """A batch ended."""
+        self._add(names.BATCHES, (), 1)
+        for estimate in names.ESTIMATES:
+            times = getattr(batch, estimate)
+            for way in names.WAYS:
+                # An estimate may fall short of nothing; a counter cannot.
+                self._add(names.BATCH_SECONDS, (estimate, way), max(0.0, getattr(times, way)))
+
+    # On the way
+
+    def take(self) -> dict[str, Any] | None:
+        """What happened, for `updates_of`, of what msgpack and JSON know; None: nothing."""
+        if not self._events and not self._gauges:
+            return None
+        gauges = [Update(*series, value) for series, value in self._gauges.items()]
+        taken = [*self._events, *gauges]
+        self._events, self._gauges = [], {}
+        return {"updates": [[name, list(labels), value] for name, labels, value in taken]}
+
+    def _add(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        self._events.append(Update(metric.name, labels, value))
+
+    def _set(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
+        series = metric.name, labels
+        if self._shown.get(series) != value:
+            self._shown[series] = self._gauges[series] = value
+
+
+def updates_of(taken: Mapping[str, Any]) -> list[Update]:
+    """Inverse of `Updates.take`."""
+    return [Update(*one) for one in taken["updates"]]
