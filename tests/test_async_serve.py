@@ -8,11 +8,13 @@ import gc
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -539,6 +541,32 @@ def test_vllm_serve(server: Server) -> None:
     assert server.metric("vllm:num_preemptions_total") == 0
     assert server.metric("vllm:num_requests_running") == 0
 
+    # PAT's metrics are those of the report, also of what happened when the last response had ended.
+    def shown() -> dict[tuple[str, str, str], float]:
+        """Switches by pair and reason."""
+        lines = server.get("/metrics").splitlines()
+        found = [line for line in lines if line.startswith("vllm:pat_switches_total{")]
+        labels = [dict(re.findall(r'(\w+)="([^"]*)"', line)) for line in found]
+        assert {(one["model_name"], one["engine"]) for one in labels} == {("tiny", "0")}
+        keys = [(one["source"], one["target"], one["reason"]) for one in labels]
+        values = [float(line.rsplit(" ", 1)[1]) for line in found]
+        return {key: value for key, value in zip(keys, values, strict=True) if value}
+
+    def agrees() -> bool:
+        made = [(str(s.source), str(s.target), s.reason) for s in report().switches]
+        return shown() == Counter(made)
+
+    server.child.wait_for(agrees, "its metrics agree with the report")
+    switches = report().switches
+    assert server.metric("vllm:pat_switch_stall_seconds_count") == len(switches)
+    stalls = sum(switch.seconds for switch in switches)
+    assert server.metric("vllm:pat_switch_stall_seconds_sum") == pytest.approx(stalls)
+    assert server.metric("vllm:pat_num_requests_by_replica") == 0
+    assert server.metric("vllm:pat_refused_switches_total") == 0
+    layout = report().layout
+    assert server.metric("vllm:pat_tensor_parallel_size") == layout.tp
+    assert server.metric("vllm:pat_num_replicas") == layout.replicas
+
     # With drafts: no text changes of the greedy half, and the metrics are those of the report.
     assert drafts_of(report()) == (0, 0)
     server.rpc("pat_speculate", 4)
@@ -549,6 +577,7 @@ def test_vllm_serve(server: Server) -> None:
     assert 0.2 < accepted / drafted < 0.9
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == drafted
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") == accepted
+    assert server.metric("vllm:pat_num_speculative_tokens_by_replica") in (4, 8)  # of one or two
 
     log = server.child.output
     assert "PAT switched tp1dp2 -> tp2dp1 (policy)" in log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 
 import pat_vllm
 from pat_vllm.layout import Layout
+from pat_vllm.metrics import names
 from pat_vllm.predictor.policy import SETTLE_SECONDS
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.profile import Profile
 from tests.engines import Job, engine, run, scheduler_of, teacher_forced
+from tests.test_metrics import samples, series
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def llm(cache: Path) -> Iterator[Any]:
-    with engine(MODEL, 2, {"policy": {"kind": "predictor"}}) as llm:
+    with engine(MODEL, 2, {"policy": {"kind": "predictor"}}, disable_log_stats=False) as llm:
         yield llm
 
 
@@ -95,6 +98,18 @@ def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
     (saved,) = report.savings
     assert saved.layout == REPLICAS and saved.predicted.fixed > 0
     assert 0 < saved.realised.drafting == saved.realised.switching, "it has no drafts"
+
+
+def test_the_metrics_say_what_was_saved(llm: Any) -> None:
+    run(llm, long_tail(seed=4), before_step=settle)
+    savings = pat_vllm.report(llm).predictor.savings
+    run(llm, {"next": Job([5, 7], {"max_tokens": 2})})  # an engine here tells it with its next step
+    found = samples()
+    assert found[series(names.BATCHES)] == len(savings) > 0
+    for estimate, way in product(names.ESTIMATES, names.WAYS):
+        seconds = sum(getattr(getattr(one, estimate), way) for one in savings)
+        shown = found[series(names.BATCH_SECONDS, estimate=estimate, way=way)]
+        assert shown == pytest.approx(seconds)
 
 
 def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(

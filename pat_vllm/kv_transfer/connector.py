@@ -24,7 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
 from pat_vllm.metrics.prometheus import PATMetrics, PATStats
-from pat_vllm.patches.schedulers import quiet_connectors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-
-quiet_connectors()
 
 
 @dataclass

@@ -136,7 +136,7 @@ def quiet_pool_resets() -> Iterator[None]:
 
 
 def quiet_connectors() -> None:
-    """Have vLLM not log each KV connector that it makes.
+    """Have vLLM not log each KV connector that it makes. An engine's config forgets it again.
 
     Without it: each switch writes two lines for each replica, one of them a warning that vLLM's
     interface for connectors may change. PAT checks vLLM's version instead. Missing seam: none is

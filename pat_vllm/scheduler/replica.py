@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
-from pat_vllm.patches.schedulers import free_blocks_at_once
+from pat_vllm.patches.schedulers import free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
 
@@ -122,6 +122,7 @@ class ReplicaFactory:
         self, vllm_config: VllmConfig, base: Layout, kv_cache_config: KVCacheConfig, **stock: Any
     ) -> None:
         """`kv_cache_config` is the base layout's; `stock` goes to vLLM's scheduler as it is."""
+        quiet_connectors()
         self._vllm_config = vllm_config
         self._base = base
         self._base_kv_cache = kv_cache_config

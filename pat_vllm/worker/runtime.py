@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
+from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS, is_plain_attention
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class LayoutRuntime:
 
     def register_kv(self, kv_cache_config: KVCacheConfig, buffer: SharedKVBuffer) -> None:
         """Give the layout its connector, with its views of the KV buffer."""
+        quiet_connectors()
         config = copy.copy(self.config)
         config.kv_transfer_config = KVTransferConfig(kv_connector="PATConnector", kv_role="kv_both")
         self.kv_cache_config = kv_cache_config
