@@ -10,6 +10,7 @@ from pathlib import Path
 
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager"
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 LINEAR = "vllm.model_executor.layers.linear"
 RING = "vllm.distributed.device_communicators.shm_broadcast"
 
@@ -30,6 +31,30 @@ class Text:
 
 
 TEXTS = (
+    *(
+        Text(
+            f"vllm.v1.engine.{engine}.__init__",
+            r"StatLoggerManager\(vllm_config=vllm_config, ",
+            "its loggers are made for a config that names PAT's connector (`tell_loggers`)",
+        )
+        for engine in ("llm_engine.LLMEngine", "async_llm.AsyncLLM")
+    ),
+    Text(
+        f"{CONNECTORS}.KVConnectorProm.__init__",
+        r"connector_cls\.build_prom_metrics\(vllm_config, metric_types, labelnames, "
+        r"per_engine_labelvalues\)",
+        "PAT's metrics are its connector's",
+    ),
+    Text(
+        "vllm.v1.metrics.loggers.PrometheusStatLogger.record",
+        r"self\.kv_connector_prom\.observe\(scheduler_stats\.kv_connector_stats, engine_idx\)",
+        "updates of them travel as its statistics",
+    ),
+    Text(
+        f"{CONNECTORS}.KVConnectorLogging.log",
+        r"not self\.transfer_stats_accumulator\.is_empty\(\)",
+        "log lines leave them out",
+    ),
     Text(
         "vllm.v1.worker.utils.allocate_kv_cache",
         r"torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)",
