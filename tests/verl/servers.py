@@ -155,7 +155,7 @@ def start(
 
 
 @contextlib.contextmanager
-def server(model: Path, *overrides: str) -> Iterator[Server]:
+def server(model: Path, *overrides: str, **options: Any) -> Iterator[Server]:
     """A server with PAT over `RANKS` ranks, in a Ray cluster of its own. See `start`."""
     with ray_cluster():
-        yield start(model, *overrides, f"{_VLLM}.kv_cache_memory_bytes={32 << 20}")
+        yield start(model, *overrides, f"{_VLLM}.kv_cache_memory_bytes={32 << 20}", **options)

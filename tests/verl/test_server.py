@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ DRAFTS = (
 
 @pytest.fixture(scope="module")
 def pat() -> Iterator[Server]:
-    with server(few_tokens(0), DRAFTS) as running:
+    with server(few_tokens(0), DRAFTS, disable_log_stats="false") as running:
         yield running
 
 
@@ -270,6 +272,20 @@ def test_drafts(pat: Server, old: Reference) -> None:
     assert 0.2 < sum(one.accepted for one in drafts) / drafted < 0.9
     pat.do(pat.push(few_tokens(0), step=9))
     old.check(in_layout(pat, 1), PROMPTS)
+
+
+def test_metrics(pat: Server) -> None:
+    """At verl's own address."""
+    regrouped(pat)
+    report = pat.call("pat_report")
+    pat.generate_all(PROMPTS[:1], max_tokens=4)  # what happened last comes with the next step
+    (address,) = pat.manager.get_addresses()
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    lines = re.findall(r"^vllm:pat_switches_total\{(.*)\} (\S+)$", text, flags=re.MULTILINE)
+    shown = sum(float(value) for labels, value in lines if 'reason="forced"' in labels)
+    assert shown == sum(one.reason == "forced" for one in report.switches) > 0
+    assert re.search(r"^vllm:pat_tensor_parallel_size\{", text, flags=re.MULTILINE)
 
 
 def test_lengths_are_learnt_across_iterations(pat: Server) -> None:
