@@ -23,7 +23,7 @@ import pat_vllm
 from benchmarks.without_workers import engine_config
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
-from pat_vllm.metrics.names import METRICS, Metric, known_series
+from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
 from pat_vllm.metrics.prometheus import PATMetrics
 from pat_vllm.metrics.updates import Update, Updates, updates_of
 from pat_vllm.reporting import (
@@ -43,7 +43,8 @@ from tests.support.mutation import mutated
 from tests.test_reporting import a_switch
 from tests.test_scheduler import add, no_plan, step
 
-DASHBOARD = Path(__file__).parents[1] / "docs" / "grafana" / "pat-vllm.json"
+DOCS = Path(__file__).parents[1] / "docs"
+DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 LAYOUTS = [Layout(1, 4), Layout(2, 2), Layout(4, 1)]
 BY_NAME = {one.name: one for one in METRICS}
@@ -384,6 +385,12 @@ def test_the_dashboard_shows_every_metric() -> None:
     used = {name for expr, _ in expressions() for name in names_in(expr) if "vllm:pat_" in name}
     assert used <= ours
     assert all(used & {*one.exported} for one in METRICS)
+
+
+def test_the_docs_name_every_metric() -> None:
+    named = {one for one in names_in((DOCS / "operation.md").read_text()) if "vllm:pat_" in one}
+    counters = {f"{one.name}_total" for one in METRICS if one.kind is Kind.COUNTER}
+    assert named == counters | {one.name for one in METRICS if one.kind is not Kind.COUNTER}
 
 
 def test_the_dashboard_asks_for_labels_that_are_there() -> None:
