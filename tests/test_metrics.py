@@ -16,16 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client import values as prometheus_values
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.v1.request import RequestStatus
 
 import pat_vllm
 from benchmarks.without_workers import engine_config
+from pat_vllm import plugin
+from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
 from pat_vllm.metrics.prometheus import PATMetrics
 from pat_vllm.metrics.updates import Update, Updates, updates_of
+from pat_vllm.patches.front_end import tell_loggers
 from pat_vllm.reporting import (
     REFUSALS,
     SWITCH_REASONS,
@@ -229,6 +234,27 @@ def test_the_registry_adds_up_what_happened(events: list[Any]) -> None:
     for gauge in (names.TENSOR_PARALLEL_SIZE, names.NUM_REPLICAS):
         expected[series(gauge)] = 2
     assert found == pytest.approx(expected)
+
+
+def test_only_loggers_of_engines_with_pat_see_the_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def stock(self: Any, vllm_config: Any, engine_idxs: Any = None) -> None:
+        seen.append((vllm_config, engine_idxs))
+
+    monkeypatch.setattr(StatLoggerManager, "__init__", stock)
+    for _ in range(2):  # each engine of a process does it
+        tell_loggers(plugin._config_for_loggers)
+    pat, _ = engine_config(8, num_blocks=80)
+    other: Any = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    StatLoggerManager(vllm_config=pat, engine_idxs=[0])
+    StatLoggerManager(vllm_config=other, engine_idxs=[1])
+    (first, _), second = seen
+    assert second == (other, [1])
+    assert KVConnectorFactory.get_connector_class(first.kv_transfer_config) is PATConnector
+    assert pat.kv_transfer_config is None and first.cache_config is pat.cache_config
 
 
 def test_every_name_is_vllms_way() -> None:
