@@ -192,6 +192,12 @@ def drawn(report: Report, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
     return figure.axes
 
 
+def legend_of(axes: Axes) -> list[str]:
+    """What the picture's legend names."""
+    (legend,) = axes.get_figure(root=True).legends  # type: ignore[union-attr]
+    return [text.get_text() for text in legend.get_texts()]
+
+
 def lines_of(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
     return {
         str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))  # type: ignore[arg-type]
@@ -210,7 +216,8 @@ def check_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[10.25] == plot.FLOOR
     assert "of each replica" in lines
     assert lines["of each replica"][1][1] == 16
-    bands = [text.get_text() for text in above.get_legend().get_texts()]
+    bands = legend_of(above)
+    assert len(bands) == 9
     assert [b.split(":")[0] for b in bands[-3:]] == [f"layout {one}" for one in (ONE, TWO, FOUR)]
     notes = [text.get_text() for text in above.texts]
     assert notes == [

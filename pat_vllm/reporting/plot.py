@@ -157,7 +157,7 @@ def plot_report(report: Report, path: Path) -> None:
     costs = bool(switches or savings)
 
     figure, panels = new_figure(10, [4, *[1.2] * bool(drafts), *[1.8] * costs])
-    figure.suptitle(summary(report), fontsize=11, wrap=True)
+    figure.suptitle(summary(report).replace("; saved", "\nsaved"), fontsize=11)
     above = panels[0]
     colour = layout_colours(layout for layout, _, _ in spans)
     bands = layout_bands(above, spans, colour)
@@ -172,20 +172,26 @@ def plot_report(report: Report, path: Path) -> None:
     for number, one in enumerate(switches):
         draw_switch(above, one.at - began, one.seconds, end)
         if len(switches) <= _MOST_NOTES:
+            late = one.at - began > 0.75 * end
             above.annotate(
                 f"{one.source} → {one.target}\n{one.num_seqs} live, {one.seconds * 1e3:.0f} ms",
                 (one.at - began, most / 2 ** (number % 4)),
-                xytext=(6, 0),
+                xytext=(-6 if late else 8, 0),
                 textcoords="offset points",
+                ha="right" if late else "left",
                 fontsize=8,
+                bbox={"color": "white", "alpha": 0.7, "pad": 1},
             )
     scale_live(above, most)
     lines, _ = above.get_legend_handles_labels()
-    above.legend(handles=[*lines, *bands], loc="upper right", fontsize=8)
     if drafts:
         draw_drafts(panels[1], drafts, began, end, max(1.0, end / _MOST_BINS))
     if costs:
         _draw_costs(panels[-1], report, began)
+        points, _ = panels[-1].get_legend_handles_labels()
+        lines += points
+    # Outside of the panels, where it hides nothing.
+    figure.legend(handles=[*lines, *bands], loc="outside lower center", ncols=3, fontsize=8)
     panels[-1].set_xlim(0, end)
     panels[-1].set_xlabel("time since the first request (s)")
     figure.savefig(path, dpi=150)
@@ -265,32 +271,37 @@ def _draw_costs(axes: Axes, report: Report, began: float) -> None:
     savings = [one for one in report.predictor.savings if one.at >= began]
     switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
     kinds: list[tuple[str, list[tuple[float, float]], dict[str, Any]]] = [
-        ("switch: what it took", [(s.at, s.seconds) for s in switches], {"marker": "o"}),
+        (
+            "switch: what it took",
+            [(s.at, s.seconds) for s in switches],
+            {"marker": "o", "markersize": 5},
+        ),
         (
             "switch: predicted saving, its cost paid",
             [(d.at, d.saving) for d in fired],
-            {"marker": "^", "markerfacecolor": "none"},
+            {"marker": "^", "markersize": 7, "markerfacecolor": "none"},
         ),
         (
             "batch: predicted saving",
             [(b.at, b.predicted.fixed - b.predicted.drafting) for b in savings],
-            {"marker": "D", "markerfacecolor": "none", "color": SAVING_COLOUR},
+            {"marker": "D", "markersize": 8, "markerfacecolor": "none", "color": SAVING_COLOUR},
         ),
         (
             "batch: saving as it came (estimated)",
             [(b.at, b.realised.fixed - b.realised.drafting) for b in savings],
-            {"marker": "D", "color": SAVING_COLOUR},
+            {"marker": "D", "markersize": 4, "color": SAVING_COLOUR},
         ),
     ]
     for label, points, style in kinds:
         points = [(at - began, value) for at, value in points if math.isfinite(value)]
         if points:
             at, values = zip(*points, strict=True)
-            look = {"color": SWITCH_COLOUR, "linestyle": "", "markersize": 6, **style}
+            look = {"color": SWITCH_COLOUR, "linestyle": "", "clip_on": False, **style}
             axes.plot(at, values, label=label, **look)
     axes.axhline(0, color="#999999", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=0.1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.margins(y=0.15)
     axes.set_ylabel("seconds")
     axes.set_title("switches and batches: seconds taken and saved", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.25)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
