@@ -186,6 +186,9 @@ def take_engine_profile(
     except RuntimeError as error:
         typer.echo(f"the engine failed: {error}", err=True)
         raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -65,11 +65,10 @@ class Partial:
             partial._append({"key": header["key"]})
             return partial
         try:
-            text = path.read_text()
-            lines = text.splitlines(keepends=True)
-            if not lines[-1].endswith("\n"):
-                text = text[: -len(lines.pop())]
-                write_whole(path, text)
+            lines = path.read_text().splitlines(keepends=True)
+            cut_off = not lines[-1].endswith("\n")
+            if cut_off:
+                lines.pop()
             first, *others = [json.loads(line) for line in lines]
             of_engine = first["key"]
             for one in others:
@@ -89,6 +88,8 @@ class Partial:
                 f"{path} holds the unfinished profile of another engine: {'; '.join(different)}. "
                 "Delete it, or choose another --output"
             )
+        if cut_off:
+            write_whole(path, "".join(lines))
         return partial
 
     def add(self, points: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:
