@@ -78,8 +78,8 @@ def loading(source: str) -> set[str]:
                 found.add(ast.unparse(node))
             case ast.Call(func=function, keywords=words):
                 name = ast.unparse(function)
-                names = {name, name.split(".")[-1], *(w.arg for w in words)}
-                if name.split(".")[0] in RUN_CODE or names & LOADERS:
+                called = {name, name.split(".")[-1], *(str(one.arg) for one in words)}
+                if name.split(".")[0] in RUN_CODE or called & LOADERS:
                     found.add(ast.unparse(node))
     return found
 
