@@ -43,7 +43,9 @@ def write_random_model(
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
     from pat_vllm.cli.random_model import make_model
+    from pat_vllm.cli.text_only import without_vision_and_audio
 
+    without_vision_and_audio()
     try:
         parameters = make_model(
             path,
@@ -104,7 +106,9 @@ def run_demo(
 
     from pat_vllm.cli.demo import demo
     from pat_vllm.cli.engine_run import RunFailed
+    from pat_vllm.cli.text_only import without_vision_and_audio
 
+    without_vision_and_audio()
     try:
         agree = demo(
             Console(highlight=False),
