@@ -175,7 +175,7 @@ def plot_report(report: Report, path: Path) -> None:
             late = one.at - began > 0.75 * end
             above.annotate(
                 f"{one.source} → {one.target}\n{one.num_seqs} live, {one.seconds * 1e3:.0f} ms",
-                (one.at - began, most / 2 ** (number % 4)),
+                (one.at - began, most / 2 ** (number % 2)),
                 xytext=(-6 if late else 8, 0),
                 textcoords="offset points",
                 ha="right" if late else "left",
@@ -299,7 +299,7 @@ def _draw_costs(axes: Axes, report: Report, began: float) -> None:
             look = {"color": SWITCH_COLOUR, "linestyle": "", "clip_on": False, **style}
             axes.plot(at, values, label=label, **look)
     axes.axhline(0, color="#999999", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=0.1)
+    axes.set_yscale("symlog", linthresh=0.01)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.margins(y=0.15)
     axes.set_ylabel("seconds")
