@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paper.hardware import named_profile
 from pat_vllm import commands, files
 from pat_vllm.cli.profile import Partial
 from pat_vllm.files import make_private, write_whole
@@ -25,6 +24,7 @@ from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.profiling import cache
 from pat_vllm.profiling.profile import Profile, ProfileError
+from pat_vllm.simulator.modelled.hardware import named_profile
 from tests.support.mutation import mutated
 
 ROOT = Path(__file__).parents[1]
