@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-fast test-verl test-openrlhf lint format bench bench-switch clean
+.PHONY: help venv demo test test-all test-fast test-verl test-openrlhf lint format bench bench-switch wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ bench-switch: venv ## What a switch costs, against what copying its bytes would
 
 bench: venv ## Adaptive against every static layout
 	$(BIN)/python -m benchmarks.bench
+
+wheel: venv ## Build dist/pat_vllm-*.whl
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -5,10 +5,12 @@ Runs in the front end before any worker starts, so that a mistake is a clear err
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import (
+    PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
     layouts_of,
@@ -49,10 +51,7 @@ def prepare(vllm_config: VllmConfig) -> None:
         )
     _check_heads(vllm_config, layouts_of(vllm_config))
     _check_draft_lengths(vllm_config)
-    policy = pat_config(vllm_config).policy
-    if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
-        # Here it is checked to be whole. The scheduler checks that it is this engine's.
-        Profile.load(Path(policy.profile))
+    _check_files(pat_config(vllm_config).policy)
 
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls not in WORKER_CLS.values():
@@ -83,6 +82,19 @@ def _choose_attention_backend(attention: AttentionConfig) -> None:
 
     if current_platform.is_rocm() and attention.backend is None:
         attention.backend = AttentionBackendEnum.TRITON_ATTN
+
+
+def _check_files(policy: PolicyConfig) -> None:
+    """Check that files that the policy reads are whole, where the user hears of it at once."""
+    if not isinstance(policy, PredictorPolicyConfig):
+        return
+    if policy.profile is not None:
+        # The scheduler checks that it is this engine's.
+        Profile.load(Path(policy.profile))
+    if policy.lengths_file is not None and os.path.exists(policy.lengths_file):
+        from pat_vllm.predictor import kept
+
+        kept.load(Path(policy.lengths_file))
 
 
 def _platform_worker() -> str:

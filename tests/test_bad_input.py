@@ -110,6 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }
 
+DIRECTORY = str(Path(__file__).parent)
 DENSE_ONLY = "dense decoder-only models with full attention"
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
@@ -329,6 +330,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         dict(additional_config={"pat": {"policy": {"kind": "predictor", "profile": __file__}}}),
         ["test_bad_input.py is no JSON", "pat-vllm profile"],
     ),
+    "a lengths file that is none": (
+        "llama",
+        dict(
+            additional_config={"pat": {"policy": {"kind": "predictor", "lengths_file": __file__}}}
+        ),
+        ["test_bad_input.py holds no length history", "delete it"],
+    ),
+    "a lengths file that is a directory": (
+        "llama",
+        dict(
+            additional_config={"pat": {"policy": {"kind": "predictor", "lengths_file": DIRECTORY}}}
+        ),
+        [f"the lengths file {DIRECTORY} cannot be read", "Is a directory"],
+    ),
     "an impossible bound of lengths": (
         "llama",
         dict(additional_config={"pat": {"policy": {"kind": "predictor", "length_bound": 0}}}),
@@ -376,6 +391,14 @@ REFUSED_BY_VLLM: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 # Near neighbours of what is refused.
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a lengths file that is not there yet": (
+        "llama",
+        dict(
+            additional_config={
+                "pat": {"policy": {"kind": "predictor", "lengths_file": "no/such.json"}}
+            }
+        ),
+    ),
     "n-gram drafts": ("llama", dict(speculative_config=NGRAM)),
     "a dense model": ("llama", {}),
     "KV heads that layouts replicate": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import pat_vllm
+from pat_vllm import files
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.predictor.policy import SETTLE_SECONDS
@@ -177,3 +180,25 @@ def test_fixed_lengths_are_known_and_not_learnt_from(llm: Any) -> None:
     run(llm, long_tail(seed=3, ignore_eos=False))
     report = pat_vllm.report(llm).predictor
     assert report.responses == before + 12 and report.batches == 1
+
+
+def test_a_full_disk_stops_no_rollout(
+    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths are learnt all the same; the file is as it was."""
+    path = tmp_path / "lengths.json"
+    keeper = scheduler_of(llm).monitor.policy._keeper
+    monkeypatch.setattr(keeper, "_path", path)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = pat_vllm.report(llm).predictor.responses
+    with monkeypatch.context() as disk:
+        disk.setattr(files.os, "replace", full)
+        outcomes = run(llm, long_tail(seed=4, ignore_eos=False))
+        run(llm, long_tail(seed=5))  # the end of a batch is seen when the next comes
+        assert not os.listdir(tmp_path)
+    assert all(one.token_ids for one in outcomes.values())
+    assert pat_vllm.report(llm).predictor.responses == before + 12
+    assert keeper._failed == os.strerror(errno.ENOSPC)

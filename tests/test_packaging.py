@@ -1,8 +1,17 @@
 """What is shipped to users, and what importing it costs."""
 
+import os
 import subprocess
 import sys
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+from pat_vllm.cli import text_only
+from tests.models import random_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -11,25 +20,15 @@ PACKAGES = {
     "pat_openrlhf": ROOT / "integrations" / "openrlhf",
 }
 
-LIST_MODULES = """
-from setuptools import Distribution
-from setuptools.config.pyprojecttoml import apply_configuration
-
-distribution = Distribution({"script_name": "setup.py"})
-apply_configuration(distribution, "pyproject.toml")
-command = distribution.get_command_obj("build_py")
-command.ensure_finalized()
-for package, module, path in command.find_all_modules():
-    print(f"{package}.{module}")
-"""
-"""As `pip wheel` does it, but without building anything."""
+BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('../dist'))"
+"""What `python -m build --wheel` has setuptools do."""
 
 LIST_IMPORTED = """
 import sys
 import pat_vllm.cli, pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate
 import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
-import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive
+import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
@@ -49,13 +48,113 @@ def run(script: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_wheel_holds_every_module_that_users_run_and_nothing_else() -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, as building writes into the sources."""
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
+    (source / "integrations").mkdir(parents=True)
+    (directory / "dist").mkdir()
+    for path in PACKAGES.values():
+        if path != ROOT:
+            copytree(path, source / path.relative_to(ROOT), ignore=LEFT_OUT)
+    copytree(ROOT / "pat_vllm", source / "pat_vllm", ignore=LEFT_OUT)
+    for name in ("pyproject.toml", "LICENSE"):
+        (source / name).write_text((ROOT / name).read_text())
+    # What lies beside the packages is not part of them.
+    for name in ("tests", "benchmarks", "docs"):
+        (source / name).mkdir()
+        (source / name / "__init__.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, timeout=240
+    )
+    assert not done.returncode, done.stderr
+    return directory / "dist" / done.stdout.split()[-1]
+
+
+LEFT_OUT = ignore_patterns("__pycache__", "*.egg-info")
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
     expected = set()
     for package, directory in PACKAGES.items():
-        for path in (directory / package).rglob("*.py"):
-            expected.add(".".join(path.relative_to(directory).with_suffix("").parts))
-    assert "pat_vllm.cli.simulate" in expected and "pat_vllm.predictor.__init__" in expected
-    assert run(LIST_MODULES) == expected
+        for path in (directory / package).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                expected.add(str(path.relative_to(directory)))
+        assert f"{package}/py.typed" in expected
+    assert "pat_vllm/cli/simulate.py" in expected
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        assert {name for name in names if not name.startswith(info)} == expected
+        points = archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+        assert f"{info}/licenses/LICENSE" in names
+    for line in (
+        "pat-vllm = pat_vllm.cli:app",
+        "[vllm.general_plugins]\npat = pat_vllm.plugin:register",
+        "[verl.plugins]\npat = pat_verl.plugin",
+    ):
+        assert line in points
+    for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+def installed(wheel: Path, directory: Path) -> Mapping[str, str]:
+    """Environment in which Python finds the wheel's packages before all others."""
+    with zipfile.ZipFile(wheel) as archive:  # which for a wheel of pure Python is to install it
+        archive.extractall(directory)
+    return {"PYTHONPATH": str(directory), "PATH": os.environ["PATH"]}
+
+
+COMMAND = """
+import pat_vllm, sys
+assert pat_vllm.__file__.startswith(sys.argv.pop(1)), pat_vllm.__file__
+from pat_vllm.cli import app
+app()
+"""
+
+
+def test_commands_run_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    from tests.test_report_plot import a_report
+
+    environment = installed(wheel, tmp_path / "installed")
+    report = tmp_path / "report.json"
+    a_report().save(report)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, str(tmp_path / "installed"), "plot", str(report)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert not done.returncode, done.stderr
+    assert report.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_demo_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Its engines, too, which are processes of their own."""
+    environment = {**os.environ, **installed(wheel, tmp_path / "installed")}
+    # As pip installs them with vLLM's CPU build: made for another torch.
+    for name in text_only.PACKAGES:
+        (tmp_path / "installed" / name).mkdir()
+        broken = f"raise RuntimeError('operator {name}::nms does not exist')"
+        (tmp_path / "installed" / name / "__init__.py").write_text(broken)
+    model = ["--model", str(random_model("qwen3"))]
+    small = ["--requests", "6", "--max-tokens", "24", "--switch-at", "2"]
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, str(tmp_path / "installed"), "demo", *model, *small],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    assert "Outputs of all three runs agree" in done.stdout
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 
 def test_commands_and_simulator_import_neither_engine_nor_plots_nor_benchmarks() -> None:

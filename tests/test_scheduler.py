@@ -268,6 +268,43 @@ def test_blocks_are_freed_as_without_a_connector() -> None:
             assert not replica.scheduler.defer_block_free
 
 
+def check_live_requests_of_replicas(scheduler: Any) -> None:
+    """From one step to the next, also across a switch; one replica has all there are."""
+    add(scheduler, 5)
+    step(scheduler)
+    assert scheduler.controller.request(2) is True
+    step(scheduler)
+    add(scheduler, 1, first=5)
+    step(scheduler)
+    history = scheduler.controller.report().timeline
+    assert [sample.num_seqs for sample in history] == [5, 5, 6]
+    assert history[0].by_replica == ()
+    for sample in history[1:]:
+        assert sample.layout == Layout(2, 4)
+        assert len(sample.by_replica) == 4 and sum(sample.by_replica) == sample.num_seqs
+        assert max(sample.by_replica) - min(sample.by_replica) <= 1
+    # Steps in which nothing comes or goes add nothing.
+    step(scheduler)
+    assert scheduler.controller.report().timeline == history
+
+
+def test_live_requests_of_replicas_are_in_the_report(scheduler: Any) -> None:
+    check_live_requests_of_replicas(scheduler)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"for replica in active.replicas": "for replica in active.replicas[:1]"},
+        {"by_replica if len(by_replica) > 1 else ()": "by_replica"},
+        {"active.layout, num_seqs, several": "active.layout, num_seqs"},
+    ],
+)
+def test_wrong_numbers_of_live_requests_are_seen(scheduler: Any, changes: dict[str, str]) -> None:
+    with mutated(LayoutController._follow_policy, changes), pytest.raises(AssertionError):
+        check_live_requests_of_replicas(scheduler)
+
+
 def test_prompts_are_not_kept(scheduler: Any) -> None:
     """They may be long, and the router remembers many."""
     add(scheduler, 4)

@@ -593,7 +593,6 @@ def test_commands_name_what_is_wrong(arguments, message, profile_file):
         (["simulate", "--paper"], "python -m benchmarks.paper settings"),
         (["simulate", "--seeds", "3"], "python -m benchmarks.paper settings"),
         (["bench", "--repeats", "3"], "python -m benchmarks.bench"),
-        (["plot", "some.json", "--output", "x"], "python -m benchmarks.bench --replot"),
     ],
 )
 def test_what_has_moved_says_where(arguments, where):

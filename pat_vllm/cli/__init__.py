@@ -43,7 +43,9 @@ def write_random_model(
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
     from pat_vllm.cli.random_model import make_model
+    from pat_vllm.cli.text_only import without_vision_and_audio
 
+    without_vision_and_audio()
     try:
         parameters = make_model(
             path,
@@ -104,7 +106,9 @@ def run_demo(
 
     from pat_vllm.cli.demo import demo
     from pat_vllm.cli.engine_run import RunFailed
+    from pat_vllm.cli.text_only import without_vision_and_audio
 
+    without_vision_and_audio()
     try:
         agree = demo(
             Console(highlight=False),
@@ -185,6 +189,9 @@ def take_engine_profile(
         raise typer.Exit(1) from error
     except RuntimeError as error:
         typer.echo(f"the engine failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -340,6 +347,30 @@ def advise_user(
         raise typer.BadParameter(str(error)) from error
 
 
+@app.command("plot")
+def plot_report(
+    report: Annotated[Path, typer.Argument(help="JSON, as a report's `save` writes it.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Picture to write (.png, .svg, .pdf); by default named after the JSON."),
+    ] = None,
+) -> None:
+    """Draw what an engine did: live requests, layouts, draft lengths, switches and savings."""
+    from pat_vllm.reporting import Report
+    from pat_vllm.reporting.plot import summary
+
+    try:
+        loaded = Report.load(report)
+        picture = output or report.with_suffix(".png")
+        loaded.plot(picture)
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{summary(loaded)}\nplot: {picture}")
+
+
 _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -347,12 +378,6 @@ _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
 def bench_moved() -> None:
     """Say where the benchmark is now."""
     _refuse_command("bench", "python -m benchmarks.bench")
-
-
-@app.command("plot", hidden=True, context_settings=_MOVED, add_help_option=False)
-def plot_moved() -> None:
-    """Say where the benchmark's picture is drawn now."""
-    _refuse_command("plot", "python -m benchmarks.bench --replot RESULT.json")
 
 
 def _refuse_command(name: str, to: str) -> None:

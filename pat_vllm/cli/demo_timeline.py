@@ -6,6 +6,7 @@ from rich.text import Text
 
 from pat_vllm.cli.engine_run import RunResult
 from pat_vllm.layout import Layout
+from pat_vllm.reporting.plot import layout_name
 
 _MARKS = ":#%@&+*"
 """What stands for a layout in the drawn timeline, in order of appearance."""
@@ -37,7 +38,7 @@ def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
     end = f"{result.seconds:.1f} s"
     lines.append(" " * 7 + "+" + "-" * width)
     lines.append(" " * 8 + "0 s" + end.rjust(width - 3))
-    lines += [f"{mark * 3:>6}  {_describe(layout)}" for layout, mark in marks.items()]
+    lines += [f"{mark * 3:>6}  {layout_name(layout)}" for layout, mark in marks.items()]
     lines += [
         f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: "
         f"{s.num_seqs} live, "
@@ -45,11 +46,6 @@ def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
         for s in result.switches
     ]
     return lines
-
-
-def _describe(layout: Layout) -> str:
-    groups = "one group" if layout.replicas == 1 else f"{layout.replicas} replicas"
-    return f"layout {layout}: {groups} of tp={layout.tp}"
 
 
 def coloured(line: str) -> Text:

@@ -19,11 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from pat_vllm.cli.text_only import without_vision_and_audio
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+if __name__ in ("__main__", "__mp_main__"):  # the child, and the processes of its engine
+    without_vision_and_audio()
 
 _TAIL_LINES = 40
 """Of a failed engine's output, for the error message."""

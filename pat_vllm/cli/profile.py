@@ -26,6 +26,7 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
+from pat_vllm.files import write_whole
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
 from pat_vllm.profiling.points import POINTS
@@ -63,12 +64,11 @@ class Partial:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial._append({"key": header["key"]})
             return partial
-        text = path.read_text()
-        lines = text.splitlines(keepends=True)
-        if not lines[-1].endswith("\n"):
-            text = text[: -len(lines.pop())]
-            path.write_text(text)
         try:
+            lines = path.read_text().splitlines(keepends=True)
+            cut_off = not lines[-1].endswith("\n")
+            if cut_off:
+                lines.pop()
             first, *others = [json.loads(line) for line in lines]
             of_engine = first["key"]
             for one in others:
@@ -88,6 +88,8 @@ class Partial:
                 f"{path} holds the unfinished profile of another engine: {'; '.join(different)}. "
                 "Delete it, or choose another --output"
             )
+        if cut_off:
+            write_whole(path, "".join(lines))
         return partial
 
     def add(self, points: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:

@@ -162,6 +162,7 @@ class _Segment:
         name = f"pat-kv-{secrets.token_hex(8)}"
         # Closed by the end of the process.
         descriptor = os.memfd_create(name)
+        os.fchmod(descriptor, 0o600)  # it comes with 0777
         os.truncate(descriptor, _PAGE)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         return cls(path, f"{path} {name}")

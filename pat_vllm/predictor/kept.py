@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pat_vllm.files import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
 
@@ -24,7 +24,7 @@ class Keeper:
 
     def load(self, bound: int, draft_lengths: Sequence[int]) -> tuple[LengthModel, Acceptance]:
         """What the file holds, or models that have learnt nothing; otherwise like `load`."""
-        if self._path is not None and self._path.exists():
+        if self._path is not None and os.path.exists(self._path):
             return load(self._path, bound, draft_lengths)
         return LengthModel(bound), Acceptance(draft_lengths)
 
@@ -48,7 +48,7 @@ class Keeper:
 
 
 def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None) -> None:
-    """Write a JSON file, all of it or nothing.
+    """Write a JSON file that only the user may read, all of it or nothing.
 
     Raises:
         OSError: it cannot be written.
@@ -56,14 +56,7 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     content = lengths.to_json()
     if acceptance is not None:
         content["acceptance"] = acceptance.to_json()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_whole(path, json.dumps(content), private=True)
 
 
 def load(
@@ -77,8 +70,7 @@ def load(
             as with other weights: those of another engine are.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it was not written by `save`.
+        ValueError: the file cannot be read, or was not written by `save`.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -87,7 +79,9 @@ def load(
         if "acceptance" in content:  # not in older files, and where there were no drafts
             acceptance = Acceptance.from_json(content["acceptance"], draft_lengths)
             acceptance.weights_changed()
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"the lengths file {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} holds no length history ({error}); delete it to start afresh"
         ) from error

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pat_vllm.files import make_private
 from pat_vllm.profiling.profile import Profile, ProfileError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def find(key: Mapping[str, Any]) -> Profile | None:
     A damaged file is reported and counts as missing.
     """
     path = cache_path(key)
-    if not path.exists():
+    if not os.path.exists(path):
         return None
     try:
         profile = Profile.load(path)
@@ -50,10 +51,15 @@ def find(key: Mapping[str, Any]) -> Profile | None:
 
 
 def keep(profile: Profile) -> Path | None:
-    """Save a profile in the cache; returns where, or None where that is not possible."""
+    """Save a profile in the cache, for this user alone.
+
+    Returns where, or None where that is not possible.
+    """
     path = cache_path(profile.key)
     try:
-        profile.save(path)
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
+        profile.save(path, private=True)
     except OSError as error:
         logger.warning(
             "PAT could not keep the profile in %s (%s) and will measure again at the next start; "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pydantic import (
 )
 
 from pat_vllm.config import StrictModel
+from pat_vllm.files import write_whole
 from pat_vllm.layout import Layout
 
 FORMAT = 1
@@ -239,17 +239,19 @@ class Profile(StrictModel):
         """The layouts, base first."""
         return tuple(Layout.of(tp, self.ranks) for tp in self.layouts)
 
-    def save(self, path: Path) -> None:
-        """Write the file, whole or not at all; directories are made."""
+    def save(self, path: Path, *, private: bool = False) -> None:
+        """Write the file, whole or not at all; directories are made.
+
+        Args:
+            private: nobody but the user may read it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         content = self.model_dump(mode="json")
         text = json.dumps({"digest": _digest(content), **content}, indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            scratch.write_text(text + "\n")
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        write_whole(path, text + "\n", private=private)
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -263,7 +265,7 @@ class Profile(StrictModel):
             content = json.loads(path.read_text())
         except OSError as error:
             raise ProfileError(f"profile {path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"profile {path} is no JSON ({error}); {advice}") from None
         if not isinstance(content, dict) or "digest" not in content:
             raise ProfileError(f"{path} is no profile: it has no digest; {advice}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pat_vllm.reporting.values import DraftSample
+if TYPE_CHECKING:
+    from pat_vllm.reporting.values import DraftSample
 
 
 @dataclass(frozen=True)

@@ -99,13 +99,14 @@ class History:
         self._steps: dict[Layout, _StepTimes] = {}
         self._lock = threading.Lock()  # of `_steps`, `_drafts` and `_counting`
         self._first_step_due = False
-        self._now: tuple[Layout, int] | None = None
+        self._now: tuple[Layout, int, tuple[int, ...]] | None = None
 
-    def live(self, layout: Layout, num_seqs: int) -> None:
+    def live(self, layout: Layout, num_seqs: int, by_replica: tuple[int, ...] = ()) -> None:
         """Note the number of unfinished requests. To be called before each step."""
-        if self._now != (layout, num_seqs):
-            self._now = (layout, num_seqs)
-            self._timeline.append(LiveSample(time.monotonic(), layout, num_seqs))
+        now = (layout, num_seqs, by_replica)
+        if self._now != now:
+            self._now = now
+            self._timeline.append(LiveSample(time.monotonic(), *now))
 
     def step(self, layout: Layout, seconds: float) -> None:
         """Note that a replica finished a step."""

@@ -1,15 +1,22 @@
-"""The report and its parts: frozen dataclasses. They pickle, and travel as JSON by pydantic."""
+"""The report and its parts: frozen dataclasses. They travel and are kept as JSON, by pydantic."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
+from pat_vllm.files import write_whole
 from pat_vllm.layout import Layout
+from pat_vllm.reporting.plot import plot_report
+
+FORMAT = 1
+"""Version of the file that `Report.save` writes."""
 
 _parse = functools.lru_cache(maxsize=64)(Layout.parse)
 
@@ -215,11 +222,15 @@ class PredictorReport:
 
 @dataclass(frozen=True)
 class LiveSample:
-    """From `at` on (seconds) there were `num_seqs` unfinished requests in `layout`."""
+    """From `at` on (seconds) there were `num_seqs` unfinished requests in `layout`.
+
+    `by_replica` says how many of them each replica had; empty where there is one, or nobody knows.
+    """
 
     at: float
     layout: LayoutByName
     num_seqs: int
+    by_replica: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -299,6 +310,54 @@ class Report:
             ValueError: `text` is not the JSON of a report.
         """
         return _REPORT.validate_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file of JSON that `load` reads, all of it or nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_whole(Path(path), f'{{"format":{FORMAT},{self.to_json()[1:]}\n')
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: the file cannot be read, is damaged, or of another format.
+        """
+        try:
+            text = Path(path).read_bytes()
+            content = json.loads(text)
+        except OSError as error:
+            raise ValueError(f"report {path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"report {path} is no JSON ({error})") from None
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError(f"{path} is no report: it has no format; `Report.save` writes them")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"report {path} has format {content['format']!r}, this version reads {FORMAT}"
+            )
+        try:
+            return cls.from_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"report {path} is damaged: {where}: {first['msg']}") from None
+
+    def plot(self, path: str | Path) -> None:
+        """Draw a picture: requests, layouts, draft lengths, switches and savings over time.
+
+        Args:
+            path: file to write; its suffix says what kind (.png, .svg, .pdf).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            OSError: the file cannot be written.
+            ValueError: the report has no requests, or the suffix is unknown.
+        """
+        plot_report(self, Path(path))
 
 
 _REPORT = TypeAdapter(Report)

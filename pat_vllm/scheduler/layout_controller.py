@@ -107,8 +107,10 @@ class LayoutController:
 
     def _follow_policy(self) -> None:
         active = self._active
-        num_seqs = active.num_seqs
-        self._monitor.history.live(active.layout, num_seqs)
+        by_replica = tuple([replica.num_seqs for replica in active.replicas])
+        num_seqs = sum(by_replica)
+        several = by_replica if len(by_replica) > 1 else ()
+        self._monitor.history.live(active.layout, num_seqs, several)
         if num_seqs == 0 or self._forced or active.pause_state != PauseState.UNPAUSED:
             return
         now = time.monotonic()
