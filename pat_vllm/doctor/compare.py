@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_TOLERANCE = 2e-4
@@ -91,6 +91,17 @@ class Agreement:
     def __str__(self) -> str:
         ties = f", {self.ties} ties" if self.ties else ""
         return f"{self.compared} tokens, log-probabilities within {self.worst:.1e}{ties}"
+
+
+def together(agreements: Iterable[Agreement]) -> Agreement:
+    """Several as one: the first problem, the worst difference."""
+    found = list(agreements)
+    return Agreement(
+        sum(one.compared for one in found),
+        sum(one.ties for one in found),
+        max((one.worst for one in found), default=0.0),
+        next((one.problem for one in found if one.problem is not None), None),
+    )
 
 
 def compare_outputs(

@@ -25,6 +25,7 @@ from pat_vllm.doctor.compare import (
     Reference,
     compare_forced,
     compare_outputs,
+    together,
 )
 from pat_vllm.doctor.values import Check
 from pat_vllm.layout import Layout
@@ -93,9 +94,11 @@ class Journal:
             yield found
         except Exception as error:  # it is told, whatever it was
             problem = f"{type(error).__name__}: {error}"
-        for one in found:
-            if isinstance(one, Agreement) and problem is None:
-                problem = one.problem
+        if agreements := [one for one in found if isinstance(one, Agreement)]:
+            # Generated and scored, in one layout or several.
+            agreement = together(agreements)
+            found = [*(one for one in found if isinstance(one, str)), agreement]
+            problem = problem or agreement.problem
         text = "; ".join(str(one) for one in found)
         check = Check(name, text, problem, round(time.monotonic() - start, 2))
         self.write(check=asdict(check))
@@ -157,6 +160,8 @@ def check_engine(session: Session, journal: Journal) -> None:
         with journal.check("sleep and wake-up") as found:
             llm.sleep(level=1)
             llm.wake_up()
+            if llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+                found.append("without effect on CPU")
             found += in_layout(llm, session, journal, layouts[-1], first)
     with journal.check("weight update") as found:
         switch_to(llm, layouts[-1])
