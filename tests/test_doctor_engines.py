@@ -122,7 +122,6 @@ def test_too_little_memory(from_server: None, tmp_path: Path) -> None:
     assert any("KV cache is needed" in line for line in verdict.failed.log)
 
 
-@pytest.mark.nightly
 def test_a_model_that_is_refused(from_server: None, tmp_path: Path) -> None:
     config = {
         "architectures": ["MixtralForCausalLM"],

@@ -36,12 +36,10 @@ class Reference:
     Attributes:
         outputs: by request, greedy.
         forced: log-probabilities of the same tokens, by request, computed as a prompt's.
-        step_seconds: median of its decode steps.
     """
 
     outputs: tuple[Output, ...]
     forced: tuple[tuple[float, ...], ...]
-    step_seconds: float = 0.0
 
     @property
     def noise(self) -> float:

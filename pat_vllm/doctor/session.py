@@ -7,13 +7,12 @@ The engine core has its own process, as for users: a switch is asked for while i
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise, permutations
+from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -121,11 +120,11 @@ def make_references(session: Session, journal: Journal) -> tuple[Reference, ...]
     for label, model in (("", session.engine["model"]), (" new weights", session.other_weights)):
         with journal.check(f"stock vLLM{label}") as found:
             llm = LLM(**{**session.engine, "model": model})
-            outputs, seconds = generate(llm, session, journal.beat, likeliest=_LIKELIEST)
+            outputs = generate(llm, session, journal.beat, likeliest=_LIKELIEST)
             forced = score(llm, session.prompts, outputs)
             llm.llm_engine.engine_core.shutdown()
             del llm
-            reference = Reference(outputs, forced, seconds)
+            reference = Reference(outputs, forced)
             found.append(f"{len(outputs)} requests; off itself by {reference.noise:.1e}")
             if (problem := reference.problem) is not None:
                 raise ValueError(problem)
@@ -178,7 +177,7 @@ def in_layout(
 ) -> list[Agreement | str]:
     """Generate in a layout, and score stock vLLM's tokens in it."""
     switch_to(llm, layout)
-    outputs, _ = generate(llm, session, journal.beat)
+    outputs = generate(llm, session, journal.beat)
     made = compare_outputs(expected.outputs, outputs, expected.tolerance)
     if made.problem is not None:
         return [made]
@@ -202,7 +201,7 @@ def across(
         switch_to(llm, source)
         began = time.monotonic()
         after = {SWITCH_AFTER: lambda: switch_to(llm, target)}
-        outputs, _ = generate(llm, session, journal.beat, after)
+        outputs = generate(llm, session, journal.beat, after)
         switches = [
             one
             for one in report(llm, since=began).switches
@@ -236,7 +235,7 @@ def with_drafts(
         1 + at: (lambda length=length: speculate(llm, length))
         for at, length in enumerate(session.draft_lengths)
     }
-    outputs, _ = generate(llm, session, journal.beat, calls)
+    outputs = generate(llm, session, journal.beat, calls)
     drafts = report(llm, since=began).drafts
     drafted = sum(one.drafted for one in drafts)
     accepted = sum(one.accepted for one in drafts)
@@ -267,7 +266,7 @@ def generate(
     beat: Callable[[], None],
     after: dict[int, Callable[[], None]] | None = None,
     likeliest: int = 0,
-) -> tuple[tuple[Output, ...], float]:
+) -> tuple[Output, ...]:
     """Serve the requests.
 
     Args:
@@ -276,7 +275,7 @@ def generate(
         likeliest: tokens whose log-probabilities to keep at each position.
 
     Returns:
-        Outputs by request, and the median of the seconds between answers.
+        Outputs by request.
     """
     from vllm import SamplingParams
 
@@ -291,22 +290,19 @@ def generate(
     for number, prompt in enumerate(session.prompts):
         engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
     outputs: dict[int, Output] = {}
-    answers, times = 0, [time.monotonic()]
+    answers = 0
     while engine.has_unfinished_requests():
         answered = engine.step()
         if not answered:
             continue
         answers += 1
-        times.append(time.monotonic())
         beat()
         if after and answers in after:
             after[answers]()
         for one in answered:
             if one.finished:
                 outputs[int(one.request_id)] = _output_of(one.outputs[0], likeliest)
-    gaps = [b - a for a, b in pairwise(times[1:])]
-    ordered = tuple(outputs[number] for number in range(len(session.prompts)))
-    return ordered, statistics.median(gaps) if gaps else 0.0
+    return tuple(outputs[number] for number in range(len(session.prompts)))
 
 
 def _output_of(completion: Any, likeliest: int) -> Output:
