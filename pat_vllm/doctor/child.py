@@ -81,9 +81,9 @@ def run_module(
         text = log.read_text(errors="replace")
         checks = list(seen.checks)
         failed = any(one.problem is not None for one in checks)
-        if seen.hangs:
+        if seen.hangs and not failed:
             checks.append(Check(seen.last, problem=f"it hangs: nothing for {silence:.0f} s"))
-        elif codes != [0] and not failed:
+        elif not failed and codes != [0]:
             checks.append(Check(seen.last, problem=f"the process ended with exit code {codes[0]}"))
         if checks and checks[-1].problem is not None and (cause := explain(text)) is not None:
             last = checks[-1]
@@ -123,6 +123,8 @@ def _follow(
                     doing(seen.last)
                 elif "check" in entry:
                     seen.checks.append(Check(**entry["check"]))
+                    if seen.checks[-1].problem is not None:
+                        silence = min(silence, _ENDING)  # it has nothing more to do
             if ended:
                 return seen
             now = (journal.stat().st_size, log.stat().st_size)

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import permutations
 from pathlib import Path
@@ -141,11 +141,23 @@ def check_engine(session: Session, journal: Journal) -> None:
 
     from pat_vllm.api import report
 
-    first, other = session.references
     with journal.check("start") as found:
         llm = LLM(**session.engine)
         layouts = report(llm).layouts
         found.append(f"layouts {', '.join(map(str, layouts))}")
+    try:
+        _check_layouts(llm, layouts, session, journal)
+    except _Ended:
+        # Or this process would wait for the engine's at its end.
+        with suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        raise
+    with journal.check("shutdown"):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journal: Journal) -> None:
+    first, other = session.references
     for layout in layouts:
         with journal.check(f"layout {layout}") as found:
             found += in_layout(llm, session, journal, layout, first)
@@ -168,8 +180,6 @@ def check_engine(session: Session, journal: Journal) -> None:
         llm.reset_prefix_cache()
         for layout in layouts:
             found += in_layout(llm, session, journal, layout, other)
-    with journal.check("shutdown"):
-        llm.llm_engine.engine_core.shutdown()
 
 
 def in_layout(
