@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -242,8 +243,7 @@ def with_drafts(
     switch_to(llm, layout)
     began = time.monotonic()
     calls = {
-        1 + at: (lambda length=length: speculate(llm, length))
-        for at, length in enumerate(session.draft_lengths)
+        1 + at: partial(speculate, llm, length) for at, length in enumerate(session.draft_lengths)
     }
     outputs = generate(llm, session, journal.beat, calls)
     drafts = report(llm, since=began).drafts
@@ -274,7 +274,7 @@ def generate(
     llm: LLM,
     session: Session,
     beat: Callable[[], None],
-    after: dict[int, Callable[[], None]] | None = None,
+    after: Mapping[int, Callable[[], None]] | None = None,
     likeliest: int = 0,
 ) -> tuple[Output, ...]:
     """Serve the requests.

@@ -117,7 +117,7 @@ def without_names(text: str, names: Mapping[str, str]) -> str:
     for name in sorted(names, key=len, reverse=True):
         if len(name) > 2:
             edge = r"(?<![\w])" if name[0].isalnum() else ""
-            text = re.sub(edge + re.escape(name) + r"(?![\w])", lambda _, n=name: names[n], text)
+            text = re.sub(edge + re.escape(name) + r"(?![\w])", names[name], text)
     return text
 
 
