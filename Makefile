@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-fast test-verl test-openrlhf lint format bench bench-switch wheel clean
+.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -39,6 +39,15 @@ test-all: venv test-verl test-openrlhf ## For before a release: also what is mar
 
 test-fast: venv ## The pure tests: no engine is started
 	$(BIN)/python -m pytest -m "not slow and not gpu and not nightly"
+
+# Results are dated and can be committed as they are. A machine that is not fit need not be measured.
+GPUS  ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
+TODAY := $(shell date -u +%F)
+
+test-gpu: ## On a machine with GPUs, in an environment with vLLM for them (BIN=...): fitness, tests, figures
+	$(BIN)/pat-vllm doctor --all --speculate 4 --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m benchmarks.gpu
 
 test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer
 	$(VERL_VENV)/bin/python -m pytest $(SLICE) tests/verl

@@ -26,6 +26,7 @@ BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('../di
 LIST_IMPORTED = """
 import sys
 import pat_vllm.cli, pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate
+import pat_vllm.cli.doctor
 import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
 import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot

@@ -132,6 +132,67 @@ def run_demo(
         raise typer.Exit(1)
 
 
+@app.command("doctor")
+def run_doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a checkpoint, or a config.json: what is refused, and memory."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Compute memory for so many of this GPU (H100, H200); start no engine."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes, one for each GPU.")] = 2,
+    layouts: Annotated[
+        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    ] = None,
+    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
+    engine: Annotated[
+        str | None, typer.Option(help="Further options of vLLM's LLM, as a JSON object.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Of the random model: tiny or large.")] = "tiny",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")
+    ] = None,
+    speculate: Annotated[
+        int, typer.Option(min=0, help="Longest n-gram drafts of the self-test; 0 is none.")
+    ] = 0,
+    all_stages: Annotated[
+        bool, typer.Option("--all", help="Also engines with CUDA graphs, PIECEWISE and FULL.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where to write doctor.json and doctor.png.")
+    ] = None,
+) -> None:
+    """Test whether this machine is fit: environment, memory, and engines against stock vLLM.
+
+    Nothing is downloaded: the self-test's models are random. Exits with 1 when a stage fails.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.doctor import doctor, engine_options
+    from pat_vllm.cli.profile import pat_options
+
+    try:
+        fit = doctor(
+            Console(highlight=False),
+            model=model,
+            gpu=gpu,
+            ranks=ranks,
+            pat=pat_options(layouts, base_tp),
+            engine=engine_options(engine),
+            shape=shape,
+            dtype=dtype,
+            draft_length=speculate,
+            all_stages=all_stages,
+            output_dir=output_dir,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not fit:
+        raise typer.Exit(1)
+
+
 @app.command("profile")
 def take_engine_profile(
     model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],

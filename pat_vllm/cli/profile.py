@@ -134,12 +134,7 @@ def engine_arguments(
     Raises:
         ValueError: `layouts` is no list of numbers, or does not fit the ranks.
     """
-    pat: dict[str, Any] = {"base_tp": base_tp}
-    if layouts is not None:
-        try:
-            pat["layouts"] = [int(tp) for tp in layouts.split(",")]
-        except ValueError:
-            raise ValueError(f"--layouts takes sizes like 1,2,4, not {layouts!r}") from None
+    pat = pat_options(layouts, base_tp)
     base, *_ = PATConfig.parse(pat).resolve_layouts(options["tensor_parallel_size"])
     pat["policy"] = {"kind": "static", "tp": base.tp}
     return {
@@ -150,6 +145,21 @@ def engine_arguments(
         "skip_tokenizer_init": True,
         **{name: value for name, value in options.items() if value is not None},
     }
+
+
+def pat_options(layouts: str | None, base_tp: int) -> dict[str, Any]:
+    """PAT's options for layouts that are given on a command line, as "1,2,4".
+
+    Raises:
+        ValueError: `layouts` is no list of numbers.
+    """
+    pat: dict[str, Any] = {"base_tp": base_tp}
+    if layouts is not None:
+        try:
+            pat["layouts"] = [int(tp) for tp in layouts.split(",")]
+        except ValueError:
+            raise ValueError(f"--layouts takes sizes like 1,2,4, not {layouts!r}") from None
+    return pat
 
 
 def take_profile(

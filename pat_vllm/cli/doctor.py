@@ -1,0 +1,226 @@
+"""`pat-vllm doctor`: is this machine fit? Progress, the table, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pat_vllm.cli import random_model
+from pat_vllm.cli.engine_run import environment
+from pat_vllm.config import PATConfig
+from pat_vllm.doctor.arithmetic import gpu_named
+from pat_vllm.doctor.stages import Models, Plan, run_stages
+from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": dict(arch="qwen3", hidden=128, layers=3, head_dim=32, intermediate=256, vocab=512),
+    # Four layers as wide as Llama-3.1-8B's, with a smaller vocabulary: 1 GB of parameters.
+    "large": dict(
+        arch="llama",
+        hidden=4096,
+        layers=4,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocab=32000,
+    ),
+}
+"""Of the self-test's random models."""
+_REPEAT = 1.2
+"""Of models whose text repeats itself, so that drafts are accepted."""
+_COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
+
+
+def doctor(
+    console: Console,
+    *,
+    model: Path | None,
+    gpu: str | None,
+    ranks: int,
+    pat: dict[str, Any],
+    engine: dict[str, Any],
+    shape: str,
+    dtype: str | None,
+    draft_length: int,
+    all_stages: bool,
+    output_dir: Path | None,
+) -> bool:
+    """Run the stages, print what they find, and write it.
+
+    Args:
+        draft_length: the longest of the self-test; 0 is no speculative decoding.
+
+    Returns:
+        Whether no stage failed.
+
+    Raises:
+        ValueError: an option is not allowed, or options do not fit each other.
+    """
+    PATConfig.parse(pat).resolve_layouts(ranks)
+    if shape not in SHAPES:
+        raise ValueError(f"--shape {shape!r} is not known; allowed: {', '.join(SHAPES)}")
+    if gpu is not None and model is None:
+        raise ValueError("--gpu computes memory for a model: name one by --model")
+    names = names_of_this_machine()
+    if output_dir is not None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
+        plan = Plan(
+            ranks=ranks,
+            pat=pat,
+            engine=engine,
+            model=None if model is None else _checkpoint(model, scratch / "model"),
+            gpu=None if gpu is None else gpu_named(gpu),
+            machine=gpu is None,
+            dtype=dtype,
+            all=all_stages,
+            environment=_environment,
+        )
+        began = time.monotonic()
+        stages: list[Stage] = []
+        status = stack.enter_context(console.status("starting"))
+
+        def doing(what: str) -> None:
+            status.update(f"[{time.monotonic() - began:4.0f} s] {escape(what)}")
+            if not console.is_terminal:
+                console.print(f"[{time.monotonic() - began:4.0f} s] {what}", markup=False)
+
+        def make_models() -> Models:
+            return self_test_models(scratch, shape, ranks, draft_length)
+
+        for stage in run_stages(plan, make_models, doing):
+            stages.append(_without_names(stage, names))
+            _show_stage(console, stages[-1])
+        status.stop()
+        command = without_names(shlex.join(["pat-vllm", *sys.argv[1:]]), names)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        verdict = Verdict(date, command, tuple(stages))
+    show(console, verdict)
+    if output_dir is not None:
+        from pat_vllm.cli.doctor_plot import plot
+
+        (output_dir / "doctor.json").write_text(verdict.to_json() + "\n")
+        plot(verdict, output_dir / "doctor.png")
+        console.print(f"written: {output_dir}/doctor.json, doctor.png", soft_wrap=True)
+    return verdict.failed is None
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Nothing is downloaded, and an engine's core has a process of its own, as for users."""
+    given = {"HF_HUB_OFFLINE": "1", **environment(ranks)}
+    return {**given, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def engine_options(text: str | None) -> dict[str, Any]:
+    """Options of vLLM's, from JSON.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine takes a JSON object of vLLM's options: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--engine takes a JSON object of vLLM's options, not {text}")
+    return options
+
+
+def self_test_models(folder: Path, shape: str, ranks: int, draft_length: int) -> Models:
+    """Two random models of a shape that the ranks can share."""
+    sizes = dict(SHAPES[shape])
+    heads = sizes.get("heads", 8)
+    if heads % ranks:
+        sizes |= {"heads": math.lcm(heads, ranks), "kv_heads": math.lcm(heads, ranks) // 2}
+        sizes["intermediate"] = math.lcm(sizes["intermediate"], ranks)
+    if draft_length:
+        sizes["repeat"] = _REPEAT
+    paths = []
+    for seed in range(2):
+        path = folder / f"weights-{seed}"
+        random_model.make_model(path, seed=seed, **sizes)
+        paths.append(path)
+    powers = [2**n for n in range(draft_length.bit_length()) if 2**n <= draft_length]
+    lengths = (draft_length, 0, *powers, draft_length) if draft_length else ()
+    return Models(paths[0], paths[1], sizes["vocab"], lengths)
+
+
+def _checkpoint(model: Path, folder: Path) -> Path:
+    """The folder of a model that has at least its config.
+
+    Raises:
+        ValueError: there is no config.
+    """
+    if model.is_dir() and (model / "config.json").is_file():
+        return model.resolve()
+    if model.is_file():
+        folder.mkdir()
+        (folder / "config.json").write_text(model.read_text())
+        return folder
+    raise ValueError(f"--model {model} is neither a config.json nor a folder that has one")
+
+
+def _without_names(stage: Stage, names: Mapping[str, str]) -> Stage:
+    def clean(text: str) -> str:
+        return without_names(text, names)
+
+    checks = tuple(
+        replace(
+            one,
+            found=clean(one.found),
+            problem=None if one.problem is None else clean(one.problem),
+        )
+        for one in stage.checks
+    )
+    log = tuple(clean(line) for line in stage.log)
+    return replace(stage, checks=checks, why=clean(stage.why), log=log)
+
+
+def _show_stage(console: Console, stage: Stage) -> None:
+    colour = _COLOURS[stage.status]
+    seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
+    why = f": {escape(stage.why)}" if stage.status == "skipped" else ""
+    console.print(f"{stage.name}: [{colour}]{stage.status}[/]{seconds}{why}")
+
+
+def show(console: Console, verdict: Verdict) -> None:
+    """Print the table, the log of what failed, and the verdict."""
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for heading in ("stage", "check", "found"):
+        table.add_column(heading, no_wrap=heading == "stage")
+    table.add_column("s", justify="right")
+    for stage in verdict.stages:
+        for check in stage.checks:
+            found = escape(check.found)
+            if check.problem is not None:
+                found = f"[bold red]{escape(check.problem)}[/]"
+            seconds = f"{check.seconds:.1f}" if check.seconds else ""
+            table.add_row(stage.name, escape(check.name), found, seconds)
+    console.print(table)
+    if (failed := verdict.failed) is not None:
+        if failed.log:
+            console.print(f"Last lines of '{failed.name}':")
+            for line in failed.log:
+                console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"[bold red]{escape(verdict.sentence)}[/]")
+    else:
+        console.print(f"[green]{escape(verdict.sentence)}[/]")

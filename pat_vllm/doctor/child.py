@@ -1,0 +1,155 @@
+"""Starts the processes of a stage, follows what they do, and ends those that hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pat_vllm.doctor.symptoms import explain
+from pat_vllm.doctor.values import Check
+
+SILENCE = 420.0
+"""Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
+_LOOK = 0.2
+_ENDING = 20.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a process has left.
+
+    Attributes:
+        answer: text of the file that it wrote; None if it wrote none.
+        log: all that it printed.
+        checks: what it found, and at the end why it failed, if it did.
+    """
+
+    answer: str | None
+    log: str
+    checks: tuple[Check, ...]
+
+
+def run_module(
+    module: str,
+    request: str,
+    environment: Mapping[str, str],
+    doing: Callable[[str], None],
+    silence: float = SILENCE,
+) -> Run:
+    """Run `python -m module REQUEST ANSWER JOURNAL` in a new process, to its end.
+
+    Args:
+        request: text of the file that it reads.
+        doing: called with what it does, when it begins with something.
+        silence: seconds after which it is taken to hang.
+    """
+    with tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-") as scratch:
+        files = [Path(scratch) / name for name in ("request", "answer", "journal", "log")]
+        given, answer, journal, log = files
+        given.write_text(request)
+        journal.touch()
+        command = [sys.executable, "-m", module, str(given), str(answer), str(journal)]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # So that the engine's processes can be ended with it.
+                start_new_session=True,
+            )
+            codes: list[int] = []
+            waiting = threading.Thread(target=lambda: codes.append(process.wait()), daemon=True)
+            waiting.start()
+            try:
+                seen = _follow(journal, log, waiting, doing, silence)
+            except BaseException:
+                _end(process, waiting)
+                raise
+            if seen.hangs:
+                _end(process, waiting)
+        text = log.read_text(errors="replace")
+        checks = list(seen.checks)
+        failed = any(one.problem is not None for one in checks)
+        if seen.hangs and not failed:
+            checks.append(Check(seen.last, problem=f"it hangs: nothing for {silence:.0f} s"))
+        elif not failed and codes != [0]:
+            checks.append(Check(seen.last, problem=f"the process ended with exit code {codes[0]}"))
+        if checks and checks[-1].problem is not None and (cause := explain(text)) is not None:
+            last = checks[-1]
+            checks[-1] = Check(
+                last.name, last.found, f"{cause} ({_brief(last.problem)})", last.seconds
+            )
+        return Run(answer.read_text() if answer.exists() else None, text, tuple(checks))
+
+
+def _brief(problem: str | None) -> str:
+    return (problem or "").splitlines()[0][:160]
+
+
+@dataclass
+class _Seen:
+    checks: list[Check]
+    last: str = "start"
+    hangs: bool = False
+
+
+def _follow(
+    journal: Path,
+    log: Path,
+    waiting: threading.Thread,
+    doing: Callable[[str], None],
+    silence: float,
+) -> _Seen:
+    seen = _Seen([])
+    size, alive = (0, 0), time.monotonic()
+    with journal.open() as lines:
+        while True:
+            ended = not waiting.is_alive()
+            while (line := _whole_line(lines)) is not None:
+                entry = json.loads(line)
+                if "doing" in entry:
+                    seen.last = entry["doing"]
+                    doing(seen.last)
+                elif "check" in entry:
+                    seen.checks.append(Check(**entry["check"]))
+                    if seen.checks[-1].problem is not None:
+                        silence = min(silence, _ENDING)  # it has nothing more to do
+            if ended:
+                return seen
+            now = (journal.stat().st_size, log.stat().st_size)
+            if now != size:
+                size, alive = now, time.monotonic()
+            elif time.monotonic() - alive > silence:
+                seen.hangs = True
+                return seen
+            waiting.join(_LOOK)
+
+
+def _whole_line(lines: object) -> str | None:
+    """The next line, once it has been written to its end."""
+    at = lines.tell()  # type: ignore[attr-defined]
+    line: str = lines.readline()  # type: ignore[attr-defined]
+    if line.endswith("\n"):
+        return line
+    lines.seek(at)  # type: ignore[attr-defined]
+    return None
+
+
+def _end(process: subprocess.Popen[bytes], waiting: threading.Thread) -> None:
+    """End a process, and what it has started."""
+    process.terminate()
+    waiting.join(_ENDING)
+    with suppress(ProcessLookupError, AttributeError):
+        os.killpg(process.pid, signal.SIGKILL)
+    waiting.join(_ENDING)

@@ -1,0 +1,363 @@
+"""The checks of one engine, in a process of its own: `python -m pat_vllm.doctor.session`.
+
+What it is doing and what it found goes to a file, a line of JSON at a time (`child.py` reads it).
+The engine core has its own process, as for users: a switch is asked for while it generates.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from pydantic import TypeAdapter
+
+from pat_vllm.doctor.compare import (
+    Agreement,
+    Output,
+    Reference,
+    compare_forced,
+    compare_outputs,
+    together,
+)
+from pat_vllm.doctor.values import Check
+from pat_vllm.layout import Layout
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+SWITCH_AFTER = 4
+"""Answers of the engine after which a switch is asked for."""
+_TRIES = 3
+"""To switch before the last response has ended."""
+_LIKELIEST = 5
+
+
+@dataclass(frozen=True)
+class Session:
+    """An engine, what it is asked, and what it is compared with.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        other_weights: folder of a checkpoint of the same shape, for a weight update.
+        prompts: token ids of the requests.
+        max_tokens: each of them generates, greedily.
+        references: of the first weights and of the others; none for stock vLLM, which makes them.
+        draft_lengths: to go through while it generates; the engine speculates if there are any.
+    """
+
+    engine: dict[str, Any]
+    other_weights: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    references: tuple[Reference, ...] = ()
+    draft_lengths: tuple[int, ...] = ()
+    sleeps: bool = True
+
+
+SESSION = TypeAdapter(Session)
+REFERENCES = TypeAdapter(tuple[Reference, ...])
+CHECK = TypeAdapter(Check)
+
+
+@dataclass
+class Journal:
+    """What the process does, a line of JSON each."""
+
+    file: TextIO
+    failed: bool = field(default=False, init=False)
+
+    def write(self, **line: Any) -> None:
+        """Add a line at once."""
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+
+    def beat(self) -> None:
+        """Show that it goes on."""
+        self.write(beat=1)
+
+    @contextmanager
+    def check(self, name: str) -> Iterator[list[Agreement | str]]:
+        """Inside, what was found is appended. What is wrong, or raised, ends the session."""
+        self.write(doing=name)
+        found: list[Agreement | str] = []
+        start = time.monotonic()
+        problem = None
+        try:
+            yield found
+        except Exception as error:  # it is told, whatever it was
+            problem = f"{type(error).__name__}: {error}"
+        if agreements := [one for one in found if isinstance(one, Agreement)]:
+            # Generated and scored, in one layout or several.
+            agreement = together(agreements)
+            found = [*(one for one in found if isinstance(one, str)), agreement]
+            problem = problem or agreement.problem
+        text = "; ".join(str(one) for one in found)
+        check = Check(name, text, problem, round(time.monotonic() - start, 2))
+        self.write(check=asdict(check))
+        if problem is not None:
+            raise _Ended
+
+
+class _Ended(Exception):
+    """A check has failed, and said so."""
+
+
+# -------------------------------------------------------------------- stock vLLM
+
+
+def make_references(session: Session, journal: Journal) -> tuple[Reference, ...]:
+    """What stock vLLM says, with either of the weights."""
+    from vllm import LLM
+
+    made = []
+    for label, model in (("", session.engine["model"]), (" new weights", session.other_weights)):
+        with journal.check(f"stock vLLM{label}") as found:
+            llm = LLM(**{**session.engine, "model": model})
+            outputs = generate(llm, session, journal.beat, likeliest=_LIKELIEST)
+            forced = score(llm, session.prompts, outputs)
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            reference = Reference(outputs, forced)
+            found.append(f"{len(outputs)} requests; off itself by {reference.noise:.1e}")
+            if (problem := reference.problem) is not None:
+                raise ValueError(problem)
+            made.append(reference)
+    return tuple(made)
+
+
+# -------------------------------------------------------------------- PAT
+
+
+def check_engine(session: Session, journal: Journal) -> None:
+    """All checks of an engine with PAT."""
+    from vllm import LLM
+
+    from pat_vllm.api import report
+
+    with journal.check("start") as found:
+        llm = LLM(**session.engine)
+        layouts = report(llm).layouts
+        found.append(f"layouts {', '.join(map(str, layouts))}")
+    try:
+        _check_layouts(llm, layouts, session, journal)
+    except _Ended:
+        # Or this process would wait for the engine's at its end.
+        with suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+        raise
+    with journal.check("shutdown"):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journal: Journal) -> None:
+    first, other = session.references
+    for layout in layouts:
+        with journal.check(f"layout {layout}") as found:
+            found += in_layout(llm, session, journal, layout, first)
+    for source, target in permutations(layouts, 2):
+        with journal.check(f"{source} -> {target} with requests in flight") as found:
+            found += across(llm, session, journal, source, target, first)
+    if session.draft_lengths:
+        with journal.check("draft length changes with requests in flight") as found:
+            found += with_drafts(llm, session, journal, layouts[-1], first)
+    if session.sleeps:
+        with journal.check("sleep and wake-up") as found:
+            llm.sleep(level=1)
+            llm.wake_up()
+            if llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+                found.append("without effect on CPU")
+            found += in_layout(llm, session, journal, layouts[-1], first)
+    with journal.check("weight update") as found:
+        switch_to(llm, layouts[-1])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})
+        llm.reset_prefix_cache()
+        for layout in layouts:
+            found += in_layout(llm, session, journal, layout, other)
+
+
+def in_layout(
+    llm: LLM, session: Session, journal: Journal, layout: Layout, expected: Reference
+) -> list[Agreement | str]:
+    """Generate in a layout, and score stock vLLM's tokens in it."""
+    switch_to(llm, layout)
+    outputs = generate(llm, session, journal.beat)
+    made = compare_outputs(expected.outputs, outputs, expected.tolerance)
+    if made.problem is not None:
+        return [made]
+    switch_to(llm, layout)
+    forced = score(llm, session.prompts, expected.outputs)
+    return [made, compare_forced(expected.forced, forced, expected.tolerance)]
+
+
+def across(
+    llm: LLM,
+    session: Session,
+    journal: Journal,
+    source: Layout,
+    target: Layout,
+    expected: Reference,
+) -> list[Agreement | str]:
+    """Switch while requests are in flight; what they say is what they say in one layout."""
+    from pat_vllm.api import report
+
+    for _ in range(_TRIES):
+        switch_to(llm, source)
+        began = time.monotonic()
+        after = {SWITCH_AFTER: lambda: switch_to(llm, target)}
+        outputs = generate(llm, session, journal.beat, after)
+        switches = [
+            one
+            for one in report(llm, since=began).switches
+            if (one.source, one.target, one.reason) == (source, target, "forced")
+        ]
+        made = compare_outputs(expected.outputs, outputs, expected.tolerance)
+        if made.problem is not None or (switches and switches[0].num_seqs):
+            break
+    else:
+        raise RuntimeError(f"all responses had ended before the engine switched to {target}")
+    if made.problem is not None:
+        return [made]
+    # The engine may have gone home; as the switch left them, weights are looked at by scores.
+    switch_to(llm, source)
+    switch_to(llm, target)
+    forced = score(llm, session.prompts, expected.outputs)
+    one = switches[0]
+    moved = f"{one.num_seqs} in flight, {one.migrated} migrated, {1e3 * one.seconds:.0f} ms"
+    return [moved, made, compare_forced(expected.forced, forced, expected.tolerance)]
+
+
+def with_drafts(
+    llm: LLM, session: Session, journal: Journal, layout: Layout, expected: Reference
+) -> list[Agreement | str]:
+    """Go through the draft lengths while requests are in flight."""
+    from pat_vllm.api import report, speculate
+
+    switch_to(llm, layout)
+    began = time.monotonic()
+    calls = {
+        1 + at: partial(speculate, llm, length) for at, length in enumerate(session.draft_lengths)
+    }
+    outputs = generate(llm, session, journal.beat, calls)
+    drafts = report(llm, since=began).drafts
+    drafted = sum(one.drafted for one in drafts)
+    accepted = sum(one.accepted for one in drafts)
+    lengths = ", ".join(map(str, session.draft_lengths))
+    return [
+        f"k = {lengths}: {accepted} of {drafted} accepted",
+        compare_outputs(expected.outputs, outputs, expected.tolerance),
+    ]
+
+
+def switch_to(llm: LLM, layout: Layout) -> None:
+    """Switch, or say why not."""
+    from pat_vllm.api import report, switch
+
+    if not switch(llm, layout.tp):
+        refused = report(llm).refused
+        raise RuntimeError(
+            f"the switch to {layout} was refused: {refused[-1].why if refused else '?'}"
+        )
+
+
+# -------------------------------------------------------------------- vLLM
+
+
+def generate(
+    llm: LLM,
+    session: Session,
+    beat: Callable[[], None],
+    after: Mapping[int, Callable[[], None]] | None = None,
+    likeliest: int = 0,
+) -> tuple[Output, ...]:
+    """Serve the requests.
+
+    Args:
+        beat: called at each answer of the engine.
+        after: what to call after so many of its answers.
+        likeliest: tokens whose log-probabilities to keep at each position.
+
+    Returns:
+        Outputs by request.
+    """
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=session.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=likeliest,
+    )
+    for number, prompt in enumerate(session.prompts):
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+    outputs: dict[int, Output] = {}
+    answers = 0
+    while engine.has_unfinished_requests():
+        answered = engine.step()
+        if not answered:
+            continue
+        answers += 1
+        beat()
+        if after and answers in after:
+            after[answers]()
+        for one in answered:
+            if one.finished:
+                outputs[int(one.request_id)] = _output_of(one.outputs[0], likeliest)
+    return tuple(outputs[number] for number in range(len(session.prompts)))
+
+
+def _output_of(completion: Any, likeliest: int) -> Output:
+    tokens = tuple(completion.token_ids)
+    entries = [{t: float(e.logprob) for t, e in one.items()} for one in completion.logprobs]
+    logprobs = tuple(one[token] for one, token in zip(entries, tokens, strict=True))
+    return Output(tokens, logprobs, tuple(entries) if likeliest else ())
+
+
+def score(
+    llm: LLM, prompts: Sequence[Sequence[int]], outputs: Sequence[Output]
+) -> tuple[tuple[float, ...], ...]:
+    """Log-probabilities of given outputs, computed as a prompt's, by request."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+    sequences = [[*a, *b.tokens] for a, b in zip(prompts, outputs, strict=True)]
+    answers = llm.generate(
+        [TokensPrompt(prompt_token_ids=one) for one in sequences], params, use_tqdm=False
+    )
+    scores = []
+    for prompt, sequence, answer in zip(prompts, sequences, answers, strict=True):
+        entries = (answer.prompt_logprobs or [])[len(prompt) :]
+        tokens = sequence[len(prompt) :]
+        scores.append(tuple(e[t].logprob for e, t in zip(entries, tokens, strict=True)))
+    return tuple(scores)
+
+
+# -------------------------------------------------------------------- the process
+
+
+def main(request: str, answer: str, journal: str) -> None:
+    """Files in, files out; `answer` gets the references if the session has none."""
+    session = SESSION.validate_json(Path(request).read_text())
+    with Path(journal).open("a") as file:
+        lines = Journal(file)
+        try:
+            if session.references:
+                check_engine(session, lines)
+            else:
+                references = make_references(session, lines)
+                Path(answer).write_bytes(REFERENCES.dump_json(references))
+        except _Ended:
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

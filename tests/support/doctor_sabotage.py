@@ -1,0 +1,61 @@
+"""Mistakes in the workers of an engine that `pat-vllm doctor` looks at, by environment variable.
+
+The engine is given this module's class as `worker_extension_cls`, so that workers import it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+VARIABLE = "PAT_TEST_SABOTAGE"
+
+
+class Sabotage:
+    """Adds nothing to a worker."""
+
+
+def wrong_rows() -> None:
+    """After a switch to tp=2, the rows of rank 1's weights are where they were."""
+    from pat_vllm.weights.inplace import InPlaceShards
+
+    arrange = InPlaceShards.arrange
+
+    def forget(self: InPlaceShards, tp: int) -> int:
+        if tp == 2 and self._tp_ranks[2] == 1:
+            return 0
+        return arrange(self, tp)
+
+    InPlaceShards.arrange = forget  # type: ignore[method-assign]
+
+
+def dies() -> None:
+    """Rank 1 kills itself in the first switch that has KV to move."""
+    from pat_vllm.worker.worker import PATWorkerMixin
+
+    switch = PATWorkerMixin.pat_switch
+
+    def die(self: Any, command: Any) -> Any:
+        if self.rank == 1 and command.moves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return switch(self, command)
+
+    PATWorkerMixin.pat_switch = die  # type: ignore[method-assign]
+
+
+def wrong_logprob() -> None:
+    """Tokens are right; log-probabilities are a thousandth too large."""
+    from vllm.v1.sample.sampler import Sampler
+
+    gather = Sampler.gather_logprobs
+
+    def shifted(*args: Any, **options: Any) -> Any:
+        gathered = gather(*args, **options)
+        return gathered._replace(logprobs=gathered.logprobs + 1e-3)
+
+    Sampler.gather_logprobs = staticmethod(shifted)
+
+
+if name := os.environ.get(VARIABLE):
+    {"rows": wrong_rows, "dies": dies, "logprob": wrong_logprob}[name]()

@@ -1,0 +1,158 @@
+"""`pat-vllm doctor` with real engines: one healthy run, and each kind of failure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.doctor import stages
+from pat_vllm.doctor.child import Run, run_module
+from pat_vllm.doctor.values import Verdict
+from tests.support.doctor_sabotage import VARIABLE
+from tests.support.fork_server import Program
+
+pytestmark = pytest.mark.slow
+
+EXTENSION = json.dumps({"worker_extension_cls": "tests.support.doctor_sabotage.Sabotage"})
+
+
+def doctor(folder: Path, *options: str) -> tuple[Verdict, str]:
+    outcome = CliRunner().invoke(app, ["doctor", "--output-dir", str(folder), *options])
+    assert (folder / "doctor.json").exists(), outcome.output
+    verdict = Verdict.from_json((folder / "doctor.json").read_text())
+    assert outcome.exit_code == (1 if verdict.failed else 0), outcome.output
+    return verdict, outcome.output
+
+
+@pytest.fixture
+def from_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start sooner than for users."""
+    started_by = SimpleNamespace(Popen=Program, STDOUT=None)
+    monkeypatch.setattr("pat_vllm.doctor.child.subprocess", started_by)
+
+
+def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
+    verdict, text = doctor(tmp_path, "--speculate", "4")
+    assert verdict.failed is None, text
+    by_name = {stage.name: stage for stage in verdict.stages}
+    assert by_name["eager"].status == "passed"
+    assert {name for name, one in by_name.items() if one.status == "skipped"} == {
+        *("model", "memory", "piecewise", "full")
+    }
+    found = {check.name: check.found for check in by_name["eager"].checks}
+    assert [*found] == [
+        "stock vLLM",
+        "stock vLLM new weights",
+        "start",
+        "layout tp1dp2",
+        "layout tp2dp1",
+        "tp1dp2 -> tp2dp1 with requests in flight",
+        "tp2dp1 -> tp1dp2 with requests in flight",
+        "draft length changes with requests in flight",
+        "sleep and wake-up",
+        "weight update",
+        "shutdown",
+    ]
+    assert "6 in flight, 6 migrated" in found["tp1dp2 -> tp2dp1 with requests in flight"]
+    assert " 0 of " not in found["draft length changes with requests in flight"]
+    assert "576 tokens" in found["layout tp1dp2"]
+    written = (tmp_path / "doctor.json").read_text()
+    assert os.getcwd() not in written and str(tmp_path) not in written
+
+
+_kept: dict[str, Run] = {}
+
+
+@pytest.fixture
+def stock_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stock vLLM, which is not sabotaged, answers once for all tests."""
+
+    def run(module: str, request: str, environment: Any, *others: Any) -> Run:
+        if not module.endswith("session") or json.loads(request)["references"]:
+            return run_module(module, request, environment, *others)
+        if "stock" not in _kept:
+            honest = {k: v for k, v in environment.items() if k != VARIABLE}
+            _kept["stock"] = run_module(module, request, honest, *others)
+        return _kept["stock"]
+
+    monkeypatch.setattr(stages, "run_module", run)
+    yield
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("sabotage", "check", "problem"),
+    [
+        ("rows", "layout tp2dp1", "wrong token"),
+        ("logprob", "layout tp1dp2", "wrong log-probability"),
+    ],
+)
+def test_a_mistake_is_found_where_it_is(
+    sabotage: str,
+    check: str,
+    problem: str,
+    from_server: None,
+    stock_once: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found_by(sabotage, check, problem, tmp_path, monkeypatch)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies(
+    stock_once: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started as for users: what a server's processes write does not come to the log."""
+    check = "tp1dp2 -> tp2dp1 with requests in flight"
+    found_by("dies", check, "rank 1 died", tmp_path, monkeypatch)
+
+
+def found_by(
+    sabotage: str, check: str, problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor, with a sabotaged engine, names the problem in this check."""
+    monkeypatch.setenv(VARIABLE, sabotage)
+    verdict, text = doctor(folder, "--engine", EXTENSION)
+    assert verdict.failed is not None and verdict.failed.name == "eager", text
+    last = verdict.failed.checks[-1]
+    assert last.name == check, text
+    assert problem in (last.problem or ""), text
+    assert last.name in text and "Not fit: stage 'eager' failed" in " ".join(text.split())
+
+
+@pytest.mark.nightly
+def test_too_little_memory(tmp_path: Path) -> None:
+    verdict, text = doctor(tmp_path, "--engine", json.dumps({"kv_cache_memory_bytes": 1 << 16}))
+    assert verdict.failed is not None and verdict.failed.name == "eager", text
+    assert "too little memory" in verdict.failed.why
+    assert any("for the cache blocks" in line for line in verdict.failed.log)
+
+
+def test_a_model_that_is_refused(from_server: None, tmp_path: Path) -> None:
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "num_local_experts": 4,
+        "max_position_embeddings": 512,
+        "sliding_window": None,
+    }
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(config))
+    verdict, text = doctor(tmp_path / "out", "--model", str(model), "--gpu", "H100")
+    assert verdict.failed is not None and verdict.failed.name == "model", text
+    assert "mixture-of-experts" in verdict.failed.why
