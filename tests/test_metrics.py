@@ -414,7 +414,7 @@ def test_the_dashboard_shows_every_metric() -> None:
 
 
 def test_the_docs_name_every_metric() -> None:
-    named = {one for one in names_in((DOCS / "operation.md").read_text()) if "vllm:pat_" in one}
+    named = {one for one in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in one}
     counters = {f"{one.name}_total" for one in METRICS if one.kind is Kind.COUNTER}
     assert named == counters | {one.name for one in METRICS if one.kind is not Kind.COUNTER}
 
