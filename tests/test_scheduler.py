@@ -23,6 +23,7 @@ from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths
+from pat_vllm.scheduler.stats import merge_outputs
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.mutation import mutated
 
@@ -341,3 +342,13 @@ def test_a_draft_length_that_an_end_seen_later_undoes_is_noticed(scheduler: Any)
         pytest.raises(AssertionError),
     ):
         check_draft_length_asked_for_when_work_is_over(scheduler)
+
+
+def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
+    """Or a token of a later step would have come before the step was scheduled."""
+    from vllm.v1.engine import EngineCoreOutputs
+
+    waiting: dict[int, EngineCoreOutputs] = {}
+    for at in (2.0, 3.0, 1.0):
+        merge_outputs(waiting, {0: EngineCoreOutputs(timestamp=at)})
+    assert waiting[0].timestamp == 3.0

@@ -287,7 +287,7 @@ def generate(
     Returns:
         Outputs by request.
     """
-    from vllm import SamplingParams
+    from vllm import RequestOutput, SamplingParams
 
     engine = llm.llm_engine
     params = SamplingParams(
@@ -311,6 +311,7 @@ def generate(
             after[answers]()
         for one in answered:
             if one.finished:
+                assert isinstance(one, RequestOutput)
                 outputs[int(one.request_id)] = _output_of(one.outputs[0], likeliest)
     return tuple(outputs[number] for number in range(len(session.prompts)))
 
@@ -337,7 +338,8 @@ def score(
     for prompt, sequence, answer in zip(prompts, sequences, answers, strict=True):
         entries = (answer.prompt_logprobs or [])[len(prompt) :]
         tokens = sequence[len(prompt) :]
-        scores.append(tuple(e[t].logprob for e, t in zip(entries, tokens, strict=True)))
+        known = [entry for entry in entries if entry is not None]  # only a first token has none
+        scores.append(tuple(e[t].logprob for e, t in zip(known, tokens, strict=True)))
     return tuple(scores)
 
 

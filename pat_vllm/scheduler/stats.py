@@ -85,6 +85,8 @@ def merge_outputs(into: dict[int, EngineCoreOutputs], other: dict[int, EngineCor
             into[client] = outputs
             continue
         merged.outputs.extend(outputs.outputs)
+        # Tokens of a later step did not come before it was scheduled.
+        merged.timestamp = max(merged.timestamp, outputs.timestamp)
         if outputs.finished_requests:
             merged.finished_requests = (merged.finished_requests or set()) | (
                 outputs.finished_requests
