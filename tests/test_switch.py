@@ -206,7 +206,7 @@ def test_half_prefilled_and_waiting_requests_are_carried(case):
             [rng.randrange(3, 400) for _ in range(300)],
             {"max_tokens": 8, "temperature": 0.0, "logprobs": 0, "ignore_eos": True},
         )
-        for i in range(20)
+        for i in range(40)
     }
     expected = run(llm, jobs, before_step=at_steps(llm, {0: sizes[0]}))
     for target in sizes[1:]:
