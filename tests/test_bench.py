@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -18,10 +19,23 @@ from benchmarks.bench.judgement import MISSED_SHARE, judge
 from benchmarks.bench.plot import plot_bench
 from benchmarks.bench.ratios import best_of_each, better_static, paired_ratio
 from benchmarks.bench.report import content_of, markdown
-from benchmarks.bench.run import BenchSettings, Measurements, engine_options, judge_workload, sides
+from benchmarks.bench.run import (
+    BenchSettings,
+    Measurements,
+    command_of,
+    engine_options,
+    judge_workload,
+    sides,
+)
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.bench.serve import Served, requests_of, run_of
-from benchmarks.bench.workloads import MAX_TOKENS, PROMPT_TOKENS, WORKLOADS, choose
+from benchmarks.bench.workloads import (
+    MAX_TOKENS,
+    PROMPT_TOKENS,
+    WORKLOADS,
+    choose,
+    from_lengths,
+)
 from benchmarks.common import stock_limits
 from benchmarks.engine_process import EngineProcess
 from benchmarks.paper.clairvoyant import clairvoyant
@@ -106,6 +120,25 @@ def test_workloads_are_chosen_by_name():
         choose("longnormal")
     with pytest.raises(ValueError, match="no workload"):
         choose(",")
+
+
+def test_lengths_of_a_file_are_a_workload(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path("earlier.json")
+    path.write_text("[10, 20, 300]")
+    workload = from_lengths(path, 40)
+    assert workload.name == "earlier"
+    trace = workload.trace(1)
+    assert trace == workload.trace(1) != workload.trace(2)
+    assert len(trace) == 40 and {*trace.lengths} == {10, 20, 300}
+    assert trace.max_tokens == MAX_TOKENS
+    assert {*workload.trace(1, 0.5).lengths} <= {5, 10, 150}
+    asked = BenchSettings(tmp_path, 2, (workload,), 2, "full", seed=0)
+    command = "python -m benchmarks.bench --ranks 2 --repeats 2 --scale full --seed 0"
+    assert command_of(asked, True) == f"{command} --lengths earlier.json --requests 40"
+    path.write_text(f"[{MAX_TOKENS + 1}]")
+    with pytest.raises(ValueError, match=r"earlier.json has a response of 321 tokens"):
+        from_lengths(path, 40)
 
 
 # ---------------------------------------------------------------- statistics

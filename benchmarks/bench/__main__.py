@@ -30,6 +30,14 @@ def main(
             "own, repeating, unpredictable, changing."
         ),
     ] = None,
+    lengths: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file of earlier rollouts' lengths, as `pat-vllm advise` takes it, in place of "
+            "a named workload. May be repeated."
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Of a batch with --lengths.")] = 96,
     scale: Annotated[str, typer.Option(help="Size of the batches: full, half or tiny.")] = "full",
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and lengths.")] = 0,
     output_dir: Annotated[
@@ -46,7 +54,7 @@ def main(
     from benchmarks.bench.run import bench
     from benchmarks.bench.speculative.run import bench_speculative
     from benchmarks.bench.speculative.workloads import SPECULATIVE, SpeculativeWorkload
-    from benchmarks.bench.workloads import SCALES, WORKLOADS, choose
+    from benchmarks.bench.workloads import SCALES, WORKLOADS, Workload, choose, from_lengths
     from benchmarks.engine_process import EngineFailed
 
     if replot is not None:
@@ -56,7 +64,11 @@ def main(
     try:
         if scale not in SCALES:
             raise ValueError(f"--scale is {scale!r}; allowed are {', '.join(SCALES)}")
-        chosen = choose(workloads, {**WORKLOADS, **SPECULATIVE})
+        if workloads is None and lengths:
+            chosen: tuple[Workload, ...] = ()
+        else:
+            chosen = choose(workloads, {**WORKLOADS, **SPECULATIVE})
+        chosen += tuple(from_lengths(path, requests) for path in lengths or ())
         speculative = tuple(one for one in chosen if isinstance(one, SpeculativeWorkload))
         if speculative and model is not None:
             if workloads is not None:
@@ -88,7 +100,7 @@ def main(
                 seed=seed,
                 output_dir=output_dir,
             )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     except EngineFailed as error:
         typer.echo(str(error), err=True)

@@ -377,13 +377,15 @@ def progress_of(console: Console, total: int) -> Iterator[Callable[[str], None]]
 
 def command_of(settings: BenchSettings, own_model: bool) -> str:
     """The command line, without the places of this machine."""
+    named = [one.name for one in settings.workloads if one.option is None]
     given = {
         "--model": None if own_model else settings.model.name,
         "--ranks": settings.ranks,
         "--repeats": settings.repeats,
-        "--workloads": ",".join(workload.name for workload in settings.workloads),
+        "--workloads": ",".join(named) or None,
         "--scale": settings.scale,
         "--seed": settings.seed,
     }
     words = [f"{name} {value}" for name, value in given.items() if value is not None]
+    words += [one.option for one in settings.workloads if one.option is not None]
     return " ".join(["python -m benchmarks.bench", *words])

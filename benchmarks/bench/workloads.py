@@ -10,9 +10,11 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace
 
@@ -40,6 +42,7 @@ class Workload:
         waits: whether requests arrive over time, so that the engine does not set the pace alone.
         longest: response, tokens.
         prompts: tokens of the shortest and the longest prompt.
+        option: of the command, that asks for it; None: its name does.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Workload:
     waits: bool = False
     longest: int = MAX_TOKENS
     prompts: tuple[int, int] = PROMPT_TOKENS
+    option: str | None = None
 
     def trace(self, repeat: int, scale: float = 1.0, seed: int = 0) -> LengthTrace:
         """The batch of a repeat; 0 is the first, from which engines warm up and lengths are learnt.
@@ -153,6 +157,33 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
     )
 }
+
+
+def from_lengths(path: Path, requests: int) -> Workload:
+    """Batches of responses with lengths drawn from a file of earlier rollouts, as
+    `pat-vllm advise` draws them.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no lengths, or one above `MAX_TOKENS`.
+    """
+    earlier = read_rollouts(path)
+    if max(earlier.lengths) > MAX_TOKENS:
+        raise ValueError(
+            f"--lengths {path} has a response of {max(earlier.lengths)} tokens; allowed are "
+            f"at most {MAX_TOKENS}"
+        )
+
+    def make(repeat: int, scale: float, seed: int) -> LengthTrace:
+        batch = earlier.draw(_count(requests, scale), MAX_TOKENS, seed)
+        return replace(batch, lengths=tuple(max(1, round(n * scale)) for n in batch.lengths))
+
+    return Workload(
+        earlier.name,
+        f"{requests} requests, lengths drawn from {path.name}",
+        make,
+        option=f"--lengths {path.name if path.is_absolute() else path} --requests {requests}",
+    )
 
 
 def choose(names: str | None, known: Mapping[str, Workload] = WORKLOADS) -> tuple[Workload, ...]:
