@@ -100,6 +100,17 @@ def completed(result: Any) -> Future[Any]:
     return future
 
 
+class Deferred(Future):
+    """Resolves, whenever it is asked, to what a function returns then."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self._function()
+
+
 def read_together(
     method: str, response_mqs: Sequence[Any], raise_if_failed: Callable[[], None]
 ) -> list[Any]:

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,6 +20,7 @@ from pat_vllm import commands
 from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.calls import (
     RECHECK_SECONDS,
+    Deferred,
     checked,
     completed,
     discards_weights,
@@ -28,6 +28,7 @@ from pat_vllm.executor.calls import (
     read_together,
 )
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
     PATSchedulerOutput,
@@ -110,6 +111,7 @@ class PATExecutorMixin(_Base):
         config = self.vllm_config
         self.layout: Layout = home_layout(config)
         self._lanes: Lanes | None = None
+        self._leftovers = Leftovers(mq.handle for mq in self.response_mqs)
         self._in_lanes = False
         self._pending: dict[int, deque[float]] = {}
         self._unsampled: list[int] = []
@@ -122,7 +124,9 @@ class PATExecutorMixin(_Base):
         """Warm every layout up, then open the lanes: from here on there are steps."""
         super().compile_or_warm_up_model()
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
-        lanes.connect(self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),)))
+        replies = self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),))
+        lanes.connect([handle for handle, _ in replies])
+        self._leftovers.add(replies)
         ready = self.collective_rpc(commands.LANES_READY, non_block=True)
         # If a worker dies now, `lanes.wait_until_ready` never returns, but its reply fails.
         opened = threading.Event()
@@ -138,11 +142,13 @@ class PATExecutorMixin(_Base):
         self._lanes = lanes
 
     def shutdown(self) -> None:
-        """Stop the workers, wherever they are."""
+        """Stop the workers, wherever they are, and remove what killed ones leave. Idempotent."""
         if (lanes := getattr(self, "_lanes", None)) is not None:
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
         super().shutdown()
+        if (leftovers := getattr(self, "_leftovers", None)) is not None:
+            leftovers.remove()
 
     def fail(self) -> None:
         """Have vLLM end the engine, as when a worker has died. Idempotent.
@@ -282,7 +288,7 @@ class PATExecutorMixin(_Base):
         for replica in self._unsampled:
             self._send(replica, SAMPLE, of_replica.get(replica))
         self._unsampled.clear()
-        return _Finished(self) if non_block else self.finished()
+        return Deferred(self.finished) if non_block else self.finished()
 
     @_fatal
     def finished(self, wait_for_all: bool = False) -> list[StepResult]:
@@ -378,17 +384,6 @@ class PATExecutorMixin(_Base):
         first, *_ = self.collective_rpc(commands.RESOLVED_KERNELS)
         assert isinstance(first, ResolvedKernels)
         return first
-
-
-class _Finished(Future):
-    """Resolves, when asked, to the steps that have finished by then."""
-
-    def __init__(self, executor: PATExecutorMixin) -> None:
-        super().__init__()
-        self._executor = executor
-
-    def result(self, timeout: float | None = None) -> list[StepResult]:
-        return self._executor.finished()
 
 
 class PATExecutor(PATExecutorMixin, MultiprocExecutor):

@@ -209,7 +209,9 @@ class Lanes:
 
     def send(self, layout: Layout, replica: int, kind: str, payload: Any = None) -> None:
         """Send a message to all ranks of a replica."""
-        self._rings[layout.tp, replica].enqueue((kind, payload))
+        if not (rings := self._rings):
+            raise _shut_down()
+        rings[layout.tp, replica].enqueue((kind, payload))
 
     def leave(self, layout: Layout) -> None:
         """Ask the workers of a layout to leave their lanes after what was sent before."""
@@ -218,11 +220,11 @@ class Lanes:
 
     def has_reply(self, rank: int) -> bool:
         """Whether a reply of a rank waits to be received."""
-        return self._replies[rank].ready()
+        return self._reader(rank).ready()
 
     def wait(self, ranks: Iterable[int], timeout: float) -> None:
         """Sleep until one of the ranks may have replied, the lanes are shut down, or time is up."""
-        wait_for_any([self._replies[rank] for rank in ranks], timeout)
+        wait_for_any([self._reader(rank) for rank in ranks], timeout)
 
     def receive(self, rank: int, timeout: float) -> StepReply:
         """The next reply of a rank.
@@ -231,7 +233,7 @@ class Lanes:
             TimeoutError: none came within `timeout` seconds.
             RuntimeError: the worker failed, or the lanes were shut down.
         """
-        succeeded, result = self._replies[rank].dequeue(timeout=timeout)
+        succeeded, result = self._reader(rank).dequeue(timeout=timeout)
         if not succeeded:
             raise RuntimeError(
                 f"Worker {rank} failed with error '{result}', please check the stack trace above "
@@ -241,16 +243,31 @@ class Lanes:
         return result
 
     def shutdown(self, layout: Layout | None) -> None:
-        """Let the workers out of the lanes of `layout` and wake every reader. Idempotent."""
-        if layout is not None:
+        """Let the workers out of the lanes of `layout`, wake every reader, let go of all rings.
+
+        vLLM removes a ring's shared memory and sockets when nobody refers to it any more. Idempotent.
+        """
+        # Another thread may be about to use them.
+        rings, self._rings = self._rings, {}
+        replies, self._replies = self._replies, []
+        if layout is not None and rings:
             for replica in range(layout.replicas):
                 try:
-                    self._rings[layout.tp, replica].enqueue((LEAVE, None), timeout=0.1)
+                    rings[layout.tp, replica].enqueue((LEAVE, None), timeout=0.1)
                 except TimeoutError:
                     # A dead or stuck worker does not read any more; vLLM ends it by signal.
                     logger.debug("lane %s/%d is full at shutdown", layout, replica)
-        for mq in (*self._rings.values(), *self._replies):
+        for mq in (*rings.values(), *replies):
             mq.shutdown()
+
+    def _reader(self, rank: int) -> Reader:
+        if not (replies := self._replies):
+            raise _shut_down()
+        return replies[rank]
+
+
+def _shut_down() -> RuntimeError:
+    return RuntimeError("Executor failed, or ends: its lanes were shut down")
 
 
 class StepWorker(Protocol):
@@ -343,8 +360,13 @@ class WorkerLanes:
         assert self._finishing is not None
         # A new thread uses device 0, and would make a CUDA context there.
         current_platform.set_device(self._device)
-        while True:
-            self._reply.enqueue(_reply_to(*self._finishing.get()))
+        while (output := self._finishing.get()) is not None:
+            self._reply.enqueue(_reply_to(*output))
+
+    def shutdown(self) -> None:
+        """End the thread that refers to the rings. They go with the last reference to this."""
+        if self._finishing is not None:
+            self._finishing.put(None)
 
 
 def _reply_to(output: Any, drafts: DraftTokenIds | None) -> tuple[bool, Any]:

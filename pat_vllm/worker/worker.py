@@ -233,6 +233,8 @@ class PATWorkerMixin(_Base):
 
     def shutdown(self) -> None:
         """As in vLLM, for the runner of every layout and for the memory that layouts share."""
+        if (lanes := self.__dict__.pop("_lanes", None)) is not None:
+            lanes.shutdown()
         runtimes, self._runtimes = getattr(self, "_runtimes", {}), {}
         if runtimes:
             shut_down_beside(self._active, runtimes.values())
@@ -307,10 +309,14 @@ class PATWorkerMixin(_Base):
 
     # ---------------------------------------------------------------- steps
 
-    def pat_open_lanes(self, handles: LaneHandles) -> Handle:
-        """Open this rank's ends of the lanes; returns the handle of the ring back."""
+    def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, str]:
+        """Open this rank's ends of the lanes.
+
+        Returns:
+            The handle of the ring back, and the init method by which the ranks have met.
+        """
         self._lanes = WorkerLanes(handles, self.rank, self._runtimes, self.device)
-        return self._lanes.reply_handle()
+        return self._lanes.reply_handle(), self.distributed_init_method
 
     def pat_lanes_ready(self) -> None:
         """Block until the engine has opened its ends."""
