@@ -19,6 +19,7 @@ from pat_vllm import commands
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.lanes import reader_of
+from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, SwitchCommand
 from pat_vllm.layout import Layout
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -54,6 +55,7 @@ class Executor(PATExecutorMixin, Stock):
         Stock.__init__(self)
         self.layout = COMMAND.source
         self._lanes = Mock()
+        self._leftovers = Leftovers([])
         self._in_lanes = False
         self._pending = {}
         self._commands = {}

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+import torch
 import zmq
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 
-from pat_vllm.executor.lanes import LocalReader, RemoteReader, reader_of
+from pat_vllm.executor.lanes import (
+    EXECUTE,
+    Lanes,
+    LocalReader,
+    Network,
+    RemoteReader,
+    WorkerLanes,
+    reader_of,
+)
+from pat_vllm.executor.leftovers import Leftovers
+from pat_vllm.layout import Layout
+from tests.support.mutation import mutated
 
 MANY_BYTES = b"x" * (2 << 20)
 """More than a slot of the ring below, so it takes vLLM's out-of-band path."""
@@ -68,3 +83,108 @@ def test_shutting_down_ends_a_wait_without_end(ring: Any) -> None:
     with pytest.raises(RuntimeError, match="cancelled"):
         reader.dequeue()
     timer.join()
+
+
+# -------------------------------------------------------------------- nothing stays behind
+
+
+LAYOUTS = (Layout(1, 2), Layout(2, 1))
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Lanes, list[WorkerLanes]]]:
+    """The engine's ends and the workers'."""
+    lanes = Lanes(LAYOUTS, Network())
+    workers = [WorkerLanes(lanes.handles(), rank, LAYOUTS, torch.device("cpu")) for rank in (0, 1)]
+    lanes.connect([worker.reply_handle() for worker in workers])
+    threads = [threading.Thread(target=one.wait_until_ready) for one in (lanes, *workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del threads, thread
+    yield lanes, workers
+    lanes.shutdown(None)
+
+
+def there(queues: Iterable[Handle]) -> list[str]:
+    """Names of queues that have shared memory or a socket."""
+    names = []
+    for queue in queues:
+        assert queue.buffer_handle and queue.local_subscribe_addr and queue.local_notify_addr
+        name = queue.buffer_handle[3]
+        sockets = (queue.local_subscribe_addr, queue.local_notify_addr)
+        paths = [f"/dev/shm/{name}", *(one.removeprefix("ipc://") for one in sockets)]
+        if any(Path(path).exists() for path in paths):
+            names.append(name)
+    return names
+
+
+def check_shutdown(lanes: Lanes) -> None:
+    rings = list(lanes.handles().by_replica.values())
+    assert len(there(rings)) == 3
+    lanes.shutdown(LAYOUTS[0])
+    gc.collect()
+    assert not there(rings)
+
+
+def test_shutting_down_removes_the_rings(ends: tuple[Lanes, list[WorkerLanes]]) -> None:
+    """Python would do so when the front end ends, and call them leaked; sockets would stay."""
+    lanes, workers = ends
+    check_shutdown(lanes)
+    lanes.shutdown(LAYOUTS[0])
+    lanes.shutdown(None)
+    with pytest.raises(RuntimeError, match="shut down"):
+        lanes.receive(0, timeout=60)
+    with pytest.raises(RuntimeError, match="shut down"):
+        lanes.send(LAYOUTS[0], 0, EXECUTE)
+    with pytest.raises(RuntimeError, match="shut down"):
+        lanes.wait([0], timeout=60)
+    replies = [worker.reply_handle() for worker in workers]
+    assert len(there(replies)) == 2
+    for worker in workers:
+        worker.shutdown()
+    del worker, workers[:]
+    gc.collect()
+    assert not there(replies)
+
+
+def test_rings_that_are_kept_are_seen(ends: tuple[Lanes, list[WorkerLanes]]) -> None:
+    kept = {"rings, self._rings = self._rings, {}": "rings = self._rings"}
+    with mutated(Lanes.shutdown, kept), pytest.raises(AssertionError):
+        check_shutdown(ends[0])
+
+
+def test_a_wait_for_a_reply_ends_with_the_lanes(ends: tuple[Lanes, list[WorkerLanes]]) -> None:
+    lanes, _ = ends
+    timer = threading.Timer(0.2, lanes.shutdown, (None,))
+    timer.start()
+    with pytest.raises(RuntimeError):
+        lanes.receive(0, timeout=600)
+    timer.join()
+
+
+def test_what_killed_workers_leave_is_removed(
+    ends: tuple[Lanes, list[WorkerLanes]], tmp_path: Path
+) -> None:
+    """The engine core does it for them."""
+    _, workers = ends
+    met = tmp_path / f"vllm_dist_{uuid4().hex}"
+    shared = Path("/dev/shm") / f"{met.name}-tp:0-[0-1]-cpushm_0"
+    other = Path("/dev/shm") / f"{met.name}x"
+    queues = [worker.reply_handle() for worker in workers]
+    leftovers = Leftovers(queues[:1])
+    leftovers.add([(queues[1], f"file://{met}"), (Handle(), "tcp://127.0.0.1:1234")])
+    try:
+        for file in (met, shared, other):
+            file.touch()
+        assert len(there(queues)) == 2
+        leftovers.remove()
+        assert not there(queues)
+        assert not met.exists() and not shared.exists() and other.exists()
+        leftovers.remove()
+    finally:
+        shared.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+    for worker in workers:  # or vLLM removes its shared memory again
+        worker._reply.buffer.is_creator = False

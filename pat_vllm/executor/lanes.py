@@ -245,7 +245,7 @@ class Lanes:
     def shutdown(self, layout: Layout | None) -> None:
         """Let the workers out of the lanes of `layout`, wake every reader, let go of all rings.
 
-        vLLM removes a ring's shared memory and sockets when nobody refers to it any more. Idempotent.
+        vLLM removes shared memory and sockets of a ring that nobody refers to any more. Idempotent.
         """
         # Another thread may be about to use them.
         rings, self._rings = self._rings, {}
