@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch wheel clean
+.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch soak kills wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -74,6 +74,12 @@ bench-switch: venv ## What a switch costs, against what copying its bytes would
 
 bench: venv ## Adaptive against every static layout
 	$(BIN)/python -m benchmarks.bench
+
+soak: venv ## Storms of switches for 20 minutes (MINUTES=...): does anything grow
+	$(BIN)/python -m benchmarks.endurance.soak$(if $(MINUTES), --minutes $(MINUTES))
+
+kills: venv ## 50 workers killed at random moments (KILLS=...): a clear error soon, and nothing left
+	$(BIN)/python -m benchmarks.endurance.kills$(if $(KILLS), --kills $(KILLS))
 
 wheel: venv ## Build dist/pat_vllm-*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

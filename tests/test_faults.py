@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import pat_vllm
+from benchmarks.endurance.processes import names_held
 from pat_vllm.scheduler import switch as switch_module
 from tests.engines import Job, engine, engine_processes, run, scheduler_of
 from tests.support.fork_server import context
@@ -51,6 +55,37 @@ def fail_in_switch(worker):
             raise ValueError("no memory left")
 
         worker.pat_switch = fail
+
+
+def run_out_of_memory(worker, part):
+    """Make the last rank find no memory in the middle of its next switch, which others are in."""
+    if worker.rank == 1:
+        owner, name, right = {
+            "staging": (worker._exchange._transport, "prepare", 0),
+            "second layer": (worker._exchange, "run", 1),
+            "hand-over": (worker._handover, "give", 0),
+        }[part]
+        stock, calls = getattr(owner, name), iter(range(1000))
+
+        def allocate(*args, **options):
+            if next(calls) == right:
+                raise torch.OutOfMemoryError("no memory left")
+            return stock(*args, **options)
+
+        setattr(owner, name, allocate)
+
+
+def linger_in_exchange(worker, reached):
+    """Make the last rank stay in the middle of its next switch for a while."""
+    if worker.rank == 1:
+        stock = worker._exchange.run
+
+        def run(*args):
+            Path(reached).touch()
+            time.sleep(5)
+            stock(*args)
+
+        worker._exchange.run = run
 
 
 def die_soon(worker):
@@ -101,19 +136,34 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch, **options):
         assert not alive
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_a_switch_that_fails_ends_the_engine(in_process, monkeypatch):
+@pytest.mark.parametrize(
+    ("in_process", "sabotage"),
+    [
+        (True, fail_in_switch),
+        pytest.param(False, fail_in_switch, marks=pytest.mark.nightly),
+        (False, functools.partial(run_out_of_memory, part="second layer")),
+        *(
+            pytest.param(
+                False, functools.partial(run_out_of_memory, part=part), marks=pytest.mark.nightly
+            )
+            for part in ("staging", "hand-over")
+        ),
+    ],
+)
+def test_a_switch_that_fails_ends_the_engine(in_process, sabotage, monkeypatch):
     """Also where it was asked for by a call, whose caller vLLM would tell, and go on.
 
-    The rank that fails is heard though rank 0 waits for it in a collective.
+    The rank that fails is heard though rank 0 waits for it in a collective. Nothing is left.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     before = engine_processes()
-    with engine("qwen3", 2, {}, in_process=in_process) as llm:
+    with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=in_process) as llm:
         spawned = engine_processes(before)
-        llm.collective_rpc(fail_in_switch)
+        held = names_held(spawned)
+        assert held
+        llm.collective_rpc(sabotage)
         for i in range(4):
             llm.llm_engine.add_request(
                 f"r{i}", {"prompt_token_ids": [5, 6, 7 + i]}, _params(max_tokens=480)
@@ -129,6 +179,51 @@ def test_a_switch_that_fails_ends_the_engine(in_process, monkeypatch):
         assert time.monotonic() - begun < FAILED_WITHIN
     _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
     assert not alive
+    assert not [path for path in held if path.exists()]
+
+
+def front_end_in_a_switch(reached):
+    """Runs in a process of its own, until a signal ends it."""
+    with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=False) as llm:
+        llm.collective_rpc(linger_in_exchange, args=(reached,))
+        for i in range(4):
+            llm.llm_engine.add_request(
+                f"r{i}", {"prompt_token_ids": [5, 6, 7 + i]}, _params(max_tokens=480)
+            )
+        llm.llm_engine.step()
+        pat_vllm.switch(llm, tp=2)
+        while True:
+            llm.llm_engine.step()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, monkeypatch):
+    """SIGTERM reaches the front end only, and ends it at once; Ctrl-C reaches all processes."""
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    reached = tmp_path / "reached"
+    process = context().Process(target=front_end_in_a_switch, args=(str(reached),))
+    before = engine_processes()
+    process.start()
+    try:
+        while not reached.exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        spawned = [one for one in engine_processes(before) if one.pid != process.pid]
+        assert len(spawned) == 3
+        held = names_held(spawned)
+        assert held
+        os.kill(process.pid, number)
+        if number == signal.SIGINT:
+            for one in spawned:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.send_signal(number)
+        process.join(GONE_WITHIN)
+        assert process.exitcode == (1 if number == signal.SIGINT else -number)
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
+    assert not alive
+    assert not [path for path in held if path.exists()]
 
 
 def front_end(ready):

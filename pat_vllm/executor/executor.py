@@ -146,8 +146,13 @@ class PATExecutorMixin(_Base):
         if (lanes := getattr(self, "_lanes", None)) is not None:
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
+        leftovers = getattr(self, "_leftovers", None)
+        if leftovers is not None and self.is_failed:
+            # Workers may be stuck, and vLLM's front end kills an engine core that takes long to end.
+            self.rpc_broadcast_mq = None
+            leftovers.remove()
         super().shutdown()
-        if (leftovers := getattr(self, "_leftovers", None)) is not None:
+        if leftovers is not None:
             leftovers.remove()
 
     def fail(self) -> None:
@@ -214,9 +219,9 @@ class PATExecutorMixin(_Base):
         self._raise_if_failed()
         self._leave_lanes()
         self._read_earlier_replies()
-        ring = self.rpc_broadcast_mq
-        assert ring is not None
-        ring.enqueue((method, args, {}, None))  # each rank replies
+        # Not in a variable: a shutdown by another thread removes what nobody refers to.
+        assert self.rpc_broadcast_mq is not None
+        self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
         return read_together(method, self.response_mqs, self._raise_if_failed)
 
     def _read_earlier_replies(self) -> None:

@@ -1,0 +1,259 @@
+"""Workers killed at random moments: each time a clear error soon, and nothing left.
+
+    python -m benchmarks.endurance.kills --kills 50
+
+For each kill an engine is started, which speculates, and is given a batch. A worker is killed (by
+SIGKILL) in the middle of the batch, in a part of a switch, or while it verifies drafts. The front
+end must hear of it within 30 s, by an error that says that the engine failed. Processes, shared
+memory, sockets and temporary files that the engine had must be gone. Exit status 1 if they are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from benchmarks.common import ENVIRONMENT, machine, table, write_results
+from benchmarks.endurance import sabotage
+from benchmarks.endurance import storm as storms
+from benchmarks.endurance.processes import engine_processes, names_held
+from tests.models import phrase
+
+ERROR_WITHIN = 30.0
+"""Seconds from a worker's death to the front end's error."""
+_GIVE_UP = 120.0
+"""Seconds after which an engine that has not noticed is ended, so that the next has its turn."""
+_GONE_WITHIN = 60.0
+MOMENTS = ("batch", "switch", "verification")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Whom to kill, and when.
+
+    Attributes:
+        moment: one of `MOMENTS`.
+        part: of a switch: one of `sabotage.PARTS`.
+        call: which call of the part, or which verification.
+        delay: in the middle of a batch: seconds.
+        tp: of the layout that the batch runs in, or that the switch leaves.
+    """
+
+    moment: str
+    rank: int
+    tp: int
+    part: str = ""
+    call: int = 1
+    delay: float = 0.0
+
+    @classmethod
+    def draw(cls, moment: str, ranks: int, rng: random.Random) -> Kill:
+        """A random one."""
+        rank, tp = rng.randrange(ranks), rng.choice([tp for tp in (1, 2, 4) if ranks % tp == 0])
+        if moment == "switch":
+            part = rng.choice(sabotage.PARTS)
+            return cls(moment, rank, tp, part, call=rng.randint(1, 4) if part == "KV" else 1)
+        if moment == "verification":
+            return cls(moment, rank, tp, call=rng.randint(1, 60))
+        return cls(moment, rank, tp, delay=rng.uniform(0, 1.5))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a kill.
+
+    Attributes:
+        error: what the front end was told; empty if nothing was.
+        noticed: seconds from the death to the error; NaN if no worker died.
+        gone: seconds from the death to the end of the last process.
+        left: processes and names that are there afterwards.
+    """
+
+    kill: Kill
+    error: str
+    noticed: float
+    gone: float
+    left: list[str]
+
+    @property
+    def fine(self) -> bool:
+        """Whether the error was clear and in time, and nothing is left."""
+        return self.clear and self.noticed <= ERROR_WITHIN and not self.left
+
+    @property
+    def clear(self) -> bool:
+        """Whether the error says that the engine failed."""
+        return bool(re.search(r"EngineDeadError|[Ff]ailed|died", self.error))
+
+
+def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
+    """Start an engine, kill a worker of it, and see what comes of it.
+
+    Args:
+        from_server: see `tests.engines.engine`.
+    """
+    from tests.engines import engine
+
+    before = psutil.Process().children(recursive=True)
+    held_before = names_held([psutil.Process()])
+    with tempfile.TemporaryDirectory() as scratch:
+        note = Path(scratch) / "died"
+        with engine(
+            storms.MODEL,
+            ranks,
+            {"kv_transfer": "migrate"},
+            in_process=False,
+            from_server=from_server,
+            speculative_config=storms.SPECULATIVE,
+        ) as llm:
+            processes = engine_processes(before)
+            spawned = processes["engine core"] + processes["workers"]
+            held = names_held([psutil.Process(), *spawned]) - held_before
+            held = {path for path in held if Path(scratch) not in path.parents}
+            with _ended_after(_GIVE_UP, processes["engine core"]):
+                error = _run_until_it_fails(llm, kill, ranks, note)
+            heard = time.monotonic()
+            died = float(note.read_text()) if note.exists() else math.nan
+            _, alive = psutil.wait_procs(spawned, timeout=_GONE_WITHIN)
+            gone = time.monotonic()
+    left = [f"process {process.pid}" for process in alive]
+    left += [str(path) for path in sorted(held) if path.exists()]
+    return Outcome(kill, error, heard - died, gone - died, left)
+
+
+def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
+    """Give the engine work until it fails; returns the error, as its user sees it."""
+    import pat_vllm
+
+    pat_vllm.switch(llm, tp=kill.tp)
+    workers = llm.collective_rpc(sabotage.process_id)
+    if kill.moment == "switch":
+        arguments = (kill.rank, kill.part, kill.call, str(note))
+        llm.collective_rpc(sabotage.die_in_switch, args=arguments)
+    elif kill.moment == "verification":
+        arguments = (kill.rank, kill.call, str(note))
+        llm.collective_rpc(sabotage.die_in_verification, args=arguments)
+    _add_batch(llm)
+    try:
+        # All of them run.
+        for _ in range(20):
+            llm.llm_engine.step()
+        if kill.moment == "batch":
+            threading.Timer(kill.delay, _kill, (workers[kill.rank], note)).start()
+        elif kill.moment == "switch":
+            pat_vllm.switch(llm, tp=1 if kill.tp == ranks else ranks)
+        while True:
+            if not llm.llm_engine.has_unfinished_requests():
+                _add_batch(llm)
+            llm.llm_engine.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _add_batch(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    for i in range(8):
+        llm.llm_engine.add_request(
+            f"{time.monotonic()}-{i}", {"prompt_token_ids": phrase(storms.MODEL, 20 + i, i)}, params
+        )
+
+
+def _kill(pid: int, note: Path) -> None:
+    note.write_text(str(time.monotonic()))
+    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Kill processes if what is inside takes longer."""
+    timer = threading.Timer(seconds, lambda: [process.kill() for process in processes])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
+    text = (
+        f"A worker of {ranks} killed by SIGKILL, each time in a new engine that speculates "
+        "(n-gram, up to 4 drafts), a tiny random model. `error`: from the death to the front end's "
+        "error; `gone`: to the end of the last process. Median (low-high), s. `left`: processes, "
+        "shared memory, sockets, temporary files.\n\n"
+    )
+    rows = []
+    for moment in dict.fromkeys(_moment(one.kill) for one in outcomes):
+        of_moment = [one for one in outcomes if _moment(one.kill) == moment]
+        rows.append(
+            [
+                moment,
+                len(of_moment),
+                sum(one.clear and one.noticed <= ERROR_WITHIN for one in of_moment),
+                _seconds([one.noticed for one in of_moment]),
+                _seconds([one.gone for one in of_moment]),
+                sum(len(one.left) for one in of_moment) or "nothing",
+            ]
+        )
+    header = ["killed in", "kills", f"clear error within {ERROR_WITHIN:.0f} s", "error", "gone"]
+    text += table([*header, "left"], rows)
+    for one in outcomes:
+        if not one.fine:
+            text += f"\n* {one.kill}: {one.error or 'no error'}; left {one.left or 'nothing'}\n"
+    return text
+
+
+def _moment(kill: Kill) -> str:
+    return {
+        "batch": "a batch",
+        "switch": f"a switch: {kill.part}",
+        "verification": "a verification of drafts",
+    }[kill.moment]
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def run(
+    kills: Annotated[int, typer.Option(min=1, help="Each in an engine of its own.")] = 50,
+    ranks: Annotated[int, typer.Option(min=2, help="Of an engine.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of the moments.")] = 0,
+    as_for_users: Annotated[
+        bool, typer.Option(help="Start processes as for users, not from a server that has imports.")
+    ] = False,
+) -> None:
+    """Kill workers, and see whether the front end is told, and whether something is left."""
+    os.environ.update(ENVIRONMENT | storms.ENVIRONMENT)
+    facts = machine()
+    rng = random.Random(seed)
+    outcomes = []
+    for i in range(kills):
+        kill = Kill.draw(MOMENTS[i % len(MOMENTS)], ranks, rng)
+        outcome = kill_one(kill, ranks, from_server=not as_for_users)
+        outcomes.append(outcome)
+        print(f"{i + 1}/{kills}", "fine" if outcome.fine else "NOT FINE", outcome, flush=True)
+    outcomes.sort(key=lambda one: (one.kill.moment, sabotage.PARTS.index(one.kill.part or "begin")))
+    body = {"ranks": ranks, "seed": seed, "kills": [asdict(one) for one in outcomes]}
+    write_results("kills", facts, body, _text(outcomes, ranks))
+    raise typer.Exit(not all(one.fine for one in outcomes))
+
+
+if __name__ == "__main__":
+    typer.run(run)

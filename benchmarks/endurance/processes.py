@@ -1,0 +1,77 @@
+"""An engine's processes, and what they hold."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+ROLES = ("front end", "engine core", "workers")
+MIB = 2**20
+
+
+def engine_processes(before: Iterable[psutil.Process] = ()) -> dict[str, list[psutil.Process]]:
+    """Processes of the engine of this front end, by role, but for what was there `before`.
+
+    vLLM names them when they start.
+    """
+    others = {process.pid for process in before}
+    found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
+    found["front end"].append(psutil.Process())
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            title = process.cmdline()[:1]
+            if process.pid in others or not title or not title[0].startswith("VLLM::"):
+                continue
+            found["engine core" if "EngineCore" in title[0] else "workers"].append(process)
+    return found
+
+
+def sample(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
+    """What processes hold now: memory in MiB, numbers of all else.
+
+    PSS counts a page that several processes share in equal parts, private memory counts what a
+    process has for itself.
+
+    Raises:
+        psutil.NoSuchProcess: one has ended.
+    """
+    found: dict[str, float] = {}
+    for role, members in processes.items():
+        memory = [process.memory_full_info() for process in members]
+        found[f"{role}: RSS, MiB"] = sum(one.rss for one in memory) / MIB
+        found[f"{role}: PSS, MiB"] = sum(one.pss for one in memory) / MIB
+        found[f"{role}: private memory, MiB"] = sum(one.uss for one in memory) / MIB
+        found[f"{role}: file descriptors"] = sum(process.num_fds() for process in members)
+        found[f"{role}: threads"] = sum(process.num_threads() for process in members)
+    everyone = [process for members in processes.values() for process in members]
+    held = names_held(everyone)
+    found["shared memory"] = sum(path.parent == SHARED_MEMORY for path in held)
+    found["sockets and files"] = len(held) - found["shared memory"]
+    # Whoever has been started since is counted, too.
+    found["processes"] = len(psutil.Process().children(recursive=True))
+    return found
+
+
+def names_held(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Shared memory, sockets and temporary files of processes: names that may outlive them.
+
+    Among them is the file by which vLLM's ranks meet, after which its shared memory is named.
+    """
+    temporary = Path(tempfile.gettempdir())
+    held: set[Path] = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            files = {Path(one.path) for one in process.memory_maps()}
+            held |= {path for path in files if path.parent == SHARED_MEMORY and path.exists()}
+            sockets = process.net_connections(kind="unix")
+            names = [str(one.laddr) for one in sockets if one.laddr]
+            names += [one.path for one in process.open_files()]
+            held |= {path for path in map(Path, names) if temporary in path.parents}
+    met = {match[0] for path in held if (match := re.match(r"vllm_dist_\w+", path.name))}
+    return {path for path in held | {temporary / name for name in met} if path.exists()}
