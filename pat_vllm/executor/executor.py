@@ -148,7 +148,7 @@ class PATExecutorMixin(_Base):
             self._in_lanes = False
         leftovers = getattr(self, "_leftovers", None)
         if leftovers is not None and self.is_failed:
-            # Workers may be stuck, and vLLM's front end kills an engine core that takes long to end.
+            # Workers may be stuck, and vLLM kills an engine core that takes long to end.
             self.rpc_broadcast_mq = None
             leftovers.remove()
         super().shutdown()
