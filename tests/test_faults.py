@@ -158,10 +158,10 @@ def test_a_switch_that_fails_ends_the_engine(in_process, sabotage, monkeypatch):
     from vllm.v1.engine.exceptions import EngineDeadError
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    before = engine_processes()
+    before, held_before = engine_processes(), names_held([psutil.Process()])
     with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=in_process) as llm:
         spawned = engine_processes(before)
-        held = names_held(spawned)
+        held = names_held(spawned) - held_before
         assert held
         llm.collective_rpc(sabotage)
         for i in range(4):
@@ -202,7 +202,7 @@ def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     reached = tmp_path / "reached"
     process = context().Process(target=front_end_in_a_switch, args=(str(reached),))
-    before = engine_processes()
+    before, held_before = engine_processes(), names_held([psutil.Process()])
     process.start()
     try:
         while not reached.exists():
@@ -210,7 +210,7 @@ def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, 
             time.sleep(0.01)
         spawned = [one for one in engine_processes(before) if one.pid != process.pid]
         assert len(spawned) == 3
-        held = names_held(spawned)
+        held = names_held(spawned) - held_before
         assert held
         os.kill(process.pid, number)
         if number == signal.SIGINT:
