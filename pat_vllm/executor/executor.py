@@ -149,7 +149,6 @@ class PATExecutorMixin(_Base):
         leftovers = getattr(self, "_leftovers", None)
         if leftovers is not None and self.is_failed:
             # Workers may be stuck, and vLLM kills an engine core that takes long to end.
-            self.rpc_broadcast_mq = None
             leftovers.remove()
         super().shutdown()
         if leftovers is not None:
