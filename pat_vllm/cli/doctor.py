@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import sys
 import tempfile
@@ -24,7 +25,8 @@ from pat_vllm.cli import random_model
 from pat_vllm.cli.engine_run import environment
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import gpu_named
-from pat_vllm.doctor.stages import Models, Plan, run_stages
+from pat_vllm.doctor.plan import Models, Plan
+from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -59,6 +61,7 @@ def doctor(
     dtype: str | None,
     draft_length: int,
     all_stages: bool,
+    figures: bool,
     output_dir: Path | None,
 ) -> bool:
     """Run the stages, print what they find, and write it.
@@ -91,6 +94,7 @@ def doctor(
             machine=gpu is None,
             dtype=dtype,
             all=all_stages,
+            figures=figures,
             environment=_environment,
         )
         began = time.monotonic()
@@ -122,9 +126,11 @@ def doctor(
     return verdict.failed is None
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def _environment(ranks: int, may_compile: bool) -> dict[str, str]:
     """Nothing is downloaded, and an engine's core has a process of its own, as for users."""
     given = {"HF_HUB_OFFLINE": "1", **environment(ranks)}
+    if may_compile and "TORCHDYNAMO_DISABLE" not in os.environ:
+        del given["TORCHDYNAMO_DISABLE"]
     return {**given, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
