@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +17,13 @@ import pytest
 import torch
 
 from pat_vllm.cli import doctor as command
+from pat_vllm.cli.doctor_plot import _measured, plot
 from pat_vllm.doctor import environment, steps
 from pat_vllm.doctor.device import DEFAULT_MODEL, Moves, Scale, measure
 from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.doctor.packages import unfit
 from pat_vllm.doctor.speed import kv_blocks, reshard
+from pat_vllm.doctor.values import Check, Stage, Verdict
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 from tests.support.mutation import mutated
@@ -119,6 +124,27 @@ def test_kv_that_is_packed_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "packed wrongly" in checks_of(Moves(CONFIG, 2, (1, 2), TINY))["KV"]["problem"]
 
 
+def test_figures_are_in_the_picture(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    figures = [Check(**one) for one in checks_of(Moves(CONFIG, 4, (1, 2, 4), TINY)).values()]
+    steps_of = {"1": {"ms": [1.0, 2.0, 3.0], "stock_ms": [1.0, 1.9, 3.0], "ratio": 2.0 / 1.9}}
+    figures.append(Check("decode step tp1dp4", "1 request alone 2.00 ms", values=steps_of))
+    moves, times = _measured([Stage.of("figures", figures, 1.0)])
+    assert [label for label, _ in moves][:2] == [
+        "rows of weights: tp=1 to tp=2",
+        "rows of weights: tp=2 to tp=1",
+    ]
+    assert len(moves) == 6 + 4 and times == [("tp1dp4, 1", 2.0, 1.9)]
+    heights = []
+    for checks in (figures, []):
+        stage = Stage.of("figures", checks or [replace(one, values={}) for one in figures], 1.0)
+        path = tmp_path / "doctor.png"
+        plot(Verdict("2026-01-01T00:00:00+00:00", "pat-vllm doctor", (stage,)), path)
+        heights.append(imread(path).shape[0])
+    assert heights[0] > heights[1] + 200
+
+
 # ---------------------------------------------------------------- steps
 
 
@@ -148,8 +174,6 @@ def test_steps_are_timed_once_they_have_settled(monkeypatch: pytest.MonkeyPatch)
     clock = [0.0]
     monkeypatch.setattr(steps.time, "perf_counter", lambda: clock[0])
     llm: Any = SimpleNamespace(llm_engine=FakeEngine(clock))
-    import itertools
-
     gaps = steps._gaps(llm, ((5, 6), (7,)), itertools.count())
     assert len(gaps) == 2 * (steps._TOKENS - steps._UNSETTLED - 1)
     assert gaps == pytest.approx([0.01] * len(gaps))
@@ -168,7 +192,7 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(
     broken = unfit(("pat_test_vision", "pat_test_audio", "pat_test_absent"))
     assert broken == {"pat_test_vision": "RuntimeError: operator nms"}
 
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr(environment, "unfit", lambda: broken)
     file = StringIO()
     with pytest.raises(Ended):

@@ -112,8 +112,8 @@ def measure(moves: Moves, journal: Journal) -> None:
     journal.beat()
     with journal.check("rows of weights") as found:
         rows = reshard.measure(stopwatch, name, some, moves.layouts, ranks, rate)
-        found += [f"{layers} of {size.layers} layers of {name}, bfloat16", {"moves": rows}]
-        found += _lines(rows, "source", "target")
+        found.append(f"{layers} of {size.layers} layers of {name}, bfloat16")
+        found += _found(rows, "source", "target")
     narrow, wide = moves.layouts[0], moves.layouts[-1]
     one_layer = kv_blocks.Case(replace(size, layers=1), narrow, wide, scale.requests, scale.tokens)
     layers = _layers(size, scale.kv, 8 * one_layer.words)
@@ -121,12 +121,11 @@ def measure(moves: Moves, journal: Journal) -> None:
     with journal.check("KV") as found:
         memory = torch.empty(case.words, dtype=torch.int64, device=stopwatch.device)
         rows = kv_blocks.measure(stopwatch, memory, case, rate)
-        found += [
+        found.append(
             f"{scale.requests} requests of {scale.tokens} tokens a replica of {narrow}, "
-            f"{layers} of {size.layers} layers of {name}",
-            {"moves": rows},
-        ]
-        found += _lines(rows, "what", "direction")
+            f"{layers} of {size.layers} layers of {name}"
+        )
+        found += _found(rows, "what", "direction")
 
 
 def _layers(size: ModelSize, bound: int, of_layer: int) -> int:
@@ -171,20 +170,34 @@ def _cores(threads: int) -> str:
     return "one core" if threads == 1 else f"{threads} cores"
 
 
-def _lines(rows: Sequence[Mapping[str, Any]], *by: str) -> Iterator[str]:
-    """The slowest of each kind, in words."""
-    slowest: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+def _slowest(rows: Sequence[Mapping[str, Any]], *by: str) -> list[dict[str, Any]]:
+    """Of each kind, by the values of some fields, the row that is furthest from a copy's speed."""
+    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for row in rows:
         kind = tuple(row[name] for name in by)
-        if kind not in slowest or row["share_of_copy"] < slowest[kind]["share_of_copy"]:
-            slowest[kind] = row
-    for kind, row in slowest.items():
-        label = f"tp={kind[0]} to tp={kind[1]}" if by[0] == "source" else " ".join(kind)
-        moved, seconds = row["bytes_read_and_written"], row["ms"] / 1e3
+        if kind not in found or row["share_of_copy"] < found[kind]["share_of_copy"]:
+            found[kind] = row
+    return [
+        {
+            "label": f"tp={kind[0]} to tp={kind[1]}" if by[0] == "source" else " ".join(kind),
+            "bytes": row["bytes_read_and_written"],
+            "ms": row["ms"],
+            "share_of_copy": row["share_of_copy"],
+        }
+        for kind, row in found.items()
+    ]
+
+
+def _found(rows: Sequence[Mapping[str, Any]], *by: str) -> Iterator[str | Mapping[str, Any]]:
+    """The slowest of each kind, in words; and all rows."""
+    slowest = _slowest(rows, *by)
+    for row in slowest:
+        gigabytes = row["bytes"] / 1e9
         yield (
-            f"{label}: {moved / 1e9:.2f} GB in {row['ms']:.1f} ms, "
-            f"{moved / seconds / 1e9:,.1f} GB/s, {row['share_of_copy']:.0%} of a copy"
+            f"{row['label']}: {gigabytes:.2f} GB in {row['ms']:.1f} ms, "
+            f"{1e3 * gigabytes / row['ms']:,.1f} GB/s, {row['share_of_copy']:.0%} of a copy"
         )
+    yield {"slowest": slowest, "moves": list(rows)}
 
 
 def main(request: str, answer: str, journal: str) -> None:
