@@ -33,6 +33,12 @@ import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporti
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
+LIST_IMPORTED_BY_HELP = """
+import sys
+import pat_vllm.cli
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
 LIST_IMPORTED_BY_BENCHMARKS = """
 import sys
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
@@ -156,6 +162,12 @@ def test_the_demo_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_pa
     assert not done.returncode, done.stdout + done.stderr
     assert "Outputs of all three runs agree" in done.stdout
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_the_command_starts_without_what_its_commands_need() -> None:
+    """So that `pat-vllm --help` answers at once."""
+    imported = run(LIST_IMPORTED_BY_HELP)
+    assert not imported & {"matplotlib", "numpy", "pydantic", "rich", "torch", "vllm"}
 
 
 def test_commands_and_simulator_import_neither_engine_nor_plots_nor_benchmarks() -> None:
