@@ -253,7 +253,7 @@ def test_figures_that_are_wrong_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_GPUS, {3: "rank 1 died"})
     found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == ["p", "s", "s", "p", "f", "s"]
+    assert status_of(found) == ["p", "s", "s", "p", "f", "s", "s"]
     assert found["piecewise"].why == "start: rank 1 died"
     assert found["piecewise"].log == ("the log", "its end")
     assert found["full"].why == "'piecewise' failed"
@@ -265,12 +265,12 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
 ) -> None:
     options: dict[str, Any] = dict(ranks=8, gpu=gpu_named("H100"), machine=False, model=Path("m"))
     found = run_with(monkeypatch, Children(ON_GPUS), **options)
-    assert status_of(found) == ["p", "p", "f", "s", "s", "s"]
+    assert status_of(found) == ["p", "p", "f", "s", "s", "s", "s"]
     assert "too little memory" in found["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
     found = run_with(monkeypatch, Children(refused), **options)
-    assert status_of(found) == ["p", "f", "s", "s", "s", "s"]
+    assert status_of(found) == ["p", "f", "s", "s", "s", "s", "s"]
     assert "quantization='fp8'" in found["model"].why
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
     found = run_with(monkeypatch, Children(refused))
-    assert status_of(found) == ["f", "s", "s", "s", "s", "s"]
+    assert status_of(found) == ["f", "s", "s", "s", "s", "s", "s"]
