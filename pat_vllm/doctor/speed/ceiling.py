@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def measure(
         row: dict[str, Any] = {"bytes": size}
         for name, copy in copies.items():
             target.fill_(-1)
-            timing = stopwatch.measure(lambda copy=copy, a=source, b=target: copy(a, b))
+            timing = stopwatch.measure(partial(copy, source, target))
             assert torch.equal(source, target), f"{name} copies wrongly"
             row[f"{name}_bytes_per_second"] = 2 * size / timing.median
             row[name] = timing.to_json()
