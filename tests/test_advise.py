@@ -447,7 +447,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from pat_vllm.simulator.modelled.figures import MODEL_SHAPES
+    from pat_vllm.model_size import MODEL_SHAPES
 
     tokenizer = Tokenizer(models.WordLevel({"w": 0, "?": 1}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -466,7 +466,7 @@ def test_a_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -
 
 @pytest.mark.parametrize("field", ["num_experts", "kv_lora_rank"])
 def test_models_that_are_not_dense_are_refused(tmp_path: Path, field: str) -> None:
-    from pat_vllm.simulator.modelled.figures import MODEL_SHAPES
+    from pat_vllm.model_size import MODEL_SHAPES
 
     config = {**MODEL_SHAPES["qwen3-14b"], field: 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""`pat-vllm doctor`: comparing, computing, stages and what is shown, without an engine."""
+"""`pat-vllm doctor`: comparing, computing and what is shown, without an engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import pat_vllm.cli.doctor as command
-from pat_vllm.cli import app
+from pat_vllm.cli import app, doctor_models
 from pat_vllm.cli.doctor_plot import plot
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor import stages
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape, gpu_named
-from pat_vllm.doctor.child import Run, run_module
+from pat_vllm.doctor.child import run_module
 from pat_vllm.doctor.compare import (
     LEAST_TOLERANCE,
     Output,
@@ -25,11 +24,9 @@ from pat_vllm.doctor.compare import (
     compare_forced,
     compare_outputs,
 )
-from pat_vllm.doctor.environment import FACTS, Device, Facts
-from pat_vllm.doctor.session import REFERENCES, SESSION
-from pat_vllm.doctor.stages import Models, Plan, environment_checks, run_stages
 from pat_vllm.doctor.symptoms import explain
 from pat_vllm.doctor.values import Check, Stage, Verdict, without_names
+from pat_vllm.model_size import MODEL_SHAPES
 from tests.support.mutation import mutated
 
 STOCK = (
@@ -181,144 +178,6 @@ def test_what_cannot_be_computed_is_said() -> None:
         gpu_named("H900")
 
 
-# ---------------------------------------------------------------- stages
-
-GPU = Device("H100", "9.0", 80 << 30, 79 << 30)
-ON_CPU = Facts(
-    {"vllm": "0.32.0"}, "cpu", {"kind": "a CPU", "cores": 2, "numa_nodes": 1}, 24 << 30, 20 << 30
-)
-ON_GPUS = dataclasses.replace(
-    ON_CPU,
-    platform="cuda",
-    devices=(GPU, GPU),
-    peers=((True, True), (True, True)),
-    attention="FLASH_ATTN",
-    runner="V2",
-    config=LLAMA_70B,
-)
-
-
-def problems(facts: Facts, ranks: int = 2, machine: bool = True) -> dict[str, str]:
-    checks = environment_checks(facts, ranks, machine)
-    return {one.name: one.problem for one in checks if one.problem is not None}
-
-
-def test_the_environment() -> None:
-    assert not problems(ON_CPU) and not problems(ON_GPUS)
-    poor = dataclasses.replace(ON_CPU, free=1 << 30)
-    assert "too little memory: 2 ranks on CPU need about" in problems(poor)["host memory"]
-    assert "--ranks 4 needs as many GPUs, 2 are here" in problems(ON_GPUS, ranks=4)["GPUs"]
-    assert not problems(ON_GPUS, ranks=4, machine=False)
-    apart = dataclasses.replace(ON_GPUS, peers=((True, False), (False, True)))
-    links = next(one for one in environment_checks(apart, 2, True) if one.name == "links")
-    assert links.problem is None and "no peer access between 0-1" in links.found
-    assert links.values["peer_access"] == [[1, 0], [0, 1]]
-    busy = dataclasses.replace(ON_GPUS, devices=(GPU, dataclasses.replace(GPU, free=9 << 30)))
-    gpus = next(one for one in environment_checks(busy, 2, True) if one.name == "GPUs")
-    assert "GPU 1: 9.0 GiB free" in gpus.found
-
-
-class Children:
-    """In the place of `run_module`: answers that a process would give."""
-
-    def __init__(self, facts: Facts, ends: dict[int, str] | None = None) -> None:
-        self.facts = facts
-        self.ends = ends or {}
-        """Of the n-th session, what is wrong."""
-        self.sessions: list[Any] = []
-
-    def __call__(self, module: str, request: str, *_: Any) -> Run:
-        if module.endswith("environment"):
-            return Run(FACTS.dump_json(self.facts).decode(), "", ())
-        session = SESSION.validate_json(request)
-        self.sessions.append(session)
-        problem = self.ends.get(len(self.sessions))
-        if problem is not None:
-            return Run(None, "the log\nits end", (Check("start", problem=problem),))
-        made = None if session.references else REFERENCES.dump_json((REFERENCE,) * 2).decode()
-        return Run(made, "", (Check("start"),))
-
-
-def run_with(
-    monkeypatch: pytest.MonkeyPatch, children: Children, **options: Any
-) -> dict[str, Stage]:
-    monkeypatch.setattr(stages, "run_module", children)
-    plan: dict[str, Any] = dict(
-        ranks=2,
-        pat={"base_tp": 1},
-        engine={"worker_extension_cls": "x.Y", "block_size": 32},
-        model=None,
-        gpu=None,
-        machine=True,
-        dtype=None,
-        all=False,
-        environment=lambda ranks: {},
-    )
-    models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
-    found = run_stages(Plan(**{**plan, **options}), lambda: models, lambda what: None)
-    return {stage.name: stage for stage in found}
-
-
-def status_of(found: dict[str, Stage]) -> list[str]:
-    return [stage.status[0] for stage in found.values()]
-
-
-def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_CPU)
-    found = run_with(monkeypatch, children)
-    assert status_of(found) == ["p", "s", "s", "p", "s", "s"]
-    stock, pat = children.sessions
-    assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
-    assert "distributed_executor_backend" not in stock.engine
-    assert pat.engine["additional_config"]["pat"] == {
-        "base_tp": 1,
-        "policy": {"kind": "static", "tp": 1},
-        "weights": "inplace",
-    }
-    assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
-    assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
-    assert pat.references == (REFERENCE, REFERENCE)
-
-
-def test_all_stages_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_GPUS)
-    found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == ["p", "s", "s", "p", "p", "p"]
-    modes = [one.engine.get("compilation_config") for one in children.sessions]
-    assert modes == [None, None, {"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
-    assert "enforce_eager" not in children.sessions[-1].engine
-    assert children.sessions[-1].engine["dtype"] == "bfloat16"
-    assert children.sessions[-1].engine["enable_sleep_mode"] is True
-    # A CPU has none.
-    assert status_of(run_with(monkeypatch, Children(ON_CPU), all=True))[4:] == ["s", "s"]
-
-
-def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_GPUS, {3: "rank 1 died"})
-    found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == ["p", "s", "s", "p", "f", "s"]
-    assert found["piecewise"].why == "start: rank 1 died"
-    assert found["piecewise"].log == ("the log", "its end")
-    assert found["full"].why == "'piecewise' failed"
-    assert len(children.sessions) == 3
-
-
-def test_too_little_memory_and_refusals_are_stages_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    options: dict[str, Any] = dict(ranks=8, gpu=gpu_named("H100"), machine=False, model=Path("m"))
-    found = run_with(monkeypatch, Children(ON_GPUS), **options)
-    assert status_of(found) == ["p", "p", "f", "s", "s", "s"]
-    assert "too little memory" in found["memory"].why
-    refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
-    found = run_with(monkeypatch, Children(refused), **options)
-    assert status_of(found) == ["p", "f", "s", "s", "s", "s"]
-    assert "quantization='fp8'" in found["model"].why
-    # Without --model it is the self-test's own engine that is refused: the environment's affair.
-    found = run_with(monkeypatch, Children(refused))
-    assert status_of(found) == ["f", "s", "s", "s", "s", "s"]
-
-
 # ---------------------------------------------------------------- what is shown
 
 FAILED = Verdict(
@@ -355,7 +214,8 @@ def invoke(*arguments: str) -> tuple[int, str]:
     ("arguments", "said"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, large"),
+        (("--shape", "huge"), "allowed: tiny, large, model"),
+        (("--shape", "model"), "name one by --model"),
         (("--engine", "{"), "--engine takes a JSON object"),
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
@@ -388,10 +248,27 @@ def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     def make_model(path: Path, **sizes: Any) -> None:
         made.append(sizes)
 
-    monkeypatch.setattr(command.random_model, "make_model", make_model)
+    monkeypatch.setattr(doctor_models.random_model, "make_model", make_model)
     for ranks in (2, 3, 6, 8):
-        models = command.self_test_models(tmp_path, "tiny", ranks, 5)
+        sizes = doctor_models.sizes_of("tiny", None, ranks)
+        models = doctor_models.self_test_models(tmp_path, sizes, 5)
         assert made[-1].get("heads", 8) % ranks == 0 == made[-1]["intermediate"] % ranks
         assert models.draft_lengths == (5, 0, 1, 2, 4, 5)
     assert [one["seed"] for one in made[:2]] == [0, 1]
-    assert command.self_test_models(tmp_path, "tiny", 2, 0).draft_lengths == ()
+    assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_model_of_a_users_shape(kind: str, tmp_path: Path) -> None:
+    config = {**MODEL_SHAPES["llama-3.1-8b"], "model_type": kind, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = doctor_models.sizes_of("model", tmp_path, 8)
+    assert (sizes["arch"], sizes["heads"], sizes["kv_heads"], sizes["layers"]) == (kind, 32, 8, 2)
+    assert sizes["intermediate"] % 8 == 0 and sizes["vocab"] == 32000 and sizes["tie"] is True
+    assert (sizes["hidden"] == 32 * sizes["head_dim"]) == (kind == "qwen2")
+    small = {**config, "hidden_size": 96, "head_dim": 32, "intermediate_size": 80, "vocab_size": 9}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert doctor_models.sizes_of("model", tmp_path, 2)["hidden"] == 96
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mixtral"}))
+    with pytest.raises(ValueError, match="makes random models of qwen3, qwen2, llama, not of"):
+        doctor_models.sizes_of("model", tmp_path, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from pat_vllm.cli import app
 from pat_vllm.doctor import stages
 from pat_vllm.doctor.child import Run, run_module
 from pat_vllm.doctor.values import Verdict
+from tests.gpuless.compiled import LITE
 from tests.support.doctor_sabotage import VARIABLE
 from tests.support.fork_server import Program
 
@@ -45,7 +47,7 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     by_name = {stage.name: stage for stage in verdict.stages}
     assert by_name["eager"].status == "passed"
     assert {name for name, one in by_name.items() if one.status == "skipped"} == {
-        *("model", "memory", "piecewise", "full")
+        *("model", "memory", "piecewise", "full", "figures")
     }
     found = {check.name: check.found for check in by_name["eager"].checks}
     assert [*found] == [
@@ -127,6 +129,89 @@ def found_by(
     assert last.name == check, text
     assert problem in (last.problem or ""), text
     assert last.name in text and "Not fit: stage 'eager' failed" in " ".join(text.split())
+
+
+@pytest.mark.nightly
+def test_figures(from_server: None, stock_once: None, tmp_path: Path) -> None:
+    verdict, text = doctor(tmp_path, "--figures")
+    assert verdict.failed is None, text
+    checks = {check.name: check for check in verdict.stages[-1].checks}
+    assert [*checks] == [
+        *("copies", "rows of weights", "KV"),
+        *("stock vLLM tp=1", "stock vLLM tp=2", "PAT"),
+        *("decode step tp1dp2", "decode step tp2dp1", "memory tp1dp2", "memory tp2dp1"),
+    ]
+    for layout in ("tp1dp2", "tp2dp1"):
+        steps = checks[f"decode step {layout}"].values
+        assert [*steps] == ["1", "8"] and all(one["ratio"] > 0 for one in steps.values())
+        memory = checks[f"memory {layout}"].values
+        # A layout sees what stock vLLM has at its tp; all layouts together hold the base layout's.
+        assert memory["weights"] == memory["stock_weights"] <= memory["held"]
+    held = checks["memory tp2dp1"].values["held"]
+    assert held == pytest.approx(checks["memory tp1dp2"].values["weights"], rel=0.05)
+
+
+@pytest.fixture
+def graphs_on_cpu(stock_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a CPU had CUDA graphs: the stages are run, and vLLM compiles as on CUDA."""
+    run = stages.run_module  # of `stock_once`
+
+    def with_graphs(module: str, *others: Any) -> Run:
+        ended = run(module, *others)
+        if not module.endswith("environment") or ended.answer is None:
+            return ended
+        facts = json.loads(ended.answer) | {"graphs": {}}
+        return replace(ended, answer=json.dumps(facts))
+
+    monkeypatch.setattr(stages, "run_module", with_graphs)
+    path = os.pathsep.join([str(COMPILED_ON_CPU), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+
+
+COMPILED_ON_CPU = Path(__file__).parent / "support" / "compiled_on_cpu"
+COMPILATION = {"mode": 3, "backend": "inductor", "inductor_compile_config": LITE}
+
+
+@pytest.mark.nightly
+def test_a_stage_whose_graphs_were_not_captured(graphs_on_cpu: None, tmp_path: Path) -> None:
+    verdict, text = doctor(
+        tmp_path, "--all", "--engine", json.dumps({"compilation_config": COMPILATION})
+    )
+    assert verdict.failed is not None and verdict.failed.name == "piecewise", text
+    (start,) = verdict.failed.checks
+    assert start.name == "start" and "no CUDA graphs were captured" in (start.problem or "")
+    assert [stage.why for stage in verdict.stages[-2:]] == ["'piecewise' failed"] * 2
+
+
+@pytest.mark.nightly
+def test_compiled_engines_through_the_stages(graphs_on_cpu: None, tmp_path: Path) -> None:
+    """The extension is another, so that no graphs are looked for: a CPU has none."""
+    engine = json.loads(EXTENSION) | {"compilation_config": COMPILATION}
+    verdict, text = doctor(tmp_path, "--all", "--engine", json.dumps(engine))
+    assert verdict.failed is None, text
+    by_name = {stage.name: stage for stage in verdict.stages}
+    for name in ("piecewise", "full"):
+        assert by_name[name].status == "passed"
+        assert "layout tp2dp1" in {check.name for check in by_name[name].checks}
+
+
+@pytest.mark.nightly
+def test_a_torchvision_for_another_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip puts it beside a CPU torch: transformers finds it, and cannot import it."""
+    package, info = tmp_path / "torchvision", tmp_path / "torchvision-0.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    why = "operator torchvision::nms does not exist"
+    (package / "__init__.py").write_text(f"raise RuntimeError({why!r})")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.0\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    verdict, text = doctor(tmp_path / "out")
+    assert verdict.failed is not None and verdict.failed.name == "environment", text
+    (check,) = verdict.failed.checks
+    assert check.name == "torchvision" and why in (check.problem or "")
+    assert "pip uninstall torchvision" in (check.problem or "")
 
 
 @pytest.mark.nightly

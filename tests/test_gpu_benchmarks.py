@@ -15,8 +15,9 @@ import torch
 from benchmarks.gpu import decode, profiles, report, torch_ops
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY
+from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.figures import GPUS, MODEL_SHAPES, STEP_OVERHEAD
+from pat_vllm.simulator.modelled.figures import GPUS, STEP_OVERHEAD
 from pat_vllm.simulator.modelled.roofline import layer_communication
 from tests.triton_kernels import hopper_code, in_interpreter, needs_triton
 
@@ -96,7 +97,7 @@ def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
     assert "no GPU is at hand" in capsys.readouterr().err
 
 
-def test_shapes_are_those_that_the_simulator_models():
+def test_a_shape_is_its_config_and_back():
     assert {s.name: s.config() for s in (LLAMA_8B, QWEN_14B)} == MODEL_SHAPES
 
 

@@ -4,9 +4,10 @@ import pytest
 
 from pat_vllm.cli.held_out import held_out_error
 from pat_vllm.layout import Layout
+from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
-from pat_vllm.simulator.modelled.figures import MODEL_SHAPES, gpu_names
+from pat_vllm.simulator.modelled.figures import gpu_names
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 

@@ -115,7 +115,7 @@ def check_weights() -> None:
         # The vocabularies are multiples of 64, so nothing is padded.
         assert model.weight_bytes(1) == 2 * PARAMETERS[name]
         norms = (2 * model.layers + 1) * model.hidden * 2
-        norms += model.layers * 2 * model.head_size * 2 * model.qk_norm
+        norms += model.layers * 2 * model.head_dim * 2 * model.qk_norm
         for tp in (2, 4, 8):
             assert (model.weight_bytes(tp) - norms) * tp == model.weight_bytes(1) - norms
 
@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]
     "norms of queries and keys are forgotten": (
         check_weights,
         ModelShape.weight_bytes,
-        {"2 * self.head_size * self.qk_norm": "0"},
+        {"2 * self.head_dim * self.qk_norm": "0"},
     ),
     "keys without values": (
         check_kv,

@@ -1,5 +1,6 @@
 """What is shipped to users, and what importing it costs."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,11 +8,13 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copytree, ignore_patterns
+from typing import Any
 
 import pytest
 
 from pat_vllm.cli import text_only
 from tests.models import random_model
+from tests.test_doctor import LLAMA_70B
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -30,6 +33,12 @@ import pat_vllm.cli.doctor
 import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
 import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
+
+LIST_IMPORTED_BY_HELP = """
+import sys
+import pat_vllm.cli
 print(*sorted({name.split(".")[0] for name in sys.modules}))
 """
 
@@ -156,6 +165,45 @@ def test_the_demo_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_pa
     assert not done.returncode, done.stdout + done.stderr
     assert "Outputs of all three runs agree" in done.stdout
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_doctor_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Its processes, too: the one that asks vLLM, and the one that measures devices."""
+    environment = installed(wheel, tmp_path / "installed")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | LLAMA_NAMES))
+    arguments = ["doctor", "--model", str(tmp_path / "config.json"), "--gpu", "H100"]
+    arguments += ["--ranks", "8", "--base-tp", "4", "--output-dir", str(tmp_path / "out")]
+    command = [sys.executable, "-c", COMMAND, str(tmp_path / "installed"), *arguments]
+    options: dict[str, Any] = dict(cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=240, **options)
+    assert not done.returncode, done.stdout + done.stderr
+    assert "KV cache" in (tmp_path / "out" / "doctor.json").read_text()
+    for name, text in (("request", MEASURE), ("journal", "")):
+        (tmp_path / name).write_text(text)
+    files = [str(tmp_path / name) for name in ("request", "answer", "journal")]
+    command = [sys.executable, "-m", "pat_vllm.doctor.device", *files]
+    done = subprocess.run(command, timeout=240, **options)
+    assert not done.returncode, done.stdout + done.stderr
+    assert "% of a copy" in (tmp_path / "journal").read_text()
+
+
+LLAMA_NAMES = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+MEASURE = json.dumps(
+    {
+        "model": None,
+        "ranks": 2,
+        "tps": [1, 2],
+        "scale": dict(copies=[1 << 20], weights=1, kv=1, requests=1, tokens=64, repeats=1),
+    }
+)
+
+
+def test_the_command_starts_without_what_its_commands_need() -> None:
+    """So that `pat-vllm --help` answers at once."""
+    imported = run(LIST_IMPORTED_BY_HELP)
+    assert not imported & {"matplotlib", "numpy", "pydantic", "torch", "vllm"}
 
 
 def test_commands_and_simulator_import_neither_engine_nor_plots_nor_benchmarks() -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceiling, decode, kv_blocks, report, reshard
+from benchmarks.gpu import decode, moves, report
 from benchmarks.gpu.shapes import Scale, scale_of
-from benchmarks.gpu.timing import Stopwatch
+from pat_vllm.doctor.speed.timing import Stopwatch
 
 Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
 
 PARTS: dict[str, Part] = {
-    "reshard": reshard.measure,
-    "kv": kv_blocks.measure,
+    "reshard": moves.rows_of_weights,
+    "kv": moves.kv,
     "decode": decode.measure,
 }
 """What can be measured, beside the ceilings, which all of them refer to."""
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> Path:
     given.out.mkdir(parents=True, exist_ok=True)
 
     begun = time.perf_counter()
-    results["ceiling"] = ceiling.measure(stopwatch, scale)
+    results["ceiling"] = moves.ceilings(stopwatch, scale)
     for part in given.parts:
         _give_back()
         results[part] = PARTS[part](stopwatch, scale, results["ceiling"]["copy_bytes_per_second"])

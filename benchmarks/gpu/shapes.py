@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 
+from pat_vllm.layout import Layout
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A dense decoder with grouped KV heads, counted in elements."""
+class ModelShape(ModelSize):
+    """A dense decoder with a name; Qwen3's norms of queries and keys are part of a step."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
     qk_norm: bool
+
+    @classmethod
+    def known(cls, name: str) -> ModelShape:
+        """One of `MODEL_SHAPES`."""
+        config = MODEL_SHAPES[name]
+        qk_norm = config["model_type"] == "qwen3"
+        return cls(**vars(ModelSize.of(config)), name=name, qk_norm=qk_norm)
 
     def config(self) -> Mapping[str, Any]:
         """The shape as in a config.json."""
@@ -34,19 +37,16 @@ class ModelShape:
             "head_dim": self.head_dim,
             "intermediate_size": self.intermediate,
             "vocab_size": self.vocab,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
         }
 
 
-LLAMA_8B = ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, False)
-QWEN_14B = ModelShape("qwen3-14b", 40, 5120, 40, 8, 128, 17408, 151936, True)
-TINY = ModelShape("tiny", 2, 64, 8, 4, 16, 128, 512, True)
+LLAMA_8B = ModelShape.known("llama-3.1-8b")
+QWEN_14B = ModelShape.known("qwen3-14b")
+TINY = ModelShape(2, 64, 8, 4, 16, 128, 512, tied=False, name="tiny", qk_norm=True)
 
 RANKS = 8
 """Devices of the engines whose shards are measured."""
-
-BLOCK = 16
-"""Tokens of a KV block."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,11 @@ class Scale:
     decode_kv_bytes: int | None
     repeats: int
     tps: tuple[int, ...] = (1, 2, 4, 8)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of the engines, the base layout first."""
+        return tuple(Layout.of(tp, RANKS) for tp in self.tps)
 
 
 _FULL = Scale(
@@ -124,9 +129,3 @@ def scale_of(device: torch.device, quick: bool) -> Scale:
     if device.type == "cpu":
         return _TINY
     return _QUICK if quick else _FULL
-
-
-def random_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a tensor with random bits (of each 8 bytes all but one), and return it."""
-    tensor.view(torch.int64).random_()
-    return tensor

@@ -37,7 +37,7 @@ class PaperSetting:
 
     Attributes:
         title: for tables.
-        model: name in `figures.MODEL_SHAPES`.
+        model: name in `model_size.MODEL_SHAPES`.
         gpu: name in `figures.gpu_names()`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
         max_tokens: longest response.

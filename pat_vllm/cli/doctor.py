@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import os
 import shlex
 import sys
 import tempfile
@@ -20,30 +19,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pat_vllm.cli import random_model
+from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.cli.engine_run import environment
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import gpu_named
-from pat_vllm.doctor.stages import Models, Plan, run_stages
+from pat_vllm.doctor.plan import Models, Plan
+from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
 
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "tiny": dict(arch="qwen3", hidden=128, layers=3, head_dim=32, intermediate=256, vocab=512),
-    # Four layers as wide as Llama-3.1-8B's, with a smaller vocabulary: 1 GB of parameters.
-    "large": dict(
-        arch="llama",
-        hidden=4096,
-        layers=4,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        intermediate=14336,
-        vocab=32000,
-    ),
-}
-"""Of the self-test's random models."""
-_REPEAT = 1.2
-"""Of models whose text repeats itself, so that drafts are accepted."""
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
 
@@ -59,6 +42,7 @@ def doctor(
     dtype: str | None,
     draft_length: int,
     all_stages: bool,
+    figures: bool,
     output_dir: Path | None,
 ) -> bool:
     """Run the stages, print what they find, and write it.
@@ -73,8 +57,6 @@ def doctor(
         ValueError: an option is not allowed, or options do not fit each other.
     """
     PATConfig.parse(pat).resolve_layouts(ranks)
-    if shape not in SHAPES:
-        raise ValueError(f"--shape {shape!r} is not known; allowed: {', '.join(SHAPES)}")
     if gpu is not None and model is None:
         raise ValueError("--gpu computes memory for a model: name one by --model")
     names = names_of_this_machine()
@@ -82,15 +64,18 @@ def doctor(
         output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
+        folder = None if model is None else _checkpoint(model, scratch / "model")
+        sizes = sizes_of(shape, folder, ranks)
         plan = Plan(
             ranks=ranks,
             pat=pat,
             engine=engine,
-            model=None if model is None else _checkpoint(model, scratch / "model"),
+            model=folder,
             gpu=None if gpu is None else gpu_named(gpu),
             machine=gpu is None,
             dtype=dtype,
             all=all_stages,
+            figures=figures,
             environment=_environment,
         )
         began = time.monotonic()
@@ -103,7 +88,7 @@ def doctor(
                 console.print(f"[{time.monotonic() - began:4.0f} s] {what}", markup=False)
 
         def make_models() -> Models:
-            return self_test_models(scratch, shape, ranks, draft_length)
+            return self_test_models(scratch, sizes, draft_length)
 
         for stage in run_stages(plan, make_models, doing):
             stages.append(_without_names(stage, names))
@@ -122,46 +107,12 @@ def doctor(
     return verdict.failed is None
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def _environment(ranks: int, may_compile: bool) -> dict[str, str]:
     """Nothing is downloaded, and an engine's core has a process of its own, as for users."""
     given = {"HF_HUB_OFFLINE": "1", **environment(ranks)}
+    if may_compile and "TORCHDYNAMO_DISABLE" not in os.environ:
+        del given["TORCHDYNAMO_DISABLE"]
     return {**given, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-
-
-def engine_options(text: str | None) -> dict[str, Any]:
-    """Options of vLLM's, from JSON.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
-    if text is None:
-        return {}
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine takes a JSON object of vLLM's options: {error}") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"--engine takes a JSON object of vLLM's options, not {text}")
-    return options
-
-
-def self_test_models(folder: Path, shape: str, ranks: int, draft_length: int) -> Models:
-    """Two random models of a shape that the ranks can share."""
-    sizes = dict(SHAPES[shape])
-    heads = sizes.get("heads", 8)
-    if heads % ranks:
-        sizes |= {"heads": math.lcm(heads, ranks), "kv_heads": math.lcm(heads, ranks) // 2}
-        sizes["intermediate"] = math.lcm(sizes["intermediate"], ranks)
-    if draft_length:
-        sizes["repeat"] = _REPEAT
-    paths = []
-    for seed in range(2):
-        path = folder / f"weights-{seed}"
-        random_model.make_model(path, seed=seed, **sizes)
-        paths.append(path)
-    powers = [2**n for n in range(draft_length.bit_length()) if 2**n <= draft_length]
-    lengths = (draft_length, 0, *powers, draft_length) if draft_length else ()
-    return Models(paths[0], paths[1], sizes["vocab"], lengths)
 
 
 def _checkpoint(model: Path, folder: Path) -> Path:

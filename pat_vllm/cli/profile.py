@@ -162,6 +162,23 @@ def pat_options(layouts: str | None, base_tp: int) -> dict[str, Any]:
     return pat
 
 
+def json_object(option: str, text: str | None) -> dict[str, Any] | None:
+    """Options of vLLM's that are given on a command line.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    if text is None:
+        return None
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} takes a JSON object of vLLM's options: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"{option} takes a JSON object of vLLM's options, not {text}")
+    return options
+
+
 def take_profile(
     console: Console, engine: Mapping[str, Any], output: Path | None, quick: bool, budget: float
 ) -> Path:

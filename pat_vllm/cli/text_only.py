@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM's CPU build requires them. pip may resolve them to CUDA builds, which do not fit the CPU
-torch: then `import vllm` fails with "operator torchvision::nms does not exist"."""
+from pat_vllm.doctor.packages import PACKAGES
 
 
 def without_vision_and_audio() -> None:

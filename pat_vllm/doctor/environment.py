@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -16,10 +17,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from pat_vllm.doctor.session import Journal
+from pat_vllm.doctor.journal import Ended, Journal
+from pat_vllm.doctor.packages import unfit, what_to_do
 from pat_vllm.doctor.values import Check
 
-_LIBRARIES = ("transformers", "triton", "flashinfer-python", "ray", "numpy")
+_GiB = 1 << 30
+_PROCESS_BYTES = 600 << 20
+"""Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
+_LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class Facts:
         attention, runner: what vLLM would choose for the engine; None where it refuses it.
         refused: why PAT, or vLLM, does not run the engine; None if it does.
         config: of the model, as in its config.json.
+        graphs: by "piecewise" and "full", what vLLM makes of that `cudagraph_mode` here.
     """
 
     versions: dict[str, str]
@@ -70,6 +76,7 @@ class Facts:
     runner: str | None = None
     refused: str | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    graphs: dict[str, str] = field(default_factory=dict)
 
 
 QUESTION = TypeAdapter(Question)
@@ -81,6 +88,8 @@ def look(question: Question, journal: Journal) -> Facts:
     journal.write(doing="importing torch and vLLM")
     import psutil
     import torch
+
+    _import_vllm(journal, str(torch.__version__))
     from vllm.platforms import current_platform
 
     journal.write(doing="looking at devices")
@@ -92,6 +101,17 @@ def look(question: Question, journal: Journal) -> Facts:
     return Facts(
         _versions(), kind, _cpu(), memory.total, memory.available, devices, peers, **chosen
     )
+
+
+def _import_vllm(journal: Journal, torch_version: str) -> None:
+    """As a user's program does, or say which package is in the way."""
+    try:
+        from vllm import LLM  # noqa: F401
+    except Exception:  # whatever a package raises
+        if not (broken := unfit()):
+            raise
+        with journal.check(next(iter(broken))):
+            raise RuntimeError(what_to_do(broken, torch_version)) from None
 
 
 def _versions() -> dict[str, str]:
@@ -165,7 +185,22 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         "attention": _attention(config),
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "config": _plain(model),
+        "graphs": _graphs(engine),
     }
+
+
+def _graphs(engine: dict[str, Any]) -> dict[str, str]:
+    """See `Facts`. A mode that vLLM refuses is left out: its stage shows why."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    made = {}
+    for mode in ("PIECEWISE", "FULL"):
+        compilation = {**engine.get("compilation_config", {}), "cudagraph_mode": mode}
+        options = {**engine, "enforce_eager": False, "compilation_config": compilation}
+        with suppress(Exception):  # a user's mistake may be any exception of vLLM's
+            config = EngineArgs(**options).create_engine_config()
+            made[mode.lower()] = config.compilation_config.cudagraph_mode.name
+    return made
 
 
 def _attention(config: Any) -> str:
@@ -195,6 +230,62 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
+    """What the facts say of this machine.
+
+    Args:
+        machine: whether an engine of so many ranks is to be started on it.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    checks = [Check("versions", versions, values=dict(facts.versions))]
+    cpu = facts.cpu
+    checks.append(Check("CPU", f"{cpu['kind']}, {cpu['numa_nodes']} NUMA node(s)"))
+    memory = f"{facts.free / _GiB:.1f} of {facts.memory / _GiB:.1f} GiB free"
+    need = (ranks + 2) * _PROCESS_BYTES
+    short = facts.platform == "cpu" and machine and facts.free < need
+    problem = (
+        f"too little memory: {ranks} ranks on CPU need about {need / _GiB:.1f} GiB, {memory}"
+        if short
+        else None
+    )
+    checks.append(Check("host memory", memory, problem))
+    if facts.platform != "cpu":
+        checks += _device_checks(facts, ranks, machine)
+    if facts.refused is None:
+        chosen = f"attention {facts.attention}, model runner {facts.runner}"
+        checks.append(Check("vLLM would choose", f"{facts.platform}: {chosen}"))
+    return checks
+
+
+def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
+    counted: dict[str, int] = {}
+    for one in facts.devices:
+        text = f"{one.name} ({one.memory / _GiB:.0f} GiB, {one.capability})"
+        counted[text] = counted.get(text, 0) + 1
+    kinds = ", ".join(f"{count} x {text}" for text, count in counted.items()) or "none"
+    few = machine and len(facts.devices) < ranks
+    problem = f"--ranks {ranks} needs as many GPUs, {len(facts.devices)} are here" if few else None
+    apart = [
+        f"{a}-{b}"
+        for a, row in enumerate(facts.peers)
+        for b, reaches in enumerate(row)
+        if a < b and not (reaches and facts.peers[b][a])
+    ]
+    links = "every GPU reaches every other's memory"
+    if apart:
+        links = f"no peer access between {', '.join(apart)}: slow, by way of the host"
+    busy = [
+        f"GPU {index}: {one.free / _GiB:.1f} GiB free"
+        for index, one in enumerate(facts.devices)
+        if one.free < 0.9 * one.memory
+    ]
+    matrix = [[int(one) for one in row] for row in facts.peers]
+    return [
+        Check("GPUs", "; ".join([kinds, *busy]), problem),
+        Check("links", links, values={"peer_access": matrix}),
+    ]
+
+
 def main(request: str, answer: str, journal: str) -> None:
     """Files in, files out."""
     question = QUESTION.validate_json(Path(request).read_text())
@@ -202,6 +293,8 @@ def main(request: str, answer: str, journal: str) -> None:
         lines, began = Journal(file), time.monotonic()
         try:
             facts = look(question, lines)
+        except Ended:
+            sys.exit(1)
         except Exception as error:  # it is told, whatever it was
             problem = f"{type(error).__name__}: {error}"
             seconds = round(time.monotonic() - began, 2)

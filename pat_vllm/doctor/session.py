@@ -6,16 +6,15 @@ The engine core has its own process, as for users: a switch is asked for while i
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -25,9 +24,9 @@ from pat_vllm.doctor.compare import (
     Reference,
     compare_forced,
     compare_outputs,
-    together,
 )
-from pat_vllm.doctor.values import Check
+from pat_vllm.doctor.in_workers import FACTS_METHOD
+from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
@@ -51,6 +50,7 @@ class Session:
         max_tokens: each of them generates, greedily.
         references: of the first weights and of the others; none for stock vLLM, which makes them.
         draft_lengths: to go through while it generates; the engine speculates if there are any.
+        graphs: it must have captured CUDA graphs.
     """
 
     engine: dict[str, Any]
@@ -60,54 +60,11 @@ class Session:
     references: tuple[Reference, ...] = ()
     draft_lengths: tuple[int, ...] = ()
     sleeps: bool = True
+    graphs: bool = False
 
 
 SESSION = TypeAdapter(Session)
 REFERENCES = TypeAdapter(tuple[Reference, ...])
-CHECK = TypeAdapter(Check)
-
-
-@dataclass
-class Journal:
-    """What the process does, a line of JSON each."""
-
-    file: TextIO
-    failed: bool = field(default=False, init=False)
-
-    def write(self, **line: Any) -> None:
-        """Add a line at once."""
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-
-    def beat(self) -> None:
-        """Show that it goes on."""
-        self.write(beat=1)
-
-    @contextmanager
-    def check(self, name: str) -> Iterator[list[Agreement | str]]:
-        """Inside, what was found is appended. What is wrong, or raised, ends the session."""
-        self.write(doing=name)
-        found: list[Agreement | str] = []
-        start = time.monotonic()
-        problem = None
-        try:
-            yield found
-        except Exception as error:  # it is told, whatever it was
-            problem = f"{type(error).__name__}: {error}"
-        if agreements := [one for one in found if isinstance(one, Agreement)]:
-            # Generated and scored, in one layout or several.
-            agreement = together(agreements)
-            found = [*(one for one in found if isinstance(one, str)), agreement]
-            problem = problem or agreement.problem
-        text = "; ".join(str(one) for one in found)
-        check = Check(name, text, problem, round(time.monotonic() - start, 2))
-        self.write(check=asdict(check))
-        if problem is not None:
-            raise _Ended
-
-
-class _Ended(Exception):
-    """A check has failed, and said so."""
 
 
 # -------------------------------------------------------------------- stock vLLM
@@ -146,9 +103,11 @@ def check_engine(session: Session, journal: Journal) -> None:
         llm = LLM(**session.engine)
         layouts = report(llm).layouts
         found.append(f"layouts {', '.join(map(str, layouts))}")
+        if session.graphs:
+            found.append(captured(llm))
     try:
         _check_layouts(llm, layouts, session, journal)
-    except _Ended:
+    except Ended:
         # Or this process would wait for the engine's at its end.
         with suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
@@ -181,6 +140,20 @@ def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journa
         llm.reset_prefix_cache()
         for layout in layouts:
             found += in_layout(llm, session, journal, layout, other)
+
+
+def captured(llm: LLM) -> str:
+    """What CUDA graphs the workers have.
+
+    Raises:
+        RuntimeError: one has none.
+    """
+    facts = llm.collective_rpc(FACTS_METHOD)
+    counts = [one["graphs"] for one in facts]
+    text = f"cudagraph_mode {facts[0]['cudagraph_mode']}, {min(counts)} graphs a rank"
+    if not min(counts):
+        raise RuntimeError(f"no CUDA graphs were captured: {text}")
+    return text
 
 
 def in_layout(
@@ -357,7 +330,7 @@ def main(request: str, answer: str, journal: str) -> None:
             else:
                 references = make_references(session, lines)
                 Path(answer).write_bytes(REFERENCES.dump_json(references))
-        except _Ended:
+        except Ended:
             sys.exit(1)
 
 

@@ -4,75 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.doctor.child import Run, run_module
 from pat_vllm.doctor.compare import Reference
-from pat_vllm.doctor.environment import FACTS, QUESTION, Facts, Question
+from pat_vllm.doctor.device import MOVES, Moves
+from pat_vllm.doctor.environment import FACTS, QUESTION, Facts, Question, environment_checks
+from pat_vllm.doctor.figures import REQUESTS, figures
+from pat_vllm.doctor.plan import (
+    Models,
+    Plan,
+    prompts,
+    self_test_engine,
+    timed_engine,
+    with_pat,
+)
 from pat_vllm.doctor.session import REFERENCES, SESSION, Session
+from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, Steps
 from pat_vllm.doctor.values import Check, Stage
 from pat_vllm.memory.rank_memory import GPU
 
 Doing = Callable[[str], None]
 ENGINE_STAGES = ("eager", "piecewise", "full")
+FIGURES = "figures"
 _GRAPHS: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
     "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "full": {"compilation_config": {"cudagraph_mode": "FULL"}},
 }
-_GiB = 1 << 30
-_PROCESS_BYTES = 600 << 20
-"""Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
-
-
-@dataclass(frozen=True)
-class Models:
-    """Two random models of one shape, for the self-test: folders, and the size of their vocabulary.
-
-    Attributes:
-        first, other: checkpoints.
-        vocab: ids of prompts are below it.
-        draft_lengths: to go through, where the engine is to speculate.
-    """
-
-    first: Path
-    other: Path
-    vocab: int
-    draft_lengths: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to look at.
-
-    Attributes:
-        ranks: of the engine.
-        pat: options of PAT's, of a user's engine.
-        engine: further options of vLLM's.
-        model: folder of a user's model, or None.
-        gpu: to compute memory for; None: those that are found.
-        machine: whether the machine at hand is to be tested, or only `gpu` to be computed for.
-        dtype: of the self-test; None: float32 on CPU, else bfloat16.
-        all: whether to test compiled engines, too.
-        environment: of the processes, by the number of their engine's ranks.
-    """
-
-    ranks: int
-    pat: dict[str, Any]
-    engine: dict[str, Any]
-    model: Path | None
-    gpu: GPU | None
-    machine: bool
-    dtype: str | None
-    all: bool
-    environment: Callable[[int], Mapping[str, str]]
-    prompts: tuple[tuple[int, ...], ...] = field(default=())
-    max_tokens: int = 48
 
 
 def run_stages(plan: Plan, make_models: Callable[[], Models], doing: Doing) -> Iterable[Stage]:
@@ -83,7 +44,7 @@ def run_stages(plan: Plan, make_models: Callable[[], Models], doing: Doing) -> I
         doing: called with what is being done, as "stage: what".
     """
     run = _Stages(plan, make_models, doing)
-    names = ["environment", "model", "memory", *ENGINE_STAGES]
+    names = ["environment", "model", "memory", *ENGINE_STAGES, FIGURES]
     failed = None
     for name in names:
         if failed is not None:
@@ -110,10 +71,10 @@ class _Stages:
         began = time.monotonic()
         self._log = ""
         self._doing(name)
-        if name in ENGINE_STAGES:
+        if name in (*ENGINE_STAGES, FIGURES):
             if (why := self._why_not(name)) is not None:
                 return Stage.skipped(name, why)
-            checks = self._engine(name)
+            checks = self._figures() if name == FIGURES else self._engine(name)
         elif name == "environment":
             checks = self._environment()
         elif self._plan.model is None:
@@ -131,7 +92,8 @@ class _Stages:
         run = run_module(
             f"pat_vllm.doctor.{module}",
             request.decode(),
-            self._plan.environment(ranks),
+            # Of the stages that compile, only on a GPU: on CPU it takes a C++ compiler minutes.
+            self._plan.environment(ranks, name != "eager" and not self._on_cpu),
             lambda what: self._doing(f"{name}: {what}"),
         )
         self._log = run.log
@@ -196,168 +158,63 @@ class _Stages:
         assert self._facts is not None
         if not self._plan.machine:
             return "--gpu computes for another machine; leave it out to test this one"
+        if name == FIGURES:
+            return None if self._plan.all or self._plan.figures else "only with --all or --figures"
         if name != "eager" and not self._plan.all:
             return "only with --all"
-        if name != "eager" and self._facts.platform == "cpu":
-            return "a CPU has no CUDA graphs"
+        if self._facts.graphs.get(name) == "NONE":
+            asked = f"cudagraph_mode {name.upper()}"
+            return f"not on this platform: of {asked}, vLLM makes NONE on {self._facts.platform}"
         return None
 
-    def _engine(self, name: str) -> list[Check]:
-        plan = self._plan
-        assert self._facts is not None
+    @property
+    def _on_cpu(self) -> bool:
+        return self._facts is not None and self._facts.platform == "cpu"
+
+    def _some_models(self, stage: str) -> Models:
         if self._models is None:
-            self._doing(f"{name}: making random models")
+            self._doing(f"{stage}: making random models")
             self._models = self._make_models()
-        on_cpu = self._facts.platform == "cpu"
-        stock = self_test_engine(self._models, plan, on_cpu)
+        return self._models
+
+    def _engine(self, name: str) -> list[Check]:
+        plan, models = self._plan, self._some_models(name)
+        stock = self_test_engine(models, plan, self._on_cpu)
         checks: list[Check] = []
-        session = Session(
-            stock,
-            str(self._models.other),
-            plan.prompts or prompts(self._models.vocab),
-            plan.max_tokens,
-        )
+        given = plan.prompts or prompts(models.vocab)
+        session = Session(stock, str(models.other), given, plan.max_tokens)
         if not self._references:
             run = self._child(name, "session", SESSION.dump_json(session), 1)
             checks += run.checks
             if run.answer is None:
                 return checks
             self._references = REFERENCES.validate_json(run.answer)
-        session = with_pat(session, plan, _GRAPHS[name], self._models, self._references, on_cpu)
+        session = with_pat(session, plan, _GRAPHS[name], models, self._references, self._on_cpu)
         run = self._child(name, "session", SESSION.dump_json(session), plan.ranks)
         return [*checks, *run.checks]
 
-
-def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
-    """What the facts say of this machine.
-
-    Args:
-        machine: whether an engine of so many ranks is to be started on it.
-    """
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    checks = [Check("versions", versions, values=dict(facts.versions))]
-    cpu = facts.cpu
-    checks.append(Check("CPU", f"{cpu['kind']}, {cpu['numa_nodes']} NUMA node(s)"))
-    memory = f"{facts.free / _GiB:.1f} of {facts.memory / _GiB:.1f} GiB free"
-    need = (ranks + 2) * _PROCESS_BYTES
-    short = facts.platform == "cpu" and machine and facts.free < need
-    problem = (
-        f"too little memory: {ranks} ranks on CPU need about {need / _GiB:.1f} GiB, {memory}"
-        if short
-        else None
-    )
-    checks.append(Check("host memory", memory, problem))
-    if facts.platform != "cpu":
-        checks += _device_checks(facts, ranks, machine)
-    if facts.refused is None:
-        chosen = f"attention {facts.attention}, model runner {facts.runner}"
-        checks.append(Check("vLLM would choose", f"{facts.platform}: {chosen}"))
-    return checks
-
-
-def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
-    counted: dict[str, int] = {}
-    for one in facts.devices:
-        text = f"{one.name} ({one.memory / _GiB:.0f} GiB, {one.capability})"
-        counted[text] = counted.get(text, 0) + 1
-    kinds = ", ".join(f"{count} x {text}" for text, count in counted.items()) or "none"
-    few = machine and len(facts.devices) < ranks
-    problem = f"--ranks {ranks} needs as many GPUs, {len(facts.devices)} are here" if few else None
-    apart = [
-        f"{a}-{b}"
-        for a, row in enumerate(facts.peers)
-        for b, reaches in enumerate(row)
-        if a < b and not (reaches and facts.peers[b][a])
-    ]
-    links = "every GPU reaches every other's memory"
-    if apart:
-        links = f"no peer access between {', '.join(apart)}: slow, by way of the host"
-    busy = [
-        f"GPU {index}: {one.free / _GiB:.1f} GiB free"
-        for index, one in enumerate(facts.devices)
-        if one.free < 0.9 * one.memory
-    ]
-    matrix = [[int(one) for one in row] for row in facts.peers]
-    return [
-        Check("GPUs", "; ".join([kinds, *busy]), problem),
-        Check("links", links, values={"peer_access": matrix}),
-    ]
-
-
-def prompts(vocab: int, count: int = 6) -> tuple[tuple[int, ...], ...]:
-    """Of the self-test's requests: 10 to 40 tokens."""
-    import random
-
-    rng = random.Random(0)
-    return tuple(
-        tuple(rng.randrange(3, vocab) for _ in range(rng.randint(10, 40))) for _ in range(count)
-    )
-
-
-def self_test_engine(models: Models, plan: Plan, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for stock vLLM, which everything is compared with."""
-    engine: dict[str, Any] = {
-        "model": str(models.first),
-        "dtype": plan.dtype or ("float32" if on_cpu else "bfloat16"),
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "kv_cache_memory_bytes": 256 << 20,
-        "skip_tokenizer_init": True,
-        "seed": 0,
-    }
-    return {**engine, **_for_both(plan.engine)}
-
-
-def _for_both(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A user's options that stock vLLM gets, too."""
-    only_pat = ("worker_extension_cls", "compilation_config", "enforce_eager", "max_model_len")
-    return {name: value for name, value in given.items() if name not in only_pat}
-
-
-def with_pat(
-    session: Session,
-    plan: Plan,
-    graphs: Mapping[str, Any],
-    models: Models,
-    references: tuple[Reference, ...],
-    on_cpu: bool,
-) -> Session:
-    """The session of an engine with PAT on the same requests."""
-    base, *_ = PATConfig.parse(plan.pat).resolve_layouts(plan.ranks)
-    pat = {**plan.pat, "policy": {"kind": "static", "tp": base.tp}}
-    if on_cpu:
-        # So that weights can be updated, and rows change places as on GPUs.
-        pat["weights"] = "inplace"
-    engine = {**session.engine, **plan.engine}
-    if "compilation_config" in graphs:
-        engine.pop("enforce_eager", None)
-    engine |= {
-        **graphs,
-        "max_model_len": session.engine["max_model_len"],
-        "tensor_parallel_size": plan.ranks,
-        "distributed_executor_backend": "pat",
-        "additional_config": {"pat": pat},
-    }
-    if not on_cpu:
-        engine["enable_sleep_mode"] = True
-    if models.draft_lengths:
-        engine["speculative_config"] = {
-            "method": "ngram",
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-            "num_speculative_tokens": max(models.draft_lengths),
-        }
-    with suppress(KeyError):
-        engine["compilation_config"] = {
-            **plan.engine["compilation_config"],
-            **graphs["compilation_config"],
-        }
-    return Session(
-        engine,
-        session.other_weights,
-        session.prompts,
-        session.max_tokens,
-        references,
-        models.draft_lengths,
-    )
+    def _figures(self) -> list[Check]:
+        """Of the devices, then of engines: stock vLLM with each layout's tp, and PAT."""
+        plan, models = self._plan, self._some_models(FIGURES)
+        assert self._facts is not None
+        config = self._facts.config if plan.model is not None else None
+        moves = Moves(config, plan.ranks, tuple(layout.tp for layout in plan.layouts))
+        checks = list(self._child(FIGURES, "device", MOVES.dump_json(moves), plan.ranks).checks)
+        if any(one.problem is not None for one in checks):
+            return checks
+        measured: dict[int | None, Measured] = {}
+        for tp in (*moves.tps, None):
+            ranks = plan.ranks if tp is None else tp
+            label = "PAT" if tp is None else f"stock vLLM tp={tp}"
+            engine = timed_engine(models, plan, self._on_cpu, tp)
+            texts = prompts(models.vocab, max(REQUESTS) * plan.ranks)
+            steps = Steps(engine, texts, REQUESTS, label)
+            run = self._child(FIGURES, "steps", STEPS.dump_json(steps), ranks)
+            checks += run.checks
+            if run.answer is None:
+                return checks
+            measured[tp] = MEASURED.validate_json(run.answer)
+        pat = measured.pop(None)
+        stock = {tp: one for tp, one in measured.items() if tp is not None}
+        memory_of = "a process" if self._on_cpu else "in use of a GPU"
+        return [*checks, *figures(plan.layouts, pat, stock, memory_of)]

@@ -246,7 +246,7 @@ def _attention_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -
     seqs = limits.max_num_seqs
     if engine.attention == "FLASHINFER":
         heads = model.heads // layout.tp
-        elements = limits.max_num_batched_tokens * heads * model.head_size
+        elements = limits.max_num_batched_tokens * heads * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)
         pages = 4 * (seqs * engine.block_table_width + 2 * seqs + 1)
         return [

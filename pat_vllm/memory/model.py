@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 
 from pat_vllm.layout import Layout
+from pat_vllm.model_size import ModelSize
 from pat_vllm.weights.row_order import RowOrder, block_of, common_unit
 from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
 
@@ -22,49 +23,35 @@ _SWAP_ROW_BYTES = 3 * 8
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(ModelSize):
     """The sizes of a model that memory depends on.
 
     Attributes:
-        hidden, intermediate, vocab, head_size: elements.
         max_positions: rows of the table of rotary embeddings.
         dtype_bytes, kv_dtype_bytes: of an element of weights and activations, and of the KV cache.
-        tied: the output head is the embedding matrix.
         qk_norm: queries and keys are normalised per head (Qwen3).
         qkv_bias: q, k and v have biases (Qwen2).
     """
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    intermediate: int
-    vocab: int
     max_positions: int
     dtype_bytes: int = 2
     kv_dtype_bytes: int = 2
-    tied: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype_bytes: int = 2) -> ModelShape:
-        """From the contents of a Hugging Face `config.json`."""
+        """From the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ValueError: it is no dense decoder's.
+        """
         kind = config["model_type"]
-        heads = config["num_attention_heads"]
         return cls(
-            hidden=config["hidden_size"],
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads", heads),
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
+            **vars(ModelSize.of(config)),
             max_positions=config["max_position_embeddings"],
             dtype_bytes=dtype_bytes,
             kv_dtype_bytes=dtype_bytes,
-            tied=config.get("tie_word_embeddings", False),
             qk_norm=kind == "qwen3",
             qkv_bias=kind == "qwen2",
         )
@@ -73,12 +60,12 @@ class ModelShape:
 
     def weight_bytes(self, tp: int) -> int:
         """A rank's shard of all weights."""
-        q = self.heads // tp * self.head_size
-        kv = self._kv_heads_per_rank(tp) * self.head_size
+        q = self.heads // tp * self.head_dim
+        kv = self._kv_heads_per_rank(tp) * self.head_dim
         of_layer = self.hidden * (q + 2 * kv) + q * self.hidden
         of_layer += 3 * self.hidden * self.intermediate // tp
         of_layer += 2 * self.hidden
-        of_layer += 2 * self.head_size * self.qk_norm + (q + 2 * kv) * self.qkv_bias
+        of_layer += 2 * self.head_dim * self.qk_norm + (q + 2 * kv) * self.qkv_bias
         matrices = 1 if self.tied else 2
         outside = matrices * self._padded_vocab // tp * self.hidden + self.hidden
         return (self.layers * of_layer + outside) * self.dtype_bytes
@@ -86,14 +73,14 @@ class ModelShape:
     @property
     def rotary_bytes(self) -> int:
         """The table of rotary embeddings, of which a process has one."""
-        return self.max_positions * self.head_size * self.dtype_bytes
+        return self.max_positions * self.head_dim * self.dtype_bytes
 
     def swap_table_bytes(self, layouts: Sequence[Layout]) -> int:
         """Tables of the rows that trade places between any two layouts, of the rank that has most.
 
         They lie on the device, with weights in place.
         """
-        qkv = QKVPartition(self.heads, self.kv_heads, self.head_size, self.head_size)
+        qkv = QKVPartition(self.heads, self.kv_heads, self.head_dim, self.head_dim)
         gate_up = EvenPartition((self.intermediate, self.intermediate))
         row_bytes = self.hidden * self.dtype_bytes
         return max(
@@ -109,7 +96,7 @@ class ModelShape:
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank."""
-        values = 2 * self.layers * self._kv_heads_per_rank(tp) * self.head_size
+        values = 2 * self.layers * self._kv_heads_per_rank(tp) * self.head_dim
         return values * self.kv_dtype_bytes
 
     def step_bytes(self, tp: int, tokens: int, seqs: int) -> int:
@@ -120,7 +107,7 @@ class ModelShape:
             seqs: requests that are sampled for.
         """
         mlp = 2 * self.hidden + 3 * self.intermediate // tp
-        attention = 2 * self.hidden + 2 * (self.heads + self.kv_heads) // tp * self.head_size
+        attention = 2 * self.hidden + 2 * (self.heads + self.kv_heads) // tp * self.head_dim
         layer = tokens * max(mlp, attention) * self.dtype_bytes
         # As the model gives them, in float32, and what sampling makes of these.
         logits = seqs * self._padded_vocab * (self.dtype_bytes + 4 + 4)

@@ -36,12 +36,13 @@ Span = tuple[Layout, float, float]
 
 
 def new_figure(
-    width: float, heights: Sequence[float], margin: float = 0.8
+    width: float, heights: Sequence[float], margin: float = 0.8, same_time: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of panels, one below the other, over the same time.
+    """A figure of panels, one below the other.
 
     Args:
         width, heights, margin: inches; a height for each panel.
+        same_time: whether the panels have their horizontal axis in common.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -57,7 +58,11 @@ def new_figure(
     figure = Figure(figsize=(width, sum(heights) + margin), layout="constrained")
     FigureCanvasAgg(figure)  # of its own: whatever backend the process has chosen
     panels = figure.subplots(
-        len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": list(heights)}
+        len(heights),
+        1,
+        sharex=same_time,
+        squeeze=False,
+        gridspec_kw={"height_ratios": list(heights)},
     )
     for axes in panels[:, 0]:
         axes.spines[["top", "right"]].set_visible(False)

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import pat_vllm
+from pat_vllm.cli import app
+from pat_vllm.cli import profile as command
 from pat_vllm.cli.profile import draft_lines
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import plan as plans
@@ -406,3 +409,23 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
             if point.k and not point.hits:
                 # Later steps may find something: this model's text repeats itself.
                 assert not any(found[: point.batch])
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_a_profile_of_an_engine_that_speculates_is_asked_for_as_vllm_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(command, "take_profile", lambda console, engine, *rest: made.append(engine))
+    config = {"method": "ngram", "num_speculative_tokens": 4}
+    arguments = ["profile", "nowhere", "--speculative-config", json.dumps(config)]
+    assert not CliRunner().invoke(app, arguments).exit_code
+    assert made[0]["speculative_config"] == config
+    assert not CliRunner().invoke(app, arguments[:2]).exit_code
+    assert "speculative_config" not in made[1]
+    for wrong in ("{", "[4]", "4"):
+        result = CliRunner().invoke(app, [*arguments[:3], wrong])
+        assert result.exit_code == 2 and len(made) == 2
+        assert "--speculative-config takes a JSON object" in " ".join(result.output.split())

@@ -1,10 +1,10 @@
-"""Public figures of GPUs and models, and the efficiencies that are assumed. Pure."""
+"""Public figures of GPUs, and the efficiencies that are assumed. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 Link = Literal["nvlink", "pcie"]
 
@@ -55,32 +55,6 @@ GPUS: Mapping[str, Gpu] = {
         "NVIDIA H200 datasheet (SXM)",
     ),
 }
-
-MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-14b": {
-        "model_type": "qwen3",
-        "num_hidden_layers": 40,
-        "hidden_size": 5120,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 17408,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-}
-"""The shape fields of the models' public config.json."""
 
 MEMORY_EFFICIENCY = 0.8
 """Share of the memory bandwidth that decode kernels reach; streaming copies reach about 0.9, the

@@ -18,18 +18,18 @@ from typing import Any
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     GPUS,
     MEMORY_EFFICIENCY,
-    MODEL_SHAPES,
     STEP_OVERHEAD,
     Link,
     gpu_names,
 )
-from pat_vllm.simulator.modelled.roofline import Machine, ModelSize
+from pat_vllm.simulator.modelled.roofline import Machine
 
 NODE_SIZE = 8
 """GPUs of a node, of those that are modelled here."""

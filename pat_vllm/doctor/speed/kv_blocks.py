@@ -1,7 +1,7 @@
 """Packing and unpacking KV blocks, as a switch does it: layer by layer, all layers, both ways.
 
-Seen from rank 0 of an engine that goes from N replicas (tp=1) to one group (tp=N), or back. Blocks
-are scattered over the pool, as they are in an engine that has run for a while.
+Seen from rank 0 of an engine that goes from a narrow layout to a wide one, or back. Blocks are
+scattered over the pool, as they are in an engine that has run for a while.
 """
 
 from __future__ import annotations
@@ -11,63 +11,81 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, permutations
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import BLOCK, ModelShape, Scale, random_like
-from benchmarks.gpu.timing import Stopwatch
+from pat_vllm.doctor.speed.ceiling import random_like
+from pat_vllm.doctor.speed.timing import Stopwatch
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from pat_vllm.model_size import ModelSize
+
+BLOCK = 16
+"""Tokens of a KV block."""
 
 CACHE_LAYOUTS = ("heads first", "tokens first")
 """How a block lies in memory: [heads, tokens, content], or [tokens, heads, content]."""
 
 
-def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
-    """Pack and unpack for every number of requests and tokens whose KV fits.
+def measure(
+    stopwatch: Stopwatch, memory: torch.Tensor, case: Case, copy_rate: float
+) -> list[dict[str, Any]]:
+    """Pack and unpack in both directions, with either way to lay out a block.
 
     Args:
+        memory: int64, at least `case.words`.
         copy_rate: the copy ceiling, bytes read plus bytes written per second.
+
+    Raises:
+        AssertionError: what was packed or unpacked is wrong.
     """
-    shape = scale.models[0]
-    bound = scale.kv_bytes
-    if stopwatch.device.type == "cuda":
-        bound = min(bound, torch.cuda.mem_get_info(stopwatch.device)[0] * 6 // 10)
-    memory = random_like(torch.empty(bound // 8, dtype=torch.int64, device=stopwatch.device))
-    rows: list[dict[str, Any]] = []
-    skipped = []
-    for requests in scale.requests:
-        for tokens in scale.tokens:
-            if requests * tokens * _token_bytes(shape) > memory.nbytes:
-                skipped.append(f"{requests} x {tokens}")
-                continue
-            for wide in scale.wide:
-                case = _Case(shape, requests, tokens, wide)
-                rows += _measure_case(stopwatch, memory, case, copy_rate)
-    return {"model": shape.name, "more_than_fits": skipped, "rows": rows}
+    return [*_measure_case(stopwatch, random_like(memory), case, copy_rate)]
 
 
 @dataclass(frozen=True)
-class _Case:
-    """KV of `requests` with `tokens` each on rank 0, and on each of its peers."""
+class Case:
+    """KV of `requests` with `tokens` each in every replica of the narrow layout.
 
-    shape: ModelShape
+    Attributes:
+        tokens: a multiple of `BLOCK`.
+    """
+
+    model: ModelSize
+    narrow: Layout
+    wide: Layout
     requests: int
     tokens: int
-    wide: int
+
+    @property
+    def words(self) -> int:
+        """8-byte words of all layers' KV on rank 0."""
+        return self.model.layers * max(map(self._words_of_layer, (self.narrow, self.wide)))
+
+    @property
+    def _content(self) -> int:
+        """Words of a token and head: K and V."""
+        return 2 * self.model.head_dim * torch.bfloat16.itemsize // 8
+
+    def _blocks(self, layout: Layout) -> int:
+        """That a replica holds."""
+        every = self.narrow.replicas * self.requests
+        return every // layout.replicas * (self.tokens // BLOCK)
+
+    def _words_of_layer(self, layout: Layout) -> int:
+        heads = layout.kv_heads_per_rank(self.model.kv_heads)
+        return self._blocks(layout) * heads * BLOCK * self._content
 
     def views(self, memory: torch.Tensor, layout: Layout, cache_layout: str) -> list[torch.Tensor]:
         """Each layer's KV on a rank: [blocks, heads, tokens, content], in 8-byte words."""
-        heads = layout.kv_heads_per_rank(self.shape.kv_heads)
-        content = 2 * self.shape.head_dim * torch.bfloat16.itemsize // 8
-        each = self.requests * self.tokens * self.shape.kv_heads * content
-        layers = memory[: self.shape.layers * each].view(self.shape.layers, each)
+        heads = layout.kv_heads_per_rank(self.model.kv_heads)
+        each = self._words_of_layer(layout)
+        layers = memory[: self.model.layers * each].view(self.model.layers, each)
         if cache_layout == "heads first":
-            return [layer.view(-1, heads, BLOCK, content) for layer in layers]
-        return [layer.view(-1, BLOCK, heads, content).transpose(1, 2) for layer in layers]
+            return [layer.view(-1, heads, BLOCK, self._content) for layer in layers]
+        return [layer.view(-1, BLOCK, heads, self._content).transpose(1, 2) for layer in layers]
 
     def moves(self, source: Layout, target: Layout) -> RankMoves:
         """What rank 0 sends and receives."""
@@ -76,25 +94,26 @@ class _Case:
 
         def pools(layout: Layout) -> list[Iterator[int]]:
             """Each replica's blocks, in the order in which requests get them."""
-            blocks = self.wide * self.requests * count // layout.replicas
+            blocks = self._blocks(layout)
             return [iter(rng.sample(range(blocks), blocks)) for _ in range(layout.replicas)]
 
         source_pools, target_pools = pools(source), pools(target)
+        every = self.narrow.replicas * self.requests
         found = []
-        for index in range(self.wide * self.requests):
-            one = index // self.requests
-            a, b = min(one, source.replicas - 1), min(one, target.replicas - 1)
+        for index in range(every):
+            # A wide replica takes over the requests of the narrow ones that are within it.
+            narrow = index // self.requests
+            a, b = narrow % source.replicas, narrow % target.replicas
             held, wanted = (tuple(islice(p, count)) for p in (source_pools[a], target_pools[b]))
             found.append(RequestBlocks(f"{index}", a, held, b, wanted))
-        moves = plan_moves(source, target, self.shape.kv_heads, found)
+        moves = plan_moves(source, target, self.model.kv_heads, found)
         return RankMoves.of(0, source.world_size, moves)
 
 
 def _measure_case(
-    stopwatch: Stopwatch, memory: torch.Tensor, case: _Case, copy_rate: float
+    stopwatch: Stopwatch, memory: torch.Tensor, case: Case, copy_rate: float
 ) -> Iterator[dict[str, Any]]:
-    narrow, wide = Layout(1, case.wide), Layout(case.wide, 1)
-    for source, target in ((narrow, wide), (wide, narrow)):
+    for source, target in permutations((case.narrow, case.wide)):
         moves = case.moves(source, target)
         sides = (
             ("pack", source, _pieces_sent(moves)),
@@ -112,7 +131,7 @@ def _measure_case(
                 _check(pieces, blocks, views[0], staged)
                 run = partial(_pack if what == "pack" else _unpack, blocks, views, staged)
                 timing = stopwatch.measure(run)
-                moved = 2 * case.shape.layers * staged.nbytes
+                moved = 2 * case.model.layers * staged.nbytes
                 yield {
                     "direction": f"{source} to {target}",
                     "what": what,
@@ -161,8 +180,3 @@ def _pieces_sent(moves: RankMoves) -> list[list[Piece]]:
 
 def _pieces_received(moves: RankMoves) -> list[list[Piece]]:
     return [[(m.target_blocks, m.route.target_heads) for m in peer] for peer in moves.receives]
-
-
-def _token_bytes(shape: ModelShape) -> int:
-    """KV bytes of a token over all layers and heads."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize

@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import Scale, random_like
-from benchmarks.gpu.timing import Stopwatch
+from pat_vllm.doctor.speed.timing import Stopwatch
 from pat_vllm.kernels.swap import RowSwap, prepare
 
 _LARGE = 256 << 20
 """Copies from this size on make the ceiling; smaller ones end before they are at full speed."""
 
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+"""Copies int64 elements from one tensor to another."""
 
-def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
+
+def measure(
+    stopwatch: Stopwatch, sizes: Sequence[int], more: Mapping[str, Copy] | None = None
+) -> dict[str, Any]:
     """Copy and swap at each size.
+
+    Args:
+        sizes: bytes, the smallest first.
+        more: ways to copy beside torch's, by name.
 
     Returns:
         `copy_bytes_per_second`: the copy ceiling, bytes read plus bytes written per second, the
-        best of torch and Triton among the largest copies; `swap_bytes_per_second`: likewise of
-        swaps of two halves of a tensor; and `rows`, one for each size.
+        best way among the largest copies; `swap_bytes_per_second`: likewise of swaps of two
+        halves of a tensor; and `rows`, one for each size.
+
+    Raises:
+        AssertionError: what was copied or swapped is wrong.
     """
+    copies: dict[str, Copy] = {"torch": lambda a, b: b.copy_(a), **(more or {})}
     rows = []
-    for size in scale.copies:
+    for size in sizes:
         source = random_like(torch.empty(size // 8, dtype=torch.int64, device=stopwatch.device))
         target = torch.empty_like(source)
         row: dict[str, Any] = {"bytes": size}
-        for name, copy in _copies(source, target):
+        for name, copy in copies.items():
             target.fill_(-1)
-            timing = stopwatch.measure(copy)
+            timing = stopwatch.measure(partial(copy, source, target))
             assert torch.equal(source, target), f"{name} copies wrongly"
             row[f"{name}_bytes_per_second"] = 2 * size / timing.median
             row[name] = timing.to_json()
@@ -44,19 +57,16 @@ def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
         row["swap_bytes_per_second"] = 2 * swap.num_bytes / timing.median
         row["swap"] = timing.to_json()
         rows.append(row)
-    large = [row for row in rows if row["bytes"] >= min(_LARGE, scale.copies[-1])]
-    copies = ("torch_bytes_per_second", "triton_bytes_per_second")
+    large = [row for row in rows if row["bytes"] >= min(_LARGE, sizes[-1])]
+    rates = [f"{name}_bytes_per_second" for name in copies]
     return {
-        "copy_bytes_per_second": max(row.get(name, 0.0) for row in large for name in copies),
+        "copy_bytes_per_second": max(row[name] for row in large for name in rates),
         "swap_bytes_per_second": max(row["swap_bytes_per_second"] for row in large),
         "rows": rows,
     }
 
 
-def _copies(source: torch.Tensor, target: torch.Tensor) -> list[tuple[str, Callable[[], object]]]:
-    copies: list[tuple[str, Callable[[], object]]] = [("torch", lambda: target.copy_(source))]
-    if source.is_cuda:
-        from benchmarks.gpu.triton_ops import copy
-
-        copies.append(("triton", lambda: copy(source, target)))
-    return copies
+def random_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill a tensor with random bits (of each 8 bytes all but one), and return it."""
+    tensor.view(torch.int64).random_()
+    return tensor

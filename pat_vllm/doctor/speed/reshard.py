@@ -12,60 +12,73 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import ModelShape, Scale, random_like
-from benchmarks.gpu.timing import Stopwatch
+from pat_vllm.doctor.speed.ceiling import random_like
+from pat_vllm.doctor.speed.timing import Stopwatch
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
+from pat_vllm.model_size import ModelSize
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
 
 
-def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
-    """Reshard between every two layouts, in both directions, on some of the devices.
+def measure(
+    stopwatch: Stopwatch,
+    name: str,
+    size: ModelSize,
+    layouts: Sequence[Layout],
+    ranks: Sequence[int],
+    copy_rate: float,
+) -> list[dict[str, Any]]:
+    """Reshard between every two layouts, in both directions, on some of an engine's devices.
 
     What has to move depends on where a rank comes from, too. So each walk begins in the base
     layout, with rows in their original order, goes to one or two other layouts, and ends in the
     base layout. There the weights are compared with the original ones, byte for byte.
 
     Args:
+        name: of the model.
+        layouts: the engine's, its base layout first.
+        ranks: those whose part is measured.
         copy_rate: the copy ceiling, bytes read plus bytes written per second.
+
+    Raises:
+        AssertionError: a row is not where it should be.
     """
-    rows = []
-    for shape in scale.models:
-        weights = _Weights(shape, stopwatch.device)
-        for rank in scale.ranks:
-            for walk in _walks(scale.tps):
-                rows += _measure_walk(stopwatch, weights, rank, walk, scale.tps, copy_rate)
-        del weights
-    return {"restored": "every walk, byte for byte", "rows": rows}
+    weights = _Weights(size, layouts[0].tp, stopwatch.device)
+    return [
+        {"model": name, **row}
+        for rank in ranks
+        for walk in _walks(layouts)
+        for row in _measure_walk(stopwatch, weights, rank, walk, layouts, copy_rate)
+    ]
 
 
 class _Weights:
     """The fused matrices of all layers, as one device holds them in the base layout."""
 
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self.shape = shape
+    def __init__(self, model: ModelSize, base_tp: int, device: torch.device) -> None:
+        self._base_tp = base_tp
         self.partitions: dict[str, Partition] = {
-            "qkv": QKVPartition(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim),
-            "gate_up": EvenPartition((shape.intermediate, shape.intermediate)),
+            "qkv": QKVPartition(model.heads, model.kv_heads, model.head_dim, model.head_dim),
+            "gate_up": EvenPartition((model.intermediate, model.intermediate)),
         }
         self.tensors: dict[str, list[torch.Tensor]] = {}
         for name, partition in self.partitions.items():
-            size = partition.shard(1, 0).size, shape.hidden
+            size = partition.shard(base_tp, 0).size, model.hidden
             self.tensors[name] = [
                 random_like(torch.empty(size, dtype=torch.bfloat16, device=device))
-                for _ in range(shape.layers)
+                for _ in range(model.layers)
             ]
         self.original = {
             name: [tensor.clone() for tensor in tensors] for name, tensors in self.tensors.items()
         }
 
-    def blocks(self, rank: int, tps: Sequence[int]) -> dict[str, dict[int, Block]]:
+    def blocks(self, rank: int, layouts: Sequence[Layout]) -> dict[str, dict[int, Block]]:
         """Where each layout's shard is brought together, by matrix and tp."""
         found = {}
+        tp_ranks = {layout.tp: layout.tp_rank_of(rank) for layout in layouts}
         for name, partition in self.partitions.items():
-            whole = partition.shard(1, 0)
-            tp_ranks = {tp: Layout.of(tp, max(tps)).tp_rank_of(rank) for tp in tps}
+            whole = partition.shard(self._base_tp, tp_ranks[self._base_tp])
             pieces = {tp: pieces_of(partition.shard(tp, at), whole) for tp, at in tp_ranks.items()}
             unit = common_unit(whole.size, pieces.values())
             found[name] = {tp: block_of(of_tp, whole.size, unit) for tp, of_tp in pieces.items()}
@@ -86,11 +99,11 @@ class _Weights:
             assert all(map(_same, tensors, self.original[name])), f"{name} is not as it was"
 
 
-def _walks(tps: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _walks(layouts: Sequence[Layout]) -> Iterator[tuple[int, ...]]:
     """Ways from the base layout and back by which every layout is reached from every other."""
-    base = tps[0]
-    yield from ((base, tp, base) for tp in tps[1:])
-    yield from ((base, a, b, base) for a, b in permutations(tps[1:], 2))
+    base, *others = (layout.tp for layout in layouts)
+    yield from ((base, tp, base) for tp in others)
+    yield from ((base, a, b, base) for a, b in permutations(others, 2))
 
 
 def _measure_walk(
@@ -98,10 +111,10 @@ def _measure_walk(
     weights: _Weights,
     rank: int,
     walk: Sequence[int],
-    tps: Sequence[int],
+    layouts: Sequence[Layout],
     copy_rate: float,
 ) -> list[dict[str, Any]]:
-    blocks = weights.blocks(rank, tps)
+    blocks = weights.blocks(rank, layouts)
     begun = time.perf_counter()
     moves = [_plan(weights, blocks, source, target) for source, target in pairwise(walk)]
     planning = (time.perf_counter() - begun) / len(moves)
@@ -115,7 +128,6 @@ def _measure_walk(
 
     return [
         {
-            "model": weights.shape.name,
             "source": source,
             "target": target,
             "rank": rank,
@@ -135,7 +147,8 @@ def _plan(
     """One round of swaps after the other, each over all layers."""
     made: list[list[RowSwap]] = []
     for name, of_tp in blocks.items():
-        original = RowOrder.original(of_tp[1].size, of_tp[1].unit)
+        base = next(iter(of_tp.values()))  # of all rows
+        original = RowOrder.original(base.size, base.unit)
         before, after = (original.bring(of_tp[tp]) for tp in (source, target))
         for index, together in enumerate(rounds(before.swaps_to(after))):
             if index == len(made):

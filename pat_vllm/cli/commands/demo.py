@@ -1,0 +1,67 @@
+"""Options of `pat-vllm demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run_demo(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint to use instead of a random model; `repeating` is a random model "
+            "whose text repeats itself, so that drafts are accepted."
+        ),
+    ] = None,
+    models_dir: Annotated[
+        Path, typer.Option(help="Where a random model (0.7 GB) is made once and kept.")
+    ] = Path(".models"),
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
+    requests: Annotated[int, typer.Option(min=2, help="Requests in the batch.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=8, help="Longest response, tokens.")] = 320,
+    switch_at: Annotated[int, typer.Option(min=1, help="Live requests at which to switch.")] = 16,
+    speculate: Annotated[
+        bool, typer.Option("--speculate", help="Speculative decoding in all runs: n-gram drafts.")
+    ] = False,
+    num_speculative_tokens: Annotated[
+        int, typer.Option(min=1, help="With --speculate: draft tokens a request and step.")
+    ] = 4,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; 1 by default, 0 with --speculate.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and sampling.")] = 0,
+    output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png"),
+) -> None:
+    """Run a long-tail batch as replicas, as one group, and switching; compare and plot.
+
+    Exits with 1 when the outputs of the three runs are not the same, token by token.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.demo import demo
+    from pat_vllm.cli.engine_run import RunFailed
+    from pat_vllm.cli.text_only import without_vision_and_audio
+
+    without_vision_and_audio()
+    try:
+        agree = demo(
+            Console(highlight=False),
+            model=model,
+            models_dir=models_dir,
+            ranks=ranks,
+            requests=requests,
+            max_tokens=max_tokens,
+            switch_at=switch_at,
+            num_speculative_tokens=num_speculative_tokens if speculate else 0,
+            temperature=float(not speculate) if temperature is None else temperature,
+            seed=seed,
+            output=output,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except RunFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if not agree:
+        raise typer.Exit(1)

@@ -1,0 +1,76 @@
+"""Options of `pat-vllm doctor`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run_doctor(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a checkpoint, or a config.json: what is refused, and memory."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Compute memory for so many of this GPU (H100, H200); start no engine."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Worker processes, one for each GPU.")] = 2,
+    layouts: Annotated[
+        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    ] = None,
+    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
+    engine: Annotated[
+        str | None, typer.Option(help="Further options of vLLM's LLM, as a JSON object.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help="Of the random model: tiny, large, or model, which is like --model.")
+    ] = "tiny",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")
+    ] = None,
+    speculate: Annotated[
+        int, typer.Option(min=0, help="Longest n-gram drafts of the self-test; 0 is none.")
+    ] = 0,
+    all_stages: Annotated[
+        bool,
+        typer.Option("--all", help="Also engines with CUDA graphs, PIECEWISE and FULL; figures."),
+    ] = False,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Also measure: copies, moves, decode steps, memory.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Where to write doctor.json and doctor.png.")
+    ] = None,
+) -> None:
+    """Test whether this machine is fit: environment, memory, and engines against stock vLLM.
+
+    Nothing is downloaded: the self-test's models are random. Exits with 1 when a stage fails.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.doctor import doctor
+    from pat_vllm.cli.profile import json_object, pat_options
+    from pat_vllm.cli.text_only import without_vision_and_audio
+
+    # Here random models are made; the processes of the stages say if one of these is in their way.
+    without_vision_and_audio()
+    try:
+        fit = doctor(
+            Console(highlight=False),
+            model=model,
+            gpu=gpu,
+            ranks=ranks,
+            pat=pat_options(layouts, base_tp),
+            engine=json_object("--engine", engine) or {},
+            shape=shape,
+            dtype=dtype,
+            draft_length=speculate,
+            all_stages=all_stages,
+            figures=figures,
+            output_dir=output_dir,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not fit:
+        raise typer.Exit(1)

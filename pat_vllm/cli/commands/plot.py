@@ -1,0 +1,29 @@
+"""Options of `pat-vllm plot`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plot_report(
+    report: Annotated[Path, typer.Argument(help="JSON, as a report's `save` writes it.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Picture to write (.png, .svg, .pdf); by default named after the JSON."),
+    ] = None,
+) -> None:
+    """Draw what an engine did: live requests, layouts, draft lengths, switches and savings."""
+    from pat_vllm.reporting import Report
+    from pat_vllm.reporting.plot import summary
+
+    try:
+        loaded = Report.load(report)
+        picture = output or report.with_suffix(".png")
+        loaded.plot(picture)
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{summary(loaded)}\nplot: {picture}")

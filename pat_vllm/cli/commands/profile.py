@@ -1,0 +1,74 @@
+"""Options of `pat-vllm profile`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def take_engine_profile(
+    model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 2,
+    dtype: Annotated[str, typer.Option(help="As in vLLM.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    enforce_eager: Annotated[bool, typer.Option(help="As in vLLM.")] = False,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    speculative_config: Annotated[
+        str | None, typer.Option(help="As in vLLM, a JSON object: steps with drafts, too.")
+    ] = None,
+    layouts: Annotated[
+        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    ] = None,
+    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON to write; named after the engine by default.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="Measure only what an engine's start would measure.")
+    ] = False,
+    budget: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which the rest is left out.")
+    ] = None,
+) -> None:
+    """Measure an engine's steps and switches; run it again to go on after an interruption.
+
+    The profile holds for engines with the same flags in the same environment, named in
+    pat.policy.profile.
+    """
+    from rich.console import Console
+
+    from pat_vllm.cli.profile import default_budget, engine_arguments, json_object, take_profile
+    from pat_vllm.profiling.profile import ProfileError
+
+    try:
+        engine = engine_arguments(
+            model,
+            layouts,
+            base_tp,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            block_size=block_size,
+            speculative_config=json_object("--speculative-config", speculative_config),
+        )
+        take_profile(
+            Console(highlight=False), engine, output, quick, budget or default_budget(quick)
+        )
+    except ProfileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except RuntimeError as error:
+        typer.echo(f"the engine failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error

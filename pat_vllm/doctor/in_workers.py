@@ -1,0 +1,50 @@
+"""What the doctor asks a worker, stock vLLM's or PAT's: a `worker_extension_cls`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FACTS_METHOD = "doctor_facts"
+EXTENSION = "pat_vllm.doctor.in_workers.InWorkers"
+
+
+class InWorkers:
+    """Added to the bases of vLLM's worker."""
+
+    def doctor_facts(self) -> dict[str, Any]:
+        """What this rank holds.
+
+        Returns:
+            Bytes: `weights` of each layout by its name, as the layout sees them; `held`, of all
+            layouts' weights together; `memory`, of the process on CPU, else of the device in use.
+            `graphs`, CUDA graphs that were captured; `cudagraph_mode`, as it has come out.
+        """
+        import psutil
+        import torch
+        from vllm.compilation.counter import compilation_counter
+
+        worker: Any = self
+        runtimes = getattr(worker, "_runtimes", None)
+        runners = {"stock": worker.model_runner}
+        if runtimes:
+            runners = {str(layout): one.runner for layout, one in runtimes.items()}
+        storages: dict[int, int] = {}
+        weights = {}
+        for name, runner in runners.items():
+            parameters = list(runner.get_model().parameters())
+            weights[name] = sum(one.numel() * one.element_size() for one in parameters)
+            of_model = (one.untyped_storage() for one in parameters)
+            storages |= {one.data_ptr(): one.nbytes() for one in of_model}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            memory = total - free
+        else:
+            memory = psutil.Process().memory_info().rss
+        config = next(iter(runners.values())).vllm_config.compilation_config
+        return {
+            "weights": weights,
+            "held": sum(storages.values()),
+            "memory": memory,
+            "graphs": compilation_counter.num_cudagraph_captured,
+            "cudagraph_mode": getattr(config.cudagraph_mode, "name", str(config.cudagraph_mode)),
+        }
