@@ -1,10 +1,17 @@
 """The `pat-vllm` command."""
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from pat_vllm.text_only import without_vision_and_audio
+
+if multiprocessing.parent_process() is not None:
+    # The engine of a command: its processes begin by importing the command.
+    without_vision_and_audio()
 
 app = typer.Typer(
     name="pat-vllm",
@@ -43,7 +50,6 @@ def write_random_model(
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
     from pat_vllm.cli.random_model import make_model
-    from pat_vllm.cli.text_only import without_vision_and_audio
 
     without_vision_and_audio()
     try:
@@ -106,7 +112,6 @@ def run_demo(
 
     from pat_vllm.cli.demo import demo
     from pat_vllm.cli.engine_run import RunFailed
-    from pat_vllm.cli.text_only import without_vision_and_audio
 
     without_vision_and_audio()
     try:
@@ -173,6 +178,7 @@ def run_doctor(
     from pat_vllm.cli.doctor import doctor, engine_options
     from pat_vllm.cli.profile import pat_options
 
+    without_vision_and_audio()
     try:
         fit = doctor(
             Console(highlight=False),
@@ -228,6 +234,7 @@ def take_engine_profile(
     from pat_vllm.cli.profile import default_budget, engine_arguments, take_profile
     from pat_vllm.profiling.profile import ProfileError
 
+    without_vision_and_audio()
     try:
         engine = engine_arguments(
             model,

@@ -18,6 +18,10 @@ from pydantic import TypeAdapter
 
 from pat_vllm.doctor.session import Journal
 from pat_vllm.doctor.values import Check
+from pat_vllm.text_only import without_vision_and_audio
+
+if __name__ == "__main__":
+    without_vision_and_audio()
 
 _LIBRARIES = ("transformers", "triton", "flashinfer-python", "ray", "numpy")
 

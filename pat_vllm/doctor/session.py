@@ -29,9 +29,13 @@ from pat_vllm.doctor.compare import (
 )
 from pat_vllm.doctor.values import Check
 from pat_vllm.layout import Layout
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+if __name__ in ("__main__", "__mp_main__"):  # not where a command reads what is here
+    without_vision_and_audio()
 
 SWITCH_AFTER = 4
 """Answers of the engine after which a switch is asked for."""
