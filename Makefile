@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch soak kills wheel clean
+.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch soak kills wheel check-wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -34,7 +34,7 @@ demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeat
 test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly
 	.ci/test $(BIN)/python
 
-test-all: venv test-verl test-openrlhf ## For before a release: also what is marked nightly, and both trainers whole
+test-all: venv test-verl test-openrlhf check-wheel ## For before a release: also what is marked nightly, both trainers whole, the wheel
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-fast: venv ## The pure tests: no engine is started
@@ -81,8 +81,13 @@ soak: venv ## Storms of switches for 20 minutes (MINUTES=...): does anything gro
 kills: venv ## 50 workers killed at random moments (KILLS=...): a clear error soon, and nothing left
 	$(BIN)/python -m benchmarks.endurance.kills$(if $(KILLS), --kills $(KILLS))
 
-wheel: venv ## Build dist/pat_vllm-*.whl
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+wheel: ## Build dist/pat_vllm-*.whl, and the source distribution
+	$(PYTHON) -m venv build/with
+	build/with/bin/python -m pip install --quiet build
+	build/with/bin/python -m build --outdir dist
+
+check-wheel: ## Install the wheel with vLLM's CPU build in a fresh environment, and use it there (some 2 GB)
+	.ci/check-wheel $(PYTHON)
 
 clean: ## Remove .venv, caches and build outputs
 	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

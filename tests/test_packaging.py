@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli import text_only
+from pat_vllm import text_only
 from tests.models import random_model
 from tests.test_doctor import LLAMA_70B
 
@@ -23,8 +24,9 @@ PACKAGES = {
     "pat_openrlhf": ROOT / "integrations" / "openrlhf",
 }
 
-BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('../dist'))"
-"""What `python -m build --wheel` has setuptools do."""
+BUILD = [*(sys.executable, "-m", "build"), *("--no-isolation", "--outdir", "../dist")]
+"""What `make wheel` does, but with the setuptools that is installed, so that nothing is downloaded.
+It makes a source distribution, and the wheel out of that."""
 
 LIST_IMPORTED = """
 import sys
@@ -59,33 +61,38 @@ def run(script: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, as building writes into the sources."""
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what is built from a copy, as building writes into the sources."""
     directory = tmp_path_factory.mktemp("wheel")
     source = directory / "source"
     (source / "integrations").mkdir(parents=True)
-    (directory / "dist").mkdir()
     for path in PACKAGES.values():
         if path != ROOT:
             copytree(path, source / path.relative_to(ROOT), ignore=LEFT_OUT)
     copytree(ROOT / "pat_vllm", source / "pat_vllm", ignore=LEFT_OUT)
-    for name in ("pyproject.toml", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
         (source / name).write_text((ROOT / name).read_text())
     # What lies beside the packages is not part of them.
     for name in ("tests", "benchmarks", "docs"):
         (source / name).mkdir()
         (source / name / "__init__.py").touch()
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True, timeout=240
-    )
-    assert not done.returncode, done.stderr
-    return directory / "dist" / done.stdout.split()[-1]
+        (source / name / "test_one.py").touch()
+    done = subprocess.run(BUILD, cwd=source, capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stdout + done.stderr
+    return directory / "dist"
 
 
 LEFT_OUT = ignore_patterns("__pycache__", "*.egg-info")
 
 
-def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def files_of_packages() -> set[str]:
+    """Paths from the folder that has a package."""
     expected = set()
     for package, directory in PACKAGES.items():
         for path in (directory / package).rglob("*"):
@@ -93,6 +100,23 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
                 expected.add(str(path.relative_to(directory)))
         assert f"{package}/py.typed" in expected
     assert "pat_vllm/cli/simulate.py" in expected
+    return expected
+
+
+def test_the_source_distribution_holds_the_packages_and_what_builds_them(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if "egg-info" not in name}
+        files = {name for name in names if "." in name.rpartition("/")[2] or name == "LICENSE"}
+    homes = ("integrations/verl/", "integrations/openrlhf/")
+    packaged = {next((name[len(h) :] for h in homes if name.startswith(h)), name) for name in files}
+    beside = {"pyproject.toml", "LICENSE", "README.md", "MANIFEST.in", "PKG-INFO", "setup.cfg"}
+    assert packaged - beside == files_of_packages()
+    assert beside <= packaged
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    expected = files_of_packages()
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
@@ -125,6 +149,17 @@ app()
 """
 
 
+SCRIPT = """
+import os
+import pat_vllm
+assert pat_vllm.__file__.startswith(os.environ["PYTHONPATH"]), pat_vllm.__file__
+from pat_vllm.cli import app
+if __name__ == "__main__":
+    app()
+"""
+"""As pip writes it: the processes of an engine import it, too."""
+
+
 def test_commands_run_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
     from tests.test_report_plot import a_report
 
@@ -143,28 +178,57 @@ def test_commands_run_from_the_wheel_without_the_repository(wheel: Path, tmp_pat
     assert report.with_suffix(".png").stat().st_size > 10_000
 
 
+@pytest.fixture(scope="module")
+def as_pip_installs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheel's packages, and with those that pip installs with vLLM's CPU build.
+
+    They were made for another torch.
+    """
+    directory = tmp_path_factory.mktemp("installed")
+    installed(wheel, directory)
+    for name in text_only.PACKAGES:
+        (directory / name).mkdir()
+        broken = f"raise RuntimeError('operator {name}::nms does not exist')"
+        (directory / name / "__init__.py").write_text(broken)
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_demo_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "said", "made"),
+    [
+        pytest.param(
+            "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
+            "Outputs of all three runs agree",
+            "demo.png",
+            id="demo",
+        ),
+        pytest.param(
+            "profile MODEL --kv-cache-memory-bytes 33554432 --quick --budget 5 --output it.json",
+            "",
+            "it.json",
+            id="profile",
+        ),
+    ],
+)
+def test_engines_run_from_the_wheel_without_the_repository(
+    command: str, said: str, made: str, as_pip_installs: Path, tmp_path: Path
+) -> None:
     """Its engines, too, which are processes of their own."""
-    environment = {**os.environ, **installed(wheel, tmp_path / "installed")}
-    # As pip installs them with vLLM's CPU build: made for another torch.
-    for name in text_only.PACKAGES:
-        (tmp_path / "installed" / name).mkdir()
-        broken = f"raise RuntimeError('operator {name}::nms does not exist')"
-        (tmp_path / "installed" / name / "__init__.py").write_text(broken)
-    model = ["--model", str(random_model("qwen3"))]
-    small = ["--requests", "6", "--max-tokens", "24", "--switch-at", "2"]
+    arguments = command.replace("MODEL", str(random_model("qwen3"))).split()
+    script = tmp_path / "pat-vllm"
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, str(tmp_path / "installed"), "demo", *model, *small],
+        [sys.executable, str(script), *arguments],
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(as_pip_installs)},
         capture_output=True,
         text=True,
     )
     assert not done.returncode, done.stdout + done.stderr
-    assert "Outputs of all three runs agree" in done.stdout
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
+    assert said in done.stdout
+    assert (tmp_path / made).stat().st_size > 2_000
 
 
 @pytest.mark.slow

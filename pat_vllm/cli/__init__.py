@@ -1,5 +1,7 @@
 """The `pat-vllm` command."""
 
+import multiprocessing
+
 import typer
 
 from pat_vllm.cli.commands.advise import advise_user
@@ -9,6 +11,11 @@ from pat_vllm.cli.commands.plot import plot_report
 from pat_vllm.cli.commands.profile import take_engine_profile
 from pat_vllm.cli.commands.random_model import write_random_model
 from pat_vllm.cli.commands.simulate import run_simulation
+from pat_vllm.text_only import without_vision_and_audio
+
+if multiprocessing.parent_process() is not None:
+    # The engine of a command: its processes begin by importing the command.
+    without_vision_and_audio()
 
 app = typer.Typer(
     name="pat-vllm",

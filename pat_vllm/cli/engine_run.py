@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from pat_vllm.cli.text_only import without_vision_and_audio
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 
-PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM's CPU build requires them. pip may resolve them to CUDA builds, which do not fit the CPU
-torch: then `import vllm` fails with "operator torchvision::nms does not exist"."""
+from pat_vllm.text_only import PACKAGES
 
 
 def unfit(names: Iterable[str] = PACKAGES) -> dict[str, str]:

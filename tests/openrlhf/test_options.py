@@ -63,6 +63,9 @@ def test_speculative_decoding():
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
     found = options.take_options(arguments(vllm__speculative_config=json.dumps(given)))
     assert found == options.EngineOptions({}, given)
+    assert options.take_options(arguments(vllm__num_engines=2)) == options.EngineOptions(
+        {}, None, 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,8 @@ def test_what_pat_cannot_do():
         ([4.0], {}, ("8 GPUs", "cluster has 4", "--actor.num_gpus_per_node")),
         ([4.0, 3.0], {}, ("8 GPUs", "cluster has 7")),
         ([4.0], {"vllm__num_engines": 2, "train__colocate_all": True}, ("8 GPUs", "has 4")),
+        # Enough of them, but the second engine would be on two nodes.
+        ([6.0, 3.0, 3.0], {"vllm__num_engines": 2}, ("[6, 3, 3]", "room for 1", "--vllm.num_eng")),
     ],
 )
 def test_too_few_gpus(gpus, changed, said):
@@ -187,6 +192,7 @@ def test_too_few_gpus(gpus, changed, said):
 
 def test_enough_gpus():
     options.check_gpus(vars(arguments()), [4.0, 4.0])
+    options.check_gpus(vars(arguments(vllm__num_engines=2)), [6.0, 6.0, 0.0])
     options.check_gpus(vars(arguments(train__colocate_all=True)), [4.0])
 
 

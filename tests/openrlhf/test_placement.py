@@ -1,12 +1,13 @@
-"""The GPUs that Ray gave to an engine whose workers are not Ray's. Real Ray, two nodes."""
+"""The nodes and GPUs that Ray gives to engines. Real Ray, two nodes."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.support.ray_nodes import ray_nodes
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 ray = pytest.importorskip("ray")
@@ -15,29 +16,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two nodes with three GPUs each, in Ray's books only."""
-    from ray.cluster_utils import Cluster
-
-    # Ray's sockets lie in it, and their paths must be short.
-    with (
-        tempfile.TemporaryDirectory(
-            prefix="pat-", dir="/tmp", ignore_cleanup_errors=True
-        ) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # Where `Cluster` writes down its address. In Ray's default folder, other programs of this
-        # user would read it, and that folder exists only where Ray ran before.
-        patch.setenv("RAY_TMPDIR", folder)
-        options = {"num_cpus": 8, "num_gpus": 3, "include_dashboard": False}
-        nodes = Cluster(initialize_head=True, head_node_args=options)
-        try:
-            nodes.add_node(num_cpus=8, num_gpus=3)
-            ray.init(address=nodes.address)
-            yield
-        finally:
-            ray.shutdown()
-            nodes.shutdown()
+    """Two nodes with three GPUs each."""
+    with ray_nodes(3, 3):
+        yield
 
 
 def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], list[str]]:
@@ -86,3 +67,18 @@ def test_gpus_of_bundles(cluster, share):
 def test_bundles_on_several_nodes(cluster):
     with pytest.raises(ValueError, match=r'--vllm\.pat \'{"launcher": "mp"}\'.*several'):
         gpus("SPREAD", [0, 1, 2], 1)
+
+
+@pytest.mark.ci
+def test_an_engine_that_would_be_on_two_nodes(cluster, monkeypatch):
+    """OpenRLHF packs two engines of two GPUs: three GPUs are on one node. None is started."""
+    from openrlhf.trainer.ray import vllm_engine
+    from pat_openrlhf.engines import PatEngines
+    from pat_openrlhf.options import EngineOptions
+
+    made = PatEngines(EngineOptions({}, num_engines=2))
+    monkeypatch.setattr(vllm_engine, "RolloutRayActor", made)
+    monkeypatch.setattr(ray, "remote", lambda *given: pytest.fail("an engine is made"))
+    told = r"tensor_parallel_size 2: .* for engine 1 Ray has put 1 on \S+, 1 on \S+\."
+    with pytest.raises(ValueError, match=told):
+        vllm_engine.create_vllm_engines(2, 2, "model", 0, False, False, True, 256)

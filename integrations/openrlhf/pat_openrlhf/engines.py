@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
+from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_openrlhf.options import EngineOptions
-from pat_openrlhf.placement import gpus_of_bundles
+from pat_openrlhf.placement import check_nodes, gpus_of_bundles
 from pat_vllm.api import report_async
 from pat_vllm.reporting import Report, describe_awaited
 
@@ -114,26 +115,37 @@ class PatEngines:
     def __init__(self, options: EngineOptions) -> None:
         """`options` are those of each engine."""
         self._options = options
-        self._made = 0
+        self._starting: list[Any] = []
 
     def options(self, **ray_options: Any) -> _Placed:
         return _Placed(self, ray_options)
 
     def make(self, ray_options: dict[str, Any], arguments: dict[str, Any]) -> Any:
+        """An actor with an engine.
+
+        Raises:
+            ValueError: an engine's GPUs are on several nodes.
+            ray.exceptions.RayError: an engine could not start.
+        """
+        count, ranks = self._options.num_engines, arguments["tensor_parallel_size"]
+        if not self._starting:
+            group = ray_options["scheduling_strategy"].placement_group
+            check_nodes(group, [get_bundle_indices(group, one, ranks) for one in range(count)])
         # OpenRLHF sends an engine a call for each prompt, and to one that stands for N engines N
         # times as many. Calls above Ray's limit would wait, weight updates among them.
-        calls = _CALLS_OF_RAY * arguments["tensor_parallel_size"]
+        calls = _CALLS_OF_RAY * ranks
         actor_class = ray.remote(PatRolloutActor)
         actor = actor_class.options(**ray_options, max_concurrency=calls).remote(
             pat=self._options.pat,
             speculative_config=self._options.speculative_config,
             **arguments,
         )
-        self._made += 1
-        if self._made == 1:
-            # What is wrong with the options or the model is to show now. OpenRLHF itself would go
-            # on, and wait minutes for this engine in the set-up of the weight sync.
-            ray.get(actor.ready.remote())
+        self._starting.append(actor.ready.remote())
+        if len(self._starting) in (1, count):
+            # What is wrong with the options, the model or a node is to show now. OpenRLHF itself
+            # would go on, and wait minutes for this engine in the set-up of the weight sync. The
+            # first engine starts alone, so that nothing disturbs the profile that it may take.
+            ray.get(self._starting)
         return actor
 
 

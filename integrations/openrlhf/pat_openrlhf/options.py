@@ -38,10 +38,12 @@ class EngineOptions:
     Attributes:
         pat: `additional_config["pat"]`.
         speculative_config: vLLM's.
+        num_engines: how many there are.
     """
 
     pat: dict[str, Any]
     speculative_config: dict[str, Any] | None = None
+    num_engines: int = 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +98,9 @@ def take_options(args: argparse.Namespace) -> EngineOptions | None:
             "--vllm.sync_with_ray is for actors of Ray, and the workers of --vllm.pat "
             f"{flat['vllm.pat']!r} are none; leave one of the two out"
         )
-    return EngineOptions(options, parse_speculation(flat["vllm.speculative_config"]))
+    return EngineOptions(
+        options, parse_speculation(flat["vllm.speculative_config"]), flat["vllm.num_engines"]
+    )
 
 
 def parse_pat(text: str | None, ranks: int) -> dict[str, Any]:
@@ -248,6 +252,14 @@ def check_gpus(args: Mapping[str, Any], gpus_of_nodes: Sequence[float]) -> None:
             f"--vllm.num_engines {engines} times --vllm.tensor_parallel_size {ranks}{beside} need "
             f"{needed} GPUs, and the Ray cluster has {int(sum(gpus_of_nodes))}; use fewer, or "
             "start Ray on more nodes first"
+        )
+    room = sum(int(gpus) // ranks for gpus in gpus_of_nodes)
+    if engines > room:
+        raise ValueError(
+            f"--vllm.num_engines {engines} of --vllm.tensor_parallel_size {ranks} do not fit the "
+            f"nodes of the Ray cluster, which have {[int(gpus) for gpus in gpus_of_nodes]} GPUs: "
+            f"a PAT engine does not span nodes, so that there is room for {room}; use fewer, or "
+            "narrower ones, or start Ray on more nodes first"
         )
 
 

@@ -1,11 +1,39 @@
-"""Which GPUs Ray gave to an engine whose workers are not Ray's."""
+"""On which nodes and GPUs Ray puts engines."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+
+def check_nodes(group: Any, engines: Sequence[Sequence[int]]) -> None:
+    """Refuse engines that a placement group has on several nodes.
+
+    Args:
+        group: the placement group, which is ready.
+        engines: the bundles of each engine.
+
+    Raises:
+        ValueError: names the engine and the nodes.
+    """
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    for number, bundles in enumerate(engines):
+        nodes = Counter(node_of[bundle] for bundle in bundles)
+        if len(nodes) == 1:
+            continue
+        where = ", ".join(f"{count} on {addresses[node]}" for node, count in nodes.items())
+        raise ValueError(
+            f"--vllm.tensor_parallel_size {len(bundles)}: a PAT engine does not span nodes, and of "
+            f"the GPUs for engine {number} Ray has put {where}. OpenRLHF has the GPUs of all "
+            "engines packed onto as few nodes as possible: use a --vllm.tensor_parallel_size that "
+            "divides the free GPUs of each node, or --vllm.num_engines for fewer nodes"
+        )
 
 
 async def gpus_of_bundles(bundles: list[int], share: float) -> list[str]:

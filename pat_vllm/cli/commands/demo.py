@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.text_only import without_vision_and_audio
+
 
 def run_demo(
     model: Annotated[
@@ -41,7 +43,6 @@ def run_demo(
 
     from pat_vllm.cli.demo import demo
     from pat_vllm.cli.engine_run import RunFailed
-    from pat_vllm.cli.text_only import without_vision_and_audio
 
     without_vision_and_audio()
     try:

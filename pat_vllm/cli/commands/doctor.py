@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.text_only import without_vision_and_audio
+
 
 def run_doctor(
     model: Annotated[
@@ -51,7 +53,6 @@ def run_doctor(
 
     from pat_vllm.cli.doctor import doctor
     from pat_vllm.cli.profile import json_object, pat_options
-    from pat_vllm.cli.text_only import without_vision_and_audio
 
     # Here random models are made; the processes of the stages say if one of these is in their way.
     without_vision_and_audio()

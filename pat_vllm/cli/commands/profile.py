@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.text_only import without_vision_and_audio
+
 
 def take_engine_profile(
     model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
@@ -43,6 +45,7 @@ def take_engine_profile(
     from pat_vllm.cli.profile import default_budget, engine_arguments, json_object, take_profile
     from pat_vllm.profiling.profile import ProfileError
 
+    without_vision_and_audio()
     try:
         engine = engine_arguments(
             model,

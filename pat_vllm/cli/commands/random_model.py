@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.text_only import without_vision_and_audio
+
 
 def write_random_model(
     path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
@@ -28,7 +30,6 @@ def write_random_model(
 ) -> None:
     """Write a random model with a tokenizer: real shapes and timings without a download."""
     from pat_vllm.cli.random_model import make_model
-    from pat_vllm.cli.text_only import without_vision_and_audio
 
     without_vision_and_audio()
     try:

@@ -1,0 +1,139 @@
+"""Engines on two nodes of a Ray cluster, under OpenRLHF's own dispatch and trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from pat_vllm.cli.random_model import make_model
+from tests.engines import engine_processes
+from tests.openrlhf.training import ROOT, SWITCHING, training
+from tests.support.ray_nodes import GONE_WITHIN, assert_gone, ray_nodes
+
+pytest.importorskip("openrlhf", reason="make test-openrlhf")
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+STAND_INS = ROOT / "tests" / "support" / "openrlhf_on_cpu"
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(STAND_INS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
+    "DS_ACCELERATOR": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+"""Of Ray's processes: what the example exports, and what the tests set besides."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A node for the trainer, and two for an engine of two ranks each."""
+    with ray_nodes(1, 2, 2, **ENVIRONMENT) as address:
+        yield address
+
+
+def generator_over(engines: list[Any], model: Path) -> Any:
+    """OpenRLHF's dispatch of prompts to engines."""
+    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+    from transformers import AutoTokenizer
+
+    args = SimpleNamespace(
+        algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level="off")),
+        rollout=SimpleNamespace(n_samples_per_prompt=2),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return SamplesGenerator(SimpleNamespace(args=args), None, None, tokenizer, engines)
+
+
+def rollout(generator: Any, prompts: int, tokens: int) -> list[Any]:
+    """Two responses to each prompt, all of the same length."""
+    batch = [f"prompt {index}" for index in range(prompts)]
+    batches = iter([(None, batch, [""] * prompts, [None] * prompts)])
+    limits = {"max_new_tokens": tokens, "min_new_tokens": tokens, "max_len": 2048}
+    made, _, _ = generator._generate_vllm(batches, prompts, False, **limits)
+    return made
+
+
+def test_prompts_are_spread_and_a_dead_engine_is_told(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openrlhf.trainer.ray import vllm_engine
+    from pat_openrlhf import engines as engines_module
+    from pat_openrlhf.options import EngineOptions
+
+    from tests.openrlhf.watched import WatchedActor
+
+    before = engine_processes()
+    model = tmp_path / "model"
+    make_model(model, layers=2, dtype="bfloat16")
+    options = EngineOptions({**SWITCHING}, num_engines=2)
+    monkeypatch.setattr(engines_module, "PatRolloutActor", WatchedActor)
+    monkeypatch.setattr(vllm_engine, "RolloutRayActor", engines_module.PatEngines(options))
+    engines = vllm_engine.create_vllm_engines(
+        2, 2, str(model), 1, False, False, True, 2048, gpu_memory_utilization=0.3
+    )
+
+    generator = generator_over(engines, model)
+    assert len(rollout(generator, 16, 40)) == 32
+    places = ray.get([engine.place.remote() for engine in engines])
+    gpus = {node["NodeID"]: node["Resources"].get("GPU") for node in ray.nodes()}
+    for place in places:
+        (node,) = place.nodes
+        assert gpus[node] == 2
+        assert place.responses == 16
+    assert places[0].nodes != places[1].nodes
+
+    # An engine without its actor: its rollout cannot end before that.
+    victim = [psutil.Process(pid) for pid in (places[1].core, *places[1].ranks)]
+    victim[-1].suspend()
+    threading.Timer(3, lambda: [process.kill() for process in victim]).start()
+    begun = time.monotonic()
+    with pytest.raises(ray.exceptions.RayTaskError, match="the PAT engine died during a rollout"):
+        rollout(generator, 16, 400)
+    assert time.monotonic() - begun < GONE_WITHIN
+    assert not psutil.wait_procs(victim, timeout=GONE_WITHIN)[1]
+
+    # An actor: its engine ends with it.
+    psutil.Process(places[0].actor).kill()
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(engines[0].get_num_unfinished_requests.remote(), timeout=GONE_WITHIN)
+    ray.kill(engines[1])
+    assert_gone(before)
+
+
+def test_a_training_whose_engine_is_killed(cluster: str) -> None:
+    """In sync over both nodes; then an engine is killed with all of its processes."""
+    before = engine_processes()
+    more = ("--vllm.num_engines", "2", "--train.num_episodes", "3")
+    with training(*more, RAY_ADDRESS=cluster) as run:
+        run.wait_for("Global step", times=2)
+        assert all(abs(step["vllm_kl"]) < 1e-3 for step in run.steps), run.steps
+        # Two lines for each rollout, of half of its responses.
+        assert len(run.rollouts) >= 4 and all(run.switches()), run.rollouts
+        assert all(line.startswith("16 responses") for line in run.rollouts), run.rollouts
+
+        # In the middle of the next rollout, which cannot end before they are killed.
+        run.wait_for("(policy)", times=run.log.count("(policy)") + 1)
+        line = next(line for line in reversed(run.log.splitlines()) if "(policy)" in line)
+        found = re.search(r"\(PatRolloutActor pid=(\d+)", line)
+        assert found, line
+        actor = psutil.Process(int(found[1]))
+        victims = [actor, *actor.children(recursive=True)]
+        for process in reversed(victims):
+            process.suspend()
+        time.sleep(2)
+        for process in victims:
+            process.kill()
+        assert run.child.wait() != 0
+        assert re.search("ActorDiedError|the PAT engine died", run.log), run.tail()
+        assert_gone(before)
