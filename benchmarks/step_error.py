@@ -21,6 +21,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.common import ROOT, Engine, machine, random_prompts, table, write_results
@@ -81,7 +82,7 @@ class StepError:
         """
         signed, repeat, single, of_single = [], [], [], []
         for visits in kinds:
-            for before, visit in zip(visits, visits[1:], strict=False):
+            for before, visit in pairwise(visits):
                 earlier, real = statistics.median(before.real), statistics.median(visit.real)
                 signed.append(statistics.median(visit.predicted) / real - 1)
                 repeat.append(abs(earlier / real - 1))

@@ -40,7 +40,7 @@ def test_medians_of_visits_are_compared() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"zip(visits, visits[1:], strict=False)": "zip(visits, visits, strict=False)"},
+        {"pairwise(visits)": "zip(visits, visits, strict=True)"},
         {"repeat.append(abs(earlier / real - 1))": "repeat.append(abs(real / earlier - 1))"},
         {"statistics.median(visit.real)": "statistics.mean(visit.real)"},
         {"statistics.mean(map(abs, signed))": "abs(statistics.mean(signed))"},
