@@ -20,7 +20,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _SAMPLES = 8
 _MAX_TOKENS = 24_576
 _NODES = 81
 """Of a prompt's part, in the integral over it."""
+_POINTS = 400
 _LEAST_WITHIN = 1e-3
 
 Make = Callable[[int], LengthTrace]
@@ -138,24 +139,38 @@ class PromptModel:
             ended: lengths of its siblings that have ended.
             running: samples of its prompt that still run, with `tick` tokens each, itself included.
         """
-        from scipy.special import log_ndtr
-
-        nodes = np.linspace(-4.0, 4.0, _NODES)
+        nodes, survived, grid, above = _survival(self, tick, max_tokens)
         centre = self.mean + self.between * nodes
         distance = (np.log(np.array(ended, float))[:, None] - centre) / self.within
         log = -0.5 * nodes**2 - 0.5 * (distance**2).sum(axis=0)
-        survived = np.zeros(_NODES)
-        if tick:
-            survived = log_ndtr((centre - math.log(tick)) / self.within)
-            log = log + (running - 1) * survived
         # Its own survival cancels out: P(longer than x, and than tick) over P(longer than tick).
-        least, most = math.log(tick or 1), math.log(max_tokens)
-        grid = np.linspace(least, most, 400)
-        above = log_ndtr((centre - grid[:, None]) / self.within)
+        log = log + (running - 1) * survived
         weight = np.exp(log - log.max())
-        beyond = np.exp(above) @ weight
-        below = 1 - beyond / (np.exp(survived) @ weight)
+        below = 1 - above @ weight / (np.exp(survived) @ weight)
         return math.exp(float(np.interp(0.5, below, grid)))
+
+
+@lru_cache(maxsize=8)
+def _survival(
+    model: PromptModel, tick: int, max_tokens: int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """What does not depend on the prompt.
+
+    Returns:
+        nodes: of a prompt's part, in standard deviations, float64 [nodes].
+        survived: log-probability of a sample longer than `tick` at each node, float64 [nodes].
+        grid: log-lengths from `tick` on, float64 [points].
+        above: probability of a longer sample at each node, float64 [points, nodes].
+    """
+    from scipy.special import log_ndtr, ndtr
+
+    nodes = np.linspace(-4.0, 4.0, _NODES)
+    centre = model.mean + model.between * nodes
+    survived = np.zeros(_NODES)
+    if tick:
+        survived = log_ndtr((centre - math.log(tick)) / model.within)
+    grid = np.linspace(math.log(tick or 1), math.log(max_tokens), _POINTS)
+    return nodes, survived, grid, ndtr((centre - grid[:, None]) / model.within)
 
 
 def _by_prompt(batch: LengthTrace) -> dict[int, list[int]]:
