@@ -17,6 +17,7 @@ def test_ratios_are_those_of_equal_batches() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert "rollout / fast" in rows[0]
     assert "| 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |" in rows[1]
+    assert "| 31.00 (21.00-41.00) | 1.93 (1.91-1.95) |" in rows[1]  # with the sync
     assert rows[-1].startswith(f"| {PAT} | 13.50 (9.00-18.00) | 0.90 (0.90-0.90) |")
     assert CLAIRVOYANT not in text
 

@@ -38,6 +38,11 @@ class Times:
     rollouts: list[float] = field(default_factory=list)
     switches: list[int] = field(default_factory=list)
 
+    @property
+    def both(self) -> list[float]:
+        """Seconds of sync and rollout of each repeat."""
+        return [sync + rollout for sync, rollout in zip(self.syncs, self.rollouts, strict=True)]
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists."""
         return {"syncs": self.syncs, "rollouts": self.rollouts, "switches": self.switches}
@@ -48,10 +53,10 @@ def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -
     static = [name for name in sides if name not in (PAT, CLAIRVOYANT)]
     better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
     others = [name for name in sides if name != PAT]
-    rows = [_row(name, sides[name], sides[better].rollouts) for name in (*others, PAT)]
+    rows = [_row(name, sides[name], sides[better]) for name in (*others, PAT)]
     header = [
         "engines", "rollout, s", f"rollout / {better}", "the same, mean (95% CI)",
-        "weight sync, s", "sync and rollout, s", "switches",
+        "weight sync, s", "sync and rollout, s", f"both / {better}, mean (95% CI)", "switches",
     ]  # fmt: skip
     known = ""
     if CLAIRVOYANT in sides:
@@ -66,14 +71,14 @@ def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -
     )
 
 
-def _row(name: str, times: Times, better: Sequence[float]) -> list[str]:
-    both = [a + b for a, b in zip(times.rollouts, times.syncs, strict=True)]
+def _row(name: str, times: Times, better: Times) -> list[str]:
     return [
         name,
         Summary.of(times.rollouts).show(digits=2),
-        ratios(times.rollouts, better).show(digits=2),
-        paired_ratio(times.rollouts, better).show(),
+        ratios(times.rollouts, better.rollouts).show(digits=2),
+        paired_ratio(times.rollouts, better.rollouts).show(),
         Summary.of(times.syncs).show(digits=2),
-        Summary.of(both).show(digits=2),
+        Summary.of(times.both).show(digits=2),
+        paired_ratio(times.both, better.both).show(),
         f"{sum(times.switches) / len(times.switches):.1f}",
     ]
