@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.bench.ratios import paired_ratio
 from benchmarks.bench.workloads import WORKLOADS, Workload
 from benchmarks.common import Summary, ratios, table
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
+CLAIRVOYANT = "PAT, told the lengths"
 SAMPLES = 8
 """Responses of a prompt."""
 
@@ -36,35 +38,47 @@ class Times:
     rollouts: list[float] = field(default_factory=list)
     switches: list[int] = field(default_factory=list)
 
+    @property
+    def both(self) -> list[float]:
+        """Seconds of sync and rollout of each repeat."""
+        return [sync + rollout for sync, rollout in zip(self.syncs, self.rollouts, strict=True)]
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists."""
         return {"syncs": self.syncs, "rollouts": self.rollouts, "switches": self.switches}
 
 
 def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -> str:
-    """Markdown; PAT is the last side, `trace` that of the first repeat."""
-    static = [name for name in sides if name != PAT]
+    """Markdown; PAT is the last row, `trace` that of the first repeat."""
+    static = [name for name in sides if name not in (PAT, CLAIRVOYANT)]
     better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
-    rows = [_row(name, sides[name], sides[better].rollouts) for name in (*static, PAT)]
+    others = [name for name in sides if name != PAT]
+    rows = [_row(name, sides[name], sides[better]) for name in (*others, PAT)]
     header = [
-        "engines", "rollout, s", f"rollout / {better}", "weight sync, s", "sync and rollout, s",
-        "switches",
+        "engines", "rollout, s", f"rollout / {better}", "the same, mean (95% CI)",
+        "weight sync, s", "sync and rollout, s", f"both / {better}, mean (95% CI)", "switches",
     ]  # fmt: skip
+    known = ""
+    if CLAIRVOYANT in sides:
+        ratio = paired_ratio(sides[PAT].rollouts, sides[CLAIRVOYANT].rollouts)
+        known = f"\nRollout, {PAT} / {CLAIRVOYANT}: {ratio.show()}.\n"
     return (
         f"Workload `{workload.name}`: {workload.text}; {SAMPLES} samples of a prompt, "
         f"{len(trace)} responses of {sum(trace.lengths)} tokens in the first repeat. Random model "
         f"of `pat-vllm demo`, float32. Median (low-high) of {len(sides[PAT].rollouts)} repeats; "
-        "the ratio is that of equal batches.\n\n" + table(header, rows)
+        "the ratio is that of equal batches, with the bootstrap's interval of its geometric "
+        "mean.\n\n" + table(header, rows) + known
     )
 
 
-def _row(name: str, times: Times, better: Sequence[float]) -> list[str]:
-    both = [a + b for a, b in zip(times.rollouts, times.syncs, strict=True)]
+def _row(name: str, times: Times, better: Times) -> list[str]:
     return [
         name,
         Summary.of(times.rollouts).show(digits=2),
-        ratios(times.rollouts, better).show(digits=2),
+        ratios(times.rollouts, better.rollouts).show(digits=2),
+        paired_ratio(times.rollouts, better.rollouts).show(),
         Summary.of(times.syncs).show(digits=2),
-        Summary.of(both).show(digits=2),
+        Summary.of(times.both).show(digits=2),
+        paired_ratio(times.both, better.both).show(),
         f"{sum(times.switches) / len(times.switches):.1f}",
     ]

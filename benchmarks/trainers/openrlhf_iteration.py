@@ -6,7 +6,8 @@ Runs in the environment of `make test-openrlhf`, on CPU with the tests' stand-in
 OpenRLHF's default of one engine per device, one engine over all devices, and PAT over all devices.
 All stay alive and take turns: weights are synced as OpenRLHF's actor does it, then its
 `SamplesGenerator` makes a rollout with the same prompts and response lengths for each side. What an
-iteration has beside these two, the training, is the same for all sides.
+iteration has beside these two, the training, is the same for all sides. With `--clairvoyant` a
+further engine of PAT's is told each response's length; memory holds it beside one other side.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from benchmarks.bench.workloads import MAX_TOKENS, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
-from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, SAMPLES, Times, parser, report
 
 DEVICES = 2
 DEFAULT = f"default: {DEVICES} engines of tp=1"
@@ -34,6 +35,7 @@ STATIC = {"default": DEFAULT, "one": ONE}
 _SHAPES = {DEFAULT: (DEVICES, 1), ONE: (1, DEVICES)}
 """Engines, and the tp of each."""
 _SUPPORT = ROOT / "tests" / "support" / "openrlhf_on_cpu"
+_ADAPTER = ROOT / "integrations" / "openrlhf"
 _KV_BYTES = 1 << 28
 _MAX_LEN = 512
 _WORDS = ("how", "many", "apples", "has", "Anna", "if", "the", "river", "is", "blue")
@@ -55,13 +57,15 @@ class OpenRLHFSide:
 
 def main() -> None:
     """Command line."""
-    args = parser(__doc__, [*STATIC]).parse_args()
+    options = parser(__doc__, [*STATIC])
+    options.add_argument("--clairvoyant", action="store_true", help="also PAT with known lengths")
+    args = options.parse_args()
     _enter_environment()
 
     workload = WORKLOADS[args.workload]
     facts = machine()
     static = [STATIC[args.static]] if args.static else [*STATIC.values()]
-    sides = measure(workload, static, args.repeats, args.seed)
+    sides = measure(workload, static, args.repeats, args.seed, args.clairvoyant)
     body = {
         "arguments": vars(args),
         "sides": {name: times.to_json() for name, times in sides.items()},
@@ -77,8 +81,8 @@ def _enter_environment() -> None:
         return
     variables = {
         **ENVIRONMENT,
-        "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(ROOT)]),
-        "PAT_TEST_GPUS": str(3 * DEVICES),
+        "PYTHONPATH": os.pathsep.join([str(_SUPPORT), str(ROOT), str(_ADAPTER)]),
+        "PAT_TEST_GPUS": str(4 * DEVICES),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -92,7 +96,9 @@ def _enter_environment() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(workload: Workload, static: Sequence[str], repeats: int, seed: int) -> dict[str, Times]:
+def measure(
+    workload: Workload, static: Sequence[str], repeats: int, seed: int, clairvoyant: bool = False
+) -> dict[str, Times]:
     """Start the sides, PAT first: it measures its profile while nothing else runs."""
     import ray
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -104,7 +110,11 @@ def measure(workload: Workload, static: Sequence[str], repeats: int, seed: int) 
     weights = AutoModelForCausalLM.from_pretrained(path)
     ray.init(log_to_driver=False)
     try:
-        engines = {PAT: _start(path, 1, DEVICES, pat=True)}
+        hidden: dict[str, Any] = {"kind": "predictor", "length_bound": MAX_TOKENS}
+        engines = {PAT: _start(path, 1, DEVICES, policy=hidden)}
+        if clairvoyant:
+            # Without a bound, `max_tokens` tells each length.
+            engines[CLAIRVOYANT] = _start(path, 1, DEVICES, policy={"kind": "predictor"})
         for name, (count, tp) in _SHAPES.items():
             if name in static:
                 engines[name] = _start(path, count, tp)
@@ -116,19 +126,18 @@ def measure(workload: Workload, static: Sequence[str], repeats: int, seed: int) 
                 _turn(sides[name], batch, tokenizer, weights, count=repeat > 0)
     finally:
         ray.shutdown()
-    return {name: sides[name].times for name in (*static, PAT)}
+    return {name: sides[name].times for name in (*static, *engines)}
 
 
-def _start(path: str, engines: int, tp: int, pat: bool = False) -> list[Any]:
-    """Have OpenRLHF make its engines."""
+def _start(path: str, engines: int, tp: int, policy: dict[str, Any] | None = None) -> list[Any]:
+    """Have OpenRLHF make its engines, or PAT's with this policy."""
     from openrlhf.trainer.ray import create_vllm_engines, vllm_engine
     from pat_openrlhf.engines import PatEngines
     from pat_openrlhf.options import EngineOptions
 
     stock = vllm_engine.RolloutRayActor
-    policy = {"kind": "predictor", "length_bound": MAX_TOKENS}
-    options = EngineOptions(pat={"policy": policy})
-    vllm_engine.RolloutRayActor = _Options(PatEngines(options) if pat else stock)
+    pat = None if policy is None else PatEngines(EngineOptions(pat={"policy": policy}))
+    vllm_engine.RolloutRayActor = _Options(pat or stock)
     made = create_vllm_engines(
         num_engines=engines,
         tensor_parallel_size=tp,

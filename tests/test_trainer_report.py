@@ -1,0 +1,30 @@
+"""The table of the trainers' iterations."""
+
+from __future__ import annotations
+
+from benchmarks.bench.workloads import WORKLOADS
+from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, Times, report
+
+
+def times(*rollouts: float) -> Times:
+    return Times(syncs=[1.0] * len(rollouts), rollouts=list(rollouts), switches=[1] * len(rollouts))
+
+
+def test_ratios_are_those_of_equal_batches() -> None:
+    workload = WORKLOADS["lognormal"]
+    sides = {"slow": times(20, 40), "fast": times(10, 20), PAT: times(9, 18)}
+    text = report(workload, workload.trace(1), sides)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert "rollout / fast" in rows[0]
+    assert "| 2.00 (2.00-2.00) | 2.00 (2.00-2.00) |" in rows[1]
+    assert "| 31.00 (21.00-41.00) | 1.93 (1.91-1.95) |" in rows[1]  # with the sync
+    assert rows[-1].startswith(f"| {PAT} | 13.50 (9.00-18.00) | 0.90 (0.90-0.90) |")
+    assert CLAIRVOYANT not in text
+
+
+def test_the_clairvoyant_is_no_static_side() -> None:
+    workload = WORKLOADS["lognormal"]
+    sides = {"static": times(10, 20), PAT: times(9, 18), CLAIRVOYANT: times(6, 12)}
+    text = report(workload, workload.trace(1), sides)
+    assert "rollout / static" in text
+    assert f"{PAT} / {CLAIRVOYANT}: 1.50 (1.50-1.50)" in text
