@@ -97,12 +97,13 @@ def ends() -> Iterator[tuple[Lanes, list[WorkerLanes]]]:
     lanes = Lanes(LAYOUTS, Network())
     workers = [WorkerLanes(lanes.handles(), rank, LAYOUTS, torch.device("cpu")) for rank in (0, 1)]
     lanes.connect([worker.reply_handle() for worker in workers])
-    threads = [threading.Thread(target=one.wait_until_ready) for one in (lanes, *workers)]
+    ends: tuple[Lanes | WorkerLanes, ...] = (lanes, *workers)
+    threads = [threading.Thread(target=one.wait_until_ready) for one in ends]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    del threads, thread
+    del threads, thread, ends
     yield lanes, workers
     lanes.shutdown(None)
 

@@ -107,7 +107,8 @@ def test_the_source_distribution_holds_the_packages_and_what_builds_them(dist: P
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if "egg-info" not in name}
-        files = {name for name in names if "." in name.rpartition("/")[2] or name == "LICENSE"}
+        without_suffix = {"LICENSE", "PKG-INFO"}
+        files = {n for n in names if "." in n.rpartition("/")[2] or n in without_suffix}
     homes = ("integrations/verl/", "integrations/openrlhf/")
     packaged = {next((name[len(h) :] for h in homes if name.startswith(h)), name) for name in files}
     beside = {"pyproject.toml", "LICENSE", "README.md", "MANIFEST.in", "PKG-INFO", "setup.cfg"}

@@ -143,11 +143,11 @@ def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
     pat_vllm.switch(llm, tp=kill.tp)
     workers = llm.collective_rpc(sabotage.process_id)
     if kill.moment == "switch":
-        arguments = (kill.rank, kill.part, kill.call, str(note))
-        llm.collective_rpc(sabotage.die_in_switch, args=arguments)
+        llm.collective_rpc(
+            sabotage.die_in_switch, args=(kill.rank, kill.part, kill.call, str(note))
+        )
     elif kill.moment == "verification":
-        arguments = (kill.rank, kill.call, str(note))
-        llm.collective_rpc(sabotage.die_in_verification, args=arguments)
+        llm.collective_rpc(sabotage.die_in_verification, args=(kill.rank, kill.call, str(note)))
     _add_batch(llm)
     try:
         # All of them run.

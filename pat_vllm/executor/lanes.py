@@ -28,6 +28,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
+from pat_vllm.executor.leftovers import remove_sockets
 from pat_vllm.executor.messages import StepReply
 from pat_vllm.layout import Layout
 
@@ -245,7 +246,7 @@ class Lanes:
     def shutdown(self, layout: Layout | None) -> None:
         """Let the workers out of the lanes of `layout`, wake every reader, let go of all rings.
 
-        vLLM removes shared memory and sockets of a ring that nobody refers to any more. Idempotent.
+        vLLM removes the shared memory of a ring that nobody refers to any more. Idempotent.
         """
         # Another thread may be about to use them.
         rings, self._rings = self._rings, {}
@@ -259,6 +260,8 @@ class Lanes:
                     logger.debug("lane %s/%d is full at shutdown", layout, replica)
         for mq in (*rings.values(), *replies):
             mq.shutdown()
+        for ring in rings.values():
+            remove_sockets(ring.handle)
 
     def _reader(self, rank: int) -> Reader:
         if not (replies := self._replies):
@@ -367,6 +370,7 @@ class WorkerLanes:
         """End the thread that refers to the rings. They go with the last reference to this."""
         if self._finishing is not None:
             self._finishing.put(None)
+        remove_sockets(self._reply.handle)
 
 
 def _reply_to(output: Any, drafts: DraftTokenIds | None) -> tuple[bool, Any]:

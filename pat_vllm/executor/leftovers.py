@@ -46,6 +46,13 @@ class Leftovers:
                 file.unlink(missing_ok=True)
 
 
+def remove_sockets(queue: Handle) -> None:
+    """Remove the socket files of a message queue, which ZeroMQ leaves when it is closed."""
+    for address in (queue.local_subscribe_addr, queue.local_notify_addr):
+        if address is not None:
+            Path(urlsplit(address).path).unlink(missing_ok=True)
+
+
 def _remove_queue(queue: Handle) -> None:
     if queue.buffer_handle is not None:
         *_, name = queue.buffer_handle
@@ -53,6 +60,4 @@ def _remove_queue(queue: Handle) -> None:
             memory = SharedMemory(name)
             memory.close()
             memory.unlink()  # and have Python's resource tracker forget it
-    for address in (queue.local_subscribe_addr, queue.local_notify_addr):
-        if address is not None:
-            Path(urlsplit(address).path).unlink(missing_ok=True)
+    remove_sockets(queue)

@@ -162,13 +162,16 @@ def _check(
     view: torch.Tensor,
     staged: torch.Tensor,
 ) -> None:
-    """That one layer is packed as torch's indexing does it, and that unpacking brings it back."""
+    """That one layer is packed as torch's indexing does it, and that unpacking brings it back.
+
+    A head that several ranks hold is in several pieces, with the same contents.
+    """
     reference = torch.full_like(staged, -1)
     IndexedBlocks(by_peer, view).pack(view, reference)
     staged.fill_(-2)
     blocks.pack(view, staged)
     assert torch.equal(staged, reference), "blocks are packed wrongly"
-    random_like(reference)
+    view.zero_()
     blocks.unpack(reference.split(blocks.counts), view)
     blocks.pack(view, staged)
     assert torch.equal(staged, reference), "blocks are unpacked wrongly"
