@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import pat_vllm
-from benchmarks.endurance.processes import names_held
 from pat_vllm.scheduler import switch as switch_module
 from tests.engines import Job, engine, engine_processes, run, scheduler_of
 from tests.support.fork_server import context
@@ -153,16 +152,14 @@ def assert_a_dead_worker_is_noticed(pat, sabotage, tp, monkeypatch, **options):
 def test_a_switch_that_fails_ends_the_engine(in_process, sabotage, monkeypatch):
     """Also where it was asked for by a call, whose caller vLLM would tell, and go on.
 
-    The rank that fails is heard though rank 0 waits for it in a collective. Nothing is left.
+    The rank that fails is heard though rank 0 waits for it in a collective.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    before, held_before = engine_processes(), names_held([psutil.Process()])
+    before = engine_processes()
     with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=in_process) as llm:
         spawned = engine_processes(before)
-        held = names_held(spawned) - held_before
-        assert held
         llm.collective_rpc(sabotage)
         for i in range(4):
             llm.llm_engine.add_request(
@@ -179,7 +176,6 @@ def test_a_switch_that_fails_ends_the_engine(in_process, sabotage, monkeypatch):
         assert time.monotonic() - begun < FAILED_WITHIN
     _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
     assert not alive
-    assert not [path for path in held if path.exists()]
 
 
 def front_end_in_a_switch(reached):
@@ -197,12 +193,14 @@ def front_end_in_a_switch(reached):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, monkeypatch):
+def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
+    number, tmp_path, monkeypatch
+):
     """SIGTERM reaches the front end only, and ends it at once; Ctrl-C reaches all processes."""
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     reached = tmp_path / "reached"
     process = context().Process(target=front_end_in_a_switch, args=(str(reached),))
-    before, held_before = engine_processes(), names_held([psutil.Process()])
+    before = engine_processes()
     process.start()
     try:
         while not reached.exists():
@@ -210,8 +208,6 @@ def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, 
             time.sleep(0.01)
         spawned = [one for one in engine_processes(before) if one.pid != process.pid]
         assert len(spawned) == 3
-        held = names_held(spawned) - held_before
-        assert held
         os.kill(process.pid, number)
         if number == signal.SIGINT:
             for one in spawned:
@@ -223,7 +219,6 @@ def test_a_front_end_that_is_ended_in_a_switch_leaves_nothing(number, tmp_path, 
         process.kill()
     _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
     assert not alive
-    assert not [path for path in held if path.exists()]
 
 
 def front_end(ready):

@@ -31,7 +31,7 @@ import typer
 from benchmarks.common import ENVIRONMENT, machine, table, write_results
 from benchmarks.endurance import sabotage
 from benchmarks.endurance import storm as storms
-from benchmarks.endurance.processes import engine_processes, names_held
+from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
 from tests.models import phrase
 
 ERROR_WITHIN = 30.0
@@ -81,7 +81,7 @@ class Outcome:
         error: what the front end was told; empty if nothing was.
         noticed: seconds from the death to the error; NaN if no worker died.
         gone: seconds from the death to the end of the last process.
-        left: processes and names that are there afterwards.
+        left: processes that are there afterwards, and shared memory unless `from_server`.
     """
 
     kill: Kill
@@ -132,7 +132,9 @@ def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
             _, alive = psutil.wait_procs(spawned, timeout=_GONE_WITHIN)
             gone = time.monotonic()
     left = [f"process {process.pid}" for process in alive]
-    left += [str(path) for path in sorted(held) if path.exists()]
+    if not from_server:
+        # That server outlives the engine, and what it keeps track of.
+        left += [str(p) for p in sorted(held) if p.parent == SHARED_MEMORY and p.exists()]
     return Outcome(kill, error, heard - died, gone - died, left)
 
 

@@ -27,7 +27,7 @@ import typer
 from benchmarks.common import ENVIRONMENT, machine, table, write_results
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.growth import MEMORY_ALLOWANCE, Trend, trends
-from benchmarks.endurance.processes import engine_processes, names_held, sample
+from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held, sample
 from benchmarks.endurance.storm import Storm
 
 POINTS = 30
@@ -42,7 +42,7 @@ class Soaked:
         minutes: of the storm.
         counts: what happened.
         courses: quantity -> its medians over time, at most `POINTS`.
-        left: names that are still there after the engine's end.
+        left: shared memory and processes that are still there after the engine's end.
     """
 
     name: str
@@ -105,7 +105,7 @@ def soak_engine(
         minutes = (time.monotonic() - begun) / 60
         held = names_held(chain(*processes.values())) - held_before
     _, alive = psutil.wait_procs(processes["engine core"] + processes["workers"], timeout=60)
-    left = [str(path) for path in sorted(held) if path.exists()]
+    left = [str(path) for path in sorted(held) if path.parent == SHARED_MEMORY and path.exists()]
     left += [f"process {process.pid}" for process in alive]
     return Soaked(
         "with drafts" if speculates else "without drafts",
