@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import pytest
 
 from pat_vllm.cli.random_model import make_model
 from tests.engines import engine_processes
-from tests.openrlhf.training import ROOT, SWITCHING, training
+from tests.openrlhf.training import ROOT, SWITCHING
 from tests.support.ray_nodes import GONE_WITHIN, assert_gone, ray_nodes
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
@@ -109,31 +108,3 @@ def test_prompts_are_spread_and_a_dead_engine_is_told(
         ray.get(engines[0].get_num_unfinished_requests.remote(), timeout=GONE_WITHIN)
     ray.kill(engines[1])
     assert_gone(before)
-
-
-def test_a_training_whose_engine_is_killed(cluster: str) -> None:
-    """In sync over both nodes; then an engine is killed with all of its processes."""
-    before = engine_processes()
-    more = ("--vllm.num_engines", "2", "--train.num_episodes", "3")
-    with training(*more, RAY_ADDRESS=cluster) as run:
-        run.wait_for("Global step", times=2)
-        assert all(abs(step["vllm_kl"]) < 1e-3 for step in run.steps), run.steps
-        # Two lines for each rollout, of half of its responses.
-        assert len(run.rollouts) >= 4 and all(run.switches()), run.rollouts
-        assert all(line.startswith("16 responses") for line in run.rollouts), run.rollouts
-
-        # In the middle of the next rollout, which cannot end before they are killed.
-        run.wait_for("(policy)", times=run.log.count("(policy)") + 1)
-        line = next(line for line in reversed(run.log.splitlines()) if "(policy)" in line)
-        found = re.search(r"\(PatRolloutActor pid=(\d+)", line)
-        assert found, line
-        actor = psutil.Process(int(found[1]))
-        victims = [actor, *actor.children(recursive=True)]
-        for process in reversed(victims):
-            process.suspend()
-        time.sleep(2)
-        for process in victims:
-            process.kill()
-        assert run.child.wait() != 0
-        assert re.search("ActorDiedError|the PAT engine died", run.log), run.tail()
-        assert_gone(before)
