@@ -21,8 +21,6 @@ from benchmarks.endurance import sabotage
 from benchmarks.endurance.growth import Trend, trend, trends
 from benchmarks.endurance.kills import MOMENTS, Kill, kill_one
 from benchmarks.endurance.processes import (
-    SHARED_MEMORY,
-    engine_processes,
     names_held,
     sample,
 )
@@ -207,21 +205,6 @@ def test_a_killed_worker_is_told(kill: Kill) -> None:
     outcome = kill_one(kill)
     assert outcome.clear, outcome
     assert outcome.noticed >= 0
-
-
-@pytest.mark.slow
-def test_an_engine_that_ends_leaves_no_shared_memory() -> None:
-    """Its processes are as a user's: none outlives the engine."""
-    from tests.engines import engine
-
-    before, of_others = psutil.Process().children(recursive=True), names_held([psutil.Process()])
-    with engine("qwen3", 2, {}, in_process=False, from_server=False):
-        processes = [one for role in engine_processes(before).values() for one in role]
-        held = names_held(processes) - of_others
-    psutil.wait_procs([one for one in processes if one.pid != os.getpid()], timeout=60)
-    shared = [path for path in held if path.parent == SHARED_MEMORY]
-    assert len(shared) > 3
-    assert not [path for path in shared if path.exists()]
 
 
 def test_kills_are_drawn_from_all_moments() -> None:
