@@ -475,7 +475,7 @@ async def complete(client: Any, index: int, tokens: int, stream: bool) -> tuple[
         pieces += [choice.text for choice in chunk.choices]
         if chunk.usage is not None:
             completion_tokens = chunk.usage.completion_tokens
-    assert len(pieces) > 5
+    assert len(pieces) > 1  # a busy front end hands out the tokens of many steps at once
     return "".join(pieces), completion_tokens
 
 
