@@ -86,7 +86,7 @@ wheel: ## Build dist/pat_vllm-*.whl, and the source distribution
 	build/with/bin/python -m pip install --quiet build
 	build/with/bin/python -m build --outdir dist
 
-check-wheel: ## Install the wheel with vLLM's CPU build in a fresh environment, and use it there (some 2 GB)
+check-wheel: ## Install the wheel with vLLM's CPU build in a fresh environment, and use it there (a large download)
 	.ci/check-wheel $(PYTHON)
 
 clean: ## Remove .venv, caches and build outputs
