@@ -23,7 +23,7 @@ ENVIRONMENT = {
     # Threads of a tiny model only spin while they wait for each other.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
-    # oneDNN keeps what it has compiled for 1,024 shapes, and each number of tokens is a shape: until
+    # oneDNN keeps what it has compiled for 1,024 shapes, and a number of tokens is a shape: until
     # that is full, memory grows for minutes, which would hide what else does.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
     "LRU_CACHE_CAPACITY": "8",
