@@ -21,6 +21,7 @@ from unittest.mock import patch
 import typer
 
 from pat_vllm.cli.results import table
+from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
 from pat_vllm.predictor.tuning import Tuning
@@ -70,13 +71,13 @@ KNOBS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """Batches of a workload on an engine, whose profile has the steps of `wrong[0]`, a
-    tensor-parallel size, `wrong[1]` times as long as they are."""
+    """Batches of a workload on an engine, whose profile has the steps of the layout `wrong[0]`
+    `wrong[1]` times as long as they are."""
 
     engine: str
     workload: str
     seed: int
-    wrong: tuple[int, float] | None = None
+    wrong: tuple[Layout, float] | None = None
 
 
 @cache
@@ -151,13 +152,13 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     batches = batches_of(scenario.engine, scenario.workload, scenario.seed)
     believed = profile
     if scenario.wrong is not None:
-        tp, factor = scenario.wrong
+        layout, factor = scenario.wrong
         believed = profile.model_copy(
             update={
                 "steps": tuple(
                     s.model_copy(
                         update={
-                            name: getattr(s, name) * (factor if s.tp == tp else 1)
+                            name: getattr(s, name) * (factor if s.layout == layout else 1)
                             for name in ("seconds", "low", "high")
                         }
                     )
@@ -297,8 +298,8 @@ def run(
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
         layouts = engine(name).layouts
-        for tp, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
-            scenarios.append(Scenario(name, workload, seed, (tp, factor)))
+        for layout, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
+            scenarios.append(Scenario(name, workload, seed, (layout, factor)))
     rows = []
     for tried, dropped, loss in Elimination(scenarios, processes, part).path(
         lambda text: print(text, flush=True)

@@ -125,9 +125,9 @@ def take_visit(
     real: list[float] = []
 
     def noting(now: float, layout: Layout, shape: Any, seconds: float) -> None:
-        usual = not policy._skip and model.comparable(layout.tp, shape)
+        usual = not policy._skip and model.comparable(layout, shape)
         if usual and layout.tp == tp and shape.batch == of_replica:
-            predicted.append(model.step(tp, shape))
+            predicted.append(model.step(layout, shape))
             real.append(seconds)
         stepped(now, layout, shape, seconds)
 

@@ -21,8 +21,9 @@ class Executor:
     def transfer_rates(self) -> Any:
         """Any rates."""
         from pat_vllm.executor.messages import TransferRates
+        from pat_vllm.layout import Layout
 
-        return TransferRates(1e9, {tp: 1e4 for tp in (1, 2, 4, 8)})
+        return TransferRates(1e9, {Layout.of(tp, RANKS): 1e4 for tp in (1, 2, 4, 8)})
 
     is_sleeping = False
 

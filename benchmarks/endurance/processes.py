@@ -13,6 +13,7 @@ import psutil
 SHARED_MEMORY = Path("/dev/shm")
 ROLES = ("front end", "engine core", "workers")
 MIB = 2**20
+OWN = "PSS without files, MiB"
 
 
 def engine_processes(before: Iterable[psutil.Process] = ()) -> dict[str, list[psutil.Process]]:
@@ -35,18 +36,16 @@ def engine_processes(before: Iterable[psutil.Process] = ()) -> dict[str, list[ps
 def sample(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
     """What processes hold now: memory in MiB, numbers of all else.
 
-    PSS counts a page that several processes share in equal parts, private memory counts what a
-    process has for itself.
+    PSS counts a page that several processes share in equal parts. Pages of files are left out of
+    it: other programs share those of libraries, and a part grows when such a program ends.
 
     Raises:
         psutil.NoSuchProcess: one has ended.
     """
     found: dict[str, float] = {}
     for role, members in processes.items():
-        memory = [process.memory_full_info() for process in members]
-        found[f"{role}: RSS, MiB"] = sum(one.rss for one in memory) / MIB
-        found[f"{role}: PSS, MiB"] = sum(one.pss for one in memory) / MIB
-        found[f"{role}: private memory, MiB"] = sum(one.uss for one in memory) / MIB
+        found[f"{role}: RSS, MiB"] = sum(process.memory_info().rss for process in members) / MIB
+        found[f"{role}: {OWN}"] = sum(_own_memory(process.pid) for process in members) / MIB
         found[f"{role}: file descriptors"] = sum(process.num_fds() for process in members)
         found[f"{role}: threads"] = sum(process.num_threads() for process in members)
     everyone = [process for members in processes.values() for process in members]
@@ -56,6 +55,14 @@ def sample(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
     # Whoever has been started since is counted, too.
     found["processes"] = len(psutil.Process().children(recursive=True))
     return found
+
+
+def _own_memory(pid: int) -> int:
+    """PSS of what is not a file's, bytes."""
+    sums = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    fields = re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", sums, re.MULTILINE)
+    assert len(fields) == 2, fields
+    return 1024 * sum(map(int, fields))
 
 
 def names_held(processes: Iterable[psutil.Process]) -> set[Path]:
