@@ -25,10 +25,10 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
 		{ echo "vLLM's CPU kernels need libnuma (Debian: apt-get install libnuma1)"; exit 1; }
 	@command -v g++ >/dev/null || \
-		echo "No g++: torch.compile needs it, else set TORCHDYNAMO_DISABLE=1 (Debian: apt-get install g++)"
+		echo "No g++: torch.compile needs it, else pass enforce_eager=True (Debian: apt-get install g++)"
 	@touch $@
 
-demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts)
+demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts; MODEL=moe: experts)
 	$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
 test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly

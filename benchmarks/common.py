@@ -20,6 +20,7 @@ from benchmarks import record
 from benchmarks.engine_process import PARK_SECONDS, EngineProcess
 from benchmarks.record import Summary
 from pat_vllm.cli.demo import MODEL as DEMO
+from pat_vllm.cli.demo import OWN_MODELS
 from pat_vllm.cli.results import table
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
@@ -86,6 +87,8 @@ MODELS: dict[str, dict[str, Any]] = {
     # The demo's shape. Its text goes through one phrase again and again, with interruptions: of
     # n-gram drafts of 4 tokens about 0.6 are accepted.
     "repeating": {**DEMO, "repeat": 1.5, "max_position_embeddings": 4096},
+    # The demo's mixture of experts.
+    "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
     # For schedulers, which only read its config.

@@ -94,7 +94,7 @@ def run_setting(setting: Setting, seeds: int) -> Result:
     fixed: list[PolicyResult] = []
     dynamic: list[PolicyResult] = []
     plain: list[PolicyResult] = []
-    for layout in profile.all_layouts:
+    for layout in profile.layouts:
         most = profile.max_num_seqs[layout.tp]
         for k in DRAFT_LENGTHS:
             result = static(layout, ((1, most, k),), f"k={k}")
@@ -106,7 +106,7 @@ def run_setting(setting: Setting, seeds: int) -> Result:
     pat = replayer.replay("PAT", replayer.adaptive(believed, draft_lengths=DRAFT_LENGTHS), truth)
     told = ClairvoyantPolicy(
         batches,
-        profile.all_layouts,
+        profile.layouts,
         truth,
         ReplicaCapacity.of(profile),
         draft_lengths=DRAFT_LENGTHS,
@@ -147,7 +147,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
     truth = ReplayedTruth(profile, measured_noise())
     policy = replayer.adaptive(profile, draft_lengths=DRAFT_LENGTHS)
     (run,) = replayer.replay("PAT", policy, truth).runs
-    colour = dict(zip(profile.all_layouts, LAYOUT_COLOURS, strict=False))
+    colour = dict(zip(profile.layouts, LAYOUT_COLOURS, strict=False))
     figure = Figure(figsize=(10, 6), layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1.5]})
@@ -167,7 +167,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
     )
     above.set_yscale("log", base=2)
     above.set_ylabel("live requests (log scale)")
-    used = [one for one in profile.all_layouts if one in {span[0] for span in spans(run)}]
+    used = [one for one in profile.layouts if one in {span[0] for span in spans(run)}]
     above.legend(
         handles=[Patch(color=colour[one], alpha=0.4, label=f"layout {one}") for one in used],
         loc="upper right",
@@ -203,14 +203,14 @@ def _believed(profile: Profile, wrong: str) -> Profile:
     """The profile that the predictor is given."""
     if not wrong.startswith("steps"):
         return profile
-    tp, factor = profile.layouts[-1], 2 if wrong.endswith("x 2") else 0.5
+    layout, factor = profile.layouts[-1], 2 if wrong.endswith("x 2") else 0.5
 
     def scaled(value: float) -> float:
         return factor * value
 
     steps = tuple(
         s.model_copy(update={name: scaled(getattr(s, name)) for name in ("seconds", "low", "high")})
-        if s.tp == tp
+        if s.layout == layout
         else s
         for s in profile.steps
     )

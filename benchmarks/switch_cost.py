@@ -19,6 +19,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
@@ -32,6 +33,9 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from pat_vllm.cli.demo import model_config
+from pat_vllm.config import PATConfig
+from pat_vllm.mixture import Mixture
 
 LIVE = 8
 CONTEXT = 512
@@ -59,8 +63,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
-    tps = [tp for tp in (1, 2, 4, 8) if args.ranks % tp == 0 and tp <= args.ranks]
-    walk = circuit(tps[0], tps[1:])
+    checkpoint = model(args.model)
+    # Copies of the weights are of one kind.
+    pat = PATConfig(experts="auto" if args.weights == "inplace" else "tp")
+    mixture = Mixture.from_config(model_config(Path(checkpoint)))
+    if mixture is None:
+        pat = PATConfig()
+    base, *others = (str(layout) for layout in pat.resolve_layouts(args.ranks, mixture))
+    walk = circuit(base, others)
 
     facts = machine()
     body: dict[str, Any] = {"model": args.model, "weights": args.weights, "bars": BARS}
@@ -73,7 +83,7 @@ def main() -> None:
     )
     for dtype in args.dtypes:
         options = dict(
-            model=model(args.model),
+            model=checkpoint,
             dtype=dtype,
             tensor_parallel_size=args.ranks,
             distributed_executor_backend="pat",
@@ -105,7 +115,7 @@ def main() -> None:
     write_results(name + (f"-{args.ranks}" if args.ranks > 2 else ""), facts, body, text)
 
 
-def circuit(start: int, others: Sequence[int]) -> list[int]:
+def circuit(start: str, others: Sequence[str]) -> list[str]:
     """Where to go, from `start` on and back to it, to take each way between two layouts once."""
     walk = []
     for i, other in enumerate(others):
@@ -114,9 +124,9 @@ def circuit(start: int, others: Sequence[int]) -> list[int]:
 
 
 def _switch(
-    llm: Any, context: int | None, walk: Sequence[int], repeats: int, seed: int
+    llm: Any, context: int | None, walk: Sequence[str], repeats: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Take a walk over layouts (tp) `repeats` times, with one batch of requests; the reports."""
+    """Take a walk over layouts `repeats` times, with one batch of requests; the reports."""
     from vllm import SamplingParams
 
     import pat_vllm
@@ -190,7 +200,8 @@ def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
         stall, stall_small = (
             Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
         )
-        per_byte = (stall.median - stall_small.median) / (moved - moved_small)
+        # Between the kinds of one tp no KV moves.
+        per_byte = (stall.median - stall_small.median) / max(1, moved - moved_small)
         fixed = stall.median - per_byte * moved
         floor = (moved + weights) / memcpy
         rows.append(

@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def switch(llm: LLM, tp: int) -> bool:
-    """Switch an `LLM` to the layout with tensor parallelism `tp` now, mid-generation too.
+def switch(llm: LLM, tp: int | str) -> bool:
+    """Switch an `LLM` to another layout now, mid-generation too.
 
     May be called from another thread while `generate` runs, or between `step()`s. The layout
     holds, whatever the policy says, until the engine has worked and become idle.
+
+    Args:
+        llm: a `vllm.LLM` that runs with PAT.
+        tp: of the layout, or the layout's name as in the report: of a mixture of experts there may
+            be two with one tp, `tp2dp2` with cut experts, for which the number stands, and
+            `tp2dp2ep`.
 
     Returns:
         Whether the engine is in that layout; False when the switch was refused, which the report
@@ -69,7 +75,7 @@ def report(llm: LLM, since: float = -math.inf) -> Report:
     return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
-async def switch_async(llm: AsyncLLM, tp: int) -> bool:
+async def switch_async(llm: AsyncLLM, tp: int | str) -> bool:
     """`switch` for an `AsyncLLM`."""
     return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
 

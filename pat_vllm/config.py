@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture, WantedExperts
+
+
+def _layout_name(value: Any) -> int | str:
+    if isinstance(value, str) and not value.isdecimal():
+        return str(Layout.parse(value))
+    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
+        raise ValueError(f"expected a tp (>= 1) or the name of a layout, got {value!r}")
+    return int(value)
+
+
+LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
+"""A layout as users name it: by its tp, or as `Layout` prints it."""
 
 
 class StrictModel(BaseModel):
@@ -16,31 +30,36 @@ class StrictModel(BaseModel):
 
 
 class StaticPolicyConfig(StrictModel):
-    """Stay in one layout."""
+    """Stay in one layout.
+
+    Attributes:
+        tp: the layout, by its tp or its name.
+    """
 
     kind: Literal["static"]
-    tp: int = Field(ge=1)
+    tp: LayoutName
 
 
 class SchedulePolicyConfig(StrictModel):
-    """With at most K live requests, be in the layout with tensor parallelism `switch_at[K]`.
+    """With at most K live requests, be in the layout `switch_at[K]`.
 
     Attributes:
-        num_speculative_tokens: draft length by tp; what is not named is as `speculative_config`
-            says.
+        switch_at: layouts by their tp or their names.
+        num_speculative_tokens: draft length by layout; what is not named is as
+            `speculative_config` says.
     """
 
     kind: Literal["schedule"]
-    switch_at: dict[int, int] = Field(min_length=1)
-    num_speculative_tokens: dict[int, Annotated[int, Field(ge=0)]] = {}
+    switch_at: dict[int, LayoutName] = Field(min_length=1)
+    num_speculative_tokens: dict[LayoutName, Annotated[int, Field(ge=0)]] = {}
 
     @field_validator("switch_at")
     @classmethod
-    def _positive(cls, switch_at: dict[int, int]) -> dict[int, int]:
-        for live, tp in switch_at.items():
-            if live < 1 or tp < 1:
+    def _positive(cls, switch_at: dict[int, LayoutName]) -> dict[int, LayoutName]:
+        for live, layout in switch_at.items():
+            if live < 1:
                 raise ValueError(
-                    f"maps a number of live requests (>= 1) to a tp (>= 1), got {{{live}: {tp}}}"
+                    f"maps a number of live requests (>= 1) to a layout, got {{{live}: {layout}}}"
                 )
         return switch_at
 
@@ -76,6 +95,9 @@ class PATConfig(StrictModel):
         layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None: `base_tp`, its
             doublings that divide the number of ranks, and the number of ranks itself.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
+        experts: how the experts of a mixture lie in layouts with tp > 1: "tp" cuts each over the
+            group, "ep" leaves them whole and spreads them over it; "auto" keeps both kinds of
+            layout ready where layouts can share the weights, else the first.
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
@@ -92,6 +114,7 @@ class PATConfig(StrictModel):
 
     layouts: tuple[int, ...] | None = None
     base_tp: int = Field(default=1, ge=1)
+    experts: WantedExperts = "auto"
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
     weights: Literal["auto", "inplace", "materialized"] = "auto"
@@ -118,13 +141,44 @@ class PATConfig(StrictModel):
             problems = "; ".join(_describe(e) for e in error.errors())
             raise ValueError(f'additional_config["pat"]: {problems}') from None
 
-    def resolve_layouts(self, world_size: int) -> tuple[Layout, ...]:
+    def resolve_layouts(
+        self, world_size: int, mixture: Mixture | None = None
+    ) -> tuple[Layout, ...]:
         """The layouts to keep ready, ascending in tp; the first is the base layout.
+
+        Args:
+            mixture: the model's; None: it has no experts.
 
         Raises:
             ValueError: a tp does not divide `world_size` or is no multiple of the base layout's,
-                or the policy names another layout.
+                the model's experts cannot lie as asked for, or the policy names another layout.
         """
+        sizes = self._sizes(world_size)
+        if mixture is not None:
+            layouts = mixture.layouts(sizes, world_size, self.experts)
+        elif self.experts == "auto":
+            layouts = tuple(Layout.of(tp, world_size) for tp in sizes)
+        else:
+            raise ValueError(
+                f"pat.experts is {self.experts!r}, but the model has no experts; leave it at 'auto'"
+            )
+        self._check_policy(layouts)
+        return layouts
+
+    def check_layouts(self, world_size: int) -> None:
+        """Check the layouts as far as that is possible without the model.
+
+        Raises:
+            ValueError: as `resolve_layouts`, but for what a model's experts allow.
+        """
+        sizes = self._sizes(world_size)
+        layouts = [Layout.of(tp, world_size) for tp in sizes]
+        if any(isinstance(name, str) for name in self._policy_names()):
+            layouts += [Layout.of(tp, world_size, "ep") for tp in sizes if tp > 1]
+        self._check_policy(layouts)
+
+    def _sizes(self, world_size: int) -> list[int]:
+        """The tp of the layouts, ascending."""
         if world_size % self.base_tp:
             raise ValueError(
                 f"pat.base_tp names tp={self.base_tp}, which does not divide "
@@ -157,23 +211,25 @@ class PATConfig(StrictModel):
                     f"pat.layouts names tp={tp}, which is no multiple of pat.base_tp="
                     f"{self.base_tp}: ranks would lack part of their weights in that layout"
                 )
-        for tp in self._policy_sizes():
-            if tp not in sizes:
+        return sorted(sizes)
+
+    def _check_policy(self, layouts: Sequence[Layout]) -> None:
+        for name in self._policy_names():
+            if Layout.find(name, layouts) is None:
                 raise ValueError(
-                    f"pat.policy names tp={tp}, which is not among the layouts {sorted(sizes)}; "
-                    "add it to pat.layouts or change the policy"
+                    f"pat.policy names {_described(name)}, which is not among the layouts "
+                    f"{', '.join(map(str, layouts))}; add it to pat.layouts or change the policy"
                 )
-        return tuple(Layout.of(tp, world_size) for tp in sorted(sizes))
 
     def largest_batch(self, layout: Layout) -> int | None:
-        """Most live requests for which the policy goes to a layout; None: it sets no limit."""
+        """Most live requests for which the policy goes to layouts of this tp; None: it sets no
+        limit."""
         if not isinstance(self.policy, SchedulePolicyConfig) or layout.tp == self.base_tp:
             return None
-        return max(
-            (live for live, tp in self.policy.switch_at.items() if tp == layout.tp), default=None
-        )
+        schedule = self.policy.switch_at.items()
+        return max((live for live, name in schedule if _tp_of(name) == layout.tp), default=None)
 
-    def _policy_sizes(self) -> tuple[int, ...]:
+    def _policy_names(self) -> tuple[LayoutName, ...]:
         match self.policy:
             case StaticPolicyConfig(tp=tp):
                 return (tp,)
@@ -193,16 +249,33 @@ def pat_config(vllm_config: Any) -> PATConfig:
 def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
     """The engine's layouts, base layout first."""
     config = pat_config(vllm_config)
-    return config.resolve_layouts(vllm_config.parallel_config.tensor_parallel_size)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return config.resolve_layouts(ranks, mixture_of(vllm_config))
+
+
+def mixture_of(vllm_config: Any) -> Mixture | None:
+    """The experts of an engine's model; None: it has none."""
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    return None if config is None else Mixture.from_config(config.to_dict())
 
 
 def home_layout(vllm_config: Any) -> Layout:
     """The layout in which the engine starts."""
     layouts = layouts_of(vllm_config)
     policy = pat_config(vllm_config).policy
-    if isinstance(policy, StaticPolicyConfig):
-        return next(layout for layout in layouts if layout.tp == policy.tp)
-    return layouts[0]
+    if not isinstance(policy, StaticPolicyConfig):
+        return layouts[0]
+    home = Layout.find(policy.tp, layouts)
+    assert home is not None, "resolve_layouts has checked it"
+    return home
+
+
+def _tp_of(name: LayoutName) -> int:
+    return Layout.parse(name).tp if isinstance(name, str) else name
+
+
+def _described(name: LayoutName) -> str:
+    return f"tp={name}" if isinstance(name, int) else name
 
 
 def _divisors(n: int) -> list[int]:

@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
-_NAME = re.compile(r"tp(\d+)dp(\d+)", re.ASCII)
+Experts: TypeAlias = Literal["tp", "ep"]
+"""How the experts of a mixture lie in a group: each is cut over its ranks, as attention is ("tp"),
+or each rank has some of them whole ("ep")."""
+
+_NAME = re.compile(r"tp(\d+)dp(\d+)(ep)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in a layout, by which its weights are cut."""
+
+    tp: int
+    tp_rank: int
+    experts: Experts = "tp"
 
 
 @dataclass(frozen=True, order=True)
@@ -16,17 +31,25 @@ class Layout:
     divides the tp of a wider layout, a group lies within one of the wider groups, and the shard of
     a rank in the wider layout within its shard in this one. What a rank holds of its own requests'
     KV and of the weights is all that it needs in a wider layout.
+
+    Attributes:
+        experts: of a mixture of experts. With tp=1 a rank has all experts whole, which is "tp".
     """
 
     tp: int
     replicas: int
+    experts: Experts = "tp"
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.replicas < 1:
             raise ValueError(f"a layout needs tp >= 1 and replicas >= 1, got {self}")
+        if self.experts not in get_args(Experts):
+            raise ValueError(f"experts lie as {get_args(Experts)} in a layout, got {self.experts}")
+        if self.tp == 1 and self.experts == "ep":
+            raise ValueError(f"a layout with tp=1 has no ranks to spread experts over, got {self}")
 
     @classmethod
-    def of(cls, tp: int, world_size: int) -> Layout:
+    def of(cls, tp: int, world_size: int, experts: Experts = "tp") -> Layout:
         """The layout of `world_size` ranks with tensor parallelism `tp`.
 
         Raises:
@@ -34,11 +57,11 @@ class Layout:
         """
         if tp < 1 or world_size % tp:
             raise ValueError(f"tp={tp} does not divide the {world_size} ranks of this engine")
-        return cls(tp, world_size // tp)
+        return cls(tp, world_size // tp, experts)
 
     @classmethod
     def parse(cls, name: str) -> Layout:
-        """The layout that `str` gives this name, "tp1dp4" for example.
+        """The layout that `str` gives this name: "tp1dp4" or "tp2dp2ep", for example.
 
         Raises:
             ValueError: it is not the name of a layout.
@@ -46,10 +69,23 @@ class Layout:
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"expected the name of a layout, such as 'tp1dp4', got {name!r}")
-        return cls(int(match[1]), int(match[2]))
+        return cls(int(match[1]), int(match[2]), "ep" if match[3] else "tp")
+
+    @classmethod
+    def find(cls, wanted: int | str, layouts: Iterable[Layout]) -> Layout | None:
+        """The layout that a user names, among those of an engine; None: it is not among them.
+
+        Args:
+            wanted: its name, or its tp: of a mixture whose experts lie in either way at this tp,
+                with cut experts.
+        """
+        if isinstance(wanted, str):
+            return next((layout for layout in layouts if str(layout) == wanted), None)
+        of_tp = [layout for layout in layouts if layout.tp == wanted]
+        return min(of_tp, key=lambda layout: layout.experts == "ep", default=None)
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.replicas}"
+        return f"tp{self.tp}dp{self.replicas}{'ep' if self.experts == 'ep' else ''}"
 
     @property
     def world_size(self) -> int:
@@ -63,6 +99,10 @@ class Layout:
     def tp_rank_of(self, rank: int) -> int:
         """Position of the global rank within its tensor-parallel group."""
         return rank // self.replicas
+
+    def place_of(self, rank: int) -> Place:
+        """The global rank's place, by which its weights are cut."""
+        return Place(self.tp, self.tp_rank_of(rank), self.experts)
 
     def ranks_of(self, replica: int) -> range:
         """Global ranks of a replica, in tensor-parallel order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -29,16 +29,128 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
 }
 """The shape fields of the models' public config.json."""
 
-_NOT_DENSE = frozenset(("kv_lora_rank", "n_routed_experts", "num_experts", "num_local_experts"))
-"""Fields of the config.json of models whose steps are others than a dense decoder's."""
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
+MIXTURES = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Values of `model_type` of the mixtures of experts whose layers are known here."""
+_LATENT = "kv_lora_rank"
+"""Field of the config.json of models with latent attention."""
+
+
+def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many experts a layer has, without those that every token goes to, and how wide they are.
+
+    Args:
+        config: contents of a Hugging Face `config.json`.
+
+    Returns:
+        None: the model has no experts.
+    """
+    count = next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None)
+    if count is None:
+        return None
+    return count, next(config[name] for name in _EXPERT_WIDTHS if config.get(name))
+
+
+def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """How many experts a layer has, and to how many of them a token goes; None: there are none."""
+    found = experts_of(config)
+    per_token = config.get("num_experts_per_tok")
+    return None if found is None or not per_token else (found[0], per_token)
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """What some layers of a mixture have in place of an MLP, counted in elements.
+
+    Attributes:
+        count: experts of a layer.
+        per_token: experts that a token goes to.
+        intermediate: width of an expert.
+        shared: width of the MLP that every token goes to beside them; 0: there is none.
+        shared_gate: that has a gate of its own.
+        layers: that have experts.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    shared: int
+    shared_gate: bool
+    layers: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ExpertSizes | None:
+        """From the contents of a `config.json`; None: the model has no experts.
+
+        Raises:
+            ValueError: it has, but is none of the `MIXTURES`.
+        """
+        found = experts_of(config)
+        if found is None:
+            return None
+        count, intermediate = found
+        kind = config.get("model_type")
+        if kind not in MIXTURES or not config.get("num_experts_per_tok"):
+            named = next(name for name in _EXPERT_COUNTS if config.get(name))
+            raise ValueError(
+                f"the model's config has {named}: a mixture of experts of model_type {kind!r} "
+                f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
+            )
+        shared = config.get("shared_expert_intermediate_size") or 0
+        gated = bool(shared)
+        if kind == "glm4_moe":
+            shared = intermediate * (config.get("n_shared_experts") or 0)
+        return cls(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            intermediate=intermediate,
+            shared=shared,
+            shared_gate=gated,
+            layers=sum(_has_experts(config, i) for i in range(config["num_hidden_layers"])),
+        )
+
+    def most_on_rank(self, tp: int) -> int:
+        """Experts of a layer on the rank that has most, where they are spread over `tp` ranks."""
+        return -(-self.count // tp)
+
+
+def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether that layer of a mixture does; else it has an MLP."""
+    if layer < (config.get("first_k_dense_replace") or 0):
+        return False
+    sparse_step = config.get("decoder_sparse_step") or 1
+    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % sparse_step == 0
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The sizes of a dense decoder, counted in elements."""
+    """The sizes of a decoder, counted in elements.
+
+    Attributes:
+        intermediate: width of the MLP, in layers without experts.
+        experts: None: the decoder is dense.
+    """
 
     layers: int
     hidden: int
@@ -48,9 +160,15 @@ class ModelSize:
     intermediate: int
     vocab: int
     tied: bool
+    experts: ExpertSizes | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSize:
+        """From the contents of a Hugging Face `config.json`.
+
+        Raises:
+            ValueError: a size is missing, or the model is of another kind.
+        """
         needed = (
             "num_hidden_layers",
             "hidden_size",
@@ -61,15 +179,13 @@ class ModelSize:
         missing = [name for name in needed if not config.get(name)]
         if missing:
             raise ValueError(
-                f"the model's config has no {', '.join(missing)}; only dense decoders such as "
-                f"Llama and Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
+                f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
+                f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
-        unlike = sorted(_NOT_DENSE & {name for name, value in config.items() if value})
-        if unlike:
+        if config.get(_LATENT):
             raise ValueError(
-                f"the model's config has {', '.join(unlike)}: mixtures of experts and latent "
-                "attention cannot be modelled, and PAT does not serve them; only dense decoders "
-                "such as Llama and Qwen3"
+                f"the model's config has {_LATENT}: latent attention cannot be modelled, and PAT "
+                "does not serve it; only decoders such as Llama and Qwen3"
             )
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return cls(
@@ -81,23 +197,57 @@ class ModelSize:
             intermediate=config["intermediate_size"],
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
+            experts=ExpertSizes.of(config),
         )
 
+    @property
+    def dense_layers(self) -> int:
+        """Layers without experts."""
+        return self.layers - (self.experts.layers if self.experts else 0)
+
     def layer_weights(self, tp: int) -> float:
-        """Weights of all layers on one rank; KV projections are replicated where heads are."""
+        """Weights of all layers that every token needs, on one rank: all but the experts.
+
+        KV projections are replicated where heads are, and routers.
+        """
         kv_heads = max(1.0, self.kv_heads / tp)
         attention = self.hidden * self.head_dim * (2 * self.heads / tp + 2 * kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate / tp)
+        if self.experts is None:
+            return self.layers * (attention + 3 * self.hidden * self.intermediate / tp)
+        mlp = self.dense_layers * 3 * self.intermediate / tp
+        router = self.experts.count + self.experts.shared_gate
+        mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
+        return self.layers * attention + self.hidden * mlp
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert in every layer that has some."""
+        if self.experts is None:
+            return 0
+        return self.experts.layers * 3 * self.hidden * self.experts.intermediate
 
     def head_weights(self, tp: int) -> float:
         """Weights of the LM head on one rank."""
         return self.vocab * self.hidden / tp
 
-    def resident_weights(self, tp: int) -> float:
-        """Weights in one rank's memory, the embedding included."""
-        return self.layer_weights(tp) + self.head_weights(tp) * (1 if self.tied else 2)
+    def resident_weights(self, tp: int, spread: bool = False) -> float:
+        """Weights in one rank's memory, the embedding included.
+
+        Args:
+            spread: a mixture's experts lie whole on the ranks; else each is cut.
+        """
+        weights = self.layer_weights(tp) + self.head_weights(tp) * (1 if self.tied else 2)
+        if self.experts is None:
+            return weights
+        held = self.experts.most_on_rank(tp) if spread else self.experts.count / tp
+        return weights + self.expert_weights * held
 
     def divides(self, tp: int) -> bool:
-        """Whether heads, KV heads and the MLP can be split over `tp` ranks."""
+        """Whether heads, KV heads and MLPs can be split over `tp` ranks.
+
+        How a mixture's experts can lie is another question (`Mixture.layouts`).
+        """
         kv = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
-        return self.heads % tp == 0 and self.intermediate % tp == 0 and kv
+        mlp = self.dense_layers == 0 or self.intermediate % tp == 0
+        shared = self.experts is None or self.experts.shared % tp == 0
+        return self.heads % tp == 0 and mlp and shared and kv

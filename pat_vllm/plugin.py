@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.front_end import (
     fail_waits_for_a_dead_core,
+    inspect_models_without_vision_and_audio,
+    let_engine_cores_end,
     log_through_vllm,
     patch_get_class,
     tell_loggers,
 )
+from pat_vllm.text_only import is_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +44,8 @@ def register() -> None:
 
     patch_get_class(Executor, _executor_class)
     log_through_vllm()
+    if is_without_vision_and_audio():  # PAT's own commands
+        inspect_models_without_vision_and_audio()
 
 
 def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
@@ -64,6 +69,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
 
         prepare(vllm_config)
         fail_waits_for_a_dead_core()
+        let_engine_cores_end()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)
     return chosen

@@ -14,12 +14,13 @@ from pat_vllm.config import (
     PredictorPolicyConfig,
     SchedulePolicyConfig,
     layouts_of,
+    mixture_of,
     pat_config,
 )
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.speculation import DRAFTERS
-from pat_vllm.worker.layout_config import lengths_of
+from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
@@ -49,6 +50,7 @@ def prepare(vllm_config: VllmConfig) -> None:
                 f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in unsupported
             )
         )
+    _choose_experts(vllm_config)
     _check_heads(vllm_config, layouts_of(vllm_config))
     _check_draft_lengths(vllm_config)
     _check_files(pat_config(vllm_config).policy)
@@ -82,6 +84,34 @@ def _choose_attention_backend(attention: AttentionConfig) -> None:
 
     if current_platform.is_rocm() and attention.backend is None:
         attention.backend = AttentionBackendEnum.TRITON_ATTN
+
+
+def _choose_experts(vllm_config: VllmConfig) -> None:
+    """Of a mixture, keep one kind of layout where each has a copy of the weights, and take kernels
+    that run experts as they lie.
+
+    Raises:
+        ValueError: the platform's kernels for packed experts cannot run spread ones.
+    """
+    from vllm.platforms import current_platform
+
+    if mixture_of(vllm_config) is None:
+        return
+    if resolve_weights(vllm_config) == "materialized":
+        options = vllm_config.additional_config
+        assert isinstance(options, dict)
+        if (experts := pat_config(vllm_config).experts) == "auto":
+            pat = {**options.get("pat", {}), "experts": "tp"}
+            vllm_config.additional_config = {**options, "pat": pat}
+        elif experts == "ep" and current_platform.is_cpu():
+            raise ValueError(
+                "pat.experts is 'ep', but vLLM's CPU kernels, which pat.weights='materialized' "
+                "packs experts for, run only cut ones; set pat.weights='inplace' or "
+                "pat.experts='tp'"
+            )
+    kernels = vllm_config.kernel_config
+    if current_platform.is_cuda_alike() and kernels.moe_backend == "auto":
+        kernels.moe_backend = "triton"
 
 
 def _check_files(policy: PolicyConfig) -> None:
@@ -141,8 +171,6 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         allowed = "0: its KV cache would leave no memory for the other layouts"
         found.append(("VLLM_ENABLE_STARTUP_PLAN", 1, allowed))
-    if parallel.enable_expert_parallel:
-        found.append(("enable_expert_parallel", True, "False"))
     if parallel.enable_batch_sharded_sampling:
         allowed = "False: vLLM has checked it for the layout of all ranks only"
         found.append(("enable_batch_sharded_sampling", True, allowed))
@@ -184,17 +212,18 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         found.append(("runner", model.runner_type, "generate"))
     if model.quantization is not None:
         found.append(("quantization", model.quantization, "None (unquantized weights)"))
+    if model.is_moe:
+        found += _unsupported_experts(vllm_config)
     kinds = {
         "a multimodal model": model.is_multimodal_model,
         "an encoder-decoder model": model.is_encoder_decoder,
-        "a mixture-of-experts model": model.is_moe,
         "a hybrid, Mamba or linear-attention model": model.is_hybrid
         or model.has_inner_state
         or model.is_attention_free,
         "a model with multi-head latent attention": model.use_mla,
     }
     found += [
-        ("model", f"{model.model} ({kind})", "dense decoder-only models with full attention")
+        ("model", f"{model.model} ({kind})", "decoder-only models with full attention")
         for kind, is_kind in kinds.items()
         if is_kind
     ]
@@ -206,6 +235,37 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
                 "models with full attention in every layer, or disable_sliding_window=True",
             )
         )
+    return found
+
+
+def _unsupported_experts(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
+    """Options of a mixture of experts. What a layer itself shows, `check_experts` refuses."""
+    parallel, backend = vllm_config.parallel_config, vllm_config.kernel_config.moe_backend
+    stay = "a layout's experts stay where they are"
+    inside = "tokens do not leave their group, which needs no such backend"
+    replay = vllm_config.aux_output_config.enable_return_routed_experts
+    refused = {
+        "enable_expert_parallel": (
+            parallel.enable_expert_parallel,
+            False,
+            "pat.experts='ep' spreads experts over the group of each layout",
+        ),
+        "enable_eplb": (parallel.enable_eplb, False, stay),
+        "num_redundant_experts": (parallel.eplb_config.num_redundant_experts, 0, stay),
+        "expert_placement_strategy": (parallel.expert_placement_strategy, "linear", ""),
+        "enable_elastic_ep": (parallel.enable_elastic_ep, False, stay),
+        "all2all_backend": (parallel.all2all_backend, "allgather_reducescatter", inside),
+        "enable_dbo": (parallel.enable_dbo, False, ""),
+        "enable_return_routed_experts": (replay, False, "layouts cannot replay routing yet"),
+    }
+    found: list[tuple[str, Any, str]] = [
+        (option, value, f"{allowed}: {why}" if why else str(allowed))
+        for option, (value, allowed, why) in refused.items()
+        if value != allowed
+    ]
+    if backend not in ("auto", "triton"):
+        why = "auto, triton: others lay experts out in ways that layouts cannot share"
+        found.append(("moe_backend", backend, why))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from importlib import metadata
 
@@ -21,3 +22,18 @@ def without_vision_and_audio() -> None:
         return
     for name in PACKAGES:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # what Python takes for absent
+
+
+def is_without_vision_and_audio() -> bool:
+    """Whether `without_vision_and_audio` has changed this process."""
+    return any(sys.modules.get(name, sys) is None for name in PACKAGES)
+
+
+def command_without_vision_and_audio(module: str) -> list[str]:
+    """What runs a module as `python -m` does, in a process without them."""
+    return [sys.executable, "-m", __name__, module]
+
+
+if __name__ == "__main__":
+    without_vision_and_audio()
+    runpy.run_module(sys.argv[1], run_name="__main__")

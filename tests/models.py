@@ -28,11 +28,25 @@ SPECS: dict[str, dict[str, Any]] = {
     "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
     # The output head is the embedding matrix.
     "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
+    # Mixtures of experts: one KV head for two ranks at tp=4, ...
+    "qwen3_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2),
+    # ... shared experts with a gate, and experts that do not divide by four, ...
+    "qwen2_moe": dict(
+        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, gain=3.0
+    ),
+    # ... names of its own in checkpoints, ...
+    "mixtral": dict(arch="mixtral", hidden=128, heads=4, kv_heads=4, layers=2),
+    # ... norms over all heads, ...
+    "olmoe": dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2),
+    # ... a first layer without experts, shared experts, and a bias of the router's choice.
+    "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
     # The same with replicated KV heads and a padded vocabulary.
     "repeating_llama": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500, repeat=1.25),
+    # And a mixture of experts.
+    "repeating_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, repeat=1.2),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
     "vocab16": dict(
         arch="qwen3",

@@ -1,7 +1,7 @@
 """The predictor policy in the simulator: what it gains, and what wrong predictions cost it."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +23,7 @@ from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
 BOUND = 384
 BATCHES = 3
+LAYOUTS = (REPLICAS, GROUP)
 
 
 def step_seconds(tp, batch, context):
@@ -34,7 +35,7 @@ def make_profile(steps=None):
     """A profile of two ranks; `steps` scales its step times by tp."""
     samples = [
         StepSample(
-            tp=tp,
+            layout=Layout.of(tp, 2),
             batch=batch,
             context=batch * mean,
             longest=mean,
@@ -52,7 +53,7 @@ def make_profile(steps=None):
     switches = [
         SwitchSample(
             source=source,
-            target=3 - source,
+            target=target,
             num_seqs=live,
             tokens=100 * live,
             kv_bytes=live << 21,
@@ -60,7 +61,7 @@ def make_profile(steps=None):
             kv=0.0005 * live,
             weights=0.0,
         )
-        for source in (1, 2)
+        for source, target in permutations(LAYOUTS)
         for live in (0, 1, 8, 32)
     ]
     return Profile(
@@ -69,7 +70,7 @@ def make_profile(steps=None):
         created="2026-01-01",
         key={},
         ranks=2,
-        layouts=(1, 2),
+        layouts=LAYOUTS,
         max_num_seqs={1: 128, 2: 256},
         max_batch_tokens={1: 8192, 2: 16384},
         kv_tokens={1: 10**6, 2: 2 * 10**6},
@@ -127,7 +128,7 @@ def static(profile, truth):
     return {
         name: min(
             fmean(seconds(run(StayPolicy(layout), truth, profile, name)))
-            for layout in profile.all_layouts
+            for layout in profile.layouts
         )
         for name in WORKLOADS
     }
@@ -153,7 +154,7 @@ def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(
     ours = seconds(adaptive[name])
     capacity = ReplicaCapacity.of(profile)
     best = [
-        clairvoyant(trace, profile.all_layouts, truth, capacity).generation_seconds
+        clairvoyant(trace, profile.layouts, truth, capacity).generation_seconds
         for trace in batches(name)
     ]
     assert fmean(ours) < 1.03 * fmean(best)
@@ -183,7 +184,7 @@ def test_a_machine_that_drifts_or_is_noisy(name, profile, truth, static):
         ours = fmean(seconds(run(policy_of(profile), real, profile, name)))
         best = min(
             fmean(seconds(run(StayPolicy(layout), real, profile, name)))
-            for layout in profile.all_layouts
+            for layout in profile.layouts
         )
         assert ours < 1.03 * best
 
@@ -193,7 +194,7 @@ def test_switches_that_cost_more_than_the_profile_says_are_noticed(profile, trut
     ours = seconds(run(policy_of(profile), dear, profile, "long tail"))
     best = min(
         fmean(seconds(run(StayPolicy(layout), dear, profile, "long tail")))
-        for layout in profile.all_layouts
+        for layout in profile.layouts
     )
     assert fmean(ours) < 1.03 * best
 
@@ -210,7 +211,7 @@ def test_staggered_arrivals_do_not_make_it_thrash(gap, profile, truth):
     (ours,) = simulate_batches([trace], policy_of(profile), truth, capacity)
     best = min(
         simulate_batches([trace], StayPolicy(layout), truth, capacity)[0].generation_seconds
-        for layout in profile.all_layouts
+        for layout in profile.layouts
     )
     assert ours.generation_seconds < 1.03 * best
     assert sum(s.seconds - s.quiesce for s in ours.switches_on_the_way) < (
@@ -318,7 +319,7 @@ def test_an_engines_cost_model_is_told_of_switches_by_the_engine(profile):
 
     costs = Costs()
     policy = policy_of(profile, costs=costs)
-    source, target = profile.all_layouts
+    source, target = profile.layouts
     assert costs.seconds(source, target, 8, 800) > 0, "it has the profile"
     values: dict[str, Any] = dict.fromkeys(SwitchReport.__dataclass_fields__, 0.0)
     values |= {"source": source, "target": target, "reason": "policy", "seconds": 1.0}

@@ -241,7 +241,7 @@ def test_parts_multiply_to_the_whole(accepted: Advice) -> None:
 
 def test_the_best_static_side_is_the_fastest_that_was_replayed(tail: Advice) -> None:
     rollouts, static = tail.rollouts, tail.sides.static
-    for layout in rollouts.profile.all_layouts:
+    for layout in rollouts.profile.layouts:
         chains = range(len(rollouts.chains))
         runs = [run for i in chains for run in rollouts.replay(Task(Side(layout), i))]
         assert static.result.seconds <= sum(run.seconds for run in runs)
@@ -298,9 +298,7 @@ def test_settings_with_pat_are_what_pat_reads(accepted: Advice, tail: Advice) ->
     call = ast.parse(forms["LLM"]).body[0].value  # type: ignore[attr-defined]
     given = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
     config = PATConfig.parse(given["additional_config"]["pat"])
-    assert (
-        config.resolve_layouts(given["tensor_parallel_size"]) == tail.rollouts.profile.all_layouts
-    )
+    assert config.resolve_layouts(given["tensor_parallel_size"]) == tail.rollouts.profile.layouts
     assert given["distributed_executor_backend"] == "pat" and given["max_num_seqs"] == 256
     assert "speculative_config" not in given
     serve = shlex.split(forms["vllm serve"].replace("\\\n", " "))
@@ -331,15 +329,19 @@ def test_settings_without_pat_name_the_static_layout(equal: Advice, accepted: Ad
     assert "speculative" not in settings(plain, "MODEL")["OpenRLHF"]  # it has no such option
 
 
+def sizes(profile: Profile) -> tuple[int, ...]:
+    return tuple(layout.tp for layout in profile.layouts)
+
+
 def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
     question = replace(SMALL, gpus=4, responses=8)
     everything = question.engine()
-    assert everything.layouts == (1, 2, 4)
+    assert sizes(everything) == (1, 2, 4)
     short = replace(question, max_tokens=everything.kv_tokens[1] // 2).rollouts()
     long = replace(question, max_tokens=everything.kv_tokens[1], shape="straggler").rollouts()
     assert short.profile == everything
-    assert long.profile.layouts == (2, 4)
-    assert long.replay(Task(Side(long.profile.all_layouts[0]), 0))
+    assert sizes(long.profile) == (2, 4)
+    assert long.replay(Task(Side(long.profile.layouts[0]), 0))
 
 
 def test_layouts_that_do_not_fit_are_left_out_of_the_settings(tail: Advice) -> None:
@@ -355,11 +357,11 @@ def test_layouts_that_do_not_fit_are_left_out_of_the_settings(tail: Advice) -> N
     from pat_vllm.simulator.modelled.hardware import modelled_profile
 
     profile = modelled_profile(shape, "A40", 8)
-    assert profile.layouts == (2, 4, 8)
+    assert sizes(profile) == (2, 4, 8)
     advice = replace(tail, rollouts=replace(tail.rollouts, profile=profile))
     options = pat_options(advice, "mine.json")
     assert options["base_tp"] == 2 and options["policy"]["profile"] == "mine.json"
-    assert PATConfig.parse(options).resolve_layouts(8) == profile.all_layouts
+    assert PATConfig.parse(options).resolve_layouts(8) == profile.layouts
 
 
 # ---------------------------------------------------------------- the command
@@ -458,19 +460,25 @@ def test_a_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -
     rollouts = question.rollouts()
     assert set(rollouts.batches[0].lengths) == {4}
     assert set(rollouts.batches[0].num_prompt_tokens) == {3}
-    assert rollouts.profile.layouts == (1, 2) and tmp_path.name in rollouts.profile.title
+    assert sizes(rollouts.profile) == (1, 2) and tmp_path.name in rollouts.profile.title
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json cannot be read"):
         question.rollouts()
 
 
-@pytest.mark.parametrize("field", ["num_experts", "kv_lora_rank"])
-def test_models_that_are_not_dense_are_refused(tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_experts", "has num_experts: .* model_type 'qwen3' cannot be modelled"),
+        ("kv_lora_rank", "has kv_lora_rank: .* PAT does not serve it"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(tmp_path: Path, field: str, message: str) -> None:
     from pat_vllm.model_size import MODEL_SHAPES
 
     config = {**MODEL_SHAPES["qwen3-14b"], field: 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"has {field}: .* PAT does not serve them"):
+    with pytest.raises(ValueError, match=message):
         replace(SMALL, model=str(tmp_path)).rollouts()
 
 

@@ -111,7 +111,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 DIRECTORY = str(Path(__file__).parent)
-DENSE_ONLY = "dense decoder-only models with full attention"
+DENSE_ONLY = "decoder-only models with full attention"
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 
@@ -136,6 +136,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "mixtral",
         dict(enable_expert_parallel=True),
         ["enable_expert_parallel=True", "allowed: False"],
+    ),
+    "experts of a model that has none": (
+        "llama",
+        dict(additional_config={"pat": {"experts": "ep"}}),
+        ["pat.experts is 'ep', but the model has no experts"],
+    ),
+    "whole experts that vLLM packs": (
+        "mixtral",
+        dict(additional_config={"pat": {"experts": "ep"}}),
+        ["pat.experts is 'ep'", "set pat.weights='inplace' or pat.experts='tp'"],
+    ),
+    "experts in turns": (
+        "mixtral",
+        dict(enable_expert_parallel=True, expert_placement_strategy="round_robin"),
+        ["expert_placement_strategy='round_robin'", "allowed: linear"],
+    ),
+    "tokens sent to experts": (
+        "mixtral",
+        dict(all2all_backend="deepep_low_latency"),
+        ["all2all_backend='deepep_low_latency'", "allowed: allgather_reducescatter"],
+    ),
+    "kernels that lay experts out in their way": (
+        "mixtral",
+        dict(moe_backend="flashinfer_cutlass"),
+        ["moe_backend='flashinfer_cutlass'", "allowed: auto, triton"],
     ),
     "NUMA nodes by rank": (
         "llama_12_3",
@@ -233,7 +258,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {},
         ["sliding_window=128", "full attention in every layer, or disable_sliding_window=True"],
     ),
-    "mixture of experts": ("mixtral", {}, ["a mixture-of-experts model", DENSE_ONLY]),
     "MLA": ("deepseek", {}, ["a model with multi-head latent attention", DENSE_ONLY]),
     "multimodal": ("paligemma", {}, ["a multimodal model", DENSE_ONLY]),
     "encoder-decoder": (
@@ -316,7 +340,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "a policy with a layout that is not kept": (
         "llama",
         dict(additional_config={"pat": {"policy": {"kind": "static", "tp": 3}}}),
-        ["pat.policy", "tp=3", "[1, 2]"],
+        ["pat.policy", "tp=3", "tp1dp2, tp2dp1"],
     ),
     "a profile that is not there": (
         "llama",

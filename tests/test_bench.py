@@ -310,8 +310,8 @@ class Crossover:
     def __init__(self, switch=0.01):
         self.switch = switch
 
-    def step_seconds(self, tp, shape, now, steps=1):
-        if tp == 1:
+    def step_seconds(self, layout, shape, now, steps=1):
+        if layout == ONE:
             return 0.010
         return 0.005 if shape.batch <= 4 else 0.020
 
@@ -324,7 +324,7 @@ CAPACITY = ReplicaCapacity(max_num_seqs=64)
 
 
 def a_simulator(truth=None):
-    return CalibratedSimulator(truth or Crossover(), CAPACITY, (ONE, TWO), {1: 1.0, 2: 1.0})
+    return CalibratedSimulator(truth or Crossover(), CAPACITY, (ONE, TWO), {ONE: 1.0, TWO: 1.0})
 
 
 def a_run(moves, decisions=(), start=ONE, trace=TRACE, seconds=1.0):
@@ -349,7 +349,7 @@ def a_run(moves, decisions=(), start=ONE, trace=TRACE, seconds=1.0):
 
 
 def test_the_simulator_is_set_to_the_measured_times():
-    real = ScaledTruth(Crossover(), {1: 1.3, 2: 0.8}, 2.0)
+    real = ScaledTruth(Crossover(), {ONE: 1.3, TWO: 0.8}, 2.0)
     traces = [TRACE, a_trace([20] * 8 + [60])]
     static = {
         layout: [
@@ -365,7 +365,7 @@ def test_the_simulator_is_set_to_the_measured_times():
         static,
         [a_switch(0.2, seconds=0.02), a_switch(1, seconds=0.02)],
     )
-    assert simulator.factors == {1: pytest.approx(1.3), 2: pytest.approx(0.8)}
+    assert simulator.factors == {ONE: pytest.approx(1.3), TWO: pytest.approx(0.8)}
     assert simulator.switch_factor == pytest.approx(2.0)
     for layout, seconds in static.items():
         found = [simulator.seconds(trace, StayPolicy(layout)) for trace in traces]
@@ -374,7 +374,7 @@ def test_the_simulator_is_set_to_the_measured_times():
 
 def test_the_simulator_is_set_where_requests_arrive_over_time():
     trace = a_trace([10, 10, 60], arrivals=[0.0, 1.0, 2.0])
-    real = ScaledTruth(Crossover(), {1: 2.0, 2: 2.0})
+    real = ScaledTruth(Crossover(), {ONE: 2.0, TWO: 2.0})
     static = {
         one: [simulate(trace, StayPolicy(one), real, CAPACITY).generation_seconds]
         for one in (ONE, TWO)
@@ -382,7 +382,7 @@ def test_the_simulator_is_set_where_requests_arrive_over_time():
     simulator = calibrate_simulator(Crossover(), CAPACITY, [trace], static)
     assert simulator.seconds(trace, StayPolicy(ONE)) == pytest.approx(static[ONE][0], rel=0.01)
     # Most of that time is waiting: what was off by 2 in the steps is off by less in all.
-    assert 1.0 < simulator.factors[1] < 1.6
+    assert 1.0 < simulator.factors[ONE] < 1.6
 
 
 def test_a_good_switch_is_no_mistake():
@@ -526,17 +526,17 @@ def test_requests_are_those_of_the_trace():
 def a_profile():
     steps = [
         StepSample(
-            tp=tp,
+            layout=layout,
             batch=batch,
             context=batch * context,
             longest=context,
-            busy=busy,
+            busy=layout.replicas,
             seconds=seconds,
             low=seconds,
             high=seconds,
             repeats=3,
         )
-        for tp, busy in ((1, 2), (2, 1))
+        for layout in (ONE, TWO)
         for batch in (1, 2, 4, 8, 16)
         for context in (16, 64)
         for seconds in [0.004 + 0.001 * batch + 1e-6 * batch * context]
@@ -547,7 +547,7 @@ def a_profile():
         created="2026-01-01",
         key={},
         ranks=2,
-        layouts=(1, 2),
+        layouts=(ONE, TWO),
         max_num_seqs={1: 16, 2: 32},
         max_batch_tokens={1: 512, 2: 1024},
         kv_tokens={1: 10_000, 2: 20_000},

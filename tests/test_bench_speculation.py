@@ -118,8 +118,8 @@ def test_what_drafts_give_is_counted(accepted):
 def a_model(free):
     """Steps in which `free` tokens cost no more than one does."""
 
-    def seconds(tp, batch, context, longest, prefill=0, busy=1, drafts=0, k=0):
-        return np.maximum(free, batch + drafts) / tp + 0.0 * context + 1e-6 * (k > 0)
+    def seconds(layout, batch, context, longest, prefill=0, busy=1, drafts=0, k=0):
+        return np.maximum(free, batch + drafts) / layout.tp + 0.0 * context + 1e-6 * (k > 0)
 
     return SimpleNamespace(seconds=seconds)
 
@@ -136,7 +136,7 @@ def check_tables(free, most):
     for batch in range(1, most + 1):
         per_token = {
             one.length: model.seconds(
-                2, batch, 0, 0, drafts=batch * one.drafted / one.steps, k=one.length
+                TWO, batch, 0, 0, drafts=batch * one.drafted / one.steps, k=one.length
             )
             * one.steps
             / one.tokens

@@ -4,6 +4,7 @@ import pytest
 
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.scheduler.make_policy import make_policy
@@ -60,6 +61,44 @@ def test_malformed_options(options, message):
 def test_options_that_do_not_fit_the_engine(options, message):
     with pytest.raises(ValueError, match=message):
         PATConfig.parse(options).resolve_layouts(4)
+
+
+MIXTURE = Mixture(num_experts=8, intermediate=64)
+
+
+def test_experts_cut_spread_or_either():
+    def of(**options):
+        config = PATConfig.parse(options)
+        config.check_layouts(4)
+        return [str(layout) for layout in config.resolve_layouts(4, MIXTURE)]
+
+    assert of() == ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
+    assert of(experts="ep", layouts=[4]) == ["tp1dp4", "tp4dp1ep"]
+    assert of(experts="tp") == of(base_tp=1, experts="tp") == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    assert of(policy={"kind": "static", "tp": "tp4dp1ep"}) == of()
+    with pytest.raises(ValueError, match="tp4dp1ep, which is not among the layouts tp1dp4, tp2dp2"):
+        of(experts="tp", policy={"kind": "static", "tp": "tp4dp1ep"})
+    with pytest.raises(ValueError, match=r"pat.experts is 'ep', but the model has no experts"):
+        PATConfig.parse({"experts": "ep"}).resolve_layouts(4)
+
+
+@pytest.mark.parametrize("name", ["tp4dp2", "tp1dp4ep", "tp3dp1", "wide", 3, 0])
+def test_names_of_no_layout(name):
+    with pytest.raises(ValueError, match=str(name)):
+        PATConfig.parse({"policy": {"kind": "static", "tp": name}}).check_layouts(4)
+
+
+def test_a_number_stands_for_cut_experts():
+    layouts = PATConfig.parse({}).resolve_layouts(4, MIXTURE)
+    assert [str(Layout.find(tp, layouts)) for tp in (1, 2, 4)] == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    spread = PATConfig.parse({"experts": "ep"}).resolve_layouts(4, MIXTURE)
+    assert [str(Layout.find(tp, spread)) for tp in (1, 2, 4)] == ["tp1dp4", "tp2dp2ep", "tp4dp1ep"]
+    schedule = {"kind": "schedule", "switch_at": {8: "tp2dp2ep", 2: 4}}
+    config = PATConfig.parse({"policy": schedule})
+    policy = make_policy(config, layouts, profile=unused, costs=CostModel(), bound=512)
+    chosen = [str(policy.choose(state(1, live))) for live in (9, 8, 3, 2)]
+    assert chosen == ["tp1dp4", "tp2dp2ep", "tp2dp2ep", "tp4dp1"]
+    assert config.largest_batch(layouts[2]) == config.largest_batch(layouts[1]) == 8
 
 
 def test_layouts_are_multiples_of_the_base_layout():

@@ -19,8 +19,8 @@ ONE, TWO, FOUR = LAYOUTS
 
 def a_switch(source, target, num_seqs, tokens, seconds):
     return SwitchSample(
-        source=source.tp,
-        target=target.tp,
+        source=source,
+        target=target,
         num_seqs=num_seqs,
         tokens=tokens,
         kv_bytes=0,
@@ -30,14 +30,14 @@ def a_switch(source, target, num_seqs, tokens, seconds):
     )
 
 
-def a_step(tp, prefill=0, seconds=0.01):
+def a_step(layout, prefill=0, seconds=0.01):
     return StepSample(
-        tp=tp,
+        layout=layout,
         batch=int(not prefill),
         context=int(not prefill),
         longest=int(not prefill),
         prefill=prefill,
-        busy=RANKS // tp,
+        busy=layout.replicas,
         seconds=seconds,
         low=seconds,
         high=seconds,
@@ -46,16 +46,16 @@ def a_step(tp, prefill=0, seconds=0.01):
 
 
 def a_profile(switches=(), prefill=None):
-    """`prefill`: seconds for 100 prompt tokens in each replica, by tp."""
-    steps = [a_step(layout.tp) for layout in LAYOUTS]
-    steps += [a_step(tp, 100, seconds) for tp, seconds in (prefill or {}).items()]
+    """`prefill`: seconds for 100 prompt tokens in each replica, by layout."""
+    steps = [a_step(layout) for layout in LAYOUTS]
+    steps += [a_step(layout, 100, seconds) for layout, seconds in (prefill or {}).items()]
     return Profile(
         kind="modelled",
         title="",
         created="",
         key={},
         ranks=RANKS,
-        layouts=tuple(layout.tp for layout in LAYOUTS),
+        layouts=LAYOUTS,
         max_num_seqs={layout.tp: 8 for layout in LAYOUTS},
         max_batch_tokens={layout.tp: 128 for layout in LAYOUTS},
         kv_tokens={layout.tp: 1000 for layout in LAYOUTS},
@@ -106,7 +106,7 @@ positive = st.floats(1e-7, 1e-2)
 def models(draw):
     """Models from rates, from profiles, from both, all of them with some switches observed."""
     rates = CarryRates(
-        draw(positive), {tp: draw(positive) for tp in (1, 2, 4) if draw(st.booleans())}
+        draw(positive), {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
     )
     model = CostModel("auto", draw(st.sampled_from([None, rates])))
     if draw(st.booleans()):
@@ -116,7 +116,7 @@ def models(draw):
             if draw(st.booleans())
             for sample in linear(source, target, draw(positive), draw(positive), draw(positive))
         ]
-        prefill = {tp: draw(positive) for tp in (1, 2, 4) if draw(st.booleans())}
+        prefill = {one: draw(positive) for one in LAYOUTS if draw(st.booleans())}
         model.fit(a_profile(switches, prefill))
     for _ in range(draw(st.integers(0, 3))):
         num_seqs = draw(st.integers(1, 9))
@@ -163,7 +163,7 @@ def test_arrays_are_predicted_as_numbers_are(model, layouts):
 
 
 def test_rates_measured_at_start_decide_without_a_profile():
-    rates = CarryRates(1000 / 1e7, {1: 1 / 5e3, 2: 1 / 1e4, 4: 1 / 2e4})
+    rates = CarryRates(1000 / 1e7, {ONE: 1 / 5e3, TWO: 1 / 1e4, FOUR: 1 / 2e4})
     assert rates.migrate == pytest.approx(1e-4)
     model = CostModel("auto", rates)
     # 2e-4 s a token in one replica of tp 1, of which four work side by side.
@@ -176,7 +176,7 @@ def test_rates_measured_at_start_decide_without_a_profile():
 
 
 def test_exchanges_correct_the_rates():
-    model = CostModel("auto", CarryRates(1e-6, {4: 1e-5}))
+    model = CostModel("auto", CarryRates(1e-6, {FOUR: 1e-5}))
     assert model.choose(1000, ONE, FOUR, 4) == "migrate"
     slow = a_report(tokens=4000, kv=0.08, seconds=9.0)  # 2e-5 s a token; the rest is no KV
     model.observe(replace(slow, kv_bytes=1000))
@@ -190,9 +190,9 @@ def test_exchanges_correct_the_rates():
 
 
 def test_a_profile_is_taken_in_place_of_the_rates():
-    model = CostModel("auto", CarryRates(1.0, {tp: 1e-9 for tp in (1, 2, 4)}))
+    model = CostModel("auto", CarryRates(1.0, dict.fromkeys(LAYOUTS, 1e-9)))
     switches = linear(ONE, FOUR, 0.01, 1e-4, 1e-6) + linear(FOUR, ONE, 0.02, 2e-4, 5e-6)
-    model.fit(a_profile(switches, prefill={4: 1e-3, 1: 1e-3}))  # 1e-5 s a token in a replica
+    model.fit(a_profile(switches, prefill={FOUR: 1e-3, ONE: 1e-3}))  # 1e-5 s a token in a replica
     assert model.seconds(ONE, FOUR, 10, 1000) == pytest.approx(0.01 + 1e-3 + 1e-3, rel=1e-3)
     assert model.choose(100, ONE, FOUR, 10) == "migrate"
     assert model.choose(100, FOUR, ONE, 10) == "recompute"  # in four replicas side by side
@@ -218,7 +218,7 @@ def test_switches_correct_a_profile():
 
 def test_a_slow_switch_does_not_end_migration_for_good():
     """A switch that recomputes tells of everything but the KV, so that the model recovers."""
-    profile = a_profile(linear(ONE, FOUR, 0.1, 0.01, 1e-4), prefill={4: 0.02})  # 2e-4 s a token
+    profile = a_profile(linear(ONE, FOUR, 0.1, 0.01, 1e-4), prefill={FOUR: 0.02})  # 2e-4 s a token
     model = CostModel.of(profile)
     usual = 0.1 + 4 * 0.01
     model.observe(a_report(4, 4000, seconds=15 * (usual + 0.4)))

@@ -66,11 +66,11 @@ def settle(step: int) -> None:
         time.sleep(2 * SETTLE_SECONDS)
 
 
-def biased(profile: Profile, tp: int, batch: int) -> Profile:
+def biased(profile: Profile, layout: Layout, batch: int) -> Profile:
     """Says that a layout is much slower with at least `batch` requests and faster below."""
 
     def factor(one: Any) -> float:
-        return (50.0 if one.batch >= batch else 0.02) if one.tp == tp and one.batch else 1.0
+        return (50.0 if one.batch >= batch else 0.02) if one.layout == layout and one.batch else 1.0
 
     steps = tuple(
         one.model_copy(
@@ -84,9 +84,12 @@ def biased(profile: Profile, tp: int, batch: int) -> Profile:
 def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
     (path,) = cache.rglob("*.json")
     profile = Profile.load(path)
-    assert profile.kind == "measured" and profile.all_layouts == (REPLICAS, GROUP)
-    assert {sample.tp for sample in profile.steps} == {1, 2}
-    assert {(one.source, one.target) for one in profile.switches} == {(1, 2), (2, 1)}
+    assert profile.kind == "measured" and profile.layouts == (REPLICAS, GROUP)
+    assert {sample.layout for sample in profile.steps} == {REPLICAS, GROUP}
+    assert {(one.source, one.target) for one in profile.switches} == {
+        (REPLICAS, GROUP),
+        (GROUP, REPLICAS),
+    }
 
     jobs = long_tail()
     outcomes = run(llm, jobs, before_step=settle)
@@ -123,7 +126,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     from pat_vllm.predictor.adaptive import AdaptivePolicy
 
     scheduler = scheduler_of(llm)
-    profile = biased(Profile.load(next(iter(cache.rglob("*.json")))), tp=2, batch=6)
+    profile = biased(Profile.load(next(iter(cache.rglob("*.json")))), GROUP, batch=6)
 
     def new_policy() -> AdaptivePolicy:
         # By a timer that stands still, or it would plan too seldom for steps of milliseconds.

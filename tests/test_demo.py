@@ -26,6 +26,7 @@ from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import RunFailed, RunResult, environment, run
 from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 from tests.support.fork_server import Program
 
@@ -108,6 +109,19 @@ def test_contenders_are_valid_options(ranks):
     assert group.policy == StaticPolicyConfig(kind="static", tp=ranks)
     assert isinstance(switching.policy, SchedulePolicyConfig)
     assert switching.policy.switch_at[4] == ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_contenders_of_a_mixture_switch_between_both_kinds(ranks):
+    mixture = Mixture(num_experts=16, intermediate=256)
+    configs = [PATConfig.parse(one.options) for one in contenders(ranks, 16, mixture)]
+    assert {config.weights for config in configs} == {"inplace"}
+    _, group, switching = (config.policy for config in configs)
+    assert group == StaticPolicyConfig(kind="static", tp=ranks)
+    assert isinstance(switching, SchedulePolicyConfig)
+    layouts = configs[2].resolve_layouts(ranks, mixture)
+    entered = [Layout.find(name, layouts) for _, name in sorted(switching.switch_at.items())]
+    assert entered == [*sorted(layouts[1:], key=lambda one: (-one.tp, one.experts == "ep"))]
 
 
 def test_contenders_differ_in_nothing_but_the_policy(tmp_path):

@@ -171,6 +171,15 @@ def test_a_model_that_has_no_room_is_told_with_the_way_out() -> None:
     assert fits.values["computed"] is True
 
 
+def test_memory_of_a_mixture() -> None:
+    """All experts of Qwen3-30B-A3B leave a GPU of 80 GB some KV, which half of them triple."""
+    mixture = {**MODEL_SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+    found = [memory_of(base_tp, **mixture) for base_tp in (1, 2)]
+    assert all(one.problem is None for one in found)
+    whole, half = (one.values["kv_tokens_per_replica"] for one in found)
+    assert 32768 < whole < half / 3
+
+
 def test_what_cannot_be_computed_is_said() -> None:
     check = memory_of(1, model_type="mamba")
     assert check.problem is None and "not computed" in check.found
@@ -214,7 +223,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     ("arguments", "said"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, large, model"),
+        (("--shape", "huge"), "allowed: tiny, moe, large, model"),
         (("--shape", "model"), "name one by --model"),
         (("--engine", "{"), "--engine takes a JSON object"),
         (("--engine", "[1]"), "--engine takes a JSON object"),

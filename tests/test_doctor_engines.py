@@ -224,20 +224,19 @@ def test_too_little_memory(tmp_path: Path) -> None:
 
 def test_a_model_that_is_refused(from_server: None, tmp_path: Path) -> None:
     config = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
         "hidden_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "intermediate_size": 256,
         "vocab_size": 512,
-        "num_local_experts": 4,
         "max_position_embeddings": 512,
-        "sliding_window": None,
+        "sliding_window": 128,
     }
     model = tmp_path / "config.json"
     model.write_text(json.dumps(config))
     verdict, text = doctor(tmp_path / "out", "--model", str(model), "--gpu", "H100")
     assert verdict.failed is not None and verdict.failed.name == "model", text
-    assert "mixture-of-experts" in verdict.failed.why
+    assert "sliding_window=128" in verdict.failed.why

@@ -25,7 +25,7 @@ from pat_vllm.doctor.packages import unfit
 from pat_vllm.doctor.speed import kv_blocks, reshard
 from pat_vllm.doctor.values import Check, Stage, Verdict
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import ModelSize
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
 from tests.support.mutation import mutated
 
 CONFIG = {
@@ -88,6 +88,8 @@ def test_bytes_of_a_case_are_counted_by_hand() -> None:
 
 def test_the_default_model_is_widened_until_ranks_can_share_it() -> None:
     assert Moves(None, 8, (1, 2, 4, 8)).named_model()[0] == DEFAULT_MODEL
+    mixture = dict(MODEL_SHAPES["qwen3-30b-a3b"])
+    assert Moves(mixture, 8, (1, 2, 4, 8)).named_model()[0] == DEFAULT_MODEL
     name, size = Moves(None, 6, (1, 2, 3, 6)).named_model()
     assert name == f"{DEFAULT_MODEL}, widened"
     assert all(map(size.divides, (1, 2, 3, 6))) and size.layers == 32

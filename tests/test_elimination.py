@@ -4,11 +4,12 @@ import pytest
 
 from benchmarks import elimination
 from benchmarks.elimination import Elimination, Scenario, seconds
+from pat_vllm.layout import Layout
 
 RIGHT = [
     Scenario("8 x H100", workload, seed) for workload in ("uniform", "GRPO") for seed in (0, 1)
 ]
-WRONG = [Scenario("8 x H100", "uniform", 0, (1, 2.0))]
+WRONG = [Scenario("8 x H100", "uniform", 0, (Layout(1, 8), 2.0))]
 
 
 def path(monkeypatch, lost, parts):

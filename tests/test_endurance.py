@@ -21,10 +21,14 @@ from benchmarks.endurance import sabotage
 from benchmarks.endurance.growth import Trend, trend, trends
 from benchmarks.endurance.kills import MOMENTS, Kill, kill_one
 from benchmarks.endurance.processes import (
+    OWN,
+    SHARED_MEMORY,
+    engine_processes,
     names_held,
     sample,
 )
 from benchmarks.endurance.soak import soak_engine
+from tests.engines import engine
 from tests.support.mutation import mutated
 
 # ---------------------------------------------------------------- growth
@@ -133,7 +137,7 @@ def pages() -> Iterator[None]:
         (thread, "front end: threads", 1),
         (shared_memory, "shared memory", 1),
         (bound_socket, "sockets and files", 1),
-        (pages, "front end: private memory, MiB", 50),
+        (pages, f"front end: {OWN}", 50),
     ],
 )
 def test_what_a_process_holds_is_counted(
@@ -184,6 +188,23 @@ def test_nothing_grows_in_a_storm(speculates: bool, seconds: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+def test_an_engine_that_takes_long_to_end_leaves_nothing() -> None:
+    """A worker hears nothing, as on a machine with too much to do. The engine core ends it."""
+    before = psutil.Process().children(recursive=True)
+    held_before = names_held([psutil.Process()])
+    with engine("qwen3", 2, {}, in_process=False):
+        processes = engine_processes(before)
+        spawned = processes["engine core"] + processes["workers"]
+        held = names_held(spawned) - held_before
+        assert len([path for path in held if path.parent == SHARED_MEMORY]) > 5
+        processes["workers"][1].suspend()
+    _, alive = psutil.wait_procs(spawned, timeout=150)
+    assert not alive
+    assert not [path for path in held if path.parent == SHARED_MEMORY and path.exists()]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("insecure")
 @pytest.mark.parametrize(
     "kill",
@@ -205,6 +226,7 @@ def test_a_killed_worker_is_told(kill: Kill) -> None:
     outcome = kill_one(kill)
     assert outcome.clear, outcome
     assert outcome.noticed >= 0
+    assert not outcome.left
 
 
 def test_kills_are_drawn_from_all_moments() -> None:

@@ -237,7 +237,7 @@ MISTAKES: dict[str, tuple[Check, str, Callable[..., Any], dict[str, str]]] = {
         check_weights,
         "V2, inplace",
         ModelShape.weight_bytes,
-        {"(self.layers * of_layer + outside)": "(self.layers * of_layer)"},
+        {"(of_all + outside)": "of_all"},
     ),
     "weights have two bytes": (
         check_weights,

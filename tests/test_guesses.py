@@ -87,8 +87,8 @@ def test_acceptance_is_that_of_the_trace():
 class Verifying:
     """A step takes 1 s and a little for drafts and context."""
 
-    def step_seconds(self, tp, shape, now, steps=1):
-        return (1.0 + 0.01 * shape.drafts + 1e-4 * shape.context) / tp**0.5
+    def step_seconds(self, layout, shape, now, steps=1):
+        return (1.0 + 0.01 * shape.drafts + 1e-4 * shape.context) / layout.tp**0.5
 
     def switch_seconds(self, source, target, live, tokens):
         return 0.5
@@ -178,15 +178,15 @@ def test_steps_with_drafts_are_replayed():
     truth = ReplayedTruth(PROFILE)
     for sample in PROFILE.steps:
         if sample.k and sample.batch:
-            found = truth.step_seconds(sample.tp, sample.shape, 0.0)
+            found = truth.step_seconds(sample.layout, sample.shape, 0.0)
             assert found == pytest.approx(sample.seconds, rel=1e-6)
     half, none, every = (
-        truth.step_seconds(1, StepShape(8, 8000, 1000, drafts=drafts, k=4), 0.0)
+        truth.step_seconds(PROFILE.layouts[0], StepShape(8, 8000, 1000, drafts=drafts, k=4), 0.0)
         for drafts in (16, 0, 32)
     )
     assert half == pytest.approx((none + every) / 2)
     with pytest.raises(ValueError, match="draft length 3"):
-        truth.step_seconds(1, StepShape(8, 8000, 1000, drafts=24, k=3), 0.0)
+        truth.step_seconds(PROFILE.layouts[0], StepShape(8, 8000, 1000, drafts=24, k=3), 0.0)
 
 
 def long_tail(seed, acceptance):
@@ -203,7 +203,7 @@ def test_pat_learns_what_drafts_are_worth():
             policy = AdaptivePolicy(PROFILE, bound=4096, draft_lengths=lengths, timer=lambda: 0.0)
             runs = simulate_batches(batches, policy, truth, capacity)
             seconds[acceptance, lengths] = sum(run.seconds for run in runs[1:])
-        told = ClairvoyantPolicy(batches, PROFILE.all_layouts, truth, capacity, LENGTHS)
+        told = ClairvoyantPolicy(batches, PROFILE.layouts, truth, capacity, LENGTHS)
         assert all(one.drafted >= one.accepted >= 0 for one in runs[-1].drafts)
         share = sum(one.accepted for one in runs[-1].drafts) / sum(
             max(1, one.steps) for one in runs[-1].drafts
@@ -219,7 +219,7 @@ def test_pat_learns_what_drafts_are_worth():
 
 def test_a_tuned_schedule_drafts_less_for_more_requests():
     truth = ReplayedTruth(PROFILE)
-    layout = PROFILE.all_layouts[-1]
+    layout = PROFILE.layouts[-1]
     schedule = tuned_schedule(truth, layout, 512, [long_tail(0, 0.5)], LENGTHS)
     assert schedule[0][0] == 1 and schedule[-1][1] == 512
     assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
@@ -238,7 +238,7 @@ def test_a_setting():
 def test_wrong_profiles_are_wrong():
     wrong = _believed(PROFILE, "steps x 2")
     for right, other in zip(PROFILE.steps, wrong.steps, strict=True):
-        factor = 2 if right.tp == PROFILE.layouts[-1] else 1
+        factor = 2 if right.layout == PROFILE.layouts[-1] else 1
         assert other.seconds == factor * right.seconds
     assert _believed(PROFILE, "") is PROFILE
 

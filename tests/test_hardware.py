@@ -11,11 +11,15 @@ from pat_vllm.simulator.modelled.figures import gpu_names
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 
+def sizes(profile):
+    return tuple(layout.tp for layout in profile.layouts)
+
+
 def seconds(profile, tp, batch, each, prefill=0):
     (found,) = (
         s.seconds
         for s in profile.steps
-        if (s.tp, s.batch, s.context, s.prefill) == (tp, batch, batch * each, prefill)
+        if (s.layout.tp, s.batch, s.context, s.prefill) == (tp, batch, batch * each, prefill)
     )
     return found
 
@@ -29,13 +33,15 @@ def h100():
 @pytest.mark.parametrize("model", MODEL_SHAPES)
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16])
 def test_every_combination_is_a_valid_labelled_profile(model, gpu, ranks, tmp_path):
+    if (model, gpu, ranks) == ("qwen3-30b-a3b", "A40", 1):
+        pytest.skip("61 GB of weights do not fit")
     profile = modelled_profile(MODEL_SHAPES[model], gpu, ranks)
     assert profile.kind == "modelled"
     assert "modelled" in profile.title and model in profile.title and gpu in profile.title
     assert profile.key["modelled"] is True
     assert (profile.key["gpu"], profile.key["model"]) == (gpu, model)
     assert "not measured" in profile.note and "datasheet" in profile.note
-    assert max(profile.layouts) <= 8
+    assert max(profile.layouts).tp <= 8
     pairs = {(s.source, s.target) for s in profile.switches}
     assert pairs == {(a, b) for a in profile.layouts for b in profile.layouts if a != b}
     path = tmp_path / "profile.json"
@@ -63,9 +69,9 @@ def test_absolute_times_are_near_what_such_machines_reach(h100):
 
 def test_steps_take_longer_with_more_work_and_fit_in_memory(h100):
     for s in h100.steps:
-        assert s.context + s.prefill <= h100.kv_tokens[s.tp]
-        assert s.batch + s.prefill <= h100.max_batch_tokens[s.tp]
-        assert s.batch <= h100.max_num_seqs[s.tp]
+        assert s.context + s.prefill <= h100.kv_tokens[s.layout.tp]
+        assert s.batch + s.prefill <= h100.max_batch_tokens[s.layout.tp]
+        assert s.batch <= h100.max_num_seqs[s.layout.tp]
     assert seconds(h100, 1, 8, 512) < seconds(h100, 1, 8, 2048) < seconds(h100, 1, 64, 2048)
     assert seconds(h100, 2, 0, 0, 512) < seconds(h100, 2, 0, 0, 8192)
     assert seconds(h100, 2, 8, 1024) < seconds(h100, 2, 8, 1024, 512)
@@ -86,18 +92,19 @@ def test_replicated_kv_heads_save_no_memory():
 
 def test_layouts_that_are_impossible_are_left_out():
     qwen = MODEL_SHAPES["qwen3-14b"]
-    assert modelled_profile(qwen, "H100", 16, node_size=16).layouts == (1, 2, 4, 8)
+    assert sizes(modelled_profile(qwen, "H100", 16, node_size=16)) == (1, 2, 4, 8)
     llama = MODEL_SHAPES["llama-3.1-8b"]
-    assert modelled_profile(llama, "H100", 16).layouts == (1, 2, 4, 8)
-    assert modelled_profile(llama, "H100", 16, node_size=16).layouts == (1, 2, 4, 8, 16)
-    assert modelled_profile(llama, "H100", 8, layouts=[8, 2]).layouts == (2, 8)
+    assert sizes(modelled_profile(llama, "H100", 16)) == (1, 2, 4, 8)
+    assert sizes(modelled_profile(llama, "H100", 16, node_size=16)) == (1, 2, 4, 8, 16)
+    assert sizes(modelled_profile(llama, "H100", 8, layouts=[8, 2])) == (2, 8)
     big = {**llama, "num_hidden_layers": 200}
-    assert modelled_profile(big, "H100", 8).layouts == (2, 4, 8)
+    assert sizes(modelled_profile(big, "H100", 8)) == (2, 4, 8)
 
 
 def test_switches_move_what_changes_ranks(h100):
     moved = {
-        (s.source, s.target): s.kv_bytes / s.tokens / h100.kv_bytes_per_token for s in h100.switches
+        (s.source.tp, s.target.tp): s.kv_bytes / s.tokens / h100.kv_bytes_per_token
+        for s in h100.switches
     }
     for wide in (2, 4, 8):
         # The rank that held a request keeps its share of the heads; the others leave it.
@@ -144,16 +151,16 @@ def test_the_step_time_model_fits_it(model, gpu):
     for error in held_out_error(profile).values():
         assert error.mean() <= 0.03
     times = StepTimeModel.fit(profile)
-    steps = [times.step(tp, StepShape(1, 3000, 3000)) for tp in profile.layouts]
+    steps = [times.step(layout, StepShape(1, 3000, 3000)) for layout in profile.layouts]
     assert steps == sorted(steps, reverse=True)
-    assert Layout.of(8, 8) in profile.all_layouts
+    assert Layout.of(8, 8) in profile.layouts
 
 
 def drafted(profile, tp, batch, each, k, drafts):
     (found,) = (
         s.seconds
         for s in profile.steps
-        if (s.tp, s.batch, s.context, s.k, s.drafts, s.prefill)
+        if (s.layout.tp, s.batch, s.context, s.k, s.drafts, s.prefill)
         == (tp, batch, batch * each, k, drafts, 0)
     )
     return found
@@ -165,7 +172,7 @@ def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes():
     plain = [s for s in free.steps if not s.k]
     assert tuple(plain) == modelled_profile("llama-3.1-8b", "H100", 8).steps
     assert "modelled" in free.title and "A drafter takes 0.0 ms" in free.note
-    for tp in free.layouts:
+    for tp in sizes(free):
         alone = drafted(free, tp, 1, 2048, 0, 0)
         for k in lengths:
             assert drafted(free, tp, 1, 2048, k, 0) == alone

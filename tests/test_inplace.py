@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -38,16 +38,17 @@ def current_vllm_config() -> Iterator[None]:
         yield
 
 
-def shared(base: nn.Module, models: dict[int, nn.Module], ranks: dict[int, int]) -> InPlaceShards:
-    """The strategy, with the models of other layouts filled.
+ONE, TWO, FOUR = (Layout.of(tp, 4) for tp in (1, 2, 4))
 
-    Args:
-        ranks: in each layout, by tp; of the base layout too unless that has tp=1.
-    """
-    strategy = InPlaceShards(ranks if len(ranks) > len(models) else {1: 0, **ranks})
+
+def shared(
+    base: nn.Module, models: Iterable[nn.Module], layouts: Sequence[Layout], rank: int
+) -> InPlaceShards:
+    """The strategy, with the models of other layouts than the first filled."""
+    strategy = InPlaceShards(layouts, rank)
     strategy.check(base)
     strategy.capture(base)
-    for model in models.values():
+    for model in models:
         strategy.fill(model)
     strategy.release()
     return strategy
@@ -67,39 +68,39 @@ def test_every_shard_is_what_vllm_loads(case: Case) -> None:
     rng = random.Random(case.name)
     world_size = math.lcm(*case.tps)
     for base_tp, rank in product(case.tps, range(world_size)):
-        tps = [tp for tp in case.tps if tp % base_tp == 0]
-        ranks = {tp: Layout.of(tp, world_size).tp_rank_of(rank) for tp in tps}
-        base = case.load(base_tp, ranks[base_tp])
-        expected = {tp: case.load(tp, at) for tp, at in ranks.items()}
-        models = {tp: case.empty(tp, at) for tp, at in ranks.items() if tp > base_tp}
-        strategy = shared(base, models, ranks)
-        models[base_tp] = base
-        places = {tp: addresses(model) for tp, model in models.items()}
-        for tp in [*tps, *rng.choices(tps, k=10), base_tp]:
-            strategy.arrange(tp)
-            assert_same_weights(models[tp], expected[tp])
-        for tp, model in models.items():
+        layouts = [Layout.of(tp, world_size) for tp in case.tps if tp % base_tp == 0]
+        ranks = {layout: layout.tp_rank_of(rank) for layout in layouts}
+        base = case.load(base_tp, ranks[layouts[0]])
+        expected = {layout: case.load(layout.tp, at) for layout, at in ranks.items()}
+        models = {one: case.empty(one.tp, ranks[one]) for one in layouts[1:]}
+        strategy = shared(base, models.values(), layouts, rank)
+        models[layouts[0]] = base
+        places = {layout: addresses(model) for layout, model in models.items()}
+        for layout in [*layouts, *rng.choices(layouts, k=10), layouts[0]]:
+            strategy.arrange(layout)
+            assert_same_weights(models[layout], expected[layout])
+        for layout, model in models.items():
             assert storages(model) == storages(base), "a layout has memory of its own"
-            assert addresses(model) == places[tp], "compiled code would miss them"
+            assert addresses(model) == places[layout], "compiled code would miss them"
 
 
 def test_new_weights_reach_every_layout() -> None:
     case = next(case for case in CASES if case.name == "gate_up")
     base, model = case.load(1, 0), case.empty(4, 2)
-    strategy = shared(base, {4: model}, {4: 2})
-    strategy.arrange(4)
-    strategy.arrange(1)
+    strategy = shared(base, [model], [ONE, FOUR], rank=2)
+    strategy.arrange(FOUR)
+    strategy.arrange(ONE)
     scaled(base, 3)
     strategy.refresh(base, [model])
-    strategy.arrange(4)
+    strategy.arrange(FOUR)
     assert_same_weights(model, scaled(case.load(4, 2), 3))
 
     # An update that puts a new tensor in the parameter's place.
-    strategy.arrange(1)
+    strategy.arrange(ONE)
     base["layer"].weight.data = base["layer"].weight.data * 2
     strategy.refresh(base, [model])
     scaled(nn.ModuleDict({"layer": base["layer"]}), 1)
-    strategy.arrange(4)
+    strategy.arrange(FOUR)
     expected = scaled(case.load(4, 2), 3)
     expected["layer"].weight.data *= 2
     assert_same_weights(model, expected)
@@ -109,13 +110,13 @@ def test_new_weights_reach_every_layout() -> None:
 def test_tied_weights_stay_tied_and_move_once(tie: bool) -> None:
     for rank in range(4):
         base, model = embedding_and_head(1, 0, tie), embedding_and_head(4, rank, tie)
-        strategy = shared(base, {4: model}, {4: rank})
-        strategy.arrange(4)
+        strategy = shared(base, [model], [ONE, FOUR], rank)
+        strategy.arrange(FOUR)
         assert_same_weights(model, embedding_and_head(4, rank, tie))
 
 
 def test_building_leaves_no_memory_behind() -> None:
-    strategy = InPlaceShards({1: 0, 2: 1})
+    strategy = InPlaceShards([ONE, TWO], rank=2)
     with strategy.building(), as_rank(2, 1):
         model = nn.ModuleDict({"mlp": ColumnParallelLinear(HIDDEN, 8, bias=True)})
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
@@ -127,7 +128,7 @@ def test_building_leaves_no_memory_behind() -> None:
 def test_packed_weights_are_refused() -> None:
     case = next(case for case in CASES if case.name == "column")
     base, model = case.load(1, 0), case.empty(2, 0)
-    strategy = InPlaceShards({1: 0, 2: 0})
+    strategy = InPlaceShards([ONE, TWO], rank=0)
     strategy.capture(base)
     strategy.fill(model)
     base["layer"].weight = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -144,10 +145,9 @@ def test_whole_model(name: str) -> None:
         expected[tp] = load(build(vllm_config, tp, tp - 1), vllm_config, user)
     base = load(build(vllm_config, 1, 0), vllm_config, user)
     before = values(base)
-    ranks = {2: 1, 4: 3}
-    strategy = InPlaceShards({1: 0, **ranks})
+    strategy = InPlaceShards([ONE, TWO, FOUR], rank=3)
     models = {}
-    for tp, rank in ranks.items():
+    for tp, rank in {2: 1, 4: 3}.items():
         with strategy.building():
             models[tp] = build(vllm_config, tp, rank)
     strategy.capture(base)
@@ -156,7 +156,7 @@ def test_whole_model(name: str) -> None:
     strategy.release()
     models[1] = base
     for tp in (2, 4, 2, 1, 4, 1):
-        strategy.arrange(tp)
+        strategy.arrange(Layout.of(tp, 4))
         assert_same_weights(models[tp], expected[tp])
     for weight, tensor in values(base).items():
         assert torch.equal(tensor, before[weight]), weight

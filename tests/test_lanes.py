@@ -6,11 +6,13 @@ import gc
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+import vllm.distributed.parallel_state as parallel_state
 import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 
@@ -23,7 +25,7 @@ from pat_vllm.executor.lanes import (
     WorkerLanes,
     reader_of,
 )
-from pat_vllm.executor.leftovers import Leftovers
+from pat_vllm.executor.leftovers import Leftovers, Made, made_here
 from pat_vllm.layout import Layout
 from tests.support.mutation import mutated
 
@@ -175,7 +177,7 @@ def test_what_killed_workers_leave_is_removed(
     other = Path("/dev/shm") / f"{met.name}x"
     queues = [worker.reply_handle() for worker in workers]
     leftovers = Leftovers(queues[:1])
-    leftovers.add([(queues[1], f"file://{met}"), (Handle(), "tcp://127.0.0.1:1234")])
+    leftovers.add([Made((queues[1],), f"file://{met}"), Made((Handle(),), "tcp://127.0.0.1:1234")])
     try:
         for file in (met, shared, other):
             file.touch()
@@ -189,3 +191,19 @@ def test_what_killed_workers_leave_is_removed(
         other.unlink(missing_ok=True)
     for worker in workers:  # or vLLM removes its shared memory again
         worker._reply.buffer.is_creator = False
+
+
+def check_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    broadcaster, own = Handle(local_subscribe_addr="ipc:///group"), Handle()
+    group = SimpleNamespace(mq_broadcaster=SimpleNamespace(handle=broadcaster))
+    groups = {"tp:0": lambda: group, "dp:0": lambda: SimpleNamespace(mq_broadcaster=None)}
+    monkeypatch.setattr(parallel_state, "_groups", groups | {"ended": lambda: None})
+    assert made_here(own, "tcp://127.0.0.1:1") == Made((own, broadcaster), "tcp://127.0.0.1:1")
+
+
+def test_queues_of_groups_are_among_what_a_worker_has_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's tensor-parallel group has one. `make kills` found it left by killed workers."""
+    check_made(monkeypatch)
+    forgotten = {"(queue, *(mq.handle for mq in broadcasters if mq is not None))": "(queue,)"}
+    with mutated(made_here, forgotten), pytest.raises(AssertionError):
+        check_made(monkeypatch)

@@ -97,3 +97,21 @@ def test_each_group_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> N
         if module._fi_ar_workspace is None:
             module._fi_ar_workspace = group.name
         assert module._fi_ar_workspace == group.name
+
+
+def test_experts_lie_over_the_active_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And vLLM destroys the group that it made for them."""
+    monkeypatch.setattr(patches, "_expert_groups_of_vllm", {})
+    own, *groups = (SimpleNamespace(name=name) for name in "abc")
+    for name in ("_TP", "_ETP", "_EP"):
+        monkeypatch.setattr(parallel_state, name, own)
+    for group in groups:
+        patches.install_tp_group(group)  # type: ignore[arg-type]
+        assert parallel_state._EP is parallel_state._TP is group
+    for _ in range(2):
+        patches.give_expert_group_back()
+        assert parallel_state._EP is own
+
+    monkeypatch.setattr(parallel_state, "_EP", None)  # of a dense model
+    patches.install_tp_group(groups[0])  # type: ignore[arg-type]
+    assert parallel_state._EP is None

@@ -155,6 +155,7 @@ def registered(registry: CollectorRegistry, tp: int = 2) -> PATMetrics:
     policy = {"kind": "static", "tp": tp}
     config: Any = SimpleNamespace(
         additional_config={"pat": {"policy": policy}},
+        model_config=None,
         parallel_config=parallel,
         kv_transfer_config=None,
     )

@@ -48,8 +48,8 @@ def test_shapes_are_those_of_the_spec(name: str) -> None:
     assert config.max_position_embeddings == spec.get("max_position_embeddings", 2048)
     assert attention.q_proj.weight.shape == (spec["heads"] * 32, spec["hidden"])
     assert attention.k_proj.weight.shape == (spec["kv_heads"] * 32, spec["hidden"])
-    assert (attention.q_proj.bias is not None) == (spec["arch"] == "qwen2")
-    assert hasattr(attention, "q_norm") == (spec["arch"] == "qwen3")
+    assert (attention.q_proj.bias is not None) == spec["arch"].startswith("qwen2")
+    assert hasattr(attention, "q_norm") == (spec["arch"] in ("qwen3", "qwen3_moe", "olmoe"))
     tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tied == (name == "qwen3_tied")
 
@@ -120,7 +120,10 @@ def check_drafts_are_accepted_and_refused(path: Path, vocab: int) -> None:
         assert min(len(set(output[-100:])) for output in outputs) > 16
 
 
-@pytest.mark.parametrize("name", [name for name in REPEATING if name != "vocab16"])
+# What a mixture's router prefers makes some prompts better guessed than others.
+@pytest.mark.parametrize(
+    "name", [name for name in REPEATING if name not in ("vocab16", "repeating_moe")]
+)
 def test_a_repeating_models_drafts_are_accepted_and_refused(name: str) -> None:
     check_drafts_are_accepted_and_refused(random_model(name), SPECS[name].get("vocab", 512))
 

@@ -206,7 +206,8 @@ def as_pip_installs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
             id="demo",
         ),
         pytest.param(
-            "profile MODEL --kv-cache-memory-bytes 33554432 --quick --budget 5 --output it.json",
+            "profile MODEL --enforce-eager --kv-cache-memory-bytes 33554432 --quick --budget 5 "
+            "--output it.json",
             "",
             "it.json",
             id="profile",
@@ -216,14 +217,18 @@ def as_pip_installs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_engines_run_from_the_wheel_without_the_repository(
     command: str, said: str, made: str, as_pip_installs: Path, tmp_path: Path
 ) -> None:
-    """Its engines, too, which are processes of their own."""
+    """Its engines, too, which are processes of their own; vLLM has not met the model before."""
     arguments = command.replace("MODEL", str(random_model("qwen3"))).split()
     script = tmp_path / "pat-vllm"
     script.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(as_pip_installs)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(as_pip_installs),
+            "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
+        },
         capture_output=True,
         text=True,
     )

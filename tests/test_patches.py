@@ -127,6 +127,18 @@ def test_a_coroutine_that_waits_for_a_dead_core_is_told() -> None:
             asyncio.run(wait())
 
 
+def test_engine_cores_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM kills them after 5 s, before they have removed what their workers leave."""
+    import vllm.v1.engine.utils as cores
+
+    asked = []
+    monkeypatch.setattr(cores, "shutdown", lambda processes, timeout=None: asked.append(timeout))
+    front_end.let_engine_cores_end()
+    cores.shutdown([])
+    cores.shutdown([], timeout=0.0)
+    assert asked == [front_end.ENDS_WITHIN, 0.0]
+
+
 def test_sends_of_two_threads_do_not_meet() -> None:
     inside, most = [0], [0]
     together = threading.Barrier(2)

@@ -33,8 +33,8 @@ def make_planner(step, switch, max_num_seqs=MAX_NUM_SEQS, kv_tokens=MEMORY):
 def steps(base, slope, draft=0.0, drafting=0.0):
     """A step takes `base[tp] + slope[tp] * batch`, and more per draft and for drafting."""
 
-    def seconds(tp, batch, context, longest, prefill=0, busy=1, drafts=0.0, k=0):
-        plain = base[tp] + slope[tp] * np.asarray(batch, float)
+    def seconds(layout, batch, context, longest, prefill=0, busy=1, drafts=0.0, k=0):
+        plain = base[layout.tp] + slope[layout.tp] * np.asarray(batch, float)
         return plain + draft * drafts + drafting * (np.asarray(k) > 0)
 
     return seconds
@@ -195,7 +195,7 @@ def test_what_a_replica_cannot_hold_waits():
 def test_where_memory_is_short_tokens_are_computed_again():
     """As many as are generated: by simulation it is 0.75 to 0.95 of them."""
 
-    def step(tp, batch, context, longest, prefill=0, busy=1, drafts=0.0, k=0):
+    def step(layout, batch, context, longest, prefill=0, busy=1, drafts=0.0, k=0):
         return 1e-3 * np.asarray(batch, float) + 1e-4 * prefill
 
     ahead = course(requests([50] * 8), np.full((8, 1), 100))
@@ -272,7 +272,7 @@ def test_each_batch_size_has_its_best_length(base, slope, draft, looking, drafts
     plan = plan_of(planner, LAYOUTS[0], ahead, drafting=drafts)
     for batch in range(1, count + 1):
         per_token = {
-            int(k): seconds(4, batch, 0, 0, 0, 1, batch * proposed, k) / tokens
+            int(k): seconds(LAYOUTS[2], batch, 0, 0, 0, 1, batch * proposed, k) / tokens
             for k, tokens, proposed in zip(
                 drafts.lengths, drafts.tokens, drafts.drafts, strict=True
             )

@@ -37,9 +37,12 @@ from tests.models import random_model
 KEY = {"model": {"hidden_size": 8}, "ranks": 2}
 
 
-def step(tp: int = 1, **values: Any) -> StepSample:
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+
+
+def step(layout: Layout = ONE, **values: Any) -> StepSample:
     defaults = dict(batch=1, context=8, longest=8, seconds=0.1, low=0.1, high=0.1, repeats=3)
-    return StepSample(tp=tp, **{**defaults, **values})
+    return StepSample(layout=layout, **{**defaults, **values})
 
 
 def profile(key: dict[str, Any] = KEY) -> Profile:
@@ -49,12 +52,12 @@ def profile(key: dict[str, Any] = KEY) -> Profile:
         created="2000-01-01",
         key=key,
         ranks=2,
-        layouts=(1, 2),
+        layouts=(ONE, TWO),
         max_num_seqs={1: 4, 2: 8},
         max_batch_tokens={1: 8, 2: 16},
         kv_tokens={1: 64, 2: 128},
         kv_bytes_per_token=4,
-        steps=(step(1), step(2)),
+        steps=(step(ONE), step(TWO)),
     )
 
 
@@ -87,21 +90,20 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
         assert len(set(plan.points)) == len(plan.points)
         first = plan.points[: plan.essential]
         assert all(isinstance(point, StepPoint) and point.batch for point in first)
-        assert {point.tp for point in first if isinstance(point, StepPoint)} == {
-            layout.tp for layout in limits.layouts
-        }
+        in_first = {point.layout for point in first if isinstance(point, StepPoint)}
+        assert in_first == {*limits.layouts}
         for point in plan.points:
             if not isinstance(point, StepPoint):
                 continue
-            assert 1 <= point.busy <= limits.layouts[0].world_size // point.tp
+            assert 1 <= point.busy <= point.layout.replicas
             assert point.batch + point.prefill >= 1
             lengths = [c + limits.room + 1 for c in point.contexts]
             lengths += [p + 1 for p in limits.prompts(point.prefill)]
             assert max(lengths) <= limits.max_model_len
             assert min(lengths) > 1
-            assert len(lengths) <= limits.max_num_seqs[point.tp]
+            assert len(lengths) <= limits.max_num_seqs[point.layout.tp]
             blocks = sum(-(-n // limits.block_size) for n in lengths)
-            assert blocks <= limits.blocks[point.tp]
+            assert blocks <= limits.blocks[point.layout.tp]
     assert full.points[: len(quick.points)] == quick.points
     assert len(quick.points) <= 40 * len(limits.layouts)
 
@@ -111,8 +113,7 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
 def test_plans_measure_switches_both_ways(limits: EngineLimits) -> None:
     for plan in (ProfilePlan.quick(limits), ProfilePlan.full(limits)):
         pairs = {(p.source, p.target) for p in plan.points if isinstance(p, SwitchPoint)}
-        tps = [layout.tp for layout in limits.layouts]
-        assert pairs == {(a, b) for a in tps for b in tps if a != b}
+        assert pairs == {*itertools.permutations(limits.layouts, 2)}
 
 
 @settings(deadline=None, max_examples=50)
@@ -127,11 +128,11 @@ def test_points_survive_the_wire(limits: EngineLimits) -> None:
     ("point", "least"),
     [
         # Twice the batch may take twice the time; half of it may take as long.
-        (StepPoint(1, 16, 8, 2), 0.2),
-        (StepPoint(1, 4, 8, 2), 0.1),
+        (StepPoint(ONE, 16, 8, 2), 0.2),
+        (StepPoint(ONE, 4, 8, 2), 0.1),
         # Nothing is known of this layout.
-        (StepPoint(2, 8, 8, 1), 0.1),
-        (StepPoint(1, 0, 0, 2, prefill=200), 0.6),
+        (StepPoint(TWO, 8, 8, 1), 0.1),
+        (StepPoint(ONE, 0, 0, 2, prefill=200), 0.6),
     ],
 )
 def test_estimates_do_not_promise_too_much(point: StepPoint, least: float) -> None:
@@ -143,7 +144,7 @@ def test_estimates_do_not_promise_too_much(point: StepPoint, least: float) -> No
 
 
 def test_older_files_name_the_requests_of_a_switch_otherwise() -> None:
-    values = {"source": 1, "target": 2, "tokens": 8, "kv_bytes": 0, "seconds": 0.1}
+    values = {"source": ONE, "target": TWO, "tokens": 8, "kv_bytes": 0, "seconds": 0.1}
     older = SwitchSample.model_validate({**values, "live": 3, "kv": 0.0, "weights": 0.0})
     assert older.num_seqs == 3
     assert SwitchSample.model_validate(older.model_dump()) == older
@@ -160,23 +161,23 @@ def test_files_with_one_limit_for_all_layouts_are_read(tmp_path: Path) -> None:
     found.save(path)
     assert Profile.load(path) == found
     for name in one:
-        with pytest.raises(ValueError, match=f"{name} has no entry for layout tp=2"):
+        with pytest.raises(ValueError, match=f"{name} has no entry for tp=2"):
             Profile.model_validate(content | {name: {"1": 4}})
 
 
 def test_a_sample_of_measured_times() -> None:
     shape = StepShape(4, 100, 30, 0, 2, drafts=8, k=2)
-    sample = StepSample.of(2, shape, [0.3, 0.1, 0.2, 0.4])
+    sample = StepSample.of(TWO, shape, [0.3, 0.1, 0.2, 0.4])
     assert sample.shape == shape
     assert (sample.low, sample.seconds, sample.high, sample.repeats) == (0.1, 0.25, 0.4, 4)
     assert sample.times == (0.3, 0.1, 0.2, 0.4)
     assert StepSample.model_validate_json(sample.model_dump_json()) == sample
-    assert StepSample.of(2, shape, [0.3]).times == ()
+    assert StepSample.of(TWO, shape, [0.3]).times == ()
 
 
 @given(st.lists(st.floats(1e-6, 10), min_size=2, max_size=100))
 def test_times_are_thinned_evenly(times: list[float]) -> None:
-    sample = StepSample.of(1, StepShape(1, 8, 8), times)
+    sample = StepSample.of(ONE, StepShape(1, 8, 8), times)
     places = [int(one) for one in thinned([float(i) for i in range(len(times))])]
     assert sample.times == tuple(times[one] for one in places)
     assert len(places) == min(len(times), 16)
@@ -281,19 +282,19 @@ def test_unfinished_profile_goes_on(tmp_path: Path) -> None:
 
     path = tmp_path / "p.json.part"
     points = POINTS.dump_python(
-        [StepPoint(1, 1, 8, 1), StepPoint(2, 1, 8, 1), SwitchPoint(1, 2, 0, 0)]
+        [StepPoint(ONE, 1, 8, 1), StepPoint(TWO, 1, 8, 1), SwitchPoint(ONE, TWO, 0, 0)]
     )
     partial = Partial.open(path, header())
     assert partial.missing(points) == points
-    partial.add(points[:1], {"steps": [step(1).model_dump()], "switches": []})
-    partial.add(points[1:2], {"steps": [step(2).model_dump()], "switches": []})
+    partial.add(points[:1], {"steps": [step(ONE).model_dump()], "switches": []})
+    partial.add(points[1:2], {"steps": [step(TWO).model_dump()], "switches": []})
     whole = path.read_text()
     path.write_text(whole + '{"points": [')  # stopped while writing
 
     again = Partial.open(path, header())
     assert path.read_text() == whole
     assert again.missing(points) == points[2:]
-    assert again.steps == [step(1), step(2)]
+    assert again.steps == [step(ONE), step(TWO)]
     assert again.profile("").steps == profile().steps
 
     with pytest.raises(ProfileError, match="ranks is 4 now and 2 there"):
@@ -475,7 +476,7 @@ def test_profiling_leaves_no_trace(llm: Any) -> None:
     asked = POINTS.validate_python(points)
     assert len(made.steps) == sum(1 for point in asked if isinstance(point, StepPoint))
     for live in (0, 1, 8):
-        for pair in ((1, 2), (2, 1)):
+        for pair in ((ONE, TWO), (TWO, ONE)):
             assert any((s.source, s.target, s.num_seqs) == (*pair, live) for s in made.switches)
     assert all(s.kv_bytes == made.kv_bytes_per_token * s.num_seqs * 256 for s in made.switches), (
         "whole blocks of 32 tokens, 247 or so tokens each"
@@ -501,7 +502,7 @@ def test_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
     scheduler.reset_prefix_cache()
     assert len(samples.steps) == plan.essential
     assert samples.skipped == len(plan.points) - plan.essential
-    assert {s.tp for s in samples.steps} == {1, 2}
+    assert {s.layout for s in samples.steps} == {ONE, TWO}
     assert [done for done, _, _ in told] == list(range(len(plan.points) + 1))
     assert {total for _, total, _ in told} == {len(plan.points)}
 
@@ -545,7 +546,7 @@ def test_load_or_measure(
 
     first = get()
     scheduler.reset_prefix_cache()
-    assert len(measured) == 1 and first.layouts == (1, 2)
+    assert len(measured) == 1 and first.layouts == (ONE, TWO)
     assert get() == first and len(measured) == 1
 
     profile_cache.cache_path(first.key).write_text("{")
@@ -574,4 +575,4 @@ def test_command_prints_and_saves(command_output: tuple[Path, str]) -> None:
     saved = Profile.load(path)
     assert not path.with_name(path.name + ".part").exists()
     assert "tp1dp2" in printed and "tp2dp1" in printed and path.name in printed
-    assert {s.tp for s in saved.steps} == {1, 2}
+    assert {s.layout for s in saved.steps} == {ONE, TWO}

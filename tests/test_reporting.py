@@ -123,13 +123,25 @@ def test_what_is_no_report_is_a_value_error(text: str):
         Report.from_json(text)
 
 
-@pytest.mark.parametrize("layout", [ONE, Layout(16, 128)])
+@pytest.mark.parametrize("layout", [ONE, Layout(16, 128), Layout(2, 4, "ep")])
 def test_a_layout_is_known_by_its_name(layout: Layout):
     assert Layout.parse(str(layout)) == layout
 
 
 @pytest.mark.parametrize(
-    "name", ["", "tp2", "tp2dp", "tp2dp4 ", "TP2dp4", "tp-1dp2", "tp0dp2", "tp²dp1"]
+    "name",
+    [
+        "",
+        "tp2",
+        "tp2dp",
+        "tp2dp4 ",
+        "TP2dp4",
+        "tp-1dp2",
+        "tp0dp2",
+        "tp²dp1",
+        "tp2dp4tp",
+        "tp1dp2ep",
+    ],
 )
 def test_not_a_layout(name: str):
     with pytest.raises(ValueError, match="layout"):

@@ -1,6 +1,7 @@
 """Routing of new requests and placement of carried ones."""
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,11 +55,22 @@ def batches(draw):
 @given(batches())
 def test_spread_places_every_request_and_balances(case):
     requests, source, target = case
+    if source == target:
+        return
     placement = spread(requests, source, target)
     assert set(placement) == {r.request_id for r in requests}
     counts = Counter(placement.values())
     assert set(counts) <= set(range(target.replicas))
     assert not counts or max(counts.values()) <= -(-len(requests) // target.replicas)
+
+
+@given(batches())
+def test_all_stay_where_experts_alone_lie_otherwise(case):
+    requests, source, _ = case
+    if source.tp > 1:
+        spread_out = replace(source, experts="ep")
+        for ends in ((source, spread_out), (spread_out, source)):
+            assert spread(requests, *ends) == {r.request_id: r.replica for r in requests}
 
 
 @given(batches())

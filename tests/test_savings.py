@@ -267,12 +267,12 @@ def test_estimates_of_simulated_batches(name: str) -> None:
     truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
     policy = policy_of(profile)
     ours = simulate_batches(batches(name), policy, truth, capacity)
-    static = simulate_batches(batches(name), StayPolicy(profile.all_layouts[0]), truth, capacity)
+    static = simulate_batches(batches(name), StayPolicy(profile.layouts[0]), truth, capacity)
     records = policy.report().savings
     assert len(records) == len(ours)
     for record, run, fixed in zip(records, ours, static, strict=True):
         saved = 1 - run.generation_seconds / fixed.generation_seconds
-        assert record.layout == profile.all_layouts[0]
+        assert record.layout == profile.layouts[0]
         assert record.realised.saved_by_layouts == pytest.approx(saved, abs=0.05)
         assert record.realised.saved_by_drafts == 0.0
         assert record.realised.drafting == pytest.approx(run.generation_seconds, rel=0.1)
@@ -293,7 +293,7 @@ def test_estimates_of_simulated_batches_with_drafts() -> None:
     policy = AdaptivePolicy(profile, bound=2048, draft_lengths=LENGTHS, timer=lambda: 0.0)
     trace = replace(traces.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
     ours = simulate_batches([trace, trace], policy, truth, capacity)
-    fixed = simulate_batches([trace], StayPolicy(profile.all_layouts[0]), truth, capacity)[0]
+    fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, capacity)[0]
     for run, record in zip(ours, policy.report().savings, strict=True):
         saved = 1 - run.generation_seconds / fixed.generation_seconds
         times = record.realised
@@ -363,10 +363,10 @@ def decode(
         shape = StepShape(
             batch, context, round(100 + made), 0, layout.replicas, k * int(hits.sum()), k
         )
-        seconds = policy._steps.step(layout.tp, shape) * slower
+        seconds = policy._steps.step(layout, shape) * slower
         none = replace(shape, drafts=0, k=0)
         tokens = 1 + k * hits.mean()
-        plain += tokens * policy._steps.step(layout.tp, none) * slower
+        plain += tokens * policy._steps.step(layout, none) * slower
         now += seconds
         made += tokens
         for _ in range(layout.replicas):

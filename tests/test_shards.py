@@ -1,14 +1,17 @@
 """The shards of all ranks cover the full tensor, and a rank's shards lie one within another."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
 from pat_vllm.weights.shards import (
+    Cut,
     EvenPartition,
+    ExpertPartition,
     Partition,
     Piece,
     QKVPartition,
@@ -134,6 +137,65 @@ def test_a_rank_has_its_shard_of_a_wider_layout(cut, more):
         assert built == rows_of(target)
 
 
+@st.composite
+def fused_experts(draw: st.DrawFn) -> tuple[tuple[Cut, Cut], Layout, Layout]:
+    """How experts are cut, and two layouts of which the first has all that the second needs."""
+    base_tp, wider = draw(st.sampled_from([1, 1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    tp = base_tp * wider
+    kind: Experts = draw(st.sampled_from(["tp", "ep"]))
+    world_size = tp * draw(st.integers(1, 2))
+    experts = draw(st.integers(tp, 20)) if base_tp == 1 else tp * draw(st.integers(1, 4))
+    sizes = (tp * draw(st.integers(1, 3)),) * draw(st.integers(1, 2))
+    return (
+        (Cut(ExpertPartition(experts), "ep"), Cut(EvenPartition(sizes, dim=1), "tp")),
+        layout_of(base_tp, world_size, kind),
+        layout_of(tp, world_size, kind),
+    )
+
+
+def layout_of(tp: int, world_size: int, kind: Experts) -> Layout:
+    return Layout.of(tp, world_size, kind if tp > 1 else "tp")
+
+
+@given(fused_experts())
+def test_a_group_has_every_row_of_every_expert_once(case):
+    cuts, _, layout = case
+    found = Counter(
+        row
+        for rank in layout.ranks_of(0)
+        for row in product(*(rows_of(cut.shard(layout.place_of(rank))) for cut in cuts))
+    )
+    experts, rows = (rows_of(cut.shard(Layout(1, 1).place_of(0))) for cut in cuts)
+    assert found == Counter(product(experts, rows))
+
+
+@given(fused_experts())
+def test_experts_are_whole_or_every_rank_has_all_of_them(case):
+    (whole, inside), _, layout = case
+    sizes = [cut.shard(layout.place_of(0)).size for cut in (whole, inside)]
+    assert isinstance(whole.partition, ExpertPartition)
+    assert isinstance(inside.partition, EvenPartition)
+    experts, rows = whole.partition.num_experts, sum(inside.partition.sizes)
+    if layout.experts == "ep":
+        assert sizes == [-(-experts // layout.tp), rows]
+    else:
+        assert sizes == [experts, rows // layout.tp]
+
+
+@given(fused_experts())
+def test_a_rank_has_its_experts_of_a_wider_layout(case):
+    cuts, base, layout = case
+    for rank in range(layout.world_size):
+        for cut in cuts:
+            target, source = (cut.shard(one.place_of(rank)) for one in (layout, base))
+            rows, built = rows_of(source), [PADDING] * target.size
+            pieces = pieces_of(target, source)
+            assert cut.dim or len(pieces) == 1, "a range of experts is a view"
+            for piece in pieces:
+                built[piece.dst : piece.dst + piece.length] = rows[piece.src :][: piece.length]
+            assert built == rows_of(target)
+
+
 def test_of_a_whole_tensor_the_pieces_are_the_shard_itself():
     for partition in (EvenPartition((8, 4)), QKVPartition(8, 2, 4, 4), VocabPartition(100, 64)):
         for rank in range(4):
@@ -156,6 +218,7 @@ def test_replicated_kv_heads_are_in_both_shards():
         (QKVPartition(12, 3, 8, 8), 2, "KV heads by tp: 3 is not a multiple of 2"),
         (QKVPartition(12, 3, 8, 8), 4, "tp by KV heads: 4 is not a multiple of 3"),
         (VocabPartition(100, 64), 3, "padded vocabulary rows by tp: 128 is not a multiple of 3"),
+        (ExpertPartition(3), 4, "3 experts cannot be spread over tp=4"),
     ],
 )
 def test_what_does_not_divide_is_named(partition, tp, message):

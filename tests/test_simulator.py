@@ -37,8 +37,8 @@ class Constant:
 
     switch: float = 2.0
 
-    def step_seconds(self, tp, shape, now, steps=1):
-        return {1: 1.0, 2: 0.75, 4: 0.5}[tp]
+    def step_seconds(self, layout, shape, now, steps=1):
+        return {1: 1.0, 2: 0.75, 4: 0.5}[layout.tp]
 
     def switch_seconds(self, source, target, live, tokens):
         return self.switch if source != target else 0.0
@@ -52,7 +52,8 @@ class Linear:
     switch: float = 1.0
     token: float = 1e-4
 
-    def step_seconds(self, tp, shape, now, steps=1):
+    def step_seconds(self, layout, shape, now, steps=1):
+        tp = layout.tp
         read = (1.0 + self.token * shape.context) / tp
         work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
         return read + work + 0.05 * tp + 0.02 * shape.busy
@@ -243,10 +244,10 @@ def test_a_cut_response_is_not_complete():
 def test_truths():
     shape = StepShape(1, 10, 10)
     base = Constant()
-    assert ScaledTruth(base, {2: 2.0}, 3.0).step_seconds(2, shape, 0) == 1.5
-    assert ScaledTruth(base, {2: 2.0}, 3.0).switch_seconds(ONE, TWO, 1, 1) == 6.0
-    assert DriftingTruth(base, 0.5, 100).step_seconds(1, shape, 50) == 1.25
-    assert DriftingTruth(base, 0.5, 100).step_seconds(1, shape, 500) == 1.5
+    assert ScaledTruth(base, {TWO: 2.0}, 3.0).step_seconds(TWO, shape, 0) == 1.5
+    assert ScaledTruth(base, {TWO: 2.0}, 3.0).switch_seconds(ONE, TWO, 1, 1) == 6.0
+    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 50) == 1.25
+    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 500) == 1.5
     fixed = FixedSwitches(base, 9.0)
     assert fixed.switch_seconds(ONE, TWO, 1, 1) == 9.0
     assert fixed.switch_seconds(ONE, TWO, 0, 0) == 2.0
@@ -270,17 +271,17 @@ def test_measured_steps_are_replayed():
     truth = ReplayedTruth(profile)
     for s in profile.steps:
         if not (s.batch and s.prefill):
-            assert truth.step_seconds(s.tp, s.shape, 0) == pytest.approx(s.seconds, rel=0.01)
+            assert truth.step_seconds(s.layout, s.shape, 0) == pytest.approx(s.seconds, rel=0.01)
     # Between two samples, and beyond the largest batch.
     (least, most), shape = (96, 128), StepShape(112, 112 * 1024, 1024)
-    some = [truth.step_seconds(1, StepShape(b, b * 1024, 1024), 0) for b in (least, most)]
-    assert some[0] < truth.step_seconds(1, shape, 0) < some[1]
-    far = truth.step_seconds(1, StepShape(1024, 1024 * 1024, 1024), 0)
-    assert far == pytest.approx(4 * truth.step_seconds(1, StepShape(256, 256 * 1024, 1024), 0))
+    some = [truth.step_seconds(ONE, StepShape(b, b * 1024, 1024), 0) for b in (least, most)]
+    assert some[0] < truth.step_seconds(ONE, shape, 0) < some[1]
+    far = truth.step_seconds(ONE, StepShape(1024, 1024 * 1024, 1024), 0)
+    assert far == pytest.approx(4 * truth.step_seconds(ONE, StepShape(256, 256 * 1024, 1024), 0))
     # A prompt beside a batch reads the weights once.
-    both = truth.step_seconds(1, StepShape(8, 8 * 1024, 1024, prefill=512), 0)
-    apart = truth.step_seconds(1, StepShape(8, 8 * 1024, 1024), 0)
-    assert apart < both < apart + truth.step_seconds(1, StepShape(0, 0, 0, prefill=512), 0)
+    both = truth.step_seconds(ONE, StepShape(8, 8 * 1024, 1024, prefill=512), 0)
+    apart = truth.step_seconds(ONE, StepShape(8, 8 * 1024, 1024), 0)
+    assert apart < both < apart + truth.step_seconds(ONE, StepShape(0, 0, 0, prefill=512), 0)
 
 
 def test_noise_is_that_of_single_steps():
@@ -290,7 +291,8 @@ def test_noise_is_that_of_single_steps():
 
     def ratios(steps):
         return [
-            noisy.step_seconds(2, one, 0, steps) / plain.step_seconds(2, one, 0) for one in shapes
+            noisy.step_seconds(TWO, one, 0, steps) / plain.step_seconds(TWO, one, 0)
+            for one in shapes
         ]
 
     single, chunks = ratios(1), ratios(32)
@@ -300,7 +302,7 @@ def test_noise_is_that_of_single_steps():
     assert statistics.mean(chunks) == pytest.approx(1.025, abs=0.01)
     assert statistics.stdev(chunks) == pytest.approx(statistics.stdev(single) / 32**0.5, rel=0.2)
     other = ReplayedTruth(profile, profile, seed=1)
-    assert other.step_seconds(2, shapes[0], 0, 7) != noisy.step_seconds(2, shapes[0], 0, 7)
+    assert other.step_seconds(TWO, shapes[0], 0, 7) != noisy.step_seconds(TWO, shapes[0], 0, 7)
 
 
 # -------------------------------------------------------------------- properties
@@ -439,9 +441,9 @@ def test_the_clairvoyant_switches_where_it_pays():
 # -------------------------------------------------------------------- policies
 
 
-def step(tp, shape):
+def step(layout, shape):
     """What a policy believes about steps: the truth."""
-    return Linear(0.6).step_seconds(tp, shape, 0.0)
+    return Linear(0.6).step_seconds(layout, shape, 0.0)
 
 
 def paper_policy(cost, lengths):

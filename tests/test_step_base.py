@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.profiling.profile import StepSample, StepShape
 from tests.support.mutation import mutated
@@ -38,7 +39,10 @@ def fit(shapes, noise=0.0):
     rng = np.random.default_rng(0)
     times = [truth(shape) * float(np.exp(noise * rng.standard_normal())) for shape in shapes]
     return StepBase.fit(
-        [StepSample.of(2, shape, [time]) for shape, time in zip(shapes, times, strict=True)]
+        [
+            StepSample.of(Layout(2, 1), shape, [time])
+            for shape, time in zip(shapes, times, strict=True)
+        ]
     )
 
 
@@ -91,6 +95,40 @@ def test_samples_of_drafts_do_not_change_plain_steps():
     plain, both = fit(PLAIN + PREFILLS), fit(PLAIN + PREFILLS + MISSES + HITS)
     for shape in PLAIN:
         assert predicted(both, shape) == pytest.approx(predicted(plain, shape), rel=0.03)
+
+
+def check_experts_are_learnt():
+    """Of 64 experts, where a token goes to 4: all are read for a hundred tokens."""
+
+    def with_experts(shape):
+        tokens = shape.batch + shape.prefill + shape.drafts
+        return truth(shape) + 20e-3 * (1 - (60 / 64) ** tokens)
+
+    shapes = PLAIN + PREFILLS + MISSES + HITS
+    samples = [StepSample.of(Layout(2, 1), shape, [with_experts(shape)]) for shape in shapes]
+    base = StepBase.fit(samples, 4 / 64)
+    assert base.experts == pytest.approx(20e-3, rel=0.1)
+    for shape in shapes:
+        assert predicted(base, shape) == pytest.approx(with_experts(shape), rel=0.07)
+
+
+def test_experts_are_read_until_all_are():
+    check_experts_are_learnt()
+    assert fit(PLAIN + PREFILLS).experts == 0
+
+
+@pytest.mark.parametrize(
+    "function, changes",
+    [
+        (StepBase.decode, {"self.experts * (1 -": "0 * (1 -"}),
+        (StepBase.extra, {"self.experts * (1 - self.chosen)": "0 * (1 - self.chosen)"}),
+        (StepBase.extra, {"self.experts * (1 - self.chosen) ** batch": "self.experts"}),
+        (StepBase.fit, {"** tokens": "** batch"}),
+    ],
+)
+def test_mistakes_about_experts_are_seen(function, changes):
+    with mutated(function, changes), pytest.raises(AssertionError):
+        check_experts_are_learnt()
 
 
 coefficients = st.floats(0, 1e-2)

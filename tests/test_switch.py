@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 import pat_vllm
+from pat_vllm.layout import Layout
+from pat_vllm.scheduler import in_place
 from tests.engines import Job, engine, run, scheduler_of, teacher_forced
 
 pytestmark = pytest.mark.slow
@@ -31,6 +33,9 @@ CASES = [
     *((model, 2, 1, "inplace") for model in TWO_RANKS),
     ("qwen3", 4, 1, "inplace"),
     ("llama_few_kv", 4, 2, "inplace"),
+    # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
+    ("qwen3_moe", 2, 1, "inplace"),
+    ("qwen2_moe", 4, 1, "inplace"),
     ("qwen2", 2, 1, "materialized"),
 ]
 """Model, ranks, base layout's tp, weights."""
@@ -56,9 +61,10 @@ NIGHTLY = {
     "test_an_idle_engine_returns_to_its_base_layout",
 }
 """What takes long on four ranks. For every change it runs on two, and between tp=2 and tp=4."""
-LONG, FEW_KV_HEADS, COPIES = CASES[3:]
+LONG, FEW_KV_HEADS, _, MIXTURE, COPIES = CASES[3:]
 ONLY = {
-    "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3]],
+    "test_blocks_are_short_between_kinds_of_one_tp": [CASES[5]],
+    "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3], MIXTURE],
     "test_one_group_is_a_stock_engine": [CASES[1]],
 }
 """Tests for some of the cases, all of them with weights in place."""
@@ -67,7 +73,9 @@ ONLY = {
 def is_nightly(name: str, case: tuple[str, int, int, str]) -> bool:
     # Nothing of KV heads is in it: what is computed again is a prompt in one layout.
     recomputed = case == FEW_KV_HEADS and name == "test_recomputing_gives_the_same"
-    return recomputed or case == COPIES or (case == LONG and name in NIGHTLY)
+    long = case in (LONG, MIXTURE) and name in NIGHTLY
+    pairs = case == MIXTURE and name == "test_every_ordered_pair_of_layouts"  # 20 of them
+    return recomputed or case == COPIES or long or pairs
 
 
 def pytest_generate_tests(metafunc):
@@ -104,11 +112,11 @@ def make_case(model, ranks, **pat):
     # Large enough for a batch's prompts at once: on CPU, vLLM cannot prefill a seeded request in
     # chunks ("CPU Generator does not use offset").
     with engine(model, ranks, pat, max_num_batched_tokens=1000) as llm:
-        sizes = [layout.tp for layout in pat_vllm.report(llm).layouts]
+        names = [str(layout) for layout in pat_vllm.report(llm).layouts]
         static = {}
-        for tp in sizes:
-            static[tp] = run(llm, batch(), before_step=at_steps(llm, {0: tp}))
-        yield llm, sizes, static
+        for name in names:
+            static[name] = run(llm, batch(), before_step=at_steps(llm, {0: name}))
+        yield llm, names, static
 
 
 def at_steps(llm, switches):
@@ -140,32 +148,34 @@ def new_switches(llm, before):
 
 
 def test_single_layouts_agree_and_differ_by_request(case):
-    llm, sizes, static = case
-    for tp in sizes[1:]:
-        assert_same(llm, static[tp], static[sizes[0]])
-    assert len({tuple(o.token_ids) for o in static[sizes[0]].values()}) == len(batch())
+    llm, names, static = case
+    for name in names[1:]:
+        assert_same(llm, static[name], static[names[0]])
+    assert len({tuple(o.token_ids) for o in static[names[0]].values()}) == len(batch())
 
 
 def test_every_ordered_pair_of_layouts(case):
     """One switch in mid-generation, at a point that differs for each pair."""
-    llm, sizes, static = case
+    llm, names, static = case
     rng = random.Random(1)
-    for source, target in itertools.permutations(sizes, 2):
+    for source, target in itertools.permutations(names, 2):
         at = rng.randint(2, 20)
         before = len(pat_vllm.report(llm).switches)
         outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, at: target}))
         assert_same(llm, outcomes, static[source], static[target])
         (made,) = [s for s in new_switches(llm, before) if s.num_seqs]
-        assert (made.source.tp, made.target.tp) == (source, target)
+        assert (str(made.source), str(made.target)) == (source, target)
         assert made.migrated == made.num_seqs == len(batch())
-        assert made.kv_bytes > 0
+        assert (made.kv_bytes > 0) == (made.source.tp != made.target.tp)
 
 
 def test_recomputing_gives_the_same(case, monkeypatch):
     """Every ordered pair again, with each request's KV left behind, or left behind for some."""
-    llm, sizes, static = case
+    llm, names, static = case
     rng = random.Random(5)
-    for source, target in itertools.permutations(sizes, 2):
+    for source, target in itertools.permutations(names, 2):
+        if Layout.parse(source).tp == Layout.parse(target).tp:
+            continue  # nothing is gained by it
         for ways in (("recompute",), ("recompute", "migrate")):
             monkeypatch.setattr(
                 scheduler_of(llm).controller.costs,
@@ -180,10 +190,24 @@ def test_recomputing_gives_the_same(case, monkeypatch):
             assert made.recomputed + made.migrated == len(batch())
 
 
+def test_blocks_are_short_between_kinds_of_one_tp(case, monkeypatch):
+    """What runs cannot keep its places, and its KV is copied to others."""
+    llm, names, static = case
+    monkeypatch.setattr(in_place, "_blocks_of_a_step", lambda scheduler: [1 << 30])
+    for source, target in itertools.permutations(names, 2):
+        if Layout.parse(source).tp != Layout.parse(target).tp:
+            continue
+        before = len(pat_vllm.report(llm).switches)
+        outcomes = run(llm, batch(), before_step=at_steps(llm, {0: source, 9: target}))
+        assert_same(llm, outcomes, static[source], static[target])
+        (made,) = [s for s in new_switches(llm, before) if s.num_seqs]
+        assert made.kv_bytes > 0 and made.migrated == len(batch())
+
+
 def test_teacher_forced_log_probabilities_after_a_switch(case):
     """What was sampled after a switch is what the static target layout would have said."""
-    llm, sizes, _ = case
-    for source, target in itertools.permutations(sizes, 2):
+    llm, names, _ = case
+    for source, target in itertools.permutations(names, 2):
         outcomes = run(llm, batch(2), before_step=at_steps(llm, {0: source, 6: target}))
         pat_vllm.switch(llm, tp=target)
         scores = teacher_forced(
@@ -198,7 +222,7 @@ def test_teacher_forced_log_probabilities_after_a_switch(case):
 
 def test_half_prefilled_and_waiting_requests_are_carried(case):
     """A switch while one prompt is half computed and others wait for a slot."""
-    llm, sizes, _ = case
+    llm, names, _ = case
     # Of greedy runs with no near tie, which another machine's rounding would decide otherwise.
     rng = random.Random(24)
     jobs = {
@@ -208,11 +232,11 @@ def test_half_prefilled_and_waiting_requests_are_carried(case):
         )
         for i in range(40)
     }
-    expected = run(llm, jobs, before_step=at_steps(llm, {0: sizes[0]}))
-    for target in sizes[1:]:
+    expected = run(llm, jobs, before_step=at_steps(llm, {0: names[0]}))
+    for target in names[1:]:
         before = len(pat_vllm.report(llm).switches)
         llm.reset_prefix_cache()
-        switches = {0: sizes[0], 2: target, 4: sizes[0], 7: target}
+        switches = {0: names[0], 2: target, 4: names[0], 7: target}
         assert_same(llm, run(llm, jobs, before_step=at_steps(llm, switches)), expected)
         carried = [s for s in new_switches(llm, before) if s.num_seqs == len(jobs)]
         assert any(0 < s.migrated < s.num_seqs for s in carried), new_switches(llm, before)
@@ -220,7 +244,7 @@ def test_half_prefilled_and_waiting_requests_are_carried(case):
 
 def test_random_switch_storm(case, monkeypatch):
     """30 and more switches in one generation, while requests arrive and are aborted."""
-    llm, sizes, static = case
+    llm, names, static = case
     rng = random.Random(4)
     monkeypatch.setattr(
         scheduler_of(llm).controller.costs,
@@ -240,7 +264,7 @@ def test_random_switch_storm(case, monkeypatch):
     def before_step(step):
         nonlocal switches
         if step % 2 == 1:
-            assert pat_vllm.switch(llm, tp=rng.choice(sizes))
+            assert pat_vllm.switch(llm, tp=rng.choice(names))
             switches += 1
         for name, job in doomed.items():
             if step == job.arrives + 8:
@@ -258,7 +282,7 @@ def test_random_switch_storm(case, monkeypatch):
 
 def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case):
     """Also when a step of the batch before, whose requests were aborted, is still in flight."""
-    llm, sizes, _ = case
+    llm, names, _ = case
     from vllm import SamplingParams
 
     core = llm.llm_engine.engine_core.engine_core
@@ -272,18 +296,18 @@ def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case):
 
     def before_step(step):
         if step == 0:
-            assert pat_vllm.switch(llm, tp=sizes[-1])
-        seen.add(pat_vllm.report(llm).layout.tp)
+            assert pat_vllm.switch(llm, tp=names[-1])
+        seen.add(str(pat_vllm.report(llm).layout))
 
     run(llm, batch(0), before_step=before_step)
-    assert seen == {sizes[-1]}
+    assert seen == {names[-1]}
 
 
 def test_an_idle_engine_returns_to_its_base_layout(case):
-    llm, sizes, _ = case
-    run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: sizes[-1]}))
+    llm, names, _ = case
+    run(llm, batch(0, requests=2), before_step=at_steps(llm, {0: names[-1]}))
     llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
-    assert pat_vllm.report(llm).layout.tp == sizes[0]
+    assert str(pat_vllm.report(llm).layout) == names[0]
 
 
 # ---------------------------------------------------------------- weights in place
@@ -306,11 +330,11 @@ def weight_bytes(worker: Any) -> tuple[int, int]:
 
 
 def test_the_layouts_take_the_memory_of_one(case):
-    llm, sizes, _ = case
-    for tp in reversed(sizes):
-        pat_vllm.switch(llm, tp=tp)
+    llm, names, _ = case
+    for name in reversed(names):
+        pat_vllm.switch(llm, tp=name)
         for every, base in llm.collective_rpc(weight_bytes):
-            print(f"tp={tp}: weights of all layouts / base layout's: {every / base:.4f}")
+            print(f"{name}: weights of all layouts / base layout's: {every / base:.4f}")
             assert base > 100_000
             assert every <= 1.02 * base
 
@@ -321,7 +345,7 @@ def test_one_group_is_a_stock_engine(case):
     plain: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
     with engine("qwen2", 2, None, max_num_batched_tokens=1000, **plain) as llm:
         stock = run(llm, batch())
-    replicas, group = static[1], static[2]
+    replicas, group = static["tp1dp2"], static["tp2dp1"]
     for name, one in stock.items():
         assert group[name].token_ids == one.token_ids == replicas[name].token_ids
         assert group[name].logprobs == pytest.approx(one.logprobs, abs=1e-5)

@@ -521,8 +521,12 @@ def with_head(path: Path, change: float) -> VllmConfig:
     return vllm_config
 
 
+def views() -> InPlaceShards:
+    return InPlaceShards([Layout(1, 2), Layout(2, 1)], rank=0)
+
+
 @pytest.mark.parametrize("change", [0.0, 1.0], ids=["alike", "unlike"])
-@pytest.mark.parametrize("make", [Plain, lambda: InPlaceShards({1: 0, 2: 0})], ids=["copy", "view"])
+@pytest.mark.parametrize("make", [Plain, views], ids=["copy", "view"])
 def test_a_head_that_the_checkpoint_of_a_tied_model_has(make, change, tmp_path, monkeypatch):
     """If it is like the embeddings, it is tied to them in every layout, or in none otherwise.
 
@@ -547,7 +551,7 @@ def test_a_head_that_the_checkpoint_of_a_tied_model_has(make, change, tmp_path, 
     models[1].load_weights([("model.embed_tokens.weight", new)])
     strategy.refresh(models[1], [models[2]])
     for tp, model in models.items():
-        strategy.arrange(tp)
+        strategy.arrange(Layout.of(tp, 2))
         rows = new[: len(new) // tp]
         assert torch.equal(model.model.embed_tokens.weight, rows)
         assert torch.equal(model.lm_head.weight, rows) == (not change)

@@ -37,11 +37,16 @@ def in_interpreter(module: str) -> str:
 
     The interpreter has to be asked for before Triton is imported, hence another process.
     """
+    return in_process(module, {"TRITON_INTERPRET": "1"})
+
+
+def in_process(module: str, variables: Mapping[str, str] | None = None) -> str:
+    """Run `python -m module`, and return what it prints."""
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-m", module],
         cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
+        env={**os.environ, **(variables or {}), "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
     )

@@ -24,14 +24,14 @@ class CalibratedSimulator:
     """The simulator, calibrated with the measured times of a workload.
 
     Attributes:
-        factors: measured over simulated time of the static layouts, by tp, before calibration.
+        factors: measured over simulated time of the static layouts, before calibration.
         switch_factor: measured over predicted seconds of PAT's switches.
     """
 
     truth: Truth
     capacity: ReplicaCapacity
     layouts: tuple[Layout, ...]
-    factors: Mapping[int, float]
+    factors: Mapping[Layout, float]
     switch_factor: float = 1.0
 
     def seconds(self, trace: LengthTrace, policy: Policy) -> float:
@@ -63,15 +63,15 @@ def calibrate_simulator(
     )
     real = sum(s.seconds - s.quiesce for s in switches)
     switch_factor = real / predicted if predicted > 0 and real > 0 else 1.0
-    factors: dict[int, float] = {}
-    scale: dict[int, float] = {}
+    factors: dict[Layout, float] = {}
+    scale: dict[Layout, float] = {}
     for layout, measured in static.items():
 
         def share(
             factor: float, layout: Layout = layout, measured: Sequence[float] = measured
         ) -> float:
             """Simulated over measured time, were all steps `factor` times as long."""
-            truth = ScaledTruth(profiled, {layout.tp: factor})
+            truth = ScaledTruth(profiled, {layout: factor})
             seconds = [
                 simulate(trace, StayPolicy(layout), truth, capacity).generation_seconds
                 for trace in traces
@@ -79,8 +79,8 @@ def calibrate_simulator(
             return statistics.median(s / r for s, r in zip(seconds, measured, strict=True))
 
         plain = share(1.0)
-        factors[layout.tp] = 1 / plain
-        scale[layout.tp] = _root(share, 1.0, plain)
+        factors[layout] = 1 / plain
+        scale[layout] = _root(share, 1.0, plain)
     truth = ScaledTruth(profiled, scale, switch_factor)
     return CalibratedSimulator(truth, capacity, tuple(static), factors, switch_factor)
 

@@ -114,7 +114,7 @@ def _workload(
         },
         "prediction": asdict(prediction_error(warm[PAT])),
         "simulator": {
-            "factors": {str(tp): factor for tp, factor in simulator.factors.items()},
+            "factors": {str(layout): factor for layout, factor in simulator.factors.items()},
             "switch_factor": simulator.switch_factor,
         },
         "clairvoyant": [_plain(judgement) for judgement in judgements],

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, RANKS, ModelShape
+from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile, StepSample
 from pat_vllm.simulator.modelled.figures import GPUS, STEP_OVERHEAD
 from pat_vllm.simulator.modelled.hardware import modelled_profile
@@ -47,7 +48,7 @@ def profile_of(results: Mapping[str, Any], shape: ModelShape, ranks: int = RANKS
         size = row["batch"] * shape.hidden * _DTYPE_BYTES
         added = shape.layers * layer_communication(gpu, gpu.link, row["tp"], size) + STEP_OVERHEAD
         return StepSample(
-            tp=row["tp"],
+            layout=Layout.of(row["tp"], ranks),
             batch=row["batch"],
             context=row["batch"] * row["context"],
             longest=row["context"],
@@ -66,7 +67,7 @@ def profile_of(results: Mapping[str, Any], shape: ModelShape, ranks: int = RANKS
             "created": date,
             "key": {**base.key, "decode": measured},
             "steps": (
-                *(sample(row) for row in rows if row["tp"] in base.layouts),
+                *(sample(row) for row in rows if row["tp"] in base.kv_tokens),
                 *(step for step in base.steps if step.prefill),
             ),
             "note": (

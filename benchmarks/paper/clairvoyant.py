@@ -51,10 +51,10 @@ class ClairvoyantPolicy(Policy):
         """
         self._lengths = draft_lengths
 
-        def step(tp: int, *work: ArrayLike) -> Floats:
+        def step(layout: Layout, *work: ArrayLike) -> Floats:
             columns = np.broadcast_arrays(*work)  # as in `StepShape`
             rows = np.rint(columns).astype(int).reshape(len(columns), -1).T.tolist()
-            seconds = [truth.step_seconds(tp, StepShape(*row), 0.0, _MANY) for row in rows]
+            seconds = [truth.step_seconds(layout, StepShape(*row), 0.0, _MANY) for row in rows]
             return np.array(seconds).reshape(columns[0].shape)
 
         self._planner = Planner(

@@ -58,7 +58,7 @@ def compare_with_paper(
         warm_up: batches before, from which policies learn and which are not reported.
     """
     replayer = Replayer(profile, batches, warm_up, progress)
-    layouts, capacity = profile.all_layouts, ReplicaCapacity.of(profile)
+    layouts, capacity = profile.layouts, ReplicaCapacity.of(profile)
     cheap = ReplayedTruth(profile, profile if profile.kind == "measured" else measured_noise())
     costly = FixedSwitches(cheap, expensive)
     prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.num_prompt_tokens))

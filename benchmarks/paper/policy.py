@@ -84,7 +84,7 @@ class PaperPolicy(Policy):
     def __init__(
         self,
         layouts: Sequence[Layout],
-        step: Callable[[int, StepShape], float],
+        step: Callable[[Layout, StepShape], float],
         lengths: ArrayLike,
         *,
         requests: int,
@@ -95,7 +95,7 @@ class PaperPolicy(Policy):
         """Plan for batches of `requests` with prompts of `prompt` tokens.
 
         Args:
-            step: seconds of a step, by tp.
+            step: seconds of a step, by layout.
             lengths: a large sample of the workload's response lengths, tokens.
             cost: of a switch, seconds.
             home: where a batch begins; None: where its first steps are fastest.
@@ -146,7 +146,7 @@ class PaperPolicy(Policy):
     def _step(self, layout: Layout, live: int, context: int, longest: int) -> float:
         """Step time with the requests spread evenly."""
         return self._step_seconds(
-            layout.tp,
+            layout,
             StepShape(
                 -(-live // layout.replicas),
                 -(-context // layout.replicas),

@@ -187,7 +187,7 @@ NOTES = f"""\
 
 def _baseline(profile: Profile) -> Layout:
     """The baseline's layout, or the next larger that the profile has."""
-    return next(one for one in profile.all_layouts if one.tp >= BASELINE_TP)
+    return next(one for one in profile.layouts if one.tp >= BASELINE_TP)
 
 
 def _cells(setting: PaperSetting, result: PaperComparison) -> tuple[str, ...]:

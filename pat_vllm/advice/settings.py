@@ -9,6 +9,7 @@ from typing import Any
 from pat_vllm.advice.sides import PLAIN, TUNED
 from pat_vllm.advice.verdict import Advice
 from pat_vllm.config import PATConfig
+from pat_vllm.layout import Experts
 
 _LENGTHS_FILE = "/PATH/lengths.json"
 _VERL = "actor_rollout_ref.rollout"
@@ -32,19 +33,26 @@ def settings(
     layout = advice.sides.static.side.layout
     assert layout is not None
     # What it was simulated with: as many requests as PAT's replicas of this layout.
-    seqs = advice.rollouts.profile.max_num_seqs[layout.tp]
-    return _Engine(model, layout.tp, layout.replicas, seqs, _drafts(advice)).settings(None)
+    engines = advice.rollouts.static
+    seqs = engines.max_num_seqs[layout.tp]
+    mixture = None if engines.experts is None else layout.experts
+    drafts = _drafts(advice)
+    return _Engine(model, layout.tp, layout.replicas, seqs, drafts, mixture).settings(None)
 
 
 def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
     """`additional_config["pat"]`."""
     engine = advice.rollouts.profile
     options: dict[str, Any] = {}
-    if engine.layouts[0] > 1:
-        options["base_tp"] = engine.layouts[0]
+    sizes = list(dict.fromkeys(layout.tp for layout in engine.layouts))
+    if sizes[0] > 1:
+        options["base_tp"] = sizes[0]
     default = PATConfig.parse(options).resolve_layouts(engine.ranks)
-    if default != engine.all_layouts:
-        options["layouts"] = list(engine.layouts)
+    if [layout.tp for layout in default] != sizes:
+        options["layouts"] = sizes
+    kinds = {layout.experts for layout in engine.layouts if layout.tp > 1}
+    if kinds == {"ep"} or (kinds == {"tp"} and engine.experts and sizes[0] == 1):
+        options["experts"] = kinds.pop()
     named = {"profile": profile} if profile else {}
     policy = {"kind": "predictor", **named, "lengths_file": _LENGTHS_FILE}
     return {**options, "policy": policy}
@@ -82,6 +90,7 @@ class _Engine:
         tp: `tensor_parallel_size`.
         engines: how many of them.
         drafts: `speculative_config`.
+        experts: of a mixture, how a static layout has them.
     """
 
     model: str
@@ -89,6 +98,7 @@ class _Engine:
     engines: int
     max_num_seqs: int | None
     drafts: dict[str, Any] | None
+    experts: Experts | None = None
 
     def settings(self, pat: dict[str, Any] | None) -> dict[str, str]:
         """By whom it is started; `pat` are PAT's options, None without PAT."""
@@ -105,8 +115,12 @@ class _Engine:
         if pat is not None:
             arguments.append('distributed_executor_backend="pat"')
             serve[0] += " --distributed-executor-backend pat"
-        elif self.engines > 1:
+        elif self.engines > 1 and self.experts is None:
             serve[0] += f" --data-parallel-size {self.engines}"
+        if self.experts == "ep":
+            arguments.append("enable_expert_parallel=True")
+            serve.append("--enable-expert-parallel")
+            verl.append(f"{_VERL}.expert_parallel_size={self.tp}")
         if self.max_num_seqs is not None:
             arguments.append(f"max_num_seqs={self.max_num_seqs}")
             serve.append(f"--max-num-seqs {self.max_num_seqs}")
@@ -128,11 +142,14 @@ class _Engine:
             openrlhf.append(f"--vllm.pat '{json.dumps(pat)}'")
         inside = "".join(f"    {one},\n" for one in arguments)
         each = f"# {self.engines} engines like this\n" if self.engines > 1 else ""
+        # vLLM would share a mixture's experts out among data-parallel ranks.
+        servers = "" if self.experts is None else each
+        spread = "# with enable_expert_parallel of vLLM's\n" if self.experts == "ep" else ""
         return {
             "LLM": f"{each}LLM(\n{inside})",
-            "vllm serve": _joined(serve),
+            "vllm serve": servers + _joined(serve),
             "VeRL": _joined(verl),
-            "OpenRLHF": _joined(openrlhf),
+            "OpenRLHF": spread + _joined(openrlhf),
         }
 
 

@@ -69,13 +69,21 @@ class Rollouts:
     """What is asked about.
 
     Attributes:
-        profile: of the engine; modelled, or measured.
+        profile: of PAT's engine; modelled, or measured.
         chains: iterations' responses, some in a row. PAT learns from the first of a row, which is
             not reported. Each has the acceptance of the drafts.
+        alone: of static engines, where these have other layouts and memory; with PAT's layouts
+            among its own.
     """
 
     profile: Profile
     chains: tuple[tuple[LengthTrace, ...], ...]
+    alone: Profile | None = None
+
+    @property
+    def static(self) -> Profile:
+        """Of static engines."""
+        return self.alone or self.profile
 
     @cached_property
     def batches(self) -> tuple[LengthTrace, ...]:
@@ -93,17 +101,18 @@ class Rollouts:
     def truth(self) -> ReplayedTruth:
         """What steps and switches take."""
         measured = self.profile.kind == "measured"
-        return ReplayedTruth(self.profile, self.profile if measured else measured_noise())
+        steps = self.static.model_copy(update={"switches": self.profile.switches})
+        return ReplayedTruth(steps, self.profile if measured else measured_noise())
 
     @cached_property
     def with_own_limits(self) -> Profile:
-        """The profile of an engine whose replicas all run what one of the base layout does."""
-        base = self.profile.layouts[0]
+        """The profile of static engines whose replicas all run what one of the base layout does."""
+        base, sizes = self.static.layouts[0], [one.tp for one in self.static.layouts]
         limits = {
-            name: dict.fromkeys(self.profile.layouts, getattr(self.profile, name)[base])
+            name: dict.fromkeys(sizes, getattr(self.static, name)[base.tp])
             for name in ("max_num_seqs", "max_batch_tokens")
         }
-        return self.profile.model_copy(update=limits)
+        return self.static.model_copy(update=limits)
 
     def replay(self, task: Task) -> tuple[SimulatedRun, ...]:
         """The reported batches of a task.
@@ -113,18 +122,18 @@ class Rollouts:
         """
         side, (first, *reported) = task.side, self.chains[task.chain]
         reported = reported[:1] if task.screening else reported
-        profile = self.with_own_limits if side.own_limits else self.profile
         if side.layout is None:
             lengths = (0,) if side.drafts == PLAIN else self.draft_lengths
-            replayer = Replayer(profile, reported, [first])
-            policy = replayer.adaptive(profile, draft_lengths=lengths)
+            replayer = Replayer(self.profile, reported, [first])
+            policy = replayer.adaptive(self.profile, draft_lengths=lengths)
             return replayer.replay(str(side), policy, self.truth).runs
+        profile = self.with_own_limits if side.own_limits else self.static
         schedule = self.schedule(side.layout, side.drafts)
         static = SchedulePolicy(side.layout, (), {side.layout: schedule})
         return Replayer(profile, reported).replay(str(side), static, self.truth).runs
 
     def schedule(self, layout: Layout, drafts: str) -> Schedule:
-        most = self.profile.max_num_seqs[layout.tp]
+        most = self.static.max_num_seqs[layout.tp]
         if drafts == TUNED:
             return tuned_schedule(self.truth, layout, most, self.batches, self.draft_lengths)
         return ((1, most, int(drafts.removeprefix("k = "))),)
@@ -134,11 +143,12 @@ def with_room(profile: Profile, tokens: int) -> Profile:
     """A profile without the layouts whose replicas cannot hold the KV of so many tokens; of the
     widest one at least."""
     *_, widest = profile.layouts
-    left = [tp for tp in profile.layouts if profile.kv_tokens[tp] > tokens or tp == widest]
+    room = {tp for tp, most in profile.kv_tokens.items() if most > tokens} | {widest.tp}
+    left = [layout for layout in profile.layouts if layout.tp in room]
     return profile.model_copy(
         update={
             "layouts": tuple(left),
-            "steps": tuple(s for s in profile.steps if s.tp in left),
+            "steps": tuple(s for s in profile.steps if s.layout in left),
             "switches": tuple(s for s in profile.switches if s.source in left and s.target in left),
         }
     )
@@ -193,7 +203,7 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
         ValueError: a response does not fit into a replica's memory.
     """
     run = run or (lambda tasks: map(rollouts.replay, tasks))
-    layouts, chains = rollouts.profile.all_layouts, range(len(rollouts.chains))
+    layouts, chains = rollouts.static.layouts, range(len(rollouts.chains))
     pat, pat_plain = Side(None, PLANNED), Side(None)
     plain = [Side(layout) for layout in layouts]
     own = [Side(layout, own_limits=True) for layout in layouts]

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
-from pat_vllm.advice.sides import Rollouts, Task, replay, with_room
+from pat_vllm.advice.sides import Rollouts, Side, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
@@ -100,7 +100,6 @@ class Question:
         Raises:
             ValueError: an option is wrong or missing.
         """
-        drafts = DRAFT_LENGTHS[1:] if self.acceptance else ()
         if self.profile is not None:
             if self.gpu is not None:
                 raise ValueError("--gpu and --profile exclude each other; leave one out")
@@ -118,13 +117,18 @@ class Question:
                 f"{missing} is missing; name a modelled GPU (--gpu H100) and a model (--model "
                 "DIRECTORY), or an engine's profile (--profile FILE, by `pat-vllm profile`)"
             )
+        return self._modelled()
+
+    def _modelled(self, **options: Any) -> Profile:
+        assert self.model is not None and self.gpu is not None
         return named_profile(
             self.model,
             self.gpu,
             self.gpus,
-            draft_lengths=drafts,
+            draft_lengths=DRAFT_LENGTHS[1:] if self.acceptance else (),
             drafting=self.drafting,
             max_num_seqs=self.max_num_seqs,
+            **options,
         )
 
     def rollouts(self) -> Rollouts:
@@ -152,12 +156,37 @@ class Question:
             engine = with_room(engine, longest)
         if len(engine.layouts) < 2:
             raise ValueError(
-                f"{engine.title} has no layout but tp={engine.layouts[0]} with memory for "
+                f"{engine.title} has no layout but tp={engine.layouts[0].tp} with memory for "
                 f"{longest:,} tokens; name more GPUs of a node (--gpus 2 to {NODE_SIZE}), or "
                 "shorter responses (--max-tokens)"
             )
         rows = tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
-        return Rollouts(engine, rows)
+        if engine.experts is None or self.profile is not None:
+            return Rollouts(engine, rows)
+        return self._of_mixture(engine, rows, longest)
+
+    def _of_mixture(
+        self, alone: Profile, rows: tuple[tuple[LengthTrace, ...], ...], longest: int
+    ) -> Rollouts:
+        """With the base layout with which PAT is fastest in the first iteration.
+
+        All experts are much of a GPU's memory. A narrow base layout has more layouts beside it, and
+        leaves less for KV in each.
+        """
+        *bases, _ = sizes = sorted({layout.tp for layout in alone.layouts})
+        found = []
+        for base in bases:
+            wider = [tp for tp in sizes if tp >= base]
+            engine = with_room(self._modelled(layouts=wider, in_place=True), longest)
+            if engine.layouts[0].tp == base < engine.layouts[-1].tp:
+                found.append(Rollouts(engine, rows, alone))
+        if not found:
+            raise ValueError(
+                f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "
+                "name more GPUs of a node, or shorter responses (--max-tokens)"
+            )
+        first = Task(Side(None), chain=0, screening=True)
+        return min(found, key=lambda one: one.replay(first)[0].seconds)
 
     def _batch(self, earlier: EarlierRollouts | None, seed: int) -> LengthTrace:
         if earlier is not None:

@@ -28,7 +28,7 @@ def plot_advice(advice: Advice, path: Path) -> None:
     figure, (above, below) = new_figure(10, [4.7, 0.3 * len(sides) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
-    colour = layout_colours(advice.rollouts.profile.all_layouts)
+    colour = layout_colours(advice.rollouts.profile.layouts)
     used = {layout for layout, _, _ in spans(ours)}
     bands = layout_bands(above, spans(ours), {one: colour[one] for one in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):

@@ -8,7 +8,7 @@ import math
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
@@ -40,10 +41,19 @@ MODEL = dict(
 )
 """Shape of the demo's own model: 169M parameters."""
 
-REPEATING = Path("repeating")
-"""Stands for a model of that shape whose text repeats a phrase, with interruptions."""
-_REPEAT = 1.5
-"""How much it does: most drafts are accepted, as in the benchmarks' model of this shape."""
+OWN_MODELS: Mapping[str, Mapping[str, Any]] = {
+    # Text repeats a phrase, with interruptions, so that most drafts are accepted.
+    "repeating": {**MODEL, "repeat": 1.5},
+    # A mixture of experts: 184M parameters, 25M of them in experts.
+    "moe": {
+        **MODEL,
+        "arch": "qwen3_moe",
+        "experts": 16,
+        "experts_per_token": 4,
+        "expert_intermediate": 256,
+    },
+}
+"""Others of the demo's own, by the name that stands for a checkpoint."""
 _NGRAMS = dict(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
 
 PROMPT_TOKENS = (8, 32)
@@ -73,27 +83,38 @@ class Contender:
     options: dict[str, Any]
 
 
-def contenders(ranks: int, switch_at: int) -> tuple[Contender, Contender, Contender]:
+def contenders(
+    ranks: int, switch_at: int, mixture: Mixture | None = None
+) -> tuple[Contender, Contender, Contender]:
     """Static replicas, one static group, and the live switch between them.
 
     Args:
         switch_at: live requests at which the last switch, to one group, is made. Layouts in
             between are entered at as many live requests per group.
+        mixture: the model's experts, which are cut in the static group. The live switch enters a
+            layout with spread ones half as many requests earlier than that with cut ones.
     """
-    base, *wider = PATConfig().resolve_layouts(ranks)
-    widest = wider[-1]
-    table = {switch_at * layout.replicas: layout.tp for layout in wider}
+    base, *wider = PATConfig().resolve_layouts(ranks, mixture)
+    table = {
+        round(switch_at * layout.replicas * (1.5 if layout.experts == "ep" else 1)): layout
+        for layout in wider
+    }
+    widest = table[switch_at]
+    table = dict(sorted(table.items(), reverse=True))
+    # Copies of the weights for each layout are of one kind.
+    weights = {} if mixture is None else {"weights": "inplace"}
 
     def static(layout: Layout) -> dict[str, Any]:
-        return {"policy": {"kind": "static", "tp": layout.tp}}
+        return {"policy": {"kind": "static", "tp": layout.tp}, **weights}
 
+    names = {n: layout.tp if layout.experts == "tp" else str(layout) for n, layout in table.items()}
     return (
         Contender("replicas", str(base), static(base)),
         Contender("one group", str(widest), static(widest)),
         Contender(
             "live switch",
-            ", ".join([str(base), *(f"{Layout.of(tp, ranks)} at {n}" for n, tp in table.items())]),
-            {"policy": {"kind": "schedule", "switch_at": table}},
+            ", ".join([str(base), *(f"{layout} at {n}" for n, layout in table.items())]),
+            {"policy": {"kind": "schedule", "switch_at": names}, **weights},
         ),
     )
 
@@ -244,13 +265,16 @@ def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> No
         console.print(coloured(line), soft_wrap=True)
 
 
-def demo_model(directory: Path, repeat: float = 0.0) -> Path:
-    """The demo's own model in `directory`, made on the first call; for `repeat`, see `make_model`.
+def demo_model(directory: Path, name: str | None = None) -> Path:
+    """A model of the demo's own in `directory`, made on the first call.
+
+    Args:
+        name: one of `OWN_MODELS`; None: of the shape `MODEL`.
 
     Returns:
         The checkpoint's directory.
     """
-    shape: dict[str, Any] = {**MODEL, "repeat": repeat} if repeat else MODEL
+    shape: Mapping[str, Any] = MODEL if name is None else OWN_MODELS[name]
     key = json.dumps(shape, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
     target = directory.resolve() / f"demo-{hashlib.sha256(key).hexdigest()[:12]}"
     if target.is_dir():
@@ -295,7 +319,7 @@ def demo(
     """Run the batch three times, print and plot what was measured.
 
     Args:
-        model: None and `REPEATING` are the demo's own; for the others, see `pat-vllm demo --help`.
+        model: None and `OWN_MODELS` are the demo's own.
 
     Returns:
         Whether the three outputs agree token by token.
@@ -311,17 +335,20 @@ def demo(
             f"--temperature {temperature:g} does not go with --speculate: what a request samples "
             "depends on its drafts, which a switch drops. Leave it out"
         )
-    if model is None or model == REPEATING:
+    own = None if model is None else str(model)
+    if own is None or own in OWN_MODELS:
         with console.status("making a random model"):
-            model = demo_model(models_dir, _REPEAT if model == REPEATING else 0.0)
-    vocab = model_config(model)["vocab_size"]
+            model = demo_model(models_dir, own)
+    assert model is not None
+    config = model_config(model)
+    vocab = config["vocab_size"]
     lengths = response_lengths(requests, max_tokens, seed)
     batch = make_batch(lengths, vocab, temperature, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
     warm_up = make_batch(short, vocab, temperature, seed + 1)
     runs = [
         (contender, run_spec(model, ranks, contender, batch, warm_up, num_speculative_tokens))
-        for contender in contenders(ranks, switch_at)
+        for contender in contenders(ranks, switch_at, Mixture.from_config(config))
     ]
 
     console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)

@@ -56,7 +56,7 @@ def doctor(
     Raises:
         ValueError: an option is not allowed, or options do not fit each other.
     """
-    PATConfig.parse(pat).resolve_layouts(ranks)
+    PATConfig.parse(pat).check_layouts(ranks)
     if gpu is not None and model is None:
         raise ValueError("--gpu computes memory for a model: name one by --model")
     names = names_of_this_machine()

@@ -11,10 +11,20 @@ from typing import Any
 
 from pat_vllm.cli import random_model
 from pat_vllm.doctor.plan import Models
-from pat_vllm.model_size import ModelSize
+from pat_vllm.model_size import MIXTURES, ModelSize
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": dict(arch="qwen3", hidden=128, layers=3, head_dim=32, intermediate=256, vocab=512),
+    "moe": dict(
+        arch="qwen3_moe",
+        hidden=128,
+        layers=2,
+        head_dim=32,
+        intermediate=256,
+        vocab=512,
+        experts=16,
+        gain=3.0,
+    ),
     # Four layers as wide as Llama-3.1-8B's, with a smaller vocabulary: 1 GB of parameters.
     "large": dict(
         arch="llama",
@@ -62,9 +72,12 @@ def sizes_of(shape: str, model: Path | None, ranks: int) -> dict[str, Any]:
 
 def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     arch = config.get("model_type")
-    if arch not in random_model.ARCHS:
-        allowed = ", ".join(random_model.ARCHS)
-        raise ValueError(f"--shape model makes random models of {allowed}, not of {arch!r}")
+    dense = [one for one in random_model.ARCHS if one not in MIXTURES]
+    if arch not in dense:
+        raise ValueError(
+            f"--shape model makes random models of {', '.join(dense)}, not of {arch!r}; for a "
+            "mixture of experts take --shape moe"
+        )
     size = ModelSize.of(config)
     size = replace(size, layers=min(size.layers, _LAYERS), vocab=min(size.vocab, _VOCAB))
     while size.resident_weights(1) > _PARAMETERS and size.hidden >= 2 * _LEAST_HIDDEN:
@@ -77,8 +90,8 @@ def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
             intermediate=-(-size.intermediate // (2 * even)) * even,
             head_dim=size.head_dim // narrower,
         )
-    sizes = {name: value for name, value in vars(size).items() if name != "tied"}
-    return {"arch": arch, **sizes, "tie": size.tied}
+    kept = {name: value for name, value in vars(size).items() if name not in ("tied", "experts")}
+    return {"arch": arch, **kept, "tie": size.tied}
 
 
 def self_test_models(folder: Path, sizes: Mapping[str, Any], draft_length: int) -> Models:

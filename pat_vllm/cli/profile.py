@@ -277,16 +277,16 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
     """Cells by layout: layout, samples, batches, contexts, milliseconds of a step at batch 1 and
     at the largest batch, of an empty switch from it."""
     rows: list[tuple[str, ...]] = []
-    for layout in profile.all_layouts:
+    for layout in profile.layouts:
         decodes = [s for s in _decodes(profile, layout) if not s.k]
         busy = [s for s in decodes if s.busy == layout.replicas] or decodes
         batches = [s.batch for s in decodes]
         contexts = [s.context // s.batch for s in decodes]
-        empty = [s.seconds for s in profile.switches if s.source == layout.tp and not s.num_seqs]
+        empty = [s.seconds for s in profile.switches if s.source == layout and not s.num_seqs]
         rows.append(
             (
                 str(layout),
-                str(sum(1 for s in profile.steps if s.tp == layout.tp)),
+                str(sum(1 for s in profile.steps if s.layout == layout)),
                 f"{min(batches)}-{max(batches)}",
                 f"{min(contexts)}-{max(contexts)}",
                 f"{1e3 * _shortest(busy, 1):.1f}",
@@ -299,7 +299,7 @@ def table_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 def draft_lines(profile: Profile) -> Iterator[str]:
     """For each layout, what a step takes by its drafts, at the largest batch with all of them."""
-    for layout in profile.all_layouts:
+    for layout in profile.layouts:
         decodes = [s for s in _decodes(profile, layout) if s.busy == layout.replicas]
         by_k = defaultdict(list)
         for sample in decodes:
@@ -309,11 +309,11 @@ def draft_lines(profile: Profile) -> Iterator[str]:
         if len(by_k) > 1 and (common := set.intersection(*batches)):
             cells = [f"{k}: {1e3 * _shortest(by_k[k], max(common)):.1f}" for k in sorted(by_k)]
             of_batch = f"ms of a step at batch {max(common)}, by drafts of a request"
-            yield f"tp={layout.tp}: {of_batch}: {', '.join(cells)}"
+            yield f"{layout}: {of_batch}: {', '.join(cells)}"
 
 
 def _decodes(profile: Profile, layout: Layout) -> list[StepSample]:
-    return [s for s in profile.steps if s.tp == layout.tp and s.batch and not s.prefill]
+    return [s for s in profile.steps if s.layout == layout and s.batch and not s.prefill]
 
 
 def _shortest(samples: Sequence[StepSample], batch: int) -> float:
@@ -341,15 +341,15 @@ def show(console: Console, profile: Profile) -> None:
     except ImportError as error:
         console.print(f"The error on held-out points is not shown: {error}")
         return
-    for tp, errors in held_out.items():
+    for layout, errors in held_out.items():
         nine_in_ten = sorted(errors)[int(0.9 * (len(errors) - 1))]
         console.print(
-            f"tp={tp}: {len(errors)} held-out steps are predicted within {errors.mean():.1%} on "
+            f"{layout}: {len(errors)} held-out steps are predicted within {errors.mean():.1%} on "
             f"average, nine in ten within {nine_in_ten:.1%}"
         )
 
 
-def _held_out(profile: Profile) -> Mapping[int, Any]:
+def _held_out(profile: Profile) -> Mapping[Layout, Any]:
     from pat_vllm.cli.held_out import held_out_error
 
     return held_out_error(profile)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-ARCHS = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHS = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    # Mixtures of experts.
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -65,6 +75,9 @@ def make_model(
     dtype: str = "float32",
     max_position_embeddings: int = 2048,
     tie: bool = False,
+    experts: int = 8,
+    experts_per_token: int = 2,
+    expert_intermediate: int = 64,
     gain: float = GAIN,
     repeat: float = 0.0,
     phrase: int = 16,
@@ -77,12 +90,15 @@ def make_model(
     Args:
         path: a directory that does not exist or is empty.
         arch: one of `ARCHS`. "qwen3" normalises queries and keys, "qwen2" has biases on q, k and v.
+            Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
+            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense.
         head_dim: vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and some larger ones.
         vocab: every id decodes to text. With fewer than `MIN_VOCAB` only the words "w3", "w4" and
             so on can be encoded.
         dtype: one of `DTYPES`; the weights are drawn in it.
         max_position_embeddings: longest context, tokens.
         tie: whether the output head is the embedding matrix.
+        experts, experts_per_token, expert_intermediate: of a mixture.
         gain: about the standard deviation of the logits. A smaller one than the default makes
             sampling more even, and a logprob less sensitive to rounding.
         repeat: how strongly the model continues its phrase, relative to all else that it might
@@ -108,7 +124,6 @@ def make_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=intermediate,
         vocab_size=vocab,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie,
@@ -116,6 +131,8 @@ def make_model(
         eos_token_id=eos,
         pad_token_id=pad,
         dtype=dtype,
+        **{"intermediate_size": intermediate}
+        | _mixture(arch, experts, experts_per_token, expert_intermediate, intermediate),
     )
     weights = dict(_random_weights(config, getattr(torch, dtype), seed, gain))
     if repeat:
@@ -149,8 +166,10 @@ def _check(
         raise ValueError(f"vocab={vocab} must be more than {len(SPECIAL_TOKENS)} (special tokens)")
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
-    if arch == "qwen2" and hidden != heads * head_dim:
-        raise ValueError(f"hidden={hidden} must be heads * head_dim = {heads * head_dim} for qwen2")
+    if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != heads * head_dim:
+        raise ValueError(
+            f"hidden={hidden} must be heads * head_dim = {heads * head_dim} for {arch}"
+        )
 
 
 def _check_phrase(repeat: float, phrase: int, hidden: int, vocab: int, tie: bool) -> None:
@@ -165,6 +184,53 @@ def _check_phrase(repeat: float, phrase: int, hidden: int, vocab: int, tie: bool
             f"phrase={phrase} must be from 2 to {most}: "
             "the vocabulary's ordinary tokens, and half of `hidden`"
         )
+
+
+def _mixture(
+    arch: str, experts: int, experts_per_token: int, width: int, shared_width: int
+) -> dict[str, Any]:
+    """What a model's config says of its experts, if it has some."""
+    common = {"num_experts_per_tok": experts_per_token}
+    return {
+        "qwen3_moe": common
+        | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
+        "qwen2_moe": common
+        | {"num_experts": experts, "moe_intermediate_size": width}
+        | {"shared_expert_intermediate_size": shared_width},
+        "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
+        "olmoe": common | {"num_experts": experts, "intermediate_size": width},
+        "glm4_moe": common
+        | {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+    }.get(arch, {})
+
+
+def _as_published(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
+    """The weights, by name and shape, of which transformers makes this one.
+
+    Published checkpoints have the experts of a layer one by one.
+    """
+    path, _, kind = name.rpartition(".")
+    if not path.endswith(".experts"):
+        yield name, shape
+        return
+    experts, rows, columns = shape
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    for expert in range(experts):
+        for part in parts:
+            yield f"{path}.{expert}.{part}.weight", (rows // len(parts), columns)
+
+
+def _as_mixtral(name: str) -> str:
+    """The name of a weight in published checkpoints of Mixtral."""
+    for ours, theirs in {
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.": ".w1.",
+        ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+    }.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def _random_weights(
@@ -183,11 +249,13 @@ def _random_weights(
     for name, meta in shapes.items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        mean, std = _distribution(name, meta.shape, gain)
-        weight = torch.empty(meta.shape, dtype=dtype)
-        yield name, weight.normal_(mean, std, generator=generator)
+        for part, shape in _as_published(name, meta.shape):
+            digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            mean, std = _distribution(part, shape, gain)
+            weight = torch.empty(tuple(shape), dtype=dtype)
+            published = _as_mixtral(part) if config.model_type == "mixtral" else part
+            yield published, weight.normal_(mean, std, generator=generator)
 
 
 def _repeat(
@@ -210,7 +278,7 @@ def _repeat(
     embedding[:, :phrase] = 0
     embedding[ids, (ids - first) % phrase] = size
     for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
             weight[:phrase] = 0
     # The last norm divides by what the layers add, of which an MLP's share is about gain ** 3.
     divisor = gain**3 * math.sqrt(layers / 2)
@@ -220,11 +288,11 @@ def _repeat(
     head[first + (ids[:phrase] + 1) % phrase, ids[:phrase]] = repeat * largest * divisor / size
 
 
-def _distribution(name: str, shape: torch.Size, gain: float) -> tuple[float, float]:
+def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, float]:
     """Mean and standard deviation of one weight; `shape` of a matrix is `[out, in]`."""
     if name.endswith("norm.weight"):
         return 1.0, NORM_STD
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return 0.0, BIAS_STD
     return 0.0, gain / math.sqrt(shape[1])
 

@@ -11,10 +11,12 @@ from pat_vllm.doctor.values import Check
 from pat_vllm.memory.buffers import EngineShape, MiB
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.memory.rank_memory import GPU, H100, RankMemory, rank_memory
+from pat_vllm.mixture import Mixture
+from pat_vllm.model_size import MIXTURES
 
 GPUS: Mapping[str, GPU] = {"H100": H100, "H200": GPU(143771 * MiB)}
 """That can be named. The sizes of communicators are those of compute capability 9.0."""
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURES)
 """Whose sizes are known to `ModelShape`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GiB = 1 << 30
@@ -47,7 +49,8 @@ def engine_shape(
         min(config["max_position_embeddings"], EngineShape.max_model_len),
     )
     weights = pat.weights if pat.weights != "auto" else "inplace"
-    return EngineShape(pat.resolve_layouts(ranks), pat, **{**options, "weights": weights})
+    layouts = pat.resolve_layouts(ranks, Mixture.from_config(config))
+    return EngineShape(layouts, pat, **{**options, "weights": weights})
 
 
 def check_memory(
@@ -90,12 +93,15 @@ def _kv_tokens(model: ModelShape, shape: EngineShape, memory: RankMemory) -> int
 def _way_out(model: ModelShape, gpu: GPU, shape: EngineShape) -> str:
     """The smallest base_tp that would do."""
     ranks = shape.layouts[0].world_size
+    mixture = None
+    if model.experts is not None:
+        mixture = Mixture(model.experts.count, model.experts.intermediate)
     for base_tp in range(shape.layouts[0].tp + 1, ranks + 1):
         if ranks % base_tp or model.heads % base_tp:
             continue
         pat = PATConfig(base_tp=base_tp)
         try:
-            other = replace(shape, pat=pat, layouts=pat.resolve_layouts(ranks))
+            other = replace(shape, pat=pat, layouts=pat.resolve_layouts(ranks, mixture))
             memory = rank_memory(model, other, gpu)
         except ValueError:
             continue

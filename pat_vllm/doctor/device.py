@@ -72,13 +72,17 @@ class Moves:
         return tuple(Layout.of(tp, self.ranks) for tp in self.tps)
 
     def named_model(self) -> tuple[str, ModelSize]:
-        """Name and sizes. Those of `DEFAULT_MODEL` are widened until the ranks can share it.
+        """Name and sizes; of `DEFAULT_MODEL` where a model has experts, which are not measured.
+
+        Those of `DEFAULT_MODEL` are widened until the ranks can share it.
 
         Raises:
-            ValueError: it is no dense decoder.
+            ValueError: the model's config has no such sizes.
         """
         if self.model is not None:
-            return str(self.model.get("model_type", "model")), ModelSize.of(self.model)
+            size = ModelSize.of(self.model)
+            if size.experts is None:
+                return str(self.model.get("model_type", "model")), size
         size = ModelSize.of(MODEL_SHAPES[DEFAULT_MODEL])
         if all(map(size.divides, self.tps)):
             return DEFAULT_MODEL, size

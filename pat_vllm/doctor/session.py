@@ -233,7 +233,7 @@ def switch_to(llm: LLM, layout: Layout) -> None:
     """Switch, or say why not."""
     from pat_vllm.api import report, switch
 
-    if not switch(llm, layout.tp):
+    if not switch(llm, str(layout)):
         refused = report(llm).refused
         raise RuntimeError(
             f"the switch to {layout} was refused: {refused[-1].why if refused else '?'}"

@@ -198,7 +198,9 @@ class _Stages:
         plan, models = self._plan, self._some_models(FIGURES)
         assert self._facts is not None
         config = self._facts.config if plan.model is not None else None
-        moves = Moves(config, plan.ranks, tuple(layout.tp for layout in plan.layouts))
+        moves = Moves(
+            config, plan.ranks, tuple(dict.fromkeys(layout.tp for layout in plan.layouts))
+        )
         checks = list(self._child(FIGURES, "device", MOVES.dump_json(moves), plan.ranks).checks)
         if any(one.problem is not None for one in checks):
             return checks

@@ -176,7 +176,8 @@ class Lanes:
     def __init__(self, layouts: Iterable[Layout], network: Network) -> None:
         self._network = network
         self._rings: dict[tuple[int, int], MessageQueue] = {}
-        for layout in layouts:
+        # Layouts of one tp have the same replicas, and share their rings.
+        for layout in {layout.tp: layout for layout in layouts}.values():
             for replica in range(layout.replicas):
                 ranks = layout.ranks_of(replica)
                 local = [rank for rank in ranks if rank not in network.ranks]
@@ -290,10 +291,10 @@ class WorkerLanes:
         self, handles: LaneHandles, rank: int, layouts: Iterable[Layout], device: torch.device
     ) -> None:
         self._rings = {
-            layout: MessageQueue.create_from_handle(
+            layout.tp: MessageQueue.create_from_handle(
                 handles.by_replica[layout.tp, layout.replica_of(rank)], rank
             )
-            for layout in layouts
+            for layout in {layout.tp: layout for layout in layouts}.values()
         }
         self._rank = rank
         self._device = device
@@ -320,7 +321,7 @@ class WorkerLanes:
         reply, from the replica's leader. An exception is the reply of its step, as in vLLM's own
         worker loop.
         """
-        ring = self._rings[layout]
+        ring = self._rings[layout.tp]
         replies = layout.tp_rank_of(self._rank) == 0
         while True:
             try:

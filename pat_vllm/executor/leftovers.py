@@ -9,13 +9,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from multiprocessing.shared_memory import SharedMemory
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import vllm.distributed.parallel_state as parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import Handle
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a worker has made that outlives it if it is killed.
+
+    Attributes:
+        queues: handles of message queues.
+        met_at: an init method of `torch.distributed`: where the ranks have met.
+    """
+
+    queues: tuple[Handle, ...]
+    met_at: str
+
+
+def made_here(queue: Handle, met_at: str) -> Made:
+    """What this worker has made: a queue, and with other ranks those of its groups."""
+    groups = [group() for group in parallel_state._groups.values()]
+    broadcasters = [group.mq_broadcaster for group in groups if group is not None]
+    return Made((queue, *(mq.handle for mq in broadcasters if mq is not None)), met_at)
 
 
 class Leftovers:
@@ -25,15 +47,14 @@ class Leftovers:
         self._queues = list(queues)
         self._rendezvous: set[Path] = set()
 
-    def add(self, workers: Iterable[tuple[Handle, str]]) -> None:
-        """Add for each worker a message queue that it has made, and where the ranks have met.
+    def add(self, workers: Iterable[Made]) -> None:
+        """Add what each worker has made.
 
-        The latter is an init method of `torch.distributed`. If that is a file, vLLM's CPU build
-        names shared memory after it.
+        If the ranks have met at a file, vLLM's CPU build names shared memory after it.
         """
-        for queue, method in workers:
-            self._queues.append(queue)
-            address = urlsplit(method)
+        for made in workers:
+            self._queues += made.queues
+            address = urlsplit(made.met_at)
             if address.scheme == "file":
                 self._rendezvous.add(Path(address.path))
 
@@ -56,8 +77,10 @@ def remove_sockets(queue: Handle) -> None:
 def _remove_queue(queue: Handle) -> None:
     if queue.buffer_handle is not None:
         *_, name = queue.buffer_handle
+        # Who has made it may be removing it, too: one of them finds it.
         with contextlib.suppress(FileNotFoundError):
-            memory = SharedMemory(name)
-            memory.close()
-            memory.unlink()  # and have Python's resource tracker forget it
+            (_SHARED_MEMORY / name).unlink()
+            # Have Python's resource tracker forget it, which complains of what it does not know.
+            resource_tracker.register(f"/{name}", "shared_memory")
+            resource_tracker.unregister(f"/{name}", "shared_memory")
     remove_sockets(queue)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,13 +42,19 @@ class SwitchTimes:
     kv_bytes: int
     weight_bytes: int = 0
 
+    @classmethod
+    def slowest(cls, ranks: Sequence[SwitchTimes]) -> SwitchTimes:
+        """Of each part the time of the rank that took longest."""
+        parts = ("states", "kv", "weights", "activate", "kv_bytes")
+        return cls(**{part: max(getattr(one, part) for one in ranks) for part in parts})
+
 
 @dataclass(frozen=True)
 class TransferRates:
-    """Measured at start: KV exchange bandwidth (bytes/s) and prefill rate (tokens/s) by tp."""
+    """Measured at start: KV exchange bandwidth (bytes/s) and prefill rate (tokens/s) by layout."""
 
     bandwidth: float
-    prefill_rate: Mapping[int, float]
+    prefill_rate: Mapping[Layout, float]
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,12 @@ class Buffer:
 def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> list[Buffer]:
     """All that the model runner of a layout keeps."""
     make = _v2_buffers if engine.runner == "V2" else _v1_buffers
-    return [*make(model, engine, layout), *_attention_buffers(model, engine, layout)]
+    buffers = [*make(model, engine, layout), *_attention_buffers(model, engine, layout)]
+    tokens = engine.limits(layout).max_num_batched_tokens
+    if size := model.expert_workspace_bytes(layout.tp, layout.experts == "ep", tokens):
+        # A process has one, which grows until the first graph is captured.
+        buffers.append(Buffer("workspace of experts", device=size, shared=True))
+    return buffers
 
 
 def all_buffers(model: ModelShape, engine: EngineShape) -> list[list[Buffer]]:

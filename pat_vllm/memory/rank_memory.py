@@ -47,8 +47,9 @@ class RankMemory:
         requested: what vLLM may use, `gpu_memory_utilization` of the device.
         weights: with the table of rotary embeddings.
         swap_tables: which rows trade places between layouts.
-        communicators: of groups that do not span all ranks; vLLM makes the one that does before it
-            looks at what is free.
+        communicators: of groups that do not span all ranks, one for each tp; vLLM makes those that
+            do before it looks at what is free. Of a mixture that is one more, which has no memory
+            but NCCL's.
         buffers: of all model runners.
         activations: of the largest step.
         staged: most that a switch stages. It may lie in the memory of activations.
@@ -94,10 +95,14 @@ def rank_memory(
     layouts = engine.layouts
     in_place = engine.weights == "inplace"
     copies = layouts[:1] if in_place else layouts
-    weights = sum(model.weight_bytes(one.tp) for one in copies) + model.rotary_bytes
+    weights = sum(model.weight_bytes(one.tp, one.experts == "ep") for one in copies)
+    weights += model.rotary_bytes
     tables = model.swap_table_bytes(layouts) if in_place else 0
     if gpu.multicast:
-        groups += sum(communicator_bytes(one.tp) for one in layouts if one.replicas > 1)
+        # Layouts of both kinds of experts share the group of a tp.
+        groups += sum(
+            communicator_bytes(tp) for tp in {one.tp for one in layouts if one.replicas > 1}
+        )
     buffers = all_buffers(model, engine)
     early = sum(one.device for of_layout in buffers for one in of_layout if not one.with_kv)
     late = [sum(one.device for one in of_layout if one.with_kv) for of_layout in buffers]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.replacing import replace
+from pat_vllm.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -39,6 +40,18 @@ def log_through_vllm() -> None:
     loggers below its own only. Missing seam: a logger for plugins.
     """
     logging.getLogger("pat_vllm").parent = logging.getLogger("vllm")
+
+
+def inspect_models_without_vision_and_audio() -> None:
+    """Have the process in which vLLM looks at a model's class do without these packages, too.
+
+    Without it: where they do not fit the CPU torch, an architecture that vLLM has not met before
+    "failed to be inspected", though this process does without them. vLLM keeps what it has found
+    out in `~/.cache/vllm/modelinfos`. Missing seam: a hook in that process before its imports.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._SUBPROCESS_COMMAND = command_without_vision_and_audio(registry.__name__)
 
 
 def serialize_sends(llm: LLM) -> None:
@@ -99,6 +112,29 @@ def fail_waits_for_a_dead_core() -> None:
         return shut_down
 
     replace(MPClient, "shutdown", wrap)
+
+
+ENDS_WITHIN = 30.0
+"""Seconds that an engine core has to end its workers and remove what they have left."""
+
+
+def let_engine_cores_end() -> None:
+    """Have a front end wait up to `ENDS_WITHIN` for an engine core that it has asked to end.
+
+    Without it: vLLM kills the core and its workers after 5 s, where nothing else is asked for. The
+    core alone gives workers 4 s before it sends them a signal, and 4 s more. So on a busy machine
+    engines are killed while they end, and shared memory stays, some of it until the machine is
+    started again. Missing seam: a default that an executor can set.
+    """
+    import vllm.v1.engine.utils as cores
+
+    def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
+        def shut_down(processes: Sequence[Any], timeout: float | None = None) -> None:
+            shutdown(processes, timeout=ENDS_WITHIN if timeout is None else timeout)
+
+        return shut_down
+
+    replace(cores, "shutdown", wrap)
 
 
 def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None:

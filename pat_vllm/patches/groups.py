@@ -23,6 +23,25 @@ def install_tp_group(group: GroupCoordinator) -> None:
     parallel_state._TP = group
     # vLLM lets the engram TP group be the TP group unless a config sets it apart.
     parallel_state._ETP = group
+    # Experts lie over the same ranks. vLLM has a group for them where a model has some.
+    if parallel_state._EP is not None:
+        _expert_groups_of_vllm.setdefault("ep", parallel_state._EP)
+        parallel_state._EP = group
+
+
+_expert_groups_of_vllm: dict[str, GroupCoordinator] = {}
+
+
+def give_expert_group_back() -> None:
+    """Before vLLM destroys its groups, which would else destroy a layout's group twice.
+
+    Without it: the group that vLLM made for experts at start is never destroyed. Missing seam: as
+    of `install_tp_group`.
+    """
+    import vllm.distributed.parallel_state as parallel_state
+
+    if own := _expert_groups_of_vllm.pop("ep", None):
+        parallel_state._EP = own
 
 
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.patches.experts import keep_plain_experts
 from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
@@ -14,19 +15,23 @@ if TYPE_CHECKING:
 
 
 def keep_plain_weights(model: nn.Module) -> None:
-    """Have vLLM not pack the weights of a model for its CPU kernels. Does nothing elsewhere.
+    """Have vLLM neither pack the weights of a model for its CPU kernels nor copy its experts.
 
     Without it: vLLM frees the plain weights on CPU, of which the layouts' weights are views.
-    Missing seam: an option of the CPU platform.
+    Missing seam: an option of the CPU platform. Of experts see `keep_plain_experts`.
     """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    on_cpu = current_platform.is_cpu()
     for module in model.modules():
-        if isinstance(module, LinearBase):
+        if isinstance(module, RoutedExperts):
+            keep_plain_experts(module)
+        elif not on_cpu:
+            continue
+        elif isinstance(module, LinearBase):
             module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
         elif isinstance(module, VocabParallelEmbedding):
             module.quant_method = _plain_embedding()()

@@ -76,7 +76,7 @@ class AdaptivePolicy(Policy):
         Raises:
             ValueError: `lengths_file` cannot be read.
         """
-        layouts = profile.all_layouts
+        layouts = profile.layouts
         tuning = tuning or Tuning()
         self.home = layouts[0]
         self._steps = StepTimeModel.fit(profile)
@@ -139,14 +139,14 @@ class AdaptivePolicy(Policy):
         if self._skip:
             self._skip -= 1  # the first steps in a layout find cold caches
             return
-        if now < self._next_observation or not self._steps.comparable(layout.tp, shape):
+        if now < self._next_observation or not self._steps.comparable(layout, shape):
             return
         started = self._timer()
-        predicted = self._steps.step(layout.tp, shape)
+        predicted = self._steps.step(layout, shape)
         count, total = self._error.get(layout, (0, 0.0))
         seen = (count + 1, total + abs(predicted - seconds) / seconds)
         self._error = {**self._error, layout: seen}
-        self._steps.observe(layout.tp, shape, seconds)
+        self._steps.observe(layout, shape, seconds)
         if not self._prober.active:  # a probe is there to observe
             took = self._timer() - started
             self._next_observation = now + took / self._tuning.observing_share

@@ -1,11 +1,11 @@
 """Learns online by what factor real steps differ from the predicted ones. Pure.
 
 The logarithm of real over predicted time is the sum of three parts: of the machine, of the
-tensor-parallel size, and of the batch size there (piecewise linear over log2 of the batch). A
+layout, and of the batch size there (piecewise linear over log2 of the batch). A
 Kalman filter estimates them: each takes the share of a surprise that its uncertainty warrants. So a
 slow machine also slows the layouts that were never observed, and a layout whose profile is wrong
 does not spoil the others. The parts are estimated with their covariances: steps in another layout
-may show that what was put down to the machine is that of one size.
+may show that what was put down to the machine is that of one layout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import exp, log, log2, sqrt
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 
 LIMIT = log(8.0)
@@ -30,14 +31,14 @@ MEMORY = 50.0
 _BINS = 13
 """Batch sizes 1, 2, 4, ... 4096; larger ones count as the last."""
 
-_MACHINE, _SIZE, _BIN = 0.6, 0.07, 0.015
+_MACHINE, _LAYOUT, _BIN = 0.6, 0.07, 0.015
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
 
 _ALIKE = 2.0
 """Bins at which the correlation of two batch parts has fallen to 1/e: near batches err alike."""
 
 _FADES = np.array([0.75, 0.125, 0.125, 0.125])
-"""How machine, size and the two batch parts beside a step share in what fades with it."""
+"""How machine, layout and the two batch parts beside a step share in what fades with it."""
 
 _SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.1, 0.03, 0.4
 """Typical deviation of a step: at first, at least and at most; it is learned, too."""
@@ -53,21 +54,18 @@ _REOPEN = 4.0
 
 
 class OnlineCorrection:
-    """The factors real / predicted, by tensor-parallel size and batch.
-
-    Args:
-        sizes: tensor-parallel sizes.
+    """The factors real / predicted, by layout and batch.
 
     Attributes:
         version: grows whenever a correction has changed by more than ~3 % since it last did.
     """
 
-    def __init__(self, sizes: Iterable[int]) -> None:
+    def __init__(self, layouts: Iterable[Layout]) -> None:
         self.version = 0
         self._spread = _SPREAD
-        # The machine's part comes first, then each size's and those of its batch sizes.
-        self._first = {tp: 1 + i * (1 + _BINS) for i, tp in enumerate(sizes)}
-        variances = [_MACHINE, *([_SIZE, *[_BIN] * _BINS] * len(self._first))]
+        # The machine's part comes first, then each layout's and those of its batch sizes.
+        self._first = {one: 1 + i * (1 + _BINS) for i, one in enumerate(layouts)}
+        variances = [_MACHINE, *([_LAYOUT, *[_BIN] * _BINS] * len(self._first))]
         self._most = np.array(variances)
         self._values = np.zeros(len(variances))
         self._covariance = np.diag(self._most)
@@ -76,37 +74,37 @@ class OnlineCorrection:
             bins = slice(first + 1, first + 1 + _BINS)
             self._covariance[bins, bins] = _BIN * np.exp(-apart / _ALIKE)
         self._announced = self._values.copy()
-        self._seen: set[int] = set()
-        # Far surprises in a row, by tp; negative when steps were faster than predicted.
+        self._seen: set[Layout] = set()
+        # Far surprises in a row, by layout; negative when steps were faster than predicted.
         self._streak = dict.fromkeys(self._first, 0)
 
-    def factor(self, tp: int, batch: float) -> float:
+    def factor(self, layout: Layout, batch: float) -> float:
         """Real over predicted time of a step."""
-        at, weights = self._parts(tp, batch)
+        at, weights = self._parts(layout, batch)
         return exp(min(max(float(weights @ self._values[at]), -LIMIT), LIMIT))
 
-    def factors(self, tp: int, batch: ArrayLike) -> Floats:
+    def factors(self, layout: Layout, batch: ArrayLike) -> Floats:
         """The same for steps of several batch sizes."""
-        first = self._first[tp]
+        first = self._first[layout]
         bins = self._values[first + 1 : first + 1 + _BINS]
         common = self._values[0] + self._values[first]
         total = common + np.interp(np.log2(np.maximum(batch, 1)), np.arange(_BINS), bins)
         return np.asarray(np.exp(np.minimum(np.maximum(total, -LIMIT), LIMIT)))
 
-    def _parts(self, tp: int, batch: float) -> tuple[list[int], Floats]:
-        """Which parts a step shows, machine and size first, and how much of each."""
+    def _parts(self, layout: Layout, batch: float) -> tuple[list[int], Floats]:
+        """Which parts a step shows, machine and layout first, and how much of each."""
         position = min(log2(max(batch, 1)), _BINS - 1)
         i = min(int(position), _BINS - 2)
-        above, first = position - i, self._first[tp]
+        above, first = position - i, self._first[layout]
         return [0, first, first + 1 + i, first + 2 + i], np.array([1, 1, 1 - above, above])
 
     def _variance(self, at: list[int], weights: Floats) -> float:
         """Of a sum of parts."""
         return max(0.0, float(weights @ self._covariance[np.ix_(at, at)] @ weights))
 
-    def observe(self, tp: int, batch: float, ratio: float) -> None:
+    def observe(self, layout: Layout, batch: float, ratio: float) -> None:
         """Learn from a decode step that took `ratio` times what was predicted uncorrected."""
-        at, weights = self._parts(tp, batch)
+        at, weights = self._parts(layout, batch)
         values, covariance = self._values, self._covariance
         expected = float(weights @ values[at])
         surprise = min(max(log(ratio), -LIMIT), LIMIT) - expected
@@ -114,15 +112,15 @@ class OnlineCorrection:
 
         spread, streak, trust = self._spread, self._streak, 1.0
         if distance > _FAR * spread:
-            same = streak[tp] * surprise > 0
-            streak[tp] = (streak[tp] if same else 0) + (1 if surprise > 0 else -1)
+            same = streak[layout] * surprise > 0
+            streak[layout] = (streak[layout] if same else 0) + (1 if surprise > 0 else -1)
         else:
-            streak[tp] = 0
-        if abs(streak[tp]) >= _STREAK:
+            streak[layout] = 0
+        if abs(streak[layout]) >= _STREAK:
             self._reopen(at, weights)
         else:
-            # More is believed of a size that is hardly known, but not its very first step.
-            doubt = self._variance(at[1:], weights[1:]) if tp in self._seen else 0.0
+            # More is believed of a layout that is hardly known, but not its very first step.
+            doubt = self._variance(at[1:], weights[1:]) if layout in self._seen else 0.0
             believed = _CLIP * sqrt(spread * spread + doubt)
             trust = min(1.0, believed / distance) if distance > 0 else 1.0
             # Far surprises widen the spread only a little, for most of them are outliers.
@@ -141,7 +139,7 @@ class OnlineCorrection:
                 less = sqrt(self._most[part] / covariance[part, part])
                 covariance[part] *= less
                 covariance[:, part] *= less
-        self._seen.add(tp)
+        self._seen.add(layout)
 
         changed = values[at] - self._announced[at]
         if max(abs(changed[0]), abs(float(weights @ changed))) > VERSION_STEP:

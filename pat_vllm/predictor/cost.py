@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -35,11 +35,12 @@ class CarryRates:
 
     Attributes:
         migrate: seconds to move a token's KV, by all ranks together.
-        recompute: seconds to prefill a token again in one replica while all of them prefill, by tp.
+        recompute: seconds to prefill a token again in one replica while all of them prefill, by
+            layout.
     """
 
     migrate: float = 0.0
-    recompute: Mapping[int, float] = field(default_factory=dict)
+    recompute: Mapping[Layout, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class CostModel:
         rates = rates or CarryRates()
         self.mode = mode
         self._recompute = dict(rates.recompute)
-        self._by_pair: dict[tuple[int, int], _Linear] = {}
+        self._by_pair: dict[tuple[Layout, Layout], _Linear] = {}
         self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
-        self._log_correction: dict[tuple[int, int], float] = {}
+        self._log_correction: dict[tuple[Layout, Layout], float] = {}
 
     @classmethod
     def of(
@@ -98,7 +99,7 @@ class CostModel:
 
         A pair of layouts without any switch takes the most expensive coefficients of the others.
         """
-        by_pair: dict[tuple[int, int], list[SwitchSample]] = defaultdict(list)
+        by_pair: dict[tuple[Layout, Layout], list[SwitchSample]] = defaultdict(list)
         for sample in profile.switches:
             by_pair[sample.source, sample.target].append(sample)
         self._by_pair = {pair: _fit(samples) for pair, samples in by_pair.items()}
@@ -108,11 +109,11 @@ class CostModel:
                 max(one.per_request for one in known),
                 max(one.per_token for one in known),
             )
-        measured: dict[int, float] = {}
+        measured: dict[Layout, float] = {}
         for step in profile.steps:
-            if not step.batch and step.prefill and step.busy == profile.ranks // step.tp:
+            if not step.batch and step.prefill and step.busy == step.layout.replicas:
                 per_token = step.seconds / step.prefill
-                measured[step.tp] = min(per_token, measured.get(step.tp, math.inf))
+                measured[step.layout] = min(per_token, measured.get(step.layout, math.inf))
         self._recompute.update(measured)
 
     def seconds(self, source: Layout, target: Layout, num_seqs: Number, tokens: Number) -> Number:
@@ -120,12 +121,11 @@ class CostModel:
         linear, correction = self._linear(source, target)
         fixed = correction * (linear.fixed + linear.per_request * num_seqs)
         migrate, in_one_replica = self._per_token(source, target)
-        if self.mode == "migrate" or (
-            self.mode == "auto" and migrate * target.replicas <= in_one_replica
-        ):
+        mode = self._mode_of(source, target)
+        if mode == "migrate" or (mode == "auto" and migrate * target.replicas <= in_one_replica):
             return fixed + migrate * tokens
         recompute = in_one_replica / np.minimum(np.maximum(num_seqs, 1), target.replicas)
-        if self.mode == "recompute":
+        if mode == "recompute":
             return fixed + recompute * tokens
         return fixed + np.minimum(migrate, recompute) * tokens
 
@@ -136,8 +136,8 @@ class CostModel:
             num_tokens: of the request, with KV in memory. Both ways are linear in them, so that
                 they do not matter as yet.
         """
-        if self.mode != "auto":
-            return self.mode
+        if (mode := self._mode_of(source, target)) != "auto":
+            return mode
         migrate, in_one_replica = self._per_token(source, target)
         recompute = in_one_replica / max(1, min(num_seqs, target.replicas))
         return "migrate" if migrate <= recompute else "recompute"
@@ -149,8 +149,8 @@ class CostModel:
         """
         if not report.num_seqs or (report.migrated and report.recomputed):
             return  # nothing was carried, or some this way and some that
-        pair = (report.source.tp, report.target.tp)
-        linear, _ = self._linear(report.source, report.target)
+        pair = report.source, report.target
+        linear, _ = self._linear(*pair)
         if self._by_pair:
             # What recomputing takes is paid after the switch.
             predicted = linear.seconds(report.num_seqs, 0 if report.recomputed else report.tokens)
@@ -166,11 +166,16 @@ class CostModel:
         old = self._log_correction.get(pair)
         self._log_correction[pair] = ratio if old is None else old + _SMOOTHING * (ratio - old)
 
+    def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
+        """Between layouts of one tp all KV stays where it is."""
+        return "migrate" if source.tp == target.tp else self.mode
+
     def _linear(self, source: Layout, target: Layout) -> tuple[_Linear, float]:
         """The coefficients of a pair, and the factor that corrects them."""
-        pair = (source.tp, target.tp)
-        linear = self._by_pair.get(pair, self._other_pairs)
-        return linear, math.exp(self._log_correction.get(pair, 0.0))
+        linear = self._by_pair.get((source, target), self._other_pairs)
+        if source.tp == target.tp:
+            linear = replace(linear, per_token=0.0)
+        return linear, math.exp(self._log_correction.get((source, target), 0.0))
 
     def _per_token(self, source: Layout, target: Layout) -> tuple[float, float]:
         """Seconds to migrate a token, and to recompute it in one replica.
@@ -180,7 +185,7 @@ class CostModel:
         """
         linear, correction = self._linear(source, target)
         migrate = correction * linear.per_token
-        return migrate, self._recompute.get(target.tp, migrate * target.replicas)
+        return migrate, self._recompute.get(target, migrate * target.replicas)
 
 
 def _fit(samples: Sequence[SwitchSample]) -> _Linear:

@@ -247,7 +247,7 @@ class Planner:
         admitted = np.minimum(batch, self._max_num_seqs[layout.tp])
         running = np.minimum(admitted, np.maximum(held, 1.0))
         steps = self._step(  # [lengths, groups]
-            layout.tp,
+            layout,
             running,
             running * mean_context,
             course.longest,
@@ -299,7 +299,7 @@ class Planner:
     def _prefill_seconds(self, layout: Layout, tokens: int) -> float:
         """Seconds to compute prompts of so many tokens, spread over the replicas."""
         share = max(1, min(tokens // layout.replicas, _PREFILL_CHUNK))
-        chunk = self._step(layout.tp, 0, 0, 0, share, layout.replicas)
+        chunk = self._step(layout, 0, 0, 0, share, layout.replicas)
         return float(chunk) * tokens / (share * layout.replicas)
 
     def _switch_seconds(self, course: Course, paces: Sequence[_Pace]) -> list[list[list[float]]]:

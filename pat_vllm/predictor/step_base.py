@@ -2,9 +2,9 @@
 
 A step reads the weights (constant), computes its tokens, reads the KV of its contexts and shares
 the machine with the other replicas. Draft tokens that it verifies are computed beside the others;
-the contexts are read once for all of them. Then it may look for the next drafts. All coefficients
-are non-negative, so the sum grows with the batch, the context, the longest context, the prefill,
-the drafts and the busy replicas by construction.
+the contexts are read once for all of them. Then it may look for the next drafts. Of a mixture it
+reads the experts that some token goes to, until all are. All coefficients are non-negative, so the
+sum grows with batch, contexts, longest context, prefill, drafts and busy replicas by construction.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _WEAK_RIDGE = 2 * _RIDGE
 
 @dataclass(frozen=True)
 class StepBase:
-    """Coefficients of one tensor-parallel size, all in seconds per unit and non-negative.
+    """Coefficients of one layout, all in seconds per unit and non-negative.
 
     Attributes:
         constant: of a step.
         batch: per request that decodes.
-        context: per token of the contexts.
-        longest: per token of the longest context.
+        context, longest: per token of the contexts, and of the longest one.
         prefill: per prompt token.
+        experts, chosen: of all a mixture's experts; the probability that a token goes to one.
         knees: (tokens, seconds per token, decoded, prompt or draft, beyond them).
         drafts: per draft token verified.
         drafting, drafting_batch: where drafts are looked for, and per request then.
@@ -65,13 +65,15 @@ class StepBase:
     busy_drafts: float
     knees: tuple[tuple[int, float], ...]
     has_drafts: bool = False
+    experts: float = 0.0
+    chosen: float = 0.0
 
     @classmethod
-    def fit(cls, samples: Sequence[StepSample]) -> StepBase:
-        """Least relative squares over the samples of one tensor-parallel size.
+    def fit(cls, samples: Sequence[StepSample], chosen: float = 0.0) -> StepBase:
+        """Least relative squares over the samples of one layout.
 
         Without samples that verify drafts, draft tokens count as prompt tokens do; without ones
-        that look for drafts, looking costs nothing.
+        that look for drafts, looking costs nothing. `chosen` of a dense model is 0.
         """
         from scipy.optimize import nnls
 
@@ -97,11 +99,12 @@ class StepBase:
             "busy_prefill": others * prefill,
             "busy_drafts": others * drafts,
         }
+        tokens = batch + prefill + drafts
+        terms |= {"experts": 1 - (1 - chosen) ** tokens} if chosen else {}
         weak = {"longest", "busy_batch", "busy_context", "busy_prefill", "busy_drafts"}
         ridge = [0.0, *(_WEAK_RIDGE if name in weak else _RIDGE for name in terms)]
         ridge += [_WEAK_RIDGE] * len(KNEES)
         columns = [np.ones_like(seconds), *terms.values()]
-        tokens = batch + prefill + drafts
         # A slope that a single size shows is mostly its noise, and would be carried far out.
         shown = [len({*tokens[tokens > knee]}) > 1 for knee in KNEES]
         columns += [
@@ -122,9 +125,8 @@ class StepBase:
             named |= {"drafts": named["prefill"], "busy_drafts": named["busy_prefill"]}
         beyond = solution[1 + len(terms) :]
         knees = tuple((k, cost) for k, cost in zip(KNEES, beyond, strict=True) if cost > 0)
-        return cls(
-            constant=solution[0] + floor, **named, knees=knees, has_drafts=bool(drafts.any())
-        )
+        named |= {"constant": solution[0] + floor, "chosen": chosen}
+        return cls(**named, knees=knees, has_drafts=bool(drafts.any()))
 
     # `abs` serves numbers and arrays alike: (x + |x|) / 2 is x where positive, else 0.
 
@@ -137,7 +139,7 @@ class StepBase:
         for knee, cost in self.knees:
             above = batch - knee
             total = total + (above + abs(above)) * (0.5 * cost)
-        return total
+        return total + self.experts * (1 - (1 - self.chosen) ** batch)
 
     def extra(
         self, batch: Any, longest: Any, prefill: Any, busy: Any, drafts: Any = 0, k: Any = 0
@@ -158,4 +160,4 @@ class StepBase:
             before = batch - knee
             after = before + more
             total = total + (more + abs(after) - abs(before)) * (0.5 * per_token)
-        return total
+        return total + self.experts * (1 - self.chosen) ** batch * (1 - (1 - self.chosen) ** more)

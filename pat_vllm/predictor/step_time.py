@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pat_vllm.layout import Layout
 from pat_vllm.predictor.correction import OnlineCorrection
 from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.predictor.step_base import StepBase
@@ -26,7 +27,7 @@ from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 
 LEAST_SAMPLES = 8
-"""Decode samples of a tensor-parallel size from which on its residual is learned."""
+"""Decode samples of a layout from which on its residual is learned."""
 
 _ROUNDS = 80
 _LIGHTGBM = {
@@ -52,8 +53,8 @@ is taken off."""
 
 
 @dataclass(frozen=True)
-class _SizeModel:
-    """The model of one tensor-parallel size, uncorrected.
+class _LayoutModel:
+    """The model of one layout, uncorrected.
 
     Attributes:
         grid: steps without drafts are its first kind.
@@ -92,37 +93,36 @@ class _SizeModel:
 class StepTimeModel:
     """Predicts the seconds of a step. Made by `fit`. Not thread-safe."""
 
-    def __init__(self, sizes: dict[int, _SizeModel]) -> None:
-        self._sizes = sizes
-        self._correction = OnlineCorrection(sizes)
+    def __init__(self, models: dict[Layout, _LayoutModel]) -> None:
+        self._models = models
+        self._correction = OnlineCorrection(models)
 
     @property
-    def layouts(self) -> Collection[int]:
-        """Tensor-parallel sizes of which it predicts steps."""
-        return self._sizes.keys()
+    def layouts(self) -> Collection[Layout]:
+        """Those of which it predicts steps."""
+        return self._models.keys()
 
     @classmethod
     def fit(cls, profile: Profile) -> StepTimeModel:
         """Learn from a profile."""
-        steps, ranks = profile.steps, profile.ranks
-        by_tp: defaultdict[int, list[StepSample]] = defaultdict(list)
-        for sample in steps:
-            by_tp[sample.tp].append(sample)
-        bases = {tp: StepBase.fit(samples) for tp, samples in sorted(by_tp.items())}
-        decodes = {tp: [s for s in by_tp[tp] if _is_decode(s)] for tp in bases}
-        learnable = {tp: some for tp, some in decodes.items() if len(some) >= LEAST_SAMPLES}
+        samples: defaultdict[Layout, list[StepSample]] = defaultdict(list)
+        for sample in profile.steps:
+            samples[sample.layout].append(sample)
+        bases = {one: StepBase.fit(samples[one], profile.chosen) for one in sorted(samples)}
+        decodes = {one: [s for s in samples[one] if _is_decode(s)] for one in bases}
+        learnable = {one: some for one, some in decodes.items() if len(some) >= LEAST_SAMPLES}
         booster = _fit_residual(bases, learnable) if learnable else None
         return cls(
             {
-                tp: _compile(tp, bases[tp], some, ranks // tp, booster if tp in learnable else None)
-                for tp, some in decodes.items()
+                one: _compile(one, bases[one], some, booster if one in learnable else None)
+                for one, some in decodes.items()
                 if some
             }
         )
 
     def seconds(
         self,
-        tp: int,
+        layout: Layout,
         batch: ArrayLike,
         context: ArrayLike,
         longest: ArrayLike,
@@ -136,44 +136,44 @@ class StepTimeModel:
         They broadcast and may be fractional (a mean over replicas), but not negative.
 
         Raises:
-            KeyError: `tp` is no layout of the profile.
+            KeyError: `layout` is not one of the profile.
         """
-        size = self._sizes[tp]
+        model = self._models[layout]
         batch, context, longest, prefill, busy, drafts = (
             one if isinstance(one, int) else np.asarray(one, np.float64)
             for one in (batch, context, longest, prefill, busy, drafts)
         )
-        plain = size.many(batch, context, busy, drafts, k)
-        plain = plain + size.base.extra(batch, longest, prefill, busy)
-        return np.asarray(plain * self._correction.factors(tp, np.asarray(batch)))
+        plain = model.many(batch, context, busy, drafts, k)
+        plain = plain + model.base.extra(batch, longest, prefill, busy)
+        return np.asarray(plain * self._correction.factors(layout, np.asarray(batch)))
 
-    def step(self, tp: int, shape: StepShape) -> float:
+    def step(self, layout: Layout, shape: StepShape) -> float:
         """Seconds of one step, as `seconds` gives them."""
-        return self._plain(tp, shape) * self._correction.factor(tp, shape.batch)
+        return self._plain(layout, shape) * self._correction.factor(layout, shape.batch)
 
-    def _plain(self, tp: int, shape: StepShape) -> float:
+    def _plain(self, layout: Layout, shape: StepShape) -> float:
         """Without the online correction."""
-        return self._sizes[tp].at(shape)
+        return self._models[layout].at(shape)
 
-    def observe(self, tp: int, shape: StepShape, seconds: float) -> None:
+    def observe(self, layout: Layout, shape: StepShape, seconds: float) -> None:
         """Learn from a real step.
 
         Steps with prefill are left out: their time depends on how the prompts are cut, and they
         are few.
         """
-        if not self.comparable(tp, shape) or not seconds > 0:
+        if not self.comparable(layout, shape) or not seconds > 0:
             return
-        self._correction.observe(tp, shape.batch, seconds / self._plain(tp, shape))
+        self._correction.observe(layout, shape.batch, seconds / self._plain(layout, shape))
 
-    def comparable(self, tp: int, shape: StepShape) -> bool:
+    def comparable(self, layout: Layout, shape: StepShape) -> bool:
         """Whether the profile has steps of this kind, and a real one can be compared with them."""
         if shape.prefill or not shape.batch:
             return False
-        return not (shape.drafts or shape.k) or self._sizes[tp].base.has_drafts
+        return not (shape.drafts or shape.k) or self._models[layout].base.has_drafts
 
-    def correction(self, tp: int, batch: float) -> float:
+    def correction(self, layout: Layout, batch: float) -> float:
         """Real over profiled time of a decode step, as learned so far."""
-        return self._correction.factor(tp, batch)
+        return self._correction.factor(layout, batch)
 
     @property
     def correction_version(self) -> int:
@@ -186,7 +186,7 @@ def _is_decode(sample: StepSample) -> bool:
 
 
 def _features(
-    tp: int,
+    layout: Layout,
     batch: ArrayLike,
     mean: ArrayLike,
     skew: ArrayLike,
@@ -194,27 +194,28 @@ def _features(
     each: ArrayLike,
     k: ArrayLike,
 ) -> Floats:
-    """What LightGBM sees, float64 [n, 9]; `mean` context per request, `skew` longest / mean, `each`
-    drafts per request."""
+    """What LightGBM sees, float64 [n, 10]; `mean` context per request, `skew` longest / mean,
+    `each` drafts per request."""
     batch, mean, skew, busy, each, k = np.broadcast_arrays(batch, mean, skew, busy, each, k)
     tokens = batch * (1 + each)
-    columns = [np.full(batch.size, tp), batch, mean, batch * mean, skew, busy, each, k, tokens]
+    tp, spread = (np.full(batch.size, one) for one in (layout.tp, layout.experts == "ep"))
+    columns = [tp, batch, mean, batch * mean, skew, busy, each, k, tokens, spread]
     return np.column_stack([np.ravel(column) for column in columns]).astype(np.float64)
 
 
 def _fit_residual(
-    bases: Mapping[int, StepBase], learnable: Mapping[int, Sequence[StepSample]]
+    bases: Mapping[Layout, StepBase], learnable: Mapping[Layout, Sequence[StepSample]]
 ) -> Any:
-    """LightGBM on log(seconds / base) of decode samples, by tp."""
+    """LightGBM on log(seconds / base) of decode samples, by layout."""
     features, targets = [], []
-    for tp, decodes in learnable.items():
-        base = bases[tp]
+    for layout, decodes in learnable.items():
+        base = bases[layout]
         batch, context, longest, busy, drafts, k, seconds = np.array(
             [(s.batch, s.context, s.longest, s.busy, s.drafts, s.k, s.seconds) for s in decodes],
             float,
         ).T
         mean = np.maximum(context, 1.0) / batch
-        features.append(_features(tp, batch, mean, longest / mean, busy, drafts / batch, k))
+        features.append(_features(layout, batch, mean, longest / mean, busy, drafts / batch, k))
         rest = np.maximum(seconds - base.extra(batch, longest, 0, busy), _LEAST_SHARE * seconds)
         targets.append(np.log(rest / _of_base(base, batch, context, busy, drafts, k)))
     import lightgbm
@@ -229,12 +230,12 @@ def _of_base(base: StepBase, batch: Any, context: Any, busy: Any, drafts: Any, k
 
 
 def _compile(
-    tp: int, base: StepBase, decodes: Sequence[StepSample], replicas: int, booster: Any
-) -> _SizeModel:
+    layout: Layout, base: StepBase, decodes: Sequence[StepSample], booster: Any
+) -> _LayoutModel:
     """Evaluate base and residual on a grid."""
     sizes = [s.batch for s in decodes]
     means = [max(s.context, 1) / s.batch for s in decodes]
-    busy = sorted({1, replicas, *(s.busy for s in decodes)})
+    busy = sorted({1, layout.replicas, *(s.busy for s in decodes)})
     batch = np.array(batch_nodes(sizes))
     context = np.array(context_nodes(s.context for s in decodes))
     # Without samples with drafts the base says what one for each request takes.
@@ -247,11 +248,11 @@ def _compile(
     if booster is not None:
         # Beyond the samples the residual stays as it is at their edge.
         mean = np.minimum(np.maximum(axes[3] / inside, min(means)), max(means))
-        features = _features(tp, inside, mean, 1.0, axes[1], each, k)
+        features = _features(layout, inside, mean, 1.0, axes[1], each, k)
         residual = booster.predict(features, num_threads=1)
         values = values * np.exp(residual).reshape(values.shape)
     every = np.arange(lengths[-1] + 1)
     nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
     of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])
     of_length[0, 0] = 0
-    return _SizeModel(base, Surface(busy, batch.tolist(), context.tolist(), values), of_length)
+    return _LayoutModel(base, Surface(busy, batch.tolist(), context.tolist(), values), of_length)

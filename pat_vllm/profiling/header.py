@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_by_tp
+from pat_vllm.model_size import routing_of
 from pat_vllm.profiling.key import profile_key, title
 from pat_vllm.profiling.points import EngineLimits
 from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token, lengths_of
@@ -60,18 +61,20 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
     key = profile_key(vllm_config, executor.resolved_kernels())
     base = limits.layouts[0]
     assert vllm_config.model_config is not None
+    routing = routing_of(vllm_config.model_config.hf_text_config.to_dict())
     return {
         "kind": "measured",
         "title": title(key),
         "key": key,
         "ranks": base.world_size,
-        "layouts": [layout.tp for layout in limits.layouts],
+        "layouts": [str(layout) for layout in limits.layouts],
         "max_num_seqs": _by_name(limits.max_num_seqs),
         "max_batch_tokens": _by_name(limits.max_batch_tokens),
         "kv_tokens": _by_name(limits.kv_tokens),
         "kv_bytes_per_token": kv_bytes_per_token(
             kv_cache_config, base, vllm_config.model_config.get_total_num_kv_heads()
         ),
+        "experts": routing and list(routing),
     }
 
 

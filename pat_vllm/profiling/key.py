@@ -39,8 +39,16 @@ _SIZES = (
     "vocab_size",
     "tie_word_embeddings",
     "hidden_act",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "n_shared_experts",
+    "first_k_dense_replace",
 )
-"""What Hugging Face configs call the sizes of a dense decoder."""
+"""What Hugging Face configs call the sizes of a decoder, and of its experts if it has any."""
 _THREADS = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS")
 """Environment variables that place the ranks of a CPU engine on its cores."""
 _LIBRARIES = ("triton", "flashinfer-python", "flash-attn", "deep-gemm", "amd-aiter")
@@ -83,7 +91,7 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "dtype": str(model.dtype).removeprefix("torch."),
         "hardware": hardware(),
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
-        "layouts": [layout.tp for layout in layouts_of(vllm_config)],
+        "layouts": [str(layout) for layout in layouts_of(vllm_config)],
         "weights": resolved.weights,
         "attention_backends": list(resolved.attention),
         "attention": _differences(vllm_config.attention_config),

@@ -106,9 +106,8 @@ def _in_rounds(limits: EngineLimits, rounds: Sequence[Round]) -> tuple[tuple[Poi
 def _possible(limits: EngineLimits, point: Point) -> bool:
     if isinstance(point, StepPoint):
         return limits.allows(point)
-    for tp in (point.source, point.target):
-        replicas = next(layout.replicas for layout in limits.layouts if layout.tp == tp)
-        each = -(-point.num_seqs // replicas)
+    for layout in (point.source, point.target):
+        tp, each = layout.tp, -(-point.num_seqs // layout.replicas)
         # The request with the most blocks decides; a replica may get one more than its share.
         if point.num_seqs and (
             each > limits.most_requests(tp) or point.context > limits.longest_context(tp, each)
@@ -125,7 +124,7 @@ def _share(limits: EngineLimits, layout: Layout) -> int:
 
 def _decode(limits: EngineLimits, layout: Layout, batches: Iterable[int]) -> list[Point]:
     """Short-context points with all replicas busy."""
-    return [StepPoint(layout.tp, b, limits.short, layout.replicas) for b in batches if b]
+    return [StepPoint(layout, b, limits.short, layout.replicas) for b in batches if b]
 
 
 def _far(limits: EngineLimits, layout: Layout, batch: int, share: float = 1.0) -> list[Point]:
@@ -133,7 +132,7 @@ def _far(limits: EngineLimits, layout: Layout, batch: int, share: float = 1.0) -
     context = int(share * limits.longest_context(layout.tp, batch))
     if context < 2 * limits.short:
         return []
-    return [StepPoint(layout.tp, batch, context, layout.replicas)]
+    return [StepPoint(layout, batch, context, layout.replicas)]
 
 
 def _essential(limits: EngineLimits, layout: Layout) -> list[Point]:
@@ -148,14 +147,14 @@ def _essential(limits: EngineLimits, layout: Layout) -> list[Point]:
 def _extremes(limits: EngineLimits, layout: Layout) -> list[Point]:
     points = _decode(limits, layout, (_share(limits, layout),))
     if layout.replicas > 1:
-        points.append(StepPoint(layout.tp, 1, limits.short, 1))
+        points.append(StepPoint(layout, 1, limits.short, 1))
     return points
 
 
 def _middle(limits: EngineLimits, layout: Layout) -> list[Point]:
     points = _decode(limits, layout, (32 // layout.replicas, 32))
     prefill = min(512, limits.max_batch_tokens[layout.tp])
-    return [*points, StepPoint(layout.tp, 0, 0, layout.replicas, prefill=prefill)]
+    return [*points, StepPoint(layout, 0, 0, layout.replicas, prefill=prefill)]
 
 
 def _long(limits: EngineLimits, layout: Layout) -> list[Point]:
@@ -174,7 +173,7 @@ def _lonely(limits: EngineLimits, layout: Layout) -> list[Point]:
     """Some of the replicas busy, with few requests."""
     some = layout.replicas // 2
     return [
-        StepPoint(layout.tp, batch, limits.short, busy)
+        StepPoint(layout, batch, limits.short, busy)
         for batch, busy in ((2, 1), (4, 1), (1, some), (4, some))
         if 0 < busy < layout.replicas
     ]
@@ -182,7 +181,7 @@ def _lonely(limits: EngineLimits, layout: Layout) -> list[Point]:
 
 def _short_prefill(limits: EngineLimits, layout: Layout) -> list[Point]:
     tokens = min(limits.max_batch_tokens[layout.tp], 64)
-    return [StepPoint(layout.tp, 0, 0, layout.replicas, prefill=tokens)]
+    return [StepPoint(layout, 0, 0, layout.replicas, prefill=tokens)]
 
 
 def _rest(limits: EngineLimits, layout: Layout) -> list[Point]:
@@ -196,7 +195,7 @@ def _dense(limits: EngineLimits, layout: Layout) -> list[Point]:
     between = [b + b // 2 for b in _powers(most) if b > 1]
     points = _decode(limits, layout, sorted({*_powers(most), *between, most}))
     busy = _powers(layout.replicas)
-    points += [StepPoint(layout.tp, b, limits.short, n) for n in busy for b in (1, 2, 4, 8, 16, 32)]
+    points += [StepPoint(layout, b, limits.short, n) for n in busy for b in (1, 2, 4, 8, 16, 32)]
     return points
 
 
@@ -213,7 +212,7 @@ def _skewed(limits: EngineLimits, layout: Layout) -> list[Point]:
     """One long context among short ones: its attention may be what the others wait for."""
     far = limits.longest_context(layout.tp, 1)
     return [
-        StepPoint(layout.tp, b, limits.short, layout.replicas, longest=max(limits.short, far // k))
+        StepPoint(layout, b, limits.short, layout.replicas, longest=max(limits.short, far // k))
         for b in (4, 16)
         for k in (1, 3)
     ]
@@ -223,15 +222,13 @@ def _prefills(limits: EngineLimits, layout: Layout) -> list[Point]:
     most = limits.max_batch_tokens[layout.tp]
     sizes = sorted({16, 64, 256, 1024, 2048, 4096, most})
     return [
-        StepPoint(layout.tp, 0, 0, layout.replicas, prefill=min(n, most))
-        for n in sizes
-        if n <= 8192
+        StepPoint(layout, 0, 0, layout.replicas, prefill=min(n, most)) for n in sizes if n <= 8192
     ]
 
 
 def _mixed(limits: EngineLimits, layout: Layout) -> list[Point]:
     return [
-        StepPoint(layout.tp, batch, limits.short, layout.replicas, prefill=prefill)
+        StepPoint(layout, batch, limits.short, layout.replicas, prefill=prefill)
         for batch in (2, 16)
         for prefill in (32, 256)
     ]
@@ -253,7 +250,7 @@ def _drafted(
         context = limits.short if not share else far
         if share and far < 2 * limits.short:
             continue
-        point = StepPoint(layout.tp, batch, context, busy or layout.replicas, k=k, hits=True)
+        point = StepPoint(layout, batch, context, busy or layout.replicas, k=k, hits=True)
         points.append(point)
         if limits.misses and k == limits.draft_lengths[-1]:
             points.append(replace(point, hits=False))
@@ -301,7 +298,7 @@ def _switches(sizes: Sequence[tuple[int, int]]) -> Round:
                             for end in (source, target)
                         ),
                     )
-                made.append(SwitchPoint(source.tp, target.tp, num_seqs, context if num_seqs else 0))
+                made.append(SwitchPoint(source, target, num_seqs, context if num_seqs else 0))
         return made
 
     return points
@@ -324,11 +321,11 @@ def estimate(point: Point, known: Iterable[StepSample]) -> float:
     if isinstance(point, SwitchPoint):
         return _ASSUMED_STEP
     known = tuple(known)
-    prefills = [s for s in known if s.tp == point.tp and not s.batch]
+    prefills = [s for s in known if s.layout == point.layout and not s.batch]
     if not point.batch and prefills:
         return min(s.seconds * max(1.0, point.prefill / s.prefill) for s in prefills)
     decodes = [s for s in known if s.batch and not s.prefill and (point.k or not s.k)]
-    same = [s for s in decodes if s.tp == point.tp]
+    same = [s for s in decodes if s.layout == point.layout]
     if not same:
         return max((s.seconds for s in decodes), default=_ASSUMED_STEP)
     # A prompt token costs less than a decoded one: it needs no sampling.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from pat_vllm.layout import Layout
+from pat_vllm.profiling.profile import NamedLayout
 
 SHORT_CONTEXT = 64
 """Tokens of a context whose attention hardly costs anything."""
@@ -85,14 +86,14 @@ class EngineLimits:
 
     def allows(self, point: StepPoint) -> bool:
         """Whether a replica can make such a step."""
-        prompts = self.prompts(point.prefill)
+        tp, prompts = point.layout.tp, self.prompts(point.prefill)
         contexts = [c + self.room_for(point.drafts) + 1 for c in point.contexts]
         blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
         return (
-            0 < point.batch + len(prompts) <= self.max_num_seqs[point.tp]
-            and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[point.tp]
+            0 < point.batch + len(prompts) <= self.max_num_seqs[tp]
+            and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[tp]
             and max(contexts, default=0) <= self.max_model_len
-            and blocks <= self.blocks[point.tp]
+            and blocks <= self.blocks[tp]
         )
 
 
@@ -109,7 +110,7 @@ class StepPoint:
             before, and the step verifies them. Otherwise it verifies none.
     """
 
-    tp: int
+    layout: NamedLayout
     batch: int
     context: int
     busy: int
@@ -138,20 +139,20 @@ class StepPoint:
             parts.append(f"prefill of {self.prefill}")
         if self.k:
             parts.append(f"{self.k} drafts each" if self.hits else f"no drafts found of {self.k}")
-        return f"tp={self.tp}, {self.busy} busy: {', '.join(parts)}"
+        return f"{self.layout}, {self.busy} busy: {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
 class SwitchPoint:
     """A switch to be measured, with `num_seqs` requests of `context` tokens."""
 
-    source: int
-    target: int
+    source: NamedLayout
+    target: NamedLayout
     num_seqs: int
     context: int
 
     def __str__(self) -> str:
-        return f"switch tp={self.source} -> {self.target}: {self.num_seqs} x {self.context} tokens"
+        return f"switch {self.source} -> {self.target}: {self.num_seqs} x {self.context} tokens"
 
 
 Point = StepPoint | SwitchPoint

@@ -16,7 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
+    BeforeValidator,
     Field,
+    PlainSerializer,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -27,8 +29,8 @@ from pat_vllm.config import StrictModel
 from pat_vllm.files import write_whole
 from pat_vllm.layout import Layout
 
-FORMAT = 1
-"""Version of the file format."""
+FORMAT = 2
+"""Version of the file format. Format 1, which is read too, names layouts by their tp alone."""
 
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""
@@ -36,6 +38,12 @@ MOST_TIMES = 16
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
+NamedLayout = Annotated[
+    Layout,
+    BeforeValidator(lambda given: Layout.parse(given) if isinstance(given, str) else given),
+    PlainSerializer(str, return_type=str),
+]
+"""A layout, whose plain value is its name."""
 
 
 class ProfileError(ValueError):
@@ -79,7 +87,7 @@ class StepSample(StrictModel):
             (see `thinned`); empty in older files, and where nothing was repeated.
     """
 
-    tp: Positive
+    layout: NamedLayout
     batch: Count
     context: Count
     longest: Count
@@ -125,10 +133,10 @@ class StepSample(StrictModel):
         )
 
     @classmethod
-    def of(cls, tp: int, shape: StepShape, times: Sequence[float]) -> StepSample:
+    def of(cls, layout: Layout, shape: StepShape, times: Sequence[float]) -> StepSample:
         """A sample of the times of equal steps, in the order of measuring; at least one."""
         return cls(
-            tp=tp,
+            layout=layout,
             batch=shape.batch,
             context=shape.context,
             longest=shape.longest,
@@ -164,8 +172,8 @@ class SwitchSample(StrictModel):
         weights: seconds of it that resharded weights.
     """
 
-    source: Positive
-    target: Positive
+    source: NamedLayout
+    target: NamedLayout
     num_seqs: Count = Field(validation_alias=AliasChoices("num_seqs", "live"))
     tokens: Count
     kv_bytes: Count
@@ -183,26 +191,28 @@ class Profile(StrictModel):
         created: date and time, ISO 8601.
         key: for what it holds: model, hardware, flags, versions; names and plain values.
         ranks: devices of the engine.
-        layouts: tensor-parallel sizes, ascending; the first is the base.
+        layouts: ascending in tp; the first is the base.
         max_num_seqs: requests that a replica runs at once, by tp; older files have one number.
         max_batch_tokens: tokens that a step of a replica may compute, by tp; likewise.
         kv_tokens: tokens whose KV a replica's memory holds, by tp.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
+        experts: of a mixture, how many a layer has, and to how many of them a token goes.
         steps, switches: the samples.
         note: where modelled figures come from, or how a measurement was made.
     """
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     kind: Literal["measured", "modelled"]
     title: str
     created: str
     key: dict[str, Any]
     ranks: Positive
-    layouts: tuple[Positive, ...] = Field(min_length=1)
+    layouts: tuple[NamedLayout, ...] = Field(min_length=1)
     max_num_seqs: dict[int, Positive]
     max_batch_tokens: dict[int, Positive]
     kv_tokens: dict[int, int]
     kv_bytes_per_token: Positive
+    experts: tuple[Positive, Positive] | None = None
     steps: tuple[StepSample, ...]
     switches: tuple[SwitchSample, ...] = ()
     note: str = ""
@@ -210,34 +220,39 @@ class Profile(StrictModel):
     @field_validator("max_num_seqs", "max_batch_tokens", mode="before")
     @classmethod
     def _in_every_layout(cls, value: Any, info: ValidationInfo) -> Any:
-        return dict.fromkeys(info.data.get("layouts", ()), value) if type(value) is int else value
+        if type(value) is not int:
+            return value
+        return {layout.tp: value for layout in info.data.get("layouts", ())}
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        if list(self.layouts) != sorted(set(self.layouts)):
-            raise ValueError("layouts must ascend without repeats")
-        for tp in self.layouts:
-            if self.ranks % tp:
-                raise ValueError(f"layout tp={tp} does not divide the {self.ranks} ranks")
+        sizes, known = [layout.tp for layout in self.layouts], {*self.layouts}
+        if sizes != sorted(sizes) or len(known) < len(sizes):
+            raise ValueError("layouts must ascend in tp, without repeats")
+        decoded = {sample.layout for sample in self.steps if sample.batch}
+        for layout in self.layouts:
+            if layout.world_size != self.ranks:
+                raise ValueError(f"layout {layout} is not one of {self.ranks} ranks")
             for name in ("max_num_seqs", "max_batch_tokens", "kv_tokens"):
-                if getattr(self, name).get(tp, 0) < 1:
-                    raise ValueError(f"{name} has no entry for layout tp={tp}")
-            if not any(s.tp == tp and s.batch for s in self.steps):
-                raise ValueError(f"steps has no decode step of layout tp={tp}")
+                if getattr(self, name).get(layout.tp, 0) < 1:
+                    raise ValueError(f"{name} has no entry for tp={layout.tp}")
+            if layout not in decoded:
+                raise ValueError(f"steps has no decode step of layout {layout}")
         for sample in self.steps:
-            if sample.tp not in self.layouts:
-                raise ValueError(f"steps names tp={sample.tp}, which is not among layouts")
+            if sample.layout not in known:
+                raise ValueError(f"steps names {sample.layout}, which is not among layouts")
             if not sample.low <= sample.seconds <= sample.high:
                 raise ValueError(f"a step's median is not between its low and high: {sample}")
         for one in self.switches:
-            if one.source not in self.layouts or one.target not in self.layouts:
-                raise ValueError(f"switches names tp={one.source}->{one.target}, not in layouts")
+            if not {one.source, one.target} <= known:
+                raise ValueError(f"switches names {one.source} -> {one.target}, not in layouts")
         return self
 
     @property
-    def all_layouts(self) -> tuple[Layout, ...]:
-        """The layouts, base first."""
-        return tuple(Layout.of(tp, self.ranks) for tp in self.layouts)
+    def chosen(self) -> float:
+        """Probability that a token goes to an expert, all equally popular; 0: it has none."""
+        count, per_token = self.experts or (1, 0)
+        return per_token / count
 
     def save(self, path: Path, *, private: bool = False) -> None:
         """Write the file, whole or not at all; directories are made.
@@ -269,10 +284,10 @@ class Profile(StrictModel):
             raise ProfileError(f"profile {path} is no JSON ({error}); {advice}") from None
         if not isinstance(content, dict) or "digest" not in content:
             raise ProfileError(f"{path} is no profile: it has no digest; {advice}")
-        if content.get("format") != FORMAT:
+        if content.get("format") not in (1, FORMAT):
             raise ProfileError(
                 f"profile {path} has format {content.get('format')!r}, this version reads "
-                f"{FORMAT}; {advice}"
+                f"1 and {FORMAT}; {advice}"
             )
         if content.pop("digest") != _digest(content):
             raise ProfileError(
@@ -280,11 +295,13 @@ class Profile(StrictModel):
                 f"{advice}"
             )
         try:
-            return cls.model_validate(content)
+            return cls.model_validate(_with_names(content) if content["format"] == 1 else content)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "profile"
             raise ProfileError(f"profile {path}: {where}: {first['msg']}; {advice}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProfileError(f"profile {path} of format 1: {error!r}; {advice}") from None
 
     def check(self, key: Mapping[str, Any], path: Path | str) -> None:
         """Make sure that the profile holds for an engine.
@@ -303,6 +320,32 @@ class Profile(StrictModel):
                 "for this engine with `pat-vllm profile`, or name none in pat.policy and let the "
                 "engine take a quick one at start"
             )
+
+
+def _with_names(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Format 2 of what a file of format 1 holds: names of layouts in place of their tp."""
+
+    def name(tp: int) -> str:
+        return str(Layout.of(tp, content["ranks"]))
+
+    key = dict(content["key"])
+    if "layouts" in key:
+        key["layouts"] = [*map(name, key["layouts"])]
+    steps = [{**step, "layout": name(step["tp"])} for step in content["steps"]]
+    for step in steps:
+        del step["tp"]
+    ends = ("source", "target")
+    switches = [
+        {**one, **{end: name(one[end]) for end in ends}} for one in content.get("switches", ())
+    ]
+    return {
+        **content,
+        "format": FORMAT,
+        "key": key,
+        "layouts": [*map(name, content["layouts"])],
+        "steps": steps,
+        "switches": switches,
+    }
 
 
 def _digest(content: Mapping[str, Any]) -> str:

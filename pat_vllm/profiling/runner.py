@@ -110,7 +110,6 @@ class _Profiler:
         self._plan = plan
         self._switch_id = switch_id
         self._limits = engine_limits(config, kv_cache_config)
-        self._layouts = {layout.tp: layout for layout in self._limits.layouts}
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
         self._use_v2 = config.use_v2_model_runner
         self._vocabulary = config.model_config.get_vocab_size()
@@ -157,7 +156,7 @@ class _Profiler:
     # ---------------------------------------------------------------- steps
 
     def _measure_step(self, point: StepPoint, patience: float) -> None:
-        self._enter(self._layouts[point.tp])
+        self._enter(point.layout)
         streams = {
             replica: Stream(point, self._limits, self._prefix(), self._use_v2, self._vocabulary)
             for replica in range(point.busy)
@@ -175,7 +174,7 @@ class _Profiler:
             drafts=point.batch * point.drafts,
             k=point.k,
         )
-        self._steps.append(StepSample.of(point.tp, shape, times))
+        self._steps.append(StepSample.of(point.layout, shape, times))
 
     def _cadence(
         self, streams: dict[int, Stream], patience: float
@@ -256,7 +255,7 @@ class _Profiler:
         self._executor.switch(SwitchCommand(self._switch_id, self._executor.layout, layout))
 
     def _measure_switch(self, point: SwitchPoint) -> None:
-        source, target = self._layouts[point.source], self._layouts[point.target]
+        source, target = point.source, point.target
         self._enter(source)
         if not point.num_seqs:
             self._enter(target)
@@ -289,10 +288,12 @@ class _Profiler:
         after: _Allotted,
     ) -> None:
         """Carry requests over, with planning as in a real switch."""
-        made = self._making(target)
+        # Between layouts of one tp schedulers and KV stay (`scheduler/in_place.py`).
+        stays = source.tp == target.tp
+        made = 0.0 if stays else self._making(target)
         begun = time.perf_counter()
         placement = spread(requests, source, target)
-        blocks = _request_blocks(before, after)
+        blocks = () if stays else _request_blocks(before, after)
         moves = tuple(plan_moves(source, target, self._num_kv_heads, blocks))
         times = self._executor.switch(
             SwitchCommand(self._switch_id, source, target, moves, placement)
@@ -300,8 +301,8 @@ class _Profiler:
         seconds = time.perf_counter() - begun + made
         self._switches.append(
             SwitchSample(
-                source=source.tp,
-                target=target.tp,
+                source=source,
+                target=target,
                 num_seqs=len(requests),
                 tokens=sum(r.context for r in requests),
                 kv_bytes=sum(t.kv_bytes for t in times),

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 
+from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.reporting import RefusedSwitch, Report
 from pat_vllm.scheduler.switch import PlanningFailed, SwitchRefused, switch
 
 if TYPE_CHECKING:
-    from pat_vllm.layout import Layout
     from pat_vllm.predictor.cost import CostModel
     from pat_vllm.scheduler.monitor import Monitor
     from pat_vllm.scheduler.replica_set import ReplicaSet
@@ -135,8 +135,11 @@ class LayoutController:
         """Whether the caller may change the engine: no other thread has made a step."""
         return self._engine_thread in (None, threading.get_ident())
 
-    def request(self, tp: int) -> bool:
+    def request(self, wanted: int | str) -> bool:
         """Switch now; from a thread other than the engine's, before its next step.
+
+        Args:
+            wanted: the layout, as in `Layout.find`.
 
         Returns:
             Whether the engine is in that layout; False when the switch was refused.
@@ -146,12 +149,11 @@ class LayoutController:
             PlanningFailed: it could not be planned, by a mistake of PAT's; generation goes on.
             TimeoutError: the engine did not come to its next step; the switch is withdrawn.
         """
-        target = next((layout for layout in self.layouts if layout.tp == tp), None)
+        target = Layout.find(wanted, self.layouts)
         if target is None:
-            allowed = [layout.tp for layout in self.layouts]
             raise ValueError(
-                f"cannot switch to tp={tp}: the engine keeps the layouts tp={allowed} ready; "
-                "name more in pat.layouts"
+                f"cannot switch to {wanted!r}, a tp or the name of a layout: the engine keeps "
+                f"{', '.join(map(str, self.layouts))} ready; name more in pat.layouts"
             )
         if self.on_engine_thread:
             return self._force(target)
@@ -163,7 +165,7 @@ class LayoutController:
             if not done.cancel():
                 return done.result()  # it is being made; a worker that hangs ends it
             raise TimeoutError(
-                f"the engine did not come to a switch to tp={tp} within {REQUEST_TIMEOUT:g} s; "
+                f"the engine did not come to a switch to {target} within {REQUEST_TIMEOUT:g} s; "
                 "the request is withdrawn"
             ) from None
 

@@ -38,15 +38,20 @@ def make_policy(
     Raises:
         ValueError: a file that the options name cannot be used.
     """
-    by_tp = {layout.tp: layout for layout in layouts}
+
+    def named(name: int | str) -> Layout:
+        found = Layout.find(name, layouts)
+        assert found is not None, "resolve_layouts has checked it"
+        return found
+
     match config.policy:
         case StaticPolicyConfig(tp=tp):
-            return StayPolicy(home=by_tp[tp])
+            return StayPolicy(home=named(tp))
         case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
                 home=layouts[0],
-                table=tuple((live, by_tp[tp]) for live, tp in sorted(switch_at.items())),
-                drafts={by_tp[tp]: ((1, 1, length),) for tp, length in drafts.items()},
+                table=tuple((live, named(name)) for live, name in sorted(switch_at.items())),
+                drafts={named(name): ((1, 1, length),) for name, length in drafts.items()},
             )
         case PredictorPolicyConfig() as options:
             if len(layouts) == 1:

@@ -170,7 +170,10 @@ class ReplicaSet:
 
     def replace(self, layout: Layout, replicas: list[Replica]) -> None:
         """Go on in another layout, whose replicas have the requests now."""
-        self._retired, self.replicas, self.layout = self.replicas, replicas, layout
+        self.layout = layout
+        if replicas is self.replicas:
+            return
+        self._retired, self.replicas = self.replicas, replicas
         self.forget_prefixes()
         if self.pause_state != PauseState.UNPAUSED:
             self.set_pause_state(self.pause_state)

@@ -87,7 +87,8 @@ class PATScheduler(SchedulerInterface):
         costs = CostModel(
             config.kv_transfer,
             CarryRates(
-                kv_bytes / rates.bandwidth, {tp: 1 / one for tp, one in rates.prefill_rate.items()}
+                kv_bytes / rates.bandwidth,
+                {layout: 1 / one for layout, one in rates.prefill_rate.items()},
             ),
         )
         policy = make_policy(

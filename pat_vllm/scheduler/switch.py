@@ -2,7 +2,8 @@
 
     1. check      a reason against it that is known beforehand refuses it, and no step waits
     2. quiesce    steps in flight drain
-    3. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
+    3. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed; or all
+                  left in its place (`in_place.py`)
     4. move KV    ]
     5. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
     6. activate   ]
@@ -27,9 +28,10 @@ from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
-from pat_vllm.patches.schedulers import linear_time_admission
+from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.routing import Placed, spread
+from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.replica import Replica
 
 if TYPE_CHECKING:
@@ -139,17 +141,22 @@ def switch(
     # 3. Plan.
     undo: list[_Undo] = []
     fresh: list[Replica] = []
+    loads: list[_Load] = []
     try:
         carried = _carried(active, target, costs)
         undo = [_Undo.of(c.request) for c in carried]
-        fresh = active.make(target)
-        placement = spread(
-            [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
-            source,
-            target,
-        )
-        loads = [_allocate(carried, placement, replica) for replica in fresh]
-        blocks = _request_blocks(carried, active.replicas, loads)
+        in_place = keeps_places(source, target, active.replicas) and _all_migrate(carried)
+        if in_place:
+            placement, blocks = {c.request.request_id: c.replica for c in carried}, []
+        else:
+            fresh = active.make(target)
+            placement = spread(
+                [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
+                source,
+                target,
+            )
+            loads = [_allocate(carried, placement, replica) for replica in fresh]
+            blocks = _request_blocks(carried, active.replicas, loads)
         command = SwitchCommand(
             switch_id=switch_id,
             source=source,
@@ -171,10 +178,15 @@ def switch(
     called = clock.lap()
 
     # 7. Hand over.
-    migrated = _hand_over(carried, placement, fresh, loads)
+    if in_place:
+        fresh, migrated = active.replicas, sum(1 for c in carried if c.computed)
+        for replica in fresh:
+            queue_with_blocks(replica.scheduler)
+    else:
+        migrated = _hand_over(carried, placement, fresh, loads)
     finished = clock.lap()
 
-    slowest = _slowest(times)
+    slowest = SwitchTimes.slowest(times)
     report = SwitchReport(
         at=begun,
         source=source,
@@ -237,7 +249,11 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
         scheduler = replica.scheduler
         for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
             computed = request.num_computed_tokens
-            way = costs.choose(computed, active.layout, target, num_seqs)
+            # Between layouts of one tp KV lies as it has to.
+            at_hand = target.tp == active.layout.tp
+            takes_it = (
+                at_hand or costs.choose(computed, active.layout, target, num_seqs) == "migrate"
+            )
             carried.append(
                 Carried(
                     request=request,
@@ -245,9 +261,7 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
                     computed=computed,
                     # A worker knows what runs, and what was preempted after it had run.
                     started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
-                    migrates=computed > 0
-                    and way == "migrate"
-                    and not _must_recompute(scheduler, request),
+                    migrates=computed > 0 and takes_it and not _must_recompute(scheduler, request),
                 )
             )
     return carried
@@ -266,6 +280,10 @@ def _must_recompute(scheduler: Scheduler, request: Request) -> bool:
         and params is not None
         and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
     )
+
+
+def _all_migrate(carried: Sequence[Carried]) -> bool:
+    return all(c.migrates for c in carried if c.computed)
 
 
 @dataclass(frozen=True)
@@ -366,16 +384,6 @@ def _enqueue(replica: Replica, request: Request) -> None:
     events, request.events = request.events, []
     replica.scheduler.add_request(request)
     request.events = events
-
-
-def _slowest(times: Sequence[SwitchTimes]) -> SwitchTimes:
-    return SwitchTimes(
-        states=max(t.states for t in times),
-        kv=max(t.kv for t in times),
-        weights=max(t.weights for t in times),
-        activate=max(t.activate for t in times),
-        kv_bytes=max(t.kv_bytes for t in times),
-    )
 
 
 class _Clock:

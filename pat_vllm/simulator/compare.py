@@ -141,7 +141,7 @@ class Replayer:
         """The batches under every static layout of the profile."""
         return {
             layout: self.replay(f"static {layout}", StayPolicy(layout), truth)
-            for layout in self.profile.all_layouts
+            for layout in self.profile.layouts
         }
 
     def adaptive(

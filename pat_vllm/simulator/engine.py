@@ -227,7 +227,7 @@ class SimulatedEngine:
             num_seqs=len(carried),
             migrated=migrated,
             recomputed=recomputed,
-            kv_bytes=tokens * self._capacity.kv_bytes_per_token,
+            kv_bytes=tokens * self._capacity.kv_bytes_per_token * (source.tp != target.tp),
             seconds=quiesce + seconds,
             quiesce=quiesce,
             plan=0.0,
@@ -304,9 +304,7 @@ class SimulatedEngine:
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
-            replica.per_step = self._truth.step_seconds(
-                self.layout.tp, replica.shape, self.now, steps
-            )
+            replica.per_step = self._truth.step_seconds(self.layout, replica.shape, self.now, steps)
 
         set_pace()
         if steps > 1 and self._arrivals:
@@ -334,7 +332,7 @@ class SimulatedEngine:
         count, total = self._steps.get(self.layout, (0, 0.0))
         self._steps[self.layout] = (count + steps, total + seconds)
         if self._policy is not None and self._policy.learns:
-            one = self._truth.step_seconds(self.layout.tp, replica.shape, replica.began)
+            one = self._truth.step_seconds(self.layout, replica.shape, replica.began)
             self._policy.stepped(ended, self.layout, replica.shape, one)
         for request in complete:
             self.num_seqs -= 1

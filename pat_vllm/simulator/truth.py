@@ -25,7 +25,7 @@ _STREAM = 4096
 class Truth(Protocol):
     """Durations. They depend on the arguments only, so that a replay repeats them."""
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
         """Mean seconds of `steps` steps of one replica, of this shape in the mean, from `now` on.
 
         Noise is that of each of the steps, so the mean of many has little.
@@ -59,42 +59,42 @@ class ReplayedTruth:
 
     def __init__(self, profile: Profile, noise: Profile | None = None, seed: int = 0) -> None:
         """Replay `profile`, with the noise of a measured one (None: without noise)."""
-        self._decode: dict[int, _DecodeTimes] = {}
-        self._drafts: dict[tuple[int, int], tuple[_DecodeTimes, _DecodeTimes]] = {}
-        self._prefill: dict[int, _PrefillTimes] = {}
-        for tp in profile.layouts:
-            samples = [s for s in profile.steps if s.tp == tp]
+        self._decode: dict[Layout, _DecodeTimes] = {}
+        self._drafts: dict[tuple[Layout, int], tuple[_DecodeTimes, _DecodeTimes]] = {}
+        self._prefill: dict[Layout, _PrefillTimes] = {}
+        for layout in profile.layouts:
+            samples = [s for s in profile.steps if s.layout == layout]
             decodes = [s for s in samples if not s.prefill]
-            self._decode[tp] = _DecodeTimes([s for s in decodes if not s.k and not s.drafts])
+            self._decode[layout] = _DecodeTimes([s for s in decodes if not s.k and not s.drafts])
             for k in {s.k for s in decodes} - {0}:
                 of_k = [s for s in decodes if s.k == k]
-                self._drafts[tp, k] = (
+                self._drafts[layout, k] = (
                     _DecodeTimes([s for s in of_k if not s.drafts]),
                     _DecodeTimes([s for s in of_k if s.drafts]),
                 )
-            self._prefill[tp] = _PrefillTimes([s for s in samples if not s.batch])
+            self._prefill[layout] = _PrefillTimes([s for s in samples if not s.batch])
         self._switches = CostModel.of(profile, mode="migrate")
         self._noise = _Noise(noise, seed) if noise is not None else None
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
-        seconds = self._decode_seconds(tp, shape) if shape.batch else 0.0
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        seconds = self._decode_seconds(layout, shape) if shape.batch else 0.0
         if tokens := shape.prefill:
-            prefill = self._prefill[tp].seconds(tokens, shape.busy)
-            seconds += prefill - min(seconds, prefill, self._decode[tp].shortest)
+            prefill = self._prefill[layout].seconds(tokens, shape.busy)
+            seconds += prefill - min(seconds, prefill, self._decode[layout].shortest)
         if self._noise is not None:
-            seconds *= self._noise.of_steps(tp, shape, steps)
+            seconds *= self._noise.of_steps(layout, shape, steps)
         return seconds
 
-    def _decode_seconds(self, tp: int, shape: StepShape) -> float:
+    def _decode_seconds(self, layout: Layout, shape: StepShape) -> float:
         work = shape.batch, shape.context, shape.busy
         if not shape.k:
-            return self._decode[tp].seconds(*work)
+            return self._decode[layout].seconds(*work)
         try:
-            none, found = self._drafts[tp, shape.k]
+            none, found = self._drafts[layout, shape.k]
         except KeyError:
             raise ValueError(
-                f"the profile has no steps of tp={tp} with draft length {shape.k}; "
-                f"profile them, or replay one of {sorted(k for t, k in self._drafts if t == tp)}"
+                f"the profile has no steps of {layout} with draft length {shape.k}; profile them, "
+                f"or replay one of {sorted(k for one, k in self._drafts if one == layout)}"
             ) from None
         least = none.seconds(*work)
         return least + (found.seconds(*work) - least) * shape.drafts / (shape.batch * shape.k)
@@ -109,7 +109,7 @@ class ReplayedTruth:
 
 
 class _DecodeTimes:
-    """Seconds of decode steps of one tensor-parallel size.
+    """Seconds of decode steps of one layout.
 
     Those of the number of busy replicas with most samples are a surface over batch and context,
     those of the others a curve over batches, relative to it.
@@ -171,7 +171,7 @@ class _DecodeTimes:
 
 
 class _PrefillTimes:
-    """Seconds of steps of one tensor-parallel size that compute prompts."""
+    """Seconds of steps of one layout that compute prompts."""
 
     def __init__(self, samples: Sequence[StepSample]) -> None:
         self._by_busy: dict[int, list[tuple[int, float]]] = {}
@@ -192,27 +192,28 @@ class _Noise:
 
     def __init__(self, profile: Profile, seed: int) -> None:
         self._seed = seed
-        self._ratios: dict[int, dict[int, list[float]]] = {}
+        self._ratios: dict[Layout, dict[int, list[float]]] = {}
         for s in profile.steps:
             if s.batch and not s.prefill:
-                of_batch = self._ratios.setdefault(s.tp, {}).setdefault(s.batch, [])
+                of_batch = self._ratios.setdefault(s.layout, {}).setdefault(s.batch, [])
                 of_batch += [time / s.seconds for time in repeats_of(s)]
-        self._streams: dict[tuple[int, int], list[float]] = {}
-        self._nearest: dict[tuple[int, int], list[float]] = {}
+        self._streams: dict[tuple[Layout, int], list[float]] = {}
+        self._nearest: dict[tuple[Layout, int], list[float]] = {}
         costs = CostModel.of(profile, mode="migrate")
         self._of_switches = [1.0]
         for one in profile.switches:
-            source, target = (Layout.of(tp, profile.ranks) for tp in (one.source, one.target))
-            expected = float(costs.seconds(source, target, one.num_seqs, one.tokens))
+            expected = float(costs.seconds(one.source, one.target, one.num_seqs, one.tokens))
             if expected > 0:
                 self._of_switches.append(one.seconds / expected)
 
-    def of_steps(self, tp: int, shape: StepShape, steps: int) -> float:
+    def of_steps(self, layout: Layout, shape: StepShape, steps: int) -> float:
         """Mean of `steps` draws; the same for the same step."""
-        sums = self._nearest.get((tp, shape.batch))
+        sums = self._nearest.get((layout, shape.batch))
         if sums is None:
-            sums = self._nearest[tp, shape.batch] = self._stream(tp, max(1, shape.batch))
-        text = f"{self._seed} {tp} {shape.batch} {shape.context} {shape.longest} {shape.prefill}"
+            sums = self._stream(layout, max(1, shape.batch))
+            self._nearest[layout, shape.batch] = sums
+        numbers = shape.batch, shape.context, shape.longest, shape.prefill
+        text = " ".join(map(str, (self._seed, layout.tp, *numbers)))
         first = zlib.crc32(text.encode()) % (_STREAM - steps)
         return (sums[first + steps] - sums[first]) / steps
 
@@ -228,15 +229,19 @@ class _Noise:
             return np.array(list(map(draw, live.tolist(), tokens.tolist())))
         return draw(live, tokens)
 
-    def _stream(self, tp: int, batch: int) -> list[float]:
-        """Sums of draws from the repeats of the nearest size and batch."""
-        tp = min(self._ratios, key=lambda one: abs(math.log(one / tp)))
-        batch = min(self._ratios[tp], key=lambda one: abs(math.log(one / batch)))
-        if (tp, batch) not in self._streams:
-            random = np.random.default_rng((self._seed, tp, batch))
-            draws = random.choice(self._ratios[tp][batch], _STREAM)
-            self._streams[tp, batch] = [0.0, *draws.cumsum().tolist()]
-        return self._streams[tp, batch]
+    def _stream(self, layout: Layout, batch: int) -> list[float]:
+        """Sums of draws from the repeats of the nearest layout and batch."""
+
+        def distance(one: Layout) -> tuple[float, bool]:
+            return abs(math.log(one.tp / layout.tp)), one.experts != layout.experts
+
+        near = min(self._ratios, key=distance)
+        batch = min(self._ratios[near], key=lambda one: abs(math.log(one / batch)))
+        if (near, batch) not in self._streams:
+            random = np.random.default_rng((self._seed, near.tp, batch))
+            draws = random.choice(self._ratios[near][batch], _STREAM)
+            self._streams[near, batch] = [0.0, *draws.cumsum().tolist()]
+        return self._streams[near, batch]
 
 
 def repeats_of(sample: StepSample) -> Sequence[float]:
@@ -251,17 +256,17 @@ def repeats_of(sample: StepSample) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class ScaledTruth:
-    """Steps take `steps[tp]` times as long as in `base`, switches `switches` times.
+    """Steps take `steps[layout]` times as long as in `base`, switches `switches` times.
 
     For a policy whose profile is wrong.
     """
 
     base: Truth
-    steps: Mapping[int, float] = field(default_factory=dict)
+    steps: Mapping[Layout, float] = field(default_factory=dict)
     switches: float = 1.0
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.steps.get(tp, 1.0) * self.base.step_seconds(tp, shape, now, steps)
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return self.steps.get(layout, 1.0) * self.base.step_seconds(layout, shape, now, steps)
 
     def switch_seconds(
         self, source: Layout, target: Layout, live: Number, tokens: Number
@@ -278,9 +283,9 @@ class DriftingTruth:
     slowdown: float
     over: float
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
         drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
-        return drift * self.base.step_seconds(tp, shape, now, steps)
+        return drift * self.base.step_seconds(layout, shape, now, steps)
 
     def switch_seconds(
         self, source: Layout, target: Layout, live: Number, tokens: Number
@@ -296,8 +301,8 @@ class FixedSwitches:
     base: Truth
     seconds: float
 
-    def step_seconds(self, tp: int, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.base.step_seconds(tp, shape, now, steps)
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return self.base.step_seconds(layout, shape, now, steps)
 
     def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
         if source == target or not np.any(live):

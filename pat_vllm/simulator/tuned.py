@@ -47,7 +47,7 @@ def tuned_schedule(
             shape = StepShape(
                 batch, batch * context, context, busy=layout.replicas, drafts=batch * k, k=k
             )
-            return truth.step_seconds(layout.tp, shape, 0.0, _MANY) / float(tokens[index])
+            return truth.step_seconds(layout, shape, 0.0, _MANY) / float(tokens[index])
 
         return draft_lengths[min(range(len(draft_lengths)), key=per_token)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import permutations
 
@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
+from pat_vllm.layout import Layout
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
-from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
-from pat_vllm.weights.shards import Partition, pieces_of
+from pat_vllm.weights.row_order import Block, RowOrder, Swap, block_of, common_unit, rounds
+from pat_vllm.weights.shards import Cut, pieces_of
 
 
 class InPlaceShards:
@@ -22,24 +23,26 @@ class InPlaceShards:
 
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
     matrix is a block of rows; where the matrix is a fused one, `arrange` brings the rows together.
+    Of fused experts, a layout's shard is a range of them, or such a block or range of each.
     A view's address never changes, so that compiled code and CUDA graphs may keep it.
 
     At most one layout's blocks are together at a time. New weights may only be written while that
     is the base layout.
 
     Args:
-        tp_ranks: this rank's position in the TP group of each layout, by tp; the base layout first,
-            whose shard must contain those of the others (see `Layout`).
+        layouts: the base layout first, whose shards must contain those of the others (see
+            `Layout`).
+        rank: the global rank whose weights these are.
     """
 
-    def __init__(self, tp_ranks: Mapping[int, int]) -> None:
-        self._tp_ranks = dict(tp_ranks)
-        self._base_tp = next(iter(tp_ranks))
+    def __init__(self, layouts: Sequence[Layout], rank: int) -> None:
+        self._places = {layout: layout.place_of(rank) for layout in layouts}
+        self._base_layout = layouts[0]
         self._base: dict[str, Weight] = {}
         self._views: list[tuple[Weight, torch.Tensor]] = []
-        self._blocks: dict[Partition, dict[int, Block]] = {}
-        self._moves: dict[tuple[int, int], ByteSwaps] = {}
-        self._arranged = self._base_tp
+        self._blocks: dict[Cut, dict[int, Block]] = {}
+        self._moves: dict[tuple[Layout, Layout], ByteSwaps] = {}
+        self._arranged = self._base_layout
 
     # ---------------------------------------------------------------- start
 
@@ -53,9 +56,9 @@ class InPlaceShards:
         keep_plain_weights(model)
         self._base = {weight.name: weight for weight in model_weights(model)}
         for weight in self._base.values():
-            cut = weight.partition
-            if cut is not None and cut.dim == 0 and cut not in self._blocks:
-                self._blocks[cut] = self._blocks_of(cut, len(weight.tensor))
+            for cut in weight.cuts:
+                if cut not in self._blocks:
+                    self._blocks[cut] = self._blocks_of(cut, weight.tensor.shape[cut.dim])
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -95,36 +98,35 @@ class InPlaceShards:
         # At start, because to work the moves out takes longer than to make them.
         self._moves = {
             (source, target): self._move(source, target)
-            for source, target in permutations(self._tp_ranks, 2)
+            for source, target in permutations(self._places, 2)
         }
 
-    def _blocks_of(self, partition: Partition, rows: int) -> dict[int, Block]:
-        """Where each layout finds its shard of matrices that are cut this way, by tp."""
-        padded = partition.padded()
-        base = padded.shard(self._base_tp, self._tp_ranks[self._base_tp])
-        pieces = {tp: pieces_of(padded.shard(tp, at), base) for tp, at in self._tp_ranks.items()}
+    def _blocks_of(self, cut: Cut, rows: int) -> dict[int, Block]:
+        """Where each layout finds its shard of what is cut this way, by `Cut.ways`."""
+        padded = cut.padded()
+        base = padded.shard(self._places[self._base_layout])
+        pieces = {
+            cut.ways(place): pieces_of(padded.shard(place), base) for place in self._places.values()
+        }
         unit = common_unit(rows, pieces.values())
-        return {tp: block_of(of_tp, rows, unit) for tp, of_tp in pieces.items()}
+        return {ways: block_of(of_layout, rows, unit) for ways, of_layout in pieces.items()}
 
     def _view(self, weight: Weight, base: Weight) -> torch.Tensor:
-        if weight.partition is None:
-            return base.tensor
-        if weight.partition.dim == 0:
-            block = self._blocks[weight.partition][weight.tp]
-            return base.tensor.narrow(0, block.start, block.size)
-        shard = weight.partition.shard(weight.tp, weight.tp_rank)
-        (columns,) = pieces_of(shard, weight.partition.shard(base.tp, base.tp_rank))
-        return base.tensor.narrow(weight.partition.dim, columns.src, columns.length)
+        view = base.tensor
+        for cut in weight.cuts:
+            block = self._blocks[cut][cut.ways(weight.place)]
+            view = view.narrow(cut.dim, block.start, block.size)
+        return view
 
     # ---------------------------------------------------------------- afterwards
 
-    def arrange(self, tp: int) -> int:
+    def arrange(self, layout: Layout) -> int:
         """See `WeightStrategy`. On a device it is queued in the current stream."""
-        if tp == self._arranged:
+        if layout == self._arranged:
             return 0
-        move = self._moves[self._arranged, tp]
+        move = self._moves[self._arranged, layout]
         move.run()
-        self._arranged = tp
+        self._arranged = layout
         return move.num_bytes
 
     def refresh(self, base: nn.Module, others: Iterable[nn.Module]) -> None:
@@ -132,26 +134,40 @@ class InPlaceShards:
         for weight in self._base.values():
             new = weight.current
             if new.data_ptr() != weight.tensor.data_ptr():
-                assert self._arranged == self._base_tp, "new weights came to another layout"
+                assert self._arranged == self._base_layout, "new weights came to another layout"
                 weight.tensor.copy_(new)
                 weight.bind(weight.tensor)
 
-    def _move(self, source: int, target: int) -> ByteSwaps:
+    def _move(self, source: Layout, target: Layout) -> ByteSwaps:
         """The swaps that lead from the order of one layout to that of another."""
-        swaps_of = {}
-        for partition, blocks in self._blocks.items():
-            base = blocks[self._base_tp]
-            original = RowOrder.original(base.size, base.unit)
-            before, after = (original.bring(blocks[tp]) for tp in (source, target))
-            swaps_of[partition] = rounds(before.swaps_to(after))
+        swaps_of = {
+            cut: rounds(self._order(cut, source).swaps_to(self._order(cut, target)))
+            for cut in self._blocks
+        }
         made: list[list[RowSwap]] = []
         seen: set[int] = set()
         for weight in self._base.values():
-            if weight.partition not in swaps_of or weight.storage in seen:
+            if weight.storage in seen:
                 continue
             seen.add(weight.storage)  # of tied weights, one
-            for i, swaps in enumerate(swaps_of[weight.partition]):
-                if i == len(made):
-                    made.append([])
-                made[i] += [RowSwap(weight.tensor, one.a, one.b, one.length) for one in swaps]
+            for cut in weight.cuts:
+                for i, swaps in enumerate(swaps_of[cut]):
+                    if i == len(made):
+                        made.append([])
+                    made[i] += _row_swaps(weight.tensor, cut.dim, swaps)
         return prepare(made)
+
+    def _order(self, cut: Cut, layout: Layout) -> RowOrder:
+        """What lies where in a layout, along a dimension that is cut this way."""
+        base, own = (
+            self._blocks[cut][cut.ways(self._places[one])] for one in (self._base_layout, layout)
+        )
+        return RowOrder.original(base.size, base.unit).bring(own)
+
+
+def _row_swaps(tensor: torch.Tensor, dim: int, swaps: Iterable[Swap]) -> Iterator[RowSwap]:
+    """The same swaps along `dim` at every index of the dimensions before it: in every expert."""
+    rows, step = tensor.flatten(0, dim), tensor.shape[dim]
+    for one in swaps:
+        for first in range(0, len(rows), step):
+            yield RowSwap(rows, first + one.a, first + one.b, one.length)

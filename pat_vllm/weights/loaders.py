@@ -21,6 +21,7 @@ from vllm.config.utils import replace
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from pat_vllm.layout import Layout
 from pat_vllm.patches.weights import tie_word_embeddings
 
 BASE_FORMAT = "pat-base"
@@ -61,8 +62,8 @@ class WeightStrategy(Protocol):
         """The weights of the base layout may have changed: give the other layouts the new ones."""
         ...
 
-    def arrange(self, tp: int) -> int:
-        """Put the weights of the layout `tp` in place.
+    def arrange(self, layout: Layout) -> int:
+        """Put the weights of a layout in place.
 
         To be called before that layout's model runs. Before new weights arrive, it is called for
         the base layout.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 
 import torch
 from torch import nn
 
+from pat_vllm.layout import Layout
 from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
 from pat_vllm.weights.shards import pieces_of
 
@@ -56,19 +58,22 @@ class MaterializedShards:
             self.fill(model)
         self.release()
 
-    def arrange(self, tp: int) -> int:
+    def arrange(self, layout: Layout) -> int:
         """See `WeightStrategy`."""
         return 0
 
     def _derive(self, weight: Weight, base: Weight) -> None:
         target, source = weight.tensor, base.tensor
-        if weight.partition is None:
-            target.copy_(source)
-            return
-        dim = weight.partition.dim
-        shard = weight.partition.shard(weight.tp, weight.tp_rank)
-        if sum(piece.length for piece in shard.pieces) < shard.size:
+        shards = [cut.shard(weight.place) for cut in weight.cuts]
+        if any(sum(piece.length for piece in one.pieces) < one.size for one in shards):
             target.zero_()
-        for piece in pieces_of(shard, weight.partition.shard(base.tp, base.tp_rank)):
-            rows_of_piece = source.narrow(dim, piece.src, piece.length)
-            target.narrow(dim, piece.dst, piece.length).copy_(rows_of_piece)
+        copies = (
+            pieces_of(shard, cut.shard(base.place))
+            for cut, shard in zip(weight.cuts, shards, strict=True)
+        )
+        for pieces in product(*copies):
+            into, out_of = target, source
+            for cut, piece in zip(weight.cuts, pieces, strict=True):
+                into = into.narrow(cut.dim, piece.dst, piece.length)
+                out_of = out_of.narrow(cut.dim, piece.src, piece.length)
+            into.copy_(out_of)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from vllm.model_executor.layers.conv import ConvLayerBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -24,7 +26,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, VocabPartition
+from pat_vllm.layout import Place
+from pat_vllm.weights.experts import check_experts, check_gates, expert_cuts, expert_place
+from pat_vllm.weights.shards import Cut, EvenPartition, Partition, QKVPartition, VocabPartition
 
 # From the most derived class to the least: the first match decides.
 SHARDED_LAYERS = (
@@ -34,6 +38,7 @@ SHARDED_LAYERS = (
     RowParallelLinear,
     ParallelLMHead,
     VocabParallelEmbedding,
+    RoutedExperts,
 )
 # Whole on every rank, in every layout.
 REPLICATED_LAYERS = (
@@ -54,21 +59,25 @@ REPLICATED_LAYERS = (
 )
 
 
+_WHOLE = Place(tp=1, tp_rank=0)
+
+
 @dataclass(frozen=True, eq=False)
 class Weight:
     """One parameter or persistent buffer of a model.
 
     Attributes:
-        tensor: one rank's shard under `partition`, or the whole weight if that is None. It shares
-            its storage with the parameter, and keeps it when vLLM gives the parameter other data.
+        tensor: one rank's shard, or the whole weight if nothing cuts it. It shares its storage
+            with the parameter, and keeps it when vLLM gives the parameter other data.
+        cuts: of different dimensions.
+        place: of the rank, as far as `cuts` ask for it.
         module, attribute: where the model has it.
     """
 
     name: str
     tensor: torch.Tensor
-    partition: Partition | None
-    tp: int
-    tp_rank: int
+    cuts: tuple[Cut, ...]
+    place: Place
     module: nn.Module
     attribute: str
 
@@ -94,21 +103,21 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
         ValueError: a module's weights cannot be derived for another layout.
     """
     for path, module in model.named_modules():
+        if isinstance(module, MoERunner):
+            check_gates(path, module)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         layer = _layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")
-            if layer is None or getattr(module, "disable_tp", False):
-                yield Weight(full_name, parameter.data, None, 1, 0, module, name)
-            else:
-                partition = _partition(full_name, module, layer, name, parameter)
-                assert isinstance(module, LinearBase | VocabParallelEmbedding)
-                tp, tp_rank = (module.tp_size, module.tp_rank) if partition else (1, 0)
-                yield Weight(full_name, parameter.data, partition, tp, tp_rank, module, name)
+            cuts: tuple[Cut, ...] = ()
+            if layer is not None and not getattr(module, "disable_tp", False):
+                cuts = _cuts(full_name, module, layer, name, parameter)
+            place = _place(module) if cuts else _WHOLE
+            yield Weight(full_name, parameter.data, cuts, place, module, name)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 full_name = f"{path}.{name}".lstrip(".")
-                yield Weight(full_name, buffer.data, None, 1, 0, module, name)
+                yield Weight(full_name, buffer.data, (), _WHOLE, module, name)
 
 
 def _layer_class(path: str, module: nn.Module) -> type[nn.Module] | None:
@@ -122,6 +131,8 @@ def _layer_class(path: str, module: nn.Module) -> type[nn.Module] | None:
             f"{type(module.quant_method).__name__}: PAT derives only unquantized weights. "
             "Use an unquantized checkpoint, or a static tensor_parallel_size without PAT."
         )
+    if isinstance(module, RoutedExperts):
+        check_experts(path, module)
     for layer in SHARDED_LAYERS:
         if isinstance(module, layer):
             # A subclass with a loader of its own lays its rows out in a way of its own.
@@ -143,22 +154,37 @@ def _weight_loaders(cls: type) -> list[Callable[..., None]]:
     return [getattr(cls, n) for n in ("weight_loader", "weight_loader_v2") if hasattr(cls, n)]
 
 
-def _partition(
+def _place(module: nn.Module) -> Place:
+    if isinstance(module, RoutedExperts):
+        return expert_place(module)
+    assert isinstance(module, LinearBase | VocabParallelEmbedding)
+    return Place(module.tp_size, module.tp_rank)
+
+
+def _cuts(
     full_name: str,
     module: nn.Module,
     layer: type[nn.Module],
     name: str,
     parameter: nn.Parameter,
-) -> Partition | None:
+) -> tuple[Cut, ...]:
+    if isinstance(module, RoutedExperts) and parameter is module.e_score_correction_bias:
+        return ()  # the router's
     loader = getattr(parameter, "weight_loader", None)
-    if name not in ("weight", "bias") or getattr(loader, "__func__", None) not in _weight_loaders(
-        layer
-    ):
+    names = ("w13_weight", "w2_weight") if layer is RoutedExperts else ("weight", "bias")
+    if name not in names or getattr(loader, "__func__", None) not in _weight_loaders(layer):
         raise ValueError(
             f"{full_name} ({layer.__name__}) does not have its layer's own weight loader: either "
             "this model loads it in a way of its own, and cannot be used with PAT, or vLLM has "
             "packed it for its kernels, and its plain values are gone."
         )
+    if isinstance(module, RoutedExperts):
+        return expert_cuts(module, name)
+    partition = _partition(full_name, module, name)
+    return () if partition is None else (Cut(partition),)
+
+
+def _partition(full_name: str, module: nn.Module, name: str) -> Partition | None:
     if isinstance(module, RowParallelLinear):
         return EvenPartition((module.input_size,), dim=1) if name == "weight" else None
     if isinstance(module, QKVParallelLinear):
@@ -172,7 +198,7 @@ def _partition(
         return EvenPartition(tuple(module.output_sizes))
     if isinstance(module, ColumnParallelLinear):
         return EvenPartition((module.output_size,))
-    assert isinstance(module, VocabParallelEmbedding)  # the last of `SHARDED_LAYERS`
+    assert isinstance(module, VocabParallelEmbedding)
     if module.num_added_embeddings:
         raise ValueError(
             f"{full_name} has {module.num_added_embeddings} embeddings added to the model's own: "
@@ -209,23 +235,17 @@ def matching_weights(
 
 
 def _check_match(weight: Weight, base: Weight) -> None:
-    if weight.partition != base.partition or weight.tensor.dtype != base.tensor.dtype:
+    if weight.cuts != base.cuts or weight.tensor.dtype != base.tensor.dtype:
         raise ValueError(
             f"{weight.name} differs between layouts by more than how it is cut: "
-            f"{base.partition}, {base.tensor.dtype} for tp={base.tp} and "
-            f"{weight.partition}, {weight.tensor.dtype} for tp={weight.tp}"
+            f"{base.cuts}, {base.tensor.dtype} for {base.place} and "
+            f"{weight.cuts}, {weight.tensor.dtype} for {weight.place}"
         )
-    if weight.partition is None:
-        check_shape(weight.name, weight.tensor, tuple(base.tensor.shape))
-        return
     for one in (weight, base):
-        rows = weight.partition.shard(one.tp, one.tp_rank).size
-        check_shape(one.name, one.tensor, resized(base.tensor, weight.partition.dim, rows))
-
-
-def resized(tensor: torch.Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """Its shape, but for one dimension."""
-    return (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])
+        shape = list(base.tensor.shape)
+        for cut in one.cuts:
+            shape[cut.dim] = cut.shard(one.place).size
+        check_shape(one.name, one.tensor, tuple(shape))
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -8,8 +8,10 @@ that of vLLM's layers (`model_executor/layers/linear.py` and `vocab_parallel_emb
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from pat_vllm.layout import Experts, Place
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Shard:
 
 
 class Partition(Protocol):
-    """How the parameters of one layer are cut. Equal for a layer's match in another layout."""
+    """How a dimension is cut. Equal for a layer's match in another layout."""
 
     @property
     def dim(self) -> int:
@@ -55,7 +57,8 @@ class EvenPartition:
     """Fused matrices of `sizes` rows, each cut into `tp` equal parts.
 
     One size for a column-parallel (`dim` 0) or row-parallel (`dim` 1) layer; several for a merged
-    column-parallel one.
+    column-parallel one. Of fused experts the first dimension counts experts, and the others come
+    one later.
     """
 
     sizes: tuple[int, ...]
@@ -137,6 +140,62 @@ class VocabPartition:
     @property
     def _padded_size(self) -> int:
         return -(-self.vocab_size // self.padding_size) * self.padding_size
+
+
+@dataclass(frozen=True)
+class ExpertPartition:
+    """Experts, each of them whole on one rank: consecutive ones, as many more as ranks come first.
+
+    As vLLM's `determine_expert_map` places them. Where the experts do not divide by `tp`, the range
+    of a rank need not lie within its range in a narrower layout, other than tp=1.
+    """
+
+    num_experts: int
+    dim: int = 0
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        if self.num_experts < tp:
+            raise ValueError(f"{self.num_experts} experts cannot be spread over tp={tp}")
+        each, more = divmod(self.num_experts, tp)
+        return _shard([(tp_rank * each + min(tp_rank, more), each + (tp_rank < more))])
+
+    def padded(self) -> Partition:
+        """There is none."""
+        return self
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of a weight, and the layouts in which it is cut.
+
+    Attributes:
+        experts: only where experts lie so; None: in every layout.
+    """
+
+    partition: Partition
+    experts: Experts | None = None
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the weight that is cut."""
+        return self.partition.dim
+
+    def ways(self, place: Place) -> int:
+        """Into how many parts it is cut there."""
+        return place.tp if self.experts in (None, place.experts) else 1
+
+    def shard(self, place: Place) -> Shard:
+        """The part of the rank in that place.
+
+        Raises:
+            ValueError: the layer cannot be cut so.
+        """
+        ways = self.ways(place)
+        return self.partition.shard(ways, place.tp_rank if ways > 1 else 0)
+
+    def padded(self) -> Cut:
+        """The same cut, with padding as rows of the full tensor."""
+        return replace(self, partition=self.partition.padded())
 
 
 def pieces_of(target: Shard, base: Shard) -> tuple[Piece, ...]:

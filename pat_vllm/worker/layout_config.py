@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -39,6 +40,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.parallel_config.tensor_parallel_size = layout.tp
     config.parallel_config.world_size = layout.tp
     config.parallel_config.rank = layout.tp_rank_of(rank)
+    config.parallel_config.enable_expert_parallel = layout.experts == "ep"
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
     # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
@@ -46,6 +48,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
     # Where a user has chosen the folder, vLLM has one for each rank of a group in it, no more.
     if config.compilation_config.cache_dir:
         folder = os.path.join(config.compilation_config.cache_dir, str(layout))
@@ -62,6 +65,17 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def resolve_weights(vllm_config: VllmConfig) -> Literal["inplace", "materialized"]:
+    """The option `weights`, without "auto"."""
+    option = pat_config(vllm_config).weights
+    if option != "auto":
+        return option
+    # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
+    # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
+    default_kernels = vllm_config.kernel_config.linear_backend == "auto"
+    return "inplace" if current_platform.is_cuda() and default_kernels else "materialized"
 
 
 def _make_speculative(config: VllmConfig, engine: SpeculativeConfig) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.platforms import current_platform
-
-from pat_vllm.config import pat_config
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
+from pat_vllm.worker.layout_config import resolve_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,8 +65,8 @@ class LayoutWeights:
             raise RuntimeError(
                 "the weights of this engine cannot be updated: vLLM has packed them for its CPU "
                 "kernels and freed the plain ones, from which those of the layouts "
-                f"tp={[one.layout.tp for one in self._runtimes]} are derived. Updates need a GPU, "
-                "or one layout: pat.layouts=[N] with pat.base_tp=N."
+                f"{', '.join(str(one.layout) for one in self._runtimes)} are derived. Updates need "
+                "a GPU, or one layout: pat.layouts=[N] with pat.base_tp=N."
             )
 
     def arrange(self, layout: Layout) -> int:
@@ -77,7 +75,7 @@ class LayoutWeights:
         Returns:
             Bytes that came to another place.
         """
-        return self._strategy.arrange(layout.tp)
+        return self._strategy.arrange(layout)
 
     def refresh(self, active: Layout) -> bool:
         """Give every other layout the base layout's weights; then put those of `active` in place.
@@ -94,19 +92,13 @@ class LayoutWeights:
         if any(parameter.is_meta for parameter in base.parameters()):
             return False
         self._strategy.refresh(base, others)
-        self._strategy.arrange(active.tp)
+        self._strategy.arrange(active)
         return True
 
 
 def _strategy(
     config: VllmConfig, runtimes: Mapping[Layout, LayoutRuntime], rank: int
 ) -> WeightStrategy:
-    name = pat_config(config).weights
-    if name == "auto":
-        # Kernels must take weights that are columns of larger ones, as CUDA's default ones do.
-        # On CPU, vLLM packs weights for kernels that are faster than those for plain ones.
-        default_kernels = config.kernel_config.linear_backend == "auto"
-        name = "inplace" if current_platform.is_cuda() and default_kernels else "materialized"
-    if name == "inplace":
-        return InPlaceShards({layout.tp: layout.tp_rank_of(rank) for layout in runtimes})
+    if resolve_weights(config) == "inplace":
+        return InPlaceShards(tuple(runtimes), rank)
     return MaterializedShards()

@@ -18,6 +18,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.config import home_layout, layouts_of
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
+from pat_vllm.executor.leftovers import Made, made_here
 from pat_vllm.executor.messages import (
     CallFailed,
     ResolvedKernels,
@@ -32,7 +33,11 @@ from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches.drafts import prepare_drafter
-from pat_vllm.patches.groups import install_tp_group, probe_p2p_between
+from pat_vllm.patches.groups import (
+    give_expert_group_back,
+    install_tp_group,
+    probe_p2p_between,
+)
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
@@ -103,16 +108,18 @@ class PATWorkerMixin(_Base):
         with probe_p2p_between(self._devices_of_group):
             super().init_device()
             all_ranks = parallel_state.get_tp_group()
-            groups = [
-                make_tp_group(layout, self.local_rank, current_platform.dist_backend)
-                for layout in layouts
-            ]
+            groups = {
+                layout.tp: make_tp_group(layout, self.local_rank, current_platform.dist_backend)
+                for layout in {layout.tp: layout for layout in layouts}.values()
+            }
         self._seed = engine_config.model_config.seed
         self._home = home_layout(engine_config)
         self._buffer = SharedKVBuffer()
         self._runtimes = {
-            layout: LayoutRuntime(layout, layout_config(engine_config, layout, self.rank), group)
-            for layout, group in zip(layouts, groups, strict=True)
+            layout: LayoutRuntime(
+                layout, layout_config(engine_config, layout, self.rank), groups[layout.tp]
+            )
+            for layout in layouts
         }
         self._base = self._runtimes[layouts[0]]
         self._weights = LayoutWeights(engine_config, self._runtimes, self.rank)
@@ -199,7 +206,7 @@ class PATWorkerMixin(_Base):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile, capture and warm up every layout; measure what switching rests on."""
         language_model = encoder = 0.0
-        prefill_rate: dict[int, float] = {}
+        prefill_rate: dict[Layout, float] = {}
         for layout, runtime in self._runtimes.items():
             self._enter(runtime)
             with set_current_vllm_config(runtime.config):
@@ -207,7 +214,7 @@ class PATWorkerMixin(_Base):
             language_model += times.language_model
             encoder += times.encoder
             assert runtime.kv_cache_config is not None
-            prefill_rate[layout.tp] = warm_up(
+            prefill_rate[layout] = warm_up(
                 self,
                 runtime.kv_cache_config.num_blocks,
                 runtime.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
@@ -239,6 +246,7 @@ class PATWorkerMixin(_Base):
         if runtimes:
             shut_down_beside(self._active, runtimes.values())
             del self._weights, self._buffer
+            give_expert_group_back()
         super().shutdown()
 
     # ---------------------------------------------------------------- weight updates
@@ -309,14 +317,15 @@ class PATWorkerMixin(_Base):
 
     # ---------------------------------------------------------------- steps
 
-    def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, str]:
+    def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, Made]:
         """Open this rank's ends of the lanes.
 
         Returns:
-            The handle of the ring back, and the init method by which the ranks have met.
+            The handle of the ring back, and what of this worker's may outlive it.
         """
         self._lanes = WorkerLanes(handles, self.rank, self._runtimes, self.device)
-        return self._lanes.reply_handle(), self.distributed_init_method
+        ring = self._lanes.reply_handle()
+        return ring, made_here(ring, self.distributed_init_method)
 
     def pat_lanes_ready(self) -> None:
         """Block until the engine has opened its ends."""

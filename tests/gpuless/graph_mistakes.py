@@ -65,7 +65,7 @@ MISTAKES = {
     "rows stay the base layout's after an update": Mistake(
         "replays",
         "pat_vllm.worker.layout_weights:LayoutWeights.refresh",
-        {"self._strategy.arrange(active.tp)": "pass"},
+        {"self._strategy.arrange(active)": "pass"},
     ),
     "a switch keeps the runner": Mistake(
         "own graphs",

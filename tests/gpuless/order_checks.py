@@ -22,6 +22,7 @@ from pat_vllm.executor import lanes
 from pat_vllm.executor.lanes import WorkerLanes
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
@@ -145,7 +146,7 @@ def check_loading_of_copies() -> None:
 
 def check_loading_of_views() -> None:
     """The base layout is loaded from disk; the other layouts' weights are views of its."""
-    _check_loading(InPlaceShards({one.tp: one.tp_rank_of(LOADED_RANK) for one in LAYOUTS}))
+    _check_loading(InPlaceShards(LAYOUTS, LOADED_RANK))
 
 
 def _check_loading(strategy: Any) -> None:
@@ -163,7 +164,7 @@ def _check_loading(strategy: Any) -> None:
             strategy.fill(model)
         strategy.release()
         for tp in (2, 4, 1):
-            strategy.arrange(tp)
+            strategy.arrange(Layout.of(tp, RANKS))
             for weight in model_weights(models[tp]):
                 values = weight.current.clone().cpu()
                 assert torch.equal(values, wanted[tp][weight.name])

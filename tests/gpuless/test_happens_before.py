@@ -301,7 +301,7 @@ MISTAKES: list[tuple[Any, ...]] = [
     (
         "loaders: shards are copied on another stream",
         check_loading_of_copies,
-        (MaterializedShards._derive, {"target.narrow(dim": ELSEWHERE + "target.narrow(dim"}),
+        (MaterializedShards._derive, {"into.copy_(": ELSEWHERE + "into.copy_("}),
     ),
     (
         "outputs: are read before they are there",

@@ -59,8 +59,8 @@ class Halves:
         for weight, other in zip(base.parameters(), others[0].parameters(), strict=True):
             other.copy_(weight[:1].expand(2, 2))
 
-    def arrange(self, tp: int) -> int:
-        self.arranged = tp
+    def arrange(self, layout: Layout) -> int:
+        self.arranged = layout.tp
         return 0
 
 
@@ -312,7 +312,7 @@ MISTAKES: dict[str, tuple[Any, dict[str, str], Callable[..., None]]] = {
     ),
     "rows leave the base layout's order": (
         LayoutWeights.refresh,
-        {"return False": "self._strategy.arrange(active.tp); return False"},
+        {"return False": "self._strategy.arrange(active); return False"},
         check_layouts_wait_for_whole_weights,
     ),
     "one rank speaks for all": (

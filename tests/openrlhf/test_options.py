@@ -109,7 +109,7 @@ def test_options_for_another_engine(name):
         ("[1, 4]", ("must be a JSON object", "layouts, base_tp")),
         ('{"layout": [1]}', ("unknown option 'layout'", "allowed: layouts")),
         ('{"layouts": [3]}', ("tp=3, which does not divide", "allowed: [1, 2, 4]")),
-        ('{"policy": {"kind": "static", "tp": 3}}', ("tp=3", "layouts [1, 2, 4]")),
+        ('{"policy": {"kind": "static", "tp": 3}}', ("tp=3", "layouts tp1dp4, tp2dp2, tp4dp1")),
         ('{"launcher": "slurm"}', ("launcher", "'slurm'", "'ray'")),
     ],
 )

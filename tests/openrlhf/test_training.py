@@ -68,6 +68,24 @@ def test_colocated_over_multiprocessing(tmp_path: Path):
         run.leaves_nothing()
 
 
+def test_a_mixture_of_experts(tmp_path: Path):
+    """Experts whole in replicas, spread in the group. New weights come to both."""
+    pat = {
+        "policy": {"kind": "schedule", "switch_at": {"12": "tp2dp1ep"}},
+        "launcher": "mp",
+        "weights": "inplace",
+    }
+    make_model(tmp_path / "model", arch="qwen3_moe", layers=2, gain=0.5, dtype="bfloat16")
+    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
+    with training(*model, *THREE_STEPS, pat=pat) as run:
+        run.succeed()
+        # In bfloat16 a router may prefer another expert, where two are alike.
+        assert max(abs(step["vllm_kl"]) for step in run.steps) < 10 * IN_SYNC, run.steps
+        assert len(run.steps) == len(run.rollouts) == 3
+        assert all("tp1dp2 -> tp2dp1ep" in line for line in run.rollouts), run.rollouts
+        run.leaves_nothing()
+
+
 def test_separated_over_multiprocessing_then_a_broken_sync_and_a_killed_worker():
     """Two steps in sync; then the weights reach the base layout only, which the check sees.
 

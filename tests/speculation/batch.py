@@ -47,7 +47,7 @@ def stock() -> Any:
 
 
 @contextmanager
-def speculating(ranks: int, usual: int = MOST, **options: Any) -> Iterator[Any]:
+def speculating(ranks: int, usual: int = MOST, model: str = MODEL, **options: Any) -> Iterator[Any]:
     """An engine with PAT that speculates, and switches only when told.
 
     Args:
@@ -56,7 +56,7 @@ def speculating(ranks: int, usual: int = MOST, **options: Any) -> Iterator[Any]:
     config = SPECULATIVE | {"num_speculative_tokens_per_batch_size": [(1, 512, usual)]}
     pat = {"kv_transfer": "migrate", **options.pop("pat", {})}
     options = {**OPTIONS, "speculative_config": config, **options}
-    with engine(MODEL, ranks, pat, **options) as llm:
+    with engine(model, ranks, pat, **options) as llm:
         yield llm
 
 
@@ -107,7 +107,7 @@ class Walk:
     def __init__(
         self,
         llm: Any,
-        way: Sequence[int],
+        way: Sequence[int] | Sequence[str],
         expected: Mapping[str, Outcome],
         watch: Watch,
         rng: random.Random,
@@ -115,7 +115,7 @@ class Walk:
         in_flight: bool = False,
     ) -> None:
         """With `in_flight`, drafts are being verified when a switch comes."""
-        self.left = list(way)
+        self.left: list[int | str] = list(way)
         self.dropped = self.verified = 0
         self._llm = llm
         self._expected = expected
@@ -156,7 +156,7 @@ class Walk:
 
 def take_way(
     llm: Any,
-    way: Sequence[int],
+    way: Sequence[int] | Sequence[str],
     jobs: Mapping[str, Job],
     expected: Mapping[str, Outcome],
     tolerance: float = TOLERANCE,

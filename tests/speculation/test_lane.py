@@ -49,7 +49,7 @@ def replies(worker: Any, messages: list[tuple[str, Any]], rank: int = 0) -> list
     lane = iter([*messages, (LEAVE, None)])
     found: list[Any] = []
     ends: Any = WorkerLanes.__new__(WorkerLanes)
-    ends._rings = {ONE: SimpleNamespace(dequeue=lambda **options: next(lane))}
+    ends._rings = {ONE.tp: SimpleNamespace(dequeue=lambda **options: next(lane))}
     ends._rank, ends._device, ends._finishing = rank, torch.device("cpu"), None
     ends._reply = SimpleNamespace(enqueue=found.append)
     ends.serve(ONE, worker)

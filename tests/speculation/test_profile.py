@@ -34,8 +34,10 @@ from tests.speculation.steps import MOST, SPECULATIVE
 from tests.support.mutation import mutated
 from tests.test_profiling import RESOLVED, _engine_config, profile
 
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+
 LIMITS = EngineLimits(
-    layouts=(Layout.of(1, 2), Layout.of(2, 2)),
+    layouts=(ONE, TWO),
     max_num_seqs={1: 64, 2: 128},
     max_batch_tokens={1: 512, 2: 1024},
     max_model_len=4096,
@@ -66,8 +68,8 @@ def test_engines_that_do_not_speculate_have_the_same_points(make: Any) -> None:
 def check_essential_drafts() -> None:
     plan = ProfilePlan.quick(LIMITS)
     first = drafting(replace(plan, points=plan.points[: plan.essential]))
-    assert {(p.tp, p.hits) for p in first} == {
-        (tp, hits) for tp in (1, 2) for hits in (True, False)
+    assert {(p.layout, p.hits) for p in first} == {
+        (layout, hits) for layout in (ONE, TWO) for hits in (True, False)
     }
 
 
@@ -85,31 +87,31 @@ def test_essential_drafts_that_are_forgotten_are_noticed() -> None:
 def test_quick_points_with_drafts() -> None:
     """The longest length and one in the middle, for one request and for many, in each layout."""
     plan = ProfilePlan.quick(LIMITS)
-    found = {(p.tp, p.batch, p.k, p.hits) for p in drafting(plan)}
+    found = {(p.layout, p.batch, p.k, p.hits) for p in drafting(plan)}
     assert found == {
-        (tp, number, k, hits)
-        for tp, many in ((1, 64), (2, 128))
+        (layout, number, k, hits)
+        for layout, many in ((ONE, 64), (TWO, 128))
         for number in (1, 8, many)
         for k, hits in ((7, True), (7, False), (2, True))
         if number != 8 or k == 7
     }
     # So many requests are measured without drafts, too, to compare with; and all are early.
-    plain = {(p.tp, p.batch) for p in plan.points if isinstance(p, StepPoint) and not p.k}
-    assert {(tp, number) for tp, number, _, _ in found} <= plain
+    plain = {(p.layout, p.batch) for p in plan.points if isinstance(p, StepPoint) and not p.k}
+    assert {(layout, number) for layout, number, _, _ in found} <= plain
     assert plan.points.index(drafting(plan)[-1]) <= len(plan.points) / 2
 
 
 def test_full_points_with_drafts() -> None:
     points = drafting(ProfilePlan.full(LIMITS))
-    for tp, most in ((1, 64), (2, 128)):
-        short = [p for p in points if p.tp == tp and p.context == LIMITS.short]
+    for layout, most in ((ONE, 64), (TWO, 128)):
+        short = [p for p in points if p.layout == layout and p.context == LIMITS.short]
         for k in LIMITS.draft_lengths:
             batches = {p.batch for p in short if p.k == k and p.hits}
             assert batches == {1 << n for n in range(most.bit_length())}
         assert {p.batch for p in short if not p.hits} == batches
         assert {p.k for p in short if not p.hits} == {7}
         # The drafter searches the whole context.
-        far = [p for p in points if p.tp == tp and p.context > 4 * LIMITS.short]
+        far = [p for p in points if p.layout == layout and p.context > 4 * LIMITS.short]
         assert {(p.k, p.hits) for p in far} == {(7, True), (7, False), (2, True)}
 
 
@@ -139,26 +141,26 @@ def test_points_with_drafts_are_possible(
         draft_lengths=lengths,
     )
     for point in drafting(ProfilePlan.full(limits)):
-        assert point.batch <= limits.max_num_seqs[point.tp]
-        assert point.batch * (1 + point.drafts) <= limits.max_batch_tokens[point.tp]
+        assert point.batch <= limits.max_num_seqs[point.layout.tp]
+        assert point.batch * (1 + point.drafts) <= limits.max_batch_tokens[point.layout.tp]
         ends = [c + limits.room_for(point.drafts) + 1 for c in point.contexts]
         assert max(ends) <= max_model_len
-        assert sum(-(-end // 16) for end in ends) <= limits.blocks[point.tp]
+        assert sum(-(-end // 16) for end in ends) <= limits.blocks[point.layout.tp]
         [values] = json.loads(json.dumps(POINTS.dump_python([point])))
         assert POINTS.validate_python([values]) == [point]
 
 
 def test_estimates_count_drafts() -> None:
-    sample = dict(tp=1, batch=8, context=800, longest=100, repeats=3, k=4)
+    sample = dict(layout=ONE, batch=8, context=800, longest=100, repeats=3, k=4)
     seconds = dict(seconds=0.1, low=0.1, high=0.1)
     known = [StepSample.model_validate(sample | seconds | {"drafts": 0, "k": 0})]
-    assert estimate(StepPoint(1, 8, 100, 2, k=4, hits=True), known) >= 0.5 * 0.999
-    assert estimate(StepPoint(1, 8, 100, 2, k=4), known) == pytest.approx(0.1)
+    assert estimate(StepPoint(ONE, 8, 100, 2, k=4, hits=True), known) >= 0.5 * 0.999
+    assert estimate(StepPoint(ONE, 8, 100, 2, k=4), known) == pytest.approx(0.1)
     # What a step with drafts takes says little of one without.
     known.append(
         StepSample.model_validate(sample | {"seconds": 1e-3, "low": 1e-3, "high": 1e-3, "k": 4})
     )
-    assert estimate(StepPoint(1, 8, 100, 2), known) == pytest.approx(0.1)
+    assert estimate(StepPoint(ONE, 8, 100, 2), known) == pytest.approx(0.1)
 
 
 def _config(**speculative: Any) -> Any:
@@ -207,20 +209,20 @@ def test_draft_lengths_that_can_be_measured() -> None:
 
 
 def test_a_profile_says_what_drafts_cost() -> None:
-    def sample(tp: int, batch: int, k: int, seconds: float, **values: Any) -> StepSample:
-        shape = StepShape(batch, 64 * batch, 64, 0, 2 // tp, k=k, **values)
-        return StepSample.of(tp, shape, [seconds])
+    def sample(layout: Layout, batch: int, k: int, seconds: float, **values: Any) -> StepSample:
+        shape = StepShape(batch, 64 * batch, 64, 0, layout.replicas, k=k, **values)
+        return StepSample.of(layout, shape, [seconds])
 
-    steps = [sample(2, 1, 0, 0.001)]
+    steps = [sample(TWO, 1, 0, 0.001)]
     for number in (1, 8):
         for k in (0, 2, 4):
             seconds = 0.01 + 0.001 * k * number
-            steps.append(sample(1, number, k, seconds, drafts=k * number))
-    steps += [sample(1, 8, 4, 0.5, drafts=0), sample(1, 16, 0, 0.5)]
+            steps.append(sample(ONE, number, k, seconds, drafts=k * number))
+    steps += [sample(ONE, 8, 4, 0.5, drafts=0), sample(ONE, 16, 0, 0.5)]
     made = profile().model_copy(update={"steps": tuple(steps)})
     (line,) = draft_lines(made)
     assert line == (
-        "tp=1: ms of a step at batch 8, by drafts of a request: 0: 10.0, 2: 26.0, 4: 42.0"
+        "tp1dp2: ms of a step at batch 8, by drafts of a request: 0: 10.0, 2: 26.0, 4: 42.0"
     )
 
 
@@ -277,7 +279,7 @@ def check_streams() -> None:
     for depth in (1, 2):
         for k, hits in ((0, False), (4, True), (4, False), (7, True)):
             for accepted in ([0, 0, 0], [7, 7, 7], [0, 2, 5]):
-                point = StepPoint(1, 3, 20, 1, k=k, hits=hits)
+                point = StepPoint(ONE, 3, 20, 1, k=k, hits=hits)
                 stream = Stream(point, LIMITS, "r", False, 1000)
                 steps = drive(stream, k, hits, depth, accepted)
                 assert steps >= (5 if depth == 1 else 3)
@@ -312,7 +314,7 @@ def test_wrong_streams_are_seen(function: Any, changes: dict[str, str]) -> None:
 
 def test_contexts_repeat_themselves_only_where_drafts_are_found() -> None:
     def contexts(**values: Any) -> list[list[int]]:
-        step = Stream(StepPoint(1, 2, 40, 1, **values), LIMITS, "r", False, 1000).next()
+        step = Stream(StepPoint(ONE, 2, 40, 1, **values), LIMITS, "r", False, 1000).next()
         found = [one.prompt_token_ids for one in step.scheduled_new_reqs]
         assert all(isinstance(one, list) and len(one) == 40 for one in found)
         return found  # type: ignore[return-value]
@@ -375,7 +377,7 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
     quick = POINTS.validate_python(described["points"])
     chosen = [p for p in quick if isinstance(p, StepPoint) and p.batch and p.context < 100]
-    chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy * p.tp == 2)]
+    chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy == p.layout.replicas)]
     assert {(p.k, p.hits) for p in chosen} == {(0, False), (2, True), (MOST, True), (MOST, False)}
 
     with monkeypatch.context() as patch:
@@ -391,7 +393,11 @@ def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPa
     assert made.title.endswith("; ngram drafts")
     assert len(made.steps) == len(chosen)
     for point, sample in zip(chosen, made.steps, strict=True):
-        assert (sample.tp, sample.batch, sample.busy) == (point.tp, point.batch, point.busy)
+        assert (sample.layout, sample.batch, sample.busy) == (
+            point.layout,
+            point.batch,
+            point.busy,
+        )
         assert (sample.k, sample.drafts) == (point.k, point.k * point.batch * point.hits)
         assert len(sample.times) == min(16, sample.repeats) >= 3
         least = sum(point.contexts) + 2 * point.batch

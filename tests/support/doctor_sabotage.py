@@ -18,14 +18,15 @@ class Sabotage:
 
 def wrong_rows() -> None:
     """After a switch to tp=2, the rows of rank 1's weights are where they were."""
+    from pat_vllm.layout import Layout
     from pat_vllm.weights.inplace import InPlaceShards
 
     arrange = InPlaceShards.arrange
 
-    def forget(self: InPlaceShards, tp: int) -> int:
-        if tp == 2 and self._tp_ranks[2] == 1:
+    def forget(self: InPlaceShards, layout: Layout) -> int:
+        if layout.tp == 2 and self._places[layout].tp_rank == 1:
             return 0
-        return arrange(self, tp)
+        return arrange(self, layout)
 
     InPlaceShards.arrange = forget  # type: ignore[method-assign]
 

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -17,6 +17,7 @@ from tests.engines import Job, Outcome, run, scheduler_of, teacher_forced
 from tests.test_switch import PLAIN_TOLERANCE
 from tests.v2.in_workers import idle_requests
 
+T = TypeVar("T", int, str)
 CHUNK = 48
 """Tokens of a step, one and a half blocks: a longer prompt takes several steps."""
 STOP = 77
@@ -91,11 +92,11 @@ def few(jobs: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------- ways through the layouts
 
 
-def tour(sizes: Sequence[int]) -> list[int]:
-    """A way from the first size and back that takes every ordered pair of sizes once."""
-    left = {size: [other for other in sizes if other != size] for size in sizes}
-    way: list[int] = []
-    stack = [sizes[0]]
+def tour(layouts: Sequence[T]) -> list[T]:
+    """A way from the first layout and back that takes every ordered pair once."""
+    left = {layout: [other for other in layouts if other != layout] for layout in layouts}
+    way: list[T] = []
+    stack = [layouts[0]]
     while stack:
         if left[stack[-1]]:
             stack.append(left[stack[-1]].pop(0))

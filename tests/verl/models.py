@@ -47,6 +47,17 @@ def repeating_chat(repeat: float = 1.35) -> Path:
     return _kept(f"verl-repeating-chat-{repeat}-{END_TOKENS}", write)
 
 
+def mixture_chat() -> Path:
+    """A mixture of experts for the GRPO example. verl wants tokens of Qwen's of Qwen's classes."""
+
+    def write(model: Path) -> None:
+        make_model(model, arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2, vocab=VOCAB)
+        ends = [1, *range(VOCAB - 8, VOCAB)]
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    return _kept("verl-mixture-chat-olmoe", write)
+
+
 def _kept(name: str, write: Callable[[Path], None]) -> Path:
     """A directory that `write` has made, now or earlier."""
     target = _cache_dir() / name

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from tests.verl.models import repeating_chat
+from tests.verl.models import mixture_chat, repeating_chat
 from tests.verl.trainer import Run, grpo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
@@ -36,7 +36,9 @@ DRAFTS = (
 )
 
 
-def check_steps(run: Run, tolerance: float = 1e-5, long_tail: bool = True) -> None:
+def check_steps(
+    run: Run, tolerance: float = 1e-5, long_tail: bool = True, wide: str = "tp2dp1"
+) -> None:
     """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
     steps, rollouts = run.steps()[:3], run.rollouts()[:3]
     assert len(steps) == len(rollouts) == 3
@@ -44,7 +46,7 @@ def check_steps(run: Run, tolerance: float = 1e-5, long_tail: bool = True) -> No
         assert step.probs_diff_max < tolerance
         assert not long_tail or step.longest > 2 * step.mean_length
         assert rollout.startswith("16 responses")
-        live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d+) live", rollout)
+        live = re.findall(rf"tp1dp2 -> {wide} at \S+ s, (\d+) live", rollout)
         assert live
         assert all(1 <= int(number) <= 4 for number in live)
 
@@ -60,6 +62,16 @@ def test_three_steps() -> None:
     with grpo(SCHEDULE) as run:
         assert run.ended() == 0, run.output[-8000:]
         check_steps(run)
+        assert not run.left_after(GONE_WITHIN)
+
+
+def test_a_mixture_of_experts() -> None:
+    """Experts whole in replicas, spread in the group. New weights come to both."""
+    schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
+    model = f"actor_rollout_ref.model.path={mixture_chat()}"
+    with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
+        assert run.ended() == 0, run.output[-8000:]
+        check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
         assert not run.left_after(GONE_WITHIN)
 
 

@@ -85,7 +85,7 @@ def tuned_table(
     per_token = np.array(
         [
             model.seconds(
-                layout.tp,
+                layout,
                 batch,
                 batch * context,
                 context,

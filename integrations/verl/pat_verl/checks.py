@@ -80,7 +80,7 @@ def check_rollout(
         if _get(rollout, "name") != NAME:
             asked = f"rollout.{_KWARGS}.distributed_executor_backend={NAME}"
         raise ValueError(f"{asked} does not work with " + "; ".join(problems))
-    pat_options(rollout).resolve_layouts(_number(rollout, "tensor_model_parallel_size"))
+    pat_options(rollout).check_layouts(_number(rollout, "tensor_model_parallel_size"))
 
 
 def pat_options(rollout: Any) -> PATConfig:

@@ -9,7 +9,9 @@ import typer
 def advise_user(
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint's directory or config.json; llama-3.1-8b, qwen3-14b."),
+        typer.Option(
+            help="Checkpoint's directory or config.json; llama-3.1-8b, qwen3-14b, qwen3-30b-a3b."
+        ),
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Modelled GPU: A40, H100, H200.")] = None,
     gpus: Annotated[int, typer.Option(help="GPUs of the engine, of a node.")] = 8,

@@ -12,8 +12,8 @@ def run_demo(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint to use instead of a random model; `repeating` is a random model "
-            "whose text repeats itself, so that drafts are accepted."
+            help="Checkpoint to use instead of a random model. Other random models: `repeating`, "
+            "whose text repeats itself, so that drafts are accepted; `moe`, a mixture of experts."
         ),
     ] = None,
     models_dir: Annotated[

@@ -71,6 +71,11 @@ KERNEL_OVERHEAD = 4e-6
 """Per layer five kernels are too small for the roofline (two norms, rotary embedding and cache
 write, activation, combining of attention splits): 3-5 microseconds each, in a CUDA graph."""
 
+EXPERT_KERNELS = 4
+"""More of such kernels in a layer with experts: the router's product, the choice of experts, the
+sorting of tokens by them, the sum of what they give. By vLLM's Triton experts; an assumption as to
+their times."""
+
 ALL_REDUCE_LATENCY: Mapping[str, tuple[float, float]] = {
     "nvlink": (6e-6, 2e-6),
     "pcie": (15e-6, 25e-6),

@@ -18,12 +18,15 @@ from typing import Any
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize, routing_of
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
+    EXPERT_KERNELS,
     GPUS,
+    KERNEL_OVERHEAD,
     MEMORY_EFFICIENCY,
     STEP_OVERHEAD,
     Link,
@@ -56,12 +59,15 @@ def modelled_profile(
     switch_fixed: float = 0.03,
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
+    experts: WantedExperts = "auto",
+    skew: float = 0.0,
+    in_place: bool = False,
     name: str = "",
 ) -> Profile:
     """A profile from public figures, labelled as such.
 
     Args:
-        model_config: config.json of a dense decoder, or a name in `MODEL_SHAPES`.
+        model_config: config.json of a decoder, or a name in `MODEL_SHAPES`.
         gpu: one of `gpu_names()`.
         ranks: GPUs.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
@@ -76,6 +82,10 @@ def modelled_profile(
         draft_lengths: those that decode steps are modelled for beside 0, with all drafts found and
             with none.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
+        experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
+        skew: of its routing; an assumption.
+        in_place: ranks hold the weights of the first layout in all layouts, as PAT's engines do, so
+            that KV has less memory in wider ones than in static engines.
         name: of the model, for title and key.
 
     Raises:
@@ -98,7 +108,8 @@ def modelled_profile(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
-    machine = Machine(ModelSize.of(model_config), figures, link, dtype_bytes, drafting)
+    machine = Machine(ModelSize.of(model_config), figures, link, dtype_bytes, drafting, skew)
+    mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     if drafting < 0 or any(length < 0 for length in lengths):
         raise ValueError(f"drafting and draft_lengths are not below 0, got {drafting}, {lengths}")
@@ -116,11 +127,19 @@ def modelled_profile(
             f"and the model's heads, stays within a node of {node_size} and leaves memory for KV"
         )
     given = Limits(max_num_seqs, max_batch_tokens)
-    limits = {tp: layout_limits(Layout.of(tp, ranks), given, PATConfig()) for tp in kv_tokens}
+    possible = tuple(Layout.of(tp, ranks) for tp in kv_tokens)
+    if mixture is not None:
+        possible = mixture.layouts(kv_tokens, ranks, experts)
+    if in_place:
+        kv_tokens = {
+            tp: machine.kv_tokens(tp, memory_fraction, held=possible[0]) for tp in kv_tokens
+        }
+    limits = {one.tp: layout_limits(one, given, PATConfig()) for one in possible}
     steps: list[StepSample] = []
-    for tp, room in kv_tokens.items():
-        steps += _steps(machine, tp, room, limits[tp])
-        steps += _draft_steps(machine, tp, room, limits[tp], lengths)
+    for layout in possible:
+        tp = layout.tp
+        steps += _steps(machine, layout, kv_tokens[tp], limits[tp])
+        steps += _draft_steps(machine, layout, kv_tokens[tp], limits[tp], lengths)
     return Profile(
         kind="modelled",
         title=f"modelled: {name} on {ranks} x {gpu} ({link})",
@@ -136,15 +155,18 @@ def modelled_profile(
             "node_size": node_size,
             "switch_fixed": switch_fixed,
             **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
+            **({"experts": experts, "skew": skew} if mixture else {}),
+            **({"in_place": True} if in_place else {}),
         },
         ranks=ranks,
-        layouts=tuple(kv_tokens),
+        layouts=possible,
         max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
         max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         kv_tokens=kv_tokens,
         kv_bytes_per_token=machine.kv_bytes_per_token,
+        experts=routing_of(model_config),
         steps=tuple(steps),
-        switches=tuple(_switches(machine, kv_tokens, ranks, switch_fixed)),
+        switches=tuple(_switches(machine, possible, kv_tokens, switch_fixed)),
         note=(
             f"Modelled, not measured. Figures of the {figures.source}: "
             f"{figures.memory / 1e9:.0f} GB, {figures.bandwidth / 1e9:.0f} GB/s, "
@@ -155,7 +177,18 @@ def modelled_profile(
             f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {switch_fixed:.3f} s per switch besides "
             "moving KV and weights."
             + (f" A drafter takes {drafting * 1e3:.1f} ms of a step." if lengths else "")
+            + (mixture_note(skew) if mixture else "")
         ),
+    )
+
+
+def mixture_note(skew: float) -> str:
+    """What is assumed of a mixture's steps."""
+    popularity = f"popular by Zipf's law of exponent {skew:g}" if skew else "equally popular"
+    return (
+        f" Experts are {popularity}, tokens choose them independently, and a step reads those that "
+        f"are chosen; {EXPERT_KERNELS} more small kernels a layer, of {KERNEL_OVERHEAD * 1e6:.0f} "
+        "microseconds."
     )
 
 
@@ -165,9 +198,11 @@ def named_profile(
     ranks: int,
     node_size: int = NODE_SIZE,
     *,
+    layouts: Iterable[int] | None = None,
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
     max_num_seqs: int = 256,
+    in_place: bool = False,
 ) -> Profile:
     """A modelled profile by names; `model` may be a path of a checkpoint or of its config.json,
     `gpu` in any case.
@@ -195,10 +230,12 @@ def named_profile(
         config,
         gpu,
         ranks,
+        layouts=layouts,
         node_size=node_size,
         draft_lengths=draft_lengths,
         drafting=drafting,
         max_num_seqs=max_num_seqs,
+        in_place=in_place,
         name=name,
     )
 
@@ -224,11 +261,11 @@ def _known_name(config: Mapping[str, Any]) -> str:
     return str(config.get("_name_or_path") or config.get("model_type") or "model")
 
 
-def _steps(machine: Machine, tp: int, room: int, limits: Limits) -> Iterable[StepSample]:
+def _steps(machine: Machine, layout: Layout, room: int, limits: Limits) -> Iterable[StepSample]:
     """The grid of decode steps that fit in memory, prefills, and both in one step."""
 
     def sample(batch: int, each: int, prefill: int = 0) -> StepSample:
-        return _sample(machine, tp, StepShape(batch, batch * each, each, prefill))
+        return _sample(machine, layout, StepShape(batch, batch * each, each, prefill))
 
     prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
     for batch in _BATCHES:
@@ -244,7 +281,7 @@ def _steps(machine: Machine, tp: int, room: int, limits: Limits) -> Iterable[Ste
 
 
 def _draft_steps(
-    machine: Machine, tp: int, room: int, limits: Limits, lengths: Iterable[int]
+    machine: Machine, layout: Layout, room: int, limits: Limits, lengths: Iterable[int]
 ) -> Iterable[StepSample]:
     """The same grid of decode steps with each draft length: with all drafts found, with none."""
     for k, batch in product(lengths, _BATCHES):
@@ -253,24 +290,25 @@ def _draft_steps(
                 if batch * (each + k) <= room:
                     for drafts in (0, k * batch):
                         shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
-                        yield _sample(machine, tp, shape)
+                        yield _sample(machine, layout, shape)
 
 
-def _sample(machine: Machine, tp: int, shape: StepShape) -> StepSample:
+def _sample(machine: Machine, layout: Layout, shape: StepShape) -> StepSample:
     """A step's modelled time."""
     seconds = machine.step(
-        tp, shape.batch, shape.context, shape.prefill, drafts=shape.drafts, k=shape.k
+        layout, shape.batch, shape.context, shape.prefill, drafts=shape.drafts, k=shape.k
     )
-    return StepSample.of(tp, shape, [seconds])
+    return StepSample.of(layout, shape, [seconds])
 
 
 def _switches(
-    machine: Machine, kv_tokens: Mapping[int, int], ranks: int, fixed: float
+    machine: Machine, layouts: Iterable[Layout], kv_tokens: Mapping[int, int], fixed: float
 ) -> Iterable[SwitchSample]:
     """Every ordered pair of layouts, over live requests x tokens of each that fit in both."""
-    for source, target in permutations([Layout.of(tp, ranks) for tp in kv_tokens], 2):
+    layouts = tuple(layouts)
+    for source, target in permutations(layouts, 2):
         room = min(one.replicas * kv_tokens[one.tp] for one in (source, target))
         for live in _SWITCH_LIVE:
             for each in _CONTEXTS[::2]:
                 if live * each <= room:
-                    yield machine.switch(source, target, live, live * each, fixed)
+                    yield machine.switch(source, target, live, live * each, fixed, layouts[0])

@@ -11,6 +11,7 @@ from math import log2
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
 from pat_vllm.profiling.profile import SwitchSample
+from pat_vllm.simulator.modelled.expert_load import Load, Routing
 from pat_vllm.simulator.modelled.figures import (
     ACTIVATION_BYTES,
     ALL_REDUCE_EFFICIENCY,
@@ -19,6 +20,7 @@ from pat_vllm.simulator.modelled.figures import (
     BLOCK,
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
+    EXPERT_KERNELS,
     KERNEL_OVERHEAD,
     KERNELS_PER_LAYER,
     MEMORY_EFFICIENCY,
@@ -47,6 +49,7 @@ class Machine:
 
     Attributes:
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
+        skew: of a mixture's routing (`Routing`); an assumption.
     """
 
     model: ModelSize
@@ -54,6 +57,7 @@ class Machine:
     link: Link
     dtype_bytes: int
     drafting: float = 0.0
+    skew: float = 0.0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -65,14 +69,31 @@ class Machine:
         """Of a token, on one rank; heads are replicated when there are fewer than ranks."""
         return self.kv_bytes_per_token / min(tp, self.model.kv_heads)
 
-    def kv_tokens(self, tp: int, memory_fraction: float) -> int:
-        """Tokens whose KV fits beside the weights; 0 when not even these do."""
-        weights = self.model.resident_weights(tp) * self.dtype_bytes
+    def kv_tokens(self, tp: int, memory_fraction: float, held: Layout | None = None) -> int:
+        """Tokens whose KV fits beside the weights; 0 when not even these do.
+
+        Args:
+            held: the layout whose weights a rank holds; None: one of this tp.
+        """
+        held = held or Layout(tp, 1)
+        resident = self.model.resident_weights(held.tp, held.experts == "ep")
+        weights = resident * self.dtype_bytes
         left = memory_fraction * self.gpu.memory - ACTIVATION_BYTES - weights
         return max(0, int(left / self.kv_bytes_on_rank(tp)) // BLOCK * BLOCK)
 
+    def expert_load(self, layout: Layout, tokens: int) -> Load:
+        """Of a mixture: what a layer's experts are for the rank of a replica that has most to do.
+
+        Cut experts are a part of an expert each, for every rank alike.
+        """
+        assert self.model.experts is not None
+        routing = Routing(self.model.experts.count, self.model.experts.per_token, self.skew)
+        if layout.experts == "ep":
+            return routing.busiest(tokens, layout.tp)
+        return Load(routing.hot(tokens) / layout.tp, tokens * routing.per_token / layout.tp)
+
     def step(
-        self, tp: int, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0
+        self, layout: Layout, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0
     ) -> float:
         """A step of `batch` decodes over `context` tokens in all and of one prompt of `prefill`
         tokens, which attends to itself (causal).
@@ -80,8 +101,10 @@ class Machine:
         It verifies `drafts` draft tokens of all decodes together. Each is a token to compute and to
         sample, and attends to its request's context, whose KV is read once for all of them. With a
         draft length `k` the drafter runs.
+
+        Of a mixture, a rank reads the experts that some token goes to, once.
         """
-        model, tokens = self.model, batch + drafts + prefill
+        model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
         sampled = batch + drafts + (prefill > 0)
         layers, head = model.layer_weights(tp), model.head_weights(tp)
         memory = (layers + head) * self.dtype_bytes
@@ -90,12 +113,17 @@ class Machine:
         attended += context * (1 + drafts / batch) if batch else 0
         operations = 2 * (layers * tokens + head * sampled)
         operations += 4 * model.layers * model.heads * model.head_dim / tp * attended
+        launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
+        if model.experts is not None:
+            load = self.expert_load(layout, tokens)
+            memory += load.hot * model.expert_weights * self.dtype_bytes
+            operations += 2 * load.work * model.expert_weights
+            launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
         communicating = model.layers * layer_communication(
             self.gpu, self.link, tp, tokens * model.hidden * self.dtype_bytes
         )
-        launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         drafting = self.drafting if k else 0.0
         return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
 
@@ -116,21 +144,48 @@ class Machine:
                     total += len(needed - held.get(rank, set()))
         return self.kv_bytes_per_token / heads * total / pairs
 
+    def moved_experts(self, source: Layout, target: Layout, base: Layout) -> float:
+        """Weights of experts that trade places on a rank, from one layout to another.
+
+        Where experts are cut, those rows of a rank's part come to gate's that are up's, and as many
+        leave. Where they are whole, and in the base layout, they lie as they were loaded.
+        """
+        if self.model.experts is None:
+            return 0.0
+        one = self.model.experts
+        held = one.most_on_rank(base.tp) if base.experts == "ep" else one.count
+        parts = sum(1 / end.tp for end in (source, target) if end.experts == "tp" and end != base)
+        return one.layers * held * 2 * one.intermediate * self.model.hidden * parts
+
     def switch(
-        self, source: Layout, target: Layout, live: int, tokens: int, fixed: float
+        self,
+        source: Layout,
+        target: Layout,
+        live: int,
+        tokens: int,
+        fixed: float,
+        base: Layout | None = None,
     ) -> SwitchSample:
         """Move the KV of `live` requests with `tokens` tokens in all, and permute the weights in
-        place: each rank reads and writes its target shard once."""
+        place: each rank reads and writes its target shard once, and of experts what moves.
+
+        Args:
+            base: the engine's base layout, where the model has experts.
+        """
         kv_bytes = int(tokens * self.moved(source, target))
         senders = min(live, source.replicas) * source.tp
         receivers = min(live, target.replicas) * target.tp
         link = self.gpu.links[self.link] * EXCHANGE_EFFICIENCY
         kv = kv_bytes / max(1, min(senders, receivers)) / link
-        shard = self.model.resident_weights(target.tp) * self.dtype_bytes
+        shard = self.model.resident_weights(target.tp)
+        if self.model.experts is not None:
+            assert base is not None
+            shard = self.model.layer_weights(target.tp) + self.moved_experts(source, target, base)
+        shard *= self.dtype_bytes
         weights = 2 * shard / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         return SwitchSample(
-            source=source.tp,
-            target=target.tp,
+            source=source,
+            target=target,
             num_seqs=live,
             tokens=tokens,
             kv_bytes=kv_bytes,

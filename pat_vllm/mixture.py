@@ -1,0 +1,80 @@
+"""Mixtures of experts, and the layouts in which their experts can lie. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from pat_vllm.layout import Experts, Layout
+from pat_vllm.model_size import experts_of
+
+WantedExperts: TypeAlias = Literal["auto", "tp", "ep"]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What of a model's experts decides on how they can lie.
+
+    Attributes:
+        num_experts: of a layer, without those that every token goes to.
+        intermediate: width of an expert, elements.
+    """
+
+    num_experts: int
+    intermediate: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Mixture | None:
+        """From the contents of a Hugging Face `config.json`; None: the model has no experts."""
+        found = experts_of(config)
+        return None if found is None else cls(*found)
+
+    def layouts(
+        self, tps: Collection[int], world_size: int, wanted: WantedExperts
+    ) -> tuple[Layout, ...]:
+        """The layouts to keep ready, ascending in tp, cut experts before spread ones.
+
+        With a base layout of one rank, which has all experts whole, "auto" is every way in which
+        experts can lie. A wider one has either parts or whole experts, and all layouts like it:
+        with "auto", parts.
+
+        Args:
+            tps: the smallest is the base layout's.
+
+        Raises:
+            ValueError: the experts cannot lie so.
+        """
+        base_tp = min(tps)
+        made = []
+        for tp in sorted(tps):
+            kinds: tuple[Experts, ...] = ("tp", "ep") if wanted == "auto" else (wanted,)
+            if wanted == "auto" and base_tp > 1:
+                kinds = ("tp",)
+            if tp == 1:
+                made.append(Layout.of(1, world_size))
+                continue
+            hindrances = {kind: self._hindrance(kind, tp, base_tp) for kind in kinds}
+            fitting = [kind for kind, hindrance in hindrances.items() if hindrance is None]
+            if not fitting:
+                reasons = "; ".join(filter(None, hindrances.values()))
+                raise ValueError(
+                    f"layout tp={tp} with pat.experts={wanted!r}: {reasons}. Change pat.layouts or "
+                    "pat.experts."
+                )
+            made += [Layout.of(tp, world_size, kind) for kind in fitting]
+        return tuple(made)
+
+    def _hindrance(self, kind: Experts, tp: int, base_tp: int) -> str | None:
+        """Why experts cannot lie so, if they cannot."""
+        if kind == "tp":
+            if self.intermediate % tp:
+                return f"experts of width {self.intermediate} cannot be cut {tp} ways"
+        elif self.num_experts < tp:
+            return f"{self.num_experts} experts cannot be spread over {tp} ranks"
+        elif base_tp > 1 and self.num_experts % tp:
+            return (
+                f"{self.num_experts} experts do not divide among {tp} ranks, so that a rank would "
+                f"lack some of them with base_tp={base_tp}"
+            )
+        return None

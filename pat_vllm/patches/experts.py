@@ -1,0 +1,90 @@
+"""What PAT does to the experts of vLLM's models, in the workers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replace
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
+
+
+def keep_plain_experts(experts: RoutedExperts) -> None:
+    """Have vLLM run a layer's experts as they were loaded.
+
+    Without it: vLLM packs them on CPU, and elsewhere makes a contiguous copy of experts that are
+    views of larger ones. Missing seam: an option of the CPU platform; elsewhere
+    `weights_already_processed`, which counts for all of a model's layers, for one.
+    """
+    from vllm.model_executor.utils import weights_already_processed
+    from vllm.platforms import current_platform
+
+    method = experts.quant_method
+    if current_platform.is_cpu():
+        if not isinstance(method, _plain_experts()):
+            experts.quant_method = _plain_experts()(experts.moe_config)
+        return
+
+    def make_kernel_only(process: Callable[..., None]) -> Callable[..., None]:
+        def made(layer: RoutedExperts) -> None:
+            if method.moe_kernel is None:
+                with weights_already_processed():
+                    process(layer)
+
+        return made
+
+    replace(method, "process_weights_after_loading", make_kernel_only)
+
+
+@functools.cache
+def _plain_experts() -> type:
+    import torch
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    class PlainExperts(UnquantizedFusedMoEMethod):
+        """vLLM's method for experts, in torch: for weights in any strides, and spread experts."""
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            assert layer.activation is MoEActivation.SILU, layer.activation
+
+        def apply(  # type: ignore[override]  # as that of vLLM's experts
+            self,
+            layer: Any,
+            x: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            shared_experts: SharedExperts | None,
+            shared_experts_input: torch.Tensor | None,
+        ) -> torch.Tensor:
+            """What this rank's experts, or its parts of them, add to each token's output.
+
+            Args:
+                x: `[tokens, hidden]`.
+                topk_weights, topk_ids: `[tokens, experts of a token]`; ids among all experts.
+            """
+            assert not layer.apply_router_weight_on_input
+            local = topk_ids.long()
+            if layer.expert_map is not None:
+                local = layer.expert_map[local].long()
+            w13, w2 = layer.get_parameter("w13_weight"), layer.get_parameter("w2_weight")
+            output = torch.zeros_like(x)
+            for expert in local.unique().tolist():
+                if expert < 0:  # another rank's
+                    continue
+                tokens, choices = (local == expert).nonzero(as_tuple=True)
+                gate, up = linear(x[tokens], w13[expert]).chunk(2, dim=-1)
+                made = linear(torch.nn.functional.silu(gate) * up, w2[expert])
+                weights = topk_weights[tokens, choices].to(made.dtype)
+                output.index_add_(0, tokens, made * weights.unsqueeze(-1))
+            return output
+
+    return PlainExperts

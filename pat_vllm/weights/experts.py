@@ -1,0 +1,100 @@
+"""How the experts of a vLLM model lie on a rank, and which of them layouts can share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+
+from pat_vllm.layout import Place
+from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition
+
+_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
+"""Those that run experts as they were loaded, or pack copies of them: on CPU, where
+`keep_plain_weights` prevents it. Others permute the weights where they lie."""
+
+
+def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...]:
+    """How layouts cut a weight of a layer's experts.
+
+    Args:
+        name: "w13_weight", of shape `[experts, 2 * intermediate, hidden]`, whose rows are gate's
+            and then up's; or "w2_weight", `[experts, hidden, intermediate]`.
+    """
+    config = experts.moe_config
+    whole = Cut(ExpertPartition(config.num_experts), "ep")
+    if name == "w13_weight":
+        parts = (config.intermediate_size,) * 2
+        return whole, Cut(EvenPartition(parts, dim=1), "tp")
+    assert name == "w2_weight"
+    return whole, Cut(EvenPartition((config.intermediate_size,), dim=2), "tp")
+
+
+def expert_place(experts: RoutedExperts) -> Place:
+    """The rank's place among those that share a layer's experts, as vLLM made it."""
+    parallel = experts.moe_config.moe_parallel_config
+    if parallel.use_ep:
+        return Place(parallel.ep_size, parallel.ep_rank, "ep")
+    return Place(parallel.tp_size, parallel.tp_rank)
+
+
+def check_experts(path: str, experts: RoutedExperts) -> None:
+    """Check that layouts can share a layer's experts.
+
+    Raises:
+        ValueError: they cannot; says why and what helps.
+    """
+    for reason in _reasons(experts):
+        raise ValueError(
+            f"{path} ({type(experts).__name__}): PAT cannot derive experts for other layouts that "
+            f"{reason}, or use a static tensor_parallel_size without PAT"
+        )
+
+
+def check_gates(path: str, runner: MoERunner) -> None:
+    """Check that vLLM keeps no copy of a layer's gates.
+
+    Raises:
+        ValueError: it does.
+    """
+    if runner.gate is not None and runner.shared_expert_gate is not None:
+        raise ValueError(
+            f"{path}: vLLM joins the gates of this model's routed and shared experts in a copy, "
+            "which new weights do not reach. Use a static tensor_parallel_size without PAT."
+        )
+
+
+def _reasons(experts: RoutedExperts) -> Iterator[str]:
+    """Why layouts cannot share them, and what to set."""
+    config, method = experts.moe_config, experts.quant_method
+    parallel, manager = config.moe_parallel_config, experts.expert_map_manager
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        yield f"are quantized with {type(method).__name__}: use an unquantized checkpoint"
+        return
+    backend = method.unquantized_backend
+    if backend not in _BACKENDS:
+        yield f"are laid out for {backend.value}: set moe_backend='triton'"
+    if backend is UnquantizedMoeBackend.CPU and method.moe_kernel is not None:
+        # What vLLM packs has the shape and the loader of what it was.
+        yield "vLLM has packed for its CPU kernels: use a GPU"
+    if parallel.enable_eplb or config.num_experts != config.num_logical_experts:
+        yield "are moved between ranks for their load: set enable_eplb=False"
+    if manager.placement_strategy != "linear":
+        yield "do not lie in order: set expert_placement_strategy='linear'"
+    if parallel.use_all2all_kernels or parallel.dp_size > 1 or parallel.is_sequence_parallel:
+        yield "are sent tokens by other groups: set data_parallel_size=1"
+    if manager.num_fused_shared_experts:
+        yield "have shared ones among them: set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"
+    if config.has_bias or not config.is_act_and_mul:
+        yield "have biases or no gate: use another model"
+    if (
+        config.hidden_dim != config.hidden_dim_unpadded
+        or config.intermediate_size_per_partition != config.intermediate_size_per_partition_unpadded
+        or config.tp_shard_with_padding
+    ):
+        yield f"are padded for {backend.value}: set moe_backend='triton'"

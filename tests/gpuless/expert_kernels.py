@@ -1,0 +1,165 @@
+"""vLLM's Triton kernel for experts, on weights that are views of those of all experts whole.
+
+A program, because vLLM looks for Triton's backends when it is imported. With TRITON_INTERPRET=1 it
+runs the kernel, else it compiles it for GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton.backends
+
+triton.backends.backends.setdefault(
+    "cpu",
+    SimpleNamespace(
+        driver=SimpleNamespace(is_active=lambda: True),
+        compiler=SimpleNamespace(supports_target=lambda target: False),
+    ),
+)
+
+import triton.language as tl  # noqa: E402
+from vllm.model_executor.layers.fused_moe import fused_moe  # noqa: E402
+
+from pat_vllm.layout import Layout, Place  # noqa: E402
+from pat_vllm.weights.row_order import block_of, common_unit  # noqa: E402
+from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition, pieces_of  # noqa: E402
+from tests.triton_kernels import CAPABILITIES, compiled_for  # noqa: E402
+
+CONFIGS = (
+    {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
+    | {"num_warps": 4, "num_stages": 4},
+    {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8}
+    | {"num_warps": 8, "num_stages": 3},
+)
+"""Like those that vLLM has for few and for many tokens."""
+
+
+def views(w13: torch.Tensor, w2: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a layout finds its experts among all of them whole; the rows are not put in order."""
+    experts, _, intermediate = w2.shape
+    whole = Cut(ExpertPartition(experts), "ep")
+    cuts_of = (
+        (w13, (whole, Cut(EvenPartition((intermediate,) * 2, dim=1), "tp"))),
+        (w2, (whole, Cut(EvenPartition((intermediate,), dim=2), "tp"))),
+    )
+    made = []
+    for weight, cuts in cuts_of:
+        view = weight
+        for cut in cuts:
+            pieces = pieces_of(cut.shard(place), cut.shard(Place(1, 0)))
+            rows = weight.shape[cut.dim]
+            block = block_of(pieces, rows, common_unit(rows, [pieces]))
+            view = view.narrow(cut.dim, block.start, block.size)
+        made.append(view)
+    return made[0], made[1]
+
+
+def launch(
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    config: dict[str, int],
+    compute_type: Any,
+    sorted_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token's product with each of its experts, `[tokens, experts of a token, rows]`."""
+    made = torch.zeros((*ids.shape, weight.shape[1]), dtype=x.dtype)
+    padded = torch.full((1,), ids.numel() * config["BLOCK_SIZE_M"], dtype=torch.int32)
+    fused_moe.invoke_fused_moe_triton_kernel(
+        x,
+        weight,
+        made,
+        None,
+        None,
+        None,
+        sorted_ids,
+        ids.flatten(),
+        padded,
+        False,
+        ids.shape[1],
+        dict(config),
+        compute_type=compute_type,
+        use_fp8_w8a8=False,
+        use_int8_w8a8=False,
+        use_int8_w8a16=False,
+        use_int4_w4a16=False,
+        per_channel_quant=False,
+    )
+    return made
+
+
+def places(ranks: int) -> Iterator[Place]:
+    """Every place in every layout but the narrowest."""
+    for tp in (2, 4, 8):
+        for kind in ("tp", "ep"):
+            if tp <= ranks:
+                layout = Layout.of(tp, ranks, "tp" if kind == "tp" else "ep")
+                yield from {layout.place_of(rank) for rank in range(ranks)}
+
+
+def run() -> dict[str, Any]:
+    """Of views: whether the kernel gives what it gives for copies, and how far that is from torch.
+
+    A view that a wrong stride or offset would leave shows in both.
+    """
+    generator = torch.Generator().manual_seed(0)
+    experts, hidden, intermediate = 8, 32, 64
+    w13 = torch.randn((experts, 2 * intermediate, hidden), generator=generator)
+    w2 = torch.randn((experts, hidden, intermediate), generator=generator)
+    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
+    worst, alike, launched = 0.0, True, 0
+    for place in sorted(places(4), key=str):
+        for view in views(w13, w2, place):
+            x = torch.randn((3, view.shape[2]), generator=generator)
+            ids = torch.stack([torch.randperm(len(view), generator=generator)[:2] for _ in x])
+            ids = ids.to(torch.int32)
+            made = launch(view, x, ids, config, tl.float32)
+            copied = launch(view.contiguous(), x, ids, config, tl.float32)
+            expected = torch.einsum("tk,tckn->tcn", x, view[ids.long()].transpose(2, 3))
+            worst = max(worst, float((made - expected).abs().max()))
+            alike &= torch.equal(made, copied)
+            launched += 1
+    return {"worst": worst, "alike": alike, "launched": launched}
+
+
+def compile_all() -> dict[str, Any]:
+    """Of Qwen3-30B-A3B on up to 8 GPUs: the code for views, and what copies have beside it."""
+    experts, hidden, intermediate = 128, 2048, 768
+    # Nobody reads or writes them.
+    w13 = torch.empty((experts, 2 * intermediate, hidden), dtype=torch.bfloat16)
+    w2 = torch.empty((experts, hidden, intermediate), dtype=torch.bfloat16)
+    found: dict[str, Any] = {}
+    for capability in CAPABILITIES:
+        codes: list[set[str]] = []
+        spills = 0
+        for copy in (False, True):
+            with compiled_for(capability) as code:
+                for place in places(8):
+                    for view in views(w13, w2, place):
+                        _compile(torch.empty(view.shape, dtype=view.dtype) if copy else view)
+            codes.append(set(code))
+            spills += sum(one.spills for one in code.values())
+        found[str(capability)] = {
+            "codes": len(codes[0]),
+            "of views only": len(codes[0] - codes[1]),
+            "spills": spills,
+        }
+    return found
+
+
+def _compile(weight: torch.Tensor) -> None:
+    x = torch.empty((512, weight.shape[2]), dtype=torch.bfloat16)
+    ids = torch.empty((512, 8), dtype=torch.int32)
+    for config in CONFIGS:
+        sorted_ids = torch.empty(8192, dtype=torch.int32)
+        launch(weight, x, ids, config, tl.bfloat16, sorted_ids)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run() if os.environ.get("TRITON_INTERPRET") == "1" else compile_all()))
