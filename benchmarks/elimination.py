@@ -63,7 +63,6 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
 """What makes PAT do without each part that is no knob."""
 
 KNOBS: Mapping[str, Any] = {
-    "samples": 1,
     "dwell": 0.0,
 }
 """Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""

@@ -42,6 +42,8 @@ _PATIENCE = 64
 
 _NEWS = 0.02
 """Share of the live requests that has to end, or to come, before it plans again."""
+_FUTURES = 4
+"""Sampled futures per plan. More of them, for few requests, did not pay (docs/predictor.md)."""
 
 
 class AdaptivePolicy(Policy):
@@ -249,8 +251,7 @@ class AdaptivePolicy(Policy):
         live = state.requests()
         self._planned = (state.layout, state.num_seqs, self._versions)
         self._lengths.observe_running(live)
-        futures = max(4, min(16, self._tuning.samples // len(live)))
-        ahead = course(live, self._lengths.sample(live, futures))
+        ahead = course(live, self._lengths.sample(live, _FUTURES))
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
         if self._acceptance is not None:
             self._drafting = self._acceptance.expected()

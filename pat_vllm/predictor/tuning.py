@@ -10,7 +10,6 @@ class Tuning:
     """How careful the policy is.
 
     Attributes:
-        samples: sampled remaining lengths per plan, over all requests; sets the number of futures.
         dwell: a switch holds for this many times its cost before the next one may be made.
         probe_factor: a layout without real steps is taken to be at most this many times faster
             than predicted.
@@ -23,7 +22,6 @@ class Tuning:
         observing_share: share of the time that may go into learning from steps.
     """
 
-    samples: int = 1024
     dwell: float = 5.0
     probe_factor: float = 2.0
     probe_saving: float = 0.10

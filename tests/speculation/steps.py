@@ -52,13 +52,14 @@ def counted(llm: Any) -> tuple[int, int]:
 
 
 @contextmanager
-def acceptance(llm: Any, low: float = 0.3, high: float = 0.9) -> Iterator[None]:
-    """Inside, drafts are accepted, but not all; otherwise nothing was tested."""
+def acceptance(llm: Any, low: float = 0.3, rejected: int = 5) -> Iterator[None]:
+    """Inside, a share of the drafts is accepted, and some are not; else nothing was tested."""
     before = counted(llm)
     yield
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
     assert drafted > 50, drafted
-    assert low <= accepted / drafted <= high, (drafted, accepted)
+    assert accepted >= low * drafted, (drafted, accepted)
+    assert drafted - accepted >= rejected, (drafted, accepted)
 
 
 def switch(llm: Any, tp: int | str) -> dict[str, list[int]]:
