@@ -24,7 +24,6 @@ from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
-from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
@@ -59,13 +58,10 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "likely prior": lambda: patch(f"{_HERE}.hazard.Prior.given", _unseen),
     "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
+    "dwell": lambda: patch(f"{_HERE}.adaptive._DWELL", 0.0),
+    "growing contexts": lambda: patch(f"{_HERE}.planner._MOST_PARTS", 1),
 }
-"""What makes PAT do without each part that is no knob."""
-
-KNOBS: Mapping[str, Any] = {
-    "dwell": 0.0,
-}
-"""Neutral values of the knobs that act on time. The other knobs bound what PAT itself takes."""
+"""What makes PAT do without each part."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +161,10 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
                 )
             }
         )
-    tuning = replace(Tuning(), **{knob: KNOBS[knob] for knob in without & set(KNOBS)})
     with ExitStack() as stack:
-        for part in sorted(without & set(PARTS)):
+        for part in sorted(without):
             stack.enter_context(PARTS[part]())
-        policy = AdaptivePolicy(
-            believed, bound=batches[0].max_tokens, tuning=tuning, timer=lambda: 0.0
-        )
+        policy = AdaptivePolicy(believed, bound=batches[0].max_tokens, timer=lambda: 0.0)
         runs = simulate_batches(batches, policy, truth, ReplicaCapacity.of(profile))
     return sum(run.seconds for run in runs)
 
@@ -208,7 +201,7 @@ class Elimination:
     ) -> None:
         """`parts` are those that may be dropped; None: all."""
         self.scenarios = scenarios
-        self._parts = parts or [*PARTS, *KNOBS]
+        self._parts = parts or [*PARTS]
         self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
         self._known: dict[frozenset[str], list[float]] = {}
 
@@ -291,8 +284,8 @@ def run(
     part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
 ) -> None:
     """Print the path of the elimination as a table in Markdown."""
-    if unknown := {*(part or ())} - {*PARTS, *KNOBS}:
-        raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS, *KNOBS]}")
+    if unknown := {*(part or ())} - set(PARTS):
+        raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS]}")
     names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):

@@ -251,7 +251,7 @@ def test_few_long_requests_end_in_one_group(profile, truth):
 def test_decisions_tell_what_was_predicted_and_what_became_of_it(profile, truth):
     policy = policy_of(profile)
     runs = run(policy, truth, profile, "long tail")
-    fired = [one for one in policy.decisions if one.fired]
+    fired = [one for one in policy.report().decisions if one.fired]
     assert len(fired) == sum(len(one.switches_on_the_way) for one in runs)
     for one in fired:
         assert one.real_cost is not None and one.real_cost >= 0
@@ -260,7 +260,9 @@ def test_decisions_tell_what_was_predicted_and_what_became_of_it(profile, truth)
     last = [one for one in fired if one.why == "saving"][-1]
     assert last.saving > 0
     assert last.real_cost == pytest.approx(last.cost, rel=0.5, abs=0.02)
-    assert any(not one.fired for one in policy.decisions), "nearly taken ones are noted, too"
+    assert any(not one.fired for one in policy.report().decisions), (
+        "nearly taken ones are noted, too"
+    )
     report = policy.report()
     assert report.batches == BATCHES
     for count, error in report.step_error.values():

@@ -15,7 +15,6 @@ WRONG = [Scenario("8 x H100", "uniform", 0, (Layout(1, 8), 2.0))]
 def path(monkeypatch, lost, parts):
     """The path where `lost(scenario, without)` is what is lost."""
     monkeypatch.setattr(elimination, "PARTS", dict.fromkeys(parts))
-    monkeypatch.setattr(elimination, "KNOBS", {})
     monkeypatch.setattr(elimination, "seconds", lambda s, without: 100 * (1 + lost(s, without)))
     found = Elimination([*RIGHT, *WRONG]).path(lambda text: None)
     return [(part, dropped) for part, dropped, _ in found]
@@ -45,6 +44,6 @@ def test_a_scenario_is_replayed_alike(workload):
     one = Scenario("pat_vllm/simulator/modelled/measured.json", workload, 0)
     whole = seconds(one, frozenset())
     assert whole == seconds(one, frozenset())
-    everything = frozenset({*elimination.PARTS, *elimination.KNOBS})
+    everything = frozenset(elimination.PARTS)
     assert seconds(one, everything) == pytest.approx(whole, rel=0.5)
     assert whole == seconds(one, frozenset())

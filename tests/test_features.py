@@ -224,7 +224,7 @@ def jobs(llm: Any, plain: Any) -> dict[str, Job]:
         "frequency penalty": Job(plain_prompt, greedy(40, frequency_penalty=1.2, logprobs=2)),
         "repetition penalty": Job(plain_prompt, greedy(40, repetition_penalty=1.4, logprobs=2)),
         "seeded, all penalties": Job(
-            prompt(7, 60),
+            prompt(7, 50),
             seeded(40, 3, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
         ),
         "allowed tokens": Job(prompt(8, 15), greedy(30, allowed_token_ids=[50, 51, 52, 53])),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,19 +26,39 @@ TOLERANCE = 1e-4
 PLAIN_TOLERANCE = 2e-4
 """For plain weights on CPU. Their kernels round by the size of the batch more than those for packed
 weights: stock vLLM's log-probabilities of a request differ by up to 1.05e-4 between two batches."""
-TWO_RANKS = ("llama_gqa", "qwen2", "qwen3_tied")
+
+
+class Switching(NamedTuple):
+    """An engine whose switches are tested: model, ranks and options of PAT."""
+
+    model: str
+    ranks: int
+    base_tp: int = 1
+    weights: str = "inplace"
+    experts: str = "auto"
+
+    def __str__(self) -> str:
+        values = zip(self, (None, None, 1, None, "auto"), strict=True)
+        return "-".join(str(value) for value, usual in values if value != usual)
+
+
 # Weights in place for all; copies, which tests/test_weights.py compares with vLLM's byte for byte
-# and tests/test_ray.py has for every change, for one.
+# and tests/test_ray.py has for every change, for one, and for a mixture.
 CASES = [
-    *((model, 2, 1, "inplace") for model in TWO_RANKS),
-    ("qwen3", 4, 1, "inplace"),
-    ("llama_few_kv", 4, 2, "inplace"),
+    Switching("llama_gqa", 2),
+    GROUPED := Switching("qwen2", 2),
+    TIED := Switching("qwen3_tied", 2),
+    LONG := Switching("qwen3", 4),
+    FEW_KV_HEADS := Switching("llama_few_kv", 4, base_tp=2),
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
-    ("qwen3_moe", 2, 1, "inplace"),
-    ("qwen2_moe", 4, 1, "inplace"),
-    ("qwen2", 2, 1, "materialized"),
+    MIXTURE := Switching("qwen3_moe", 2),
+    LONG_MIXTURE := Switching("qwen2_moe", 4),
+    # Experts of one kind, as where no rank has any whole.
+    CUT := Switching("qwen3_moe", 4, base_tp=2, experts="tp"),
+    SPREAD := Switching("qwen3_moe", 4, base_tp=2, experts="ep"),
+    COPIES := Switching("qwen2", 2, weights="materialized"),
+    COPIED_MIXTURE := Switching("qwen3_moe", 2, weights="materialized"),
 ]
-"""Model, ranks, base layout's tp, weights."""
 
 
 def batch(seed: int = 0, requests: int = 6, longest: int = 70) -> dict[str, Job]:
@@ -61,21 +81,22 @@ NIGHTLY = {
     "test_an_idle_engine_returns_to_its_base_layout",
 }
 """What takes long on four ranks. For every change it runs on two, and between tp=2 and tp=4."""
-LONG, FEW_KV_HEADS, _, MIXTURE, COPIES = CASES[3:]
+PAIRS = "test_every_ordered_pair_of_layouts"
 ONLY = {
-    "test_blocks_are_short_between_kinds_of_one_tp": [CASES[5]],
-    "test_the_layouts_take_the_memory_of_one": [CASES[2], CASES[3], MIXTURE],
-    "test_one_group_is_a_stock_engine": [CASES[1]],
+    "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
+    "test_the_layouts_take_the_memory_of_one": [TIED, LONG, LONG_MIXTURE, CUT, SPREAD],
+    "test_one_group_is_a_stock_engine": [GROUPED],
 }
 """Tests for some of the cases, all of them with weights in place."""
 
 
-def is_nightly(name: str, case: tuple[str, int, int, str]) -> bool:
+def is_nightly(name: str, case: Switching) -> bool:
     # Nothing of KV heads is in it: what is computed again is a prompt in one layout.
     recomputed = case == FEW_KV_HEADS and name == "test_recomputing_gives_the_same"
-    long = case in (LONG, MIXTURE) and name in NIGHTLY
-    pairs = case == MIXTURE and name == "test_every_ordered_pair_of_layouts"  # 20 of them
-    return recomputed or case == COPIES or long or pairs
+    long = case in (LONG, LONG_MIXTURE) and name in NIGHTLY
+    pairs = case == LONG_MIXTURE and name == PAIRS  # 20 of them
+    copied = case == COPIED_MIXTURE and name != PAIRS
+    return recomputed or long or pairs or copied or case in (COPIES, CUT, SPREAD)
 
 
 def pytest_generate_tests(metafunc):
@@ -87,7 +108,7 @@ def pytest_generate_tests(metafunc):
         [
             pytest.param(
                 one,
-                id="-".join(map(str, one)),
+                id=str(one),
                 marks=[pytest.mark.nightly] if is_nightly(name, one) else [],
             )
             for one in ONLY.get(name, CASES)
@@ -100,8 +121,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="module")
 def case(request):
     """See `make_case`. A module that runs these tests on another kind of engine has its own."""
-    model, ranks, base_tp, weights = request.param
-    with make_case(model, ranks, base_tp=base_tp, weights=weights) as case:
+    with make_case(**request.param._asdict()) as case:
         yield case
 
 

@@ -23,11 +23,10 @@ from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
 from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
-from pat_vllm.predictor.probing import Prober
+from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import PlannedSavings
 from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 from pat_vllm.speculation import Schedule
@@ -39,11 +38,16 @@ _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
 _PATIENCE = 64
 """After this many steps that cannot be compared (they compute prompts), it is trusted anyway."""
-
 _NEWS = 0.02
 """Share of the live requests that has to end, or to come, before it plans again."""
-_FUTURES = 4
-"""Sampled futures per plan. More of them, for few requests, did not pay (docs/predictor.md)."""
+_DWELL = 5.0
+"""A switch holds for this many times its cost before the next one may be made."""
+_PLANNING_SHARE = 0.004
+"""Share of the time that may go into planning."""
+_OBSERVING_SHARE = 0.002
+"""Share of the time that may go into learning from steps, and from drafts."""
+_FUTURES = 8
+"""Sampled futures per plan. With four, batches take as long, but savings are predicted worse."""
 
 
 class AdaptivePolicy(Policy):
@@ -59,7 +63,6 @@ class AdaptivePolicy(Policy):
         costs: CostModel | None = None,
         lengths_file: Path | None = None,
         draft_lengths: Sequence[int] = (0,),
-        tuning: Tuning | None = None,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         """The policy of a profile's engine.
@@ -79,7 +82,6 @@ class AdaptivePolicy(Policy):
             ValueError: `lengths_file` cannot be read.
         """
         layouts = profile.layouts
-        tuning = tuning or Tuning()
         self.home = layouts[0]
         self._steps = StepTimeModel.fit(profile)
         self._keeper = Keeper(lengths_file)
@@ -99,11 +101,10 @@ class AdaptivePolicy(Policy):
         self._no_drafts: Mapping[Layout, Schedule] = none if self._acceptance is not None else {}
         self.drafts = self._no_drafts
         self._drafting = PLAIN
-        self._prober = Prober(tuning)
+        self._prober = Prober()
         self._decisions = Decisions()
         self._savings = PlannedSavings(self._planner)
         self._last_step = 0.0
-        self._tuning = tuning
         self._timer = timer
 
         self._planned: tuple[Layout, int, tuple[int, int]] | None = None
@@ -151,7 +152,7 @@ class AdaptivePolicy(Policy):
         self._steps.observe(layout, shape, seconds)
         if not self._prober.active:  # a probe is there to observe
             took = self._timer() - started
-            self._next_observation = now + took / self._tuning.observing_share
+            self._next_observation = now + took / _OBSERVING_SHARE
 
     def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
         self._savings.drafted(length)
@@ -160,7 +161,7 @@ class AdaptivePolicy(Policy):
         started = self._timer()
         self._acceptance.observe(length, requests, accepted)
         took = self._timer() - started
-        self._next_drafts = now + took / self._tuning.observing_share
+        self._next_drafts = now + took / _OBSERVING_SHARE
 
     def weights_changed(self) -> None:
         if self._acceptance is not None:
@@ -222,7 +223,7 @@ class AdaptivePolicy(Policy):
         self._planning += took
         self._slowest_plan = max(self._slowest_plan, took)
         self._last_plan = state.now
-        self._next_plan = state.now + took / self._tuning.planning_share
+        self._next_plan = state.now + took / _PLANNING_SHARE
         return target
 
     def _due(self, state: LiveState) -> bool:
@@ -263,9 +264,9 @@ class AdaptivePolicy(Policy):
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
-            why = self._verdict(state, plan)
-            self._note(state, plan, plan.best, why, fired=why == "saving")
-            if why == "saving":
+            fired = not self._dwells(state)
+            self._note(state, plan, plan.best, "saving" if fired else "hysteresis", fired)
+            if fired:
                 return plan.best
         elif plan.go:
             best = min(plan.go, key=plan.go.__getitem__)
@@ -276,11 +277,10 @@ class AdaptivePolicy(Policy):
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
         seen = {layout: count for layout, (count, _) in self._error.items()}
-        if seen.get(state.layout, 0) < self._tuning.probe_steps:
+        if seen.get(state.layout, 0) < PROBE_STEPS:
             return state.layout
-        worked = self._worked_before
-        if self._begun is not None:
-            worked += state.now - self._begun
+        begun = state.now if self._begun is None else self._begun
+        worked = self._worked_before + state.now - begun
         probe = self._prober.find(state.num_seqs, outlook, plan, seen, worked)
         if probe is None:
             return state.layout
@@ -288,14 +288,12 @@ class AdaptivePolicy(Policy):
         self._note(state, hoped, layout, "probe", fired=True)
         return layout
 
-    def _verdict(self, state: LiveState, plan: Plan) -> str:
-        """Why the best plan's switch is made ("saving"), or why it is not."""
+    def _dwells(self, state: LiveState) -> bool:
+        """Whether the last switch is too recent for another one; probes do not count."""
         last = self._last_switch
-        if last is not None and not self._is_probe(last):
-            dwelt = state.now - last.at - last.seconds
-            if dwelt < self._tuning.dwell * (last.seconds - last.quiesce):
-                return "hysteresis"
-        return "saving"
+        if last is None or self._is_probe(last):
+            return False
+        return state.now - last.at - last.seconds < _DWELL * (last.seconds - last.quiesce)
 
     def _is_probe(self, switch: SwitchReport) -> bool:
         last = next((d for d in reversed(self._decisions.since()) if d.fired), None)

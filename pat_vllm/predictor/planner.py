@@ -32,6 +32,9 @@ _EXACT_LIVE = 8
 """Up to this many live requests each number is planned for by itself, above in groups."""
 _GROUP_RATIO = 0.85
 """Least of the live requests in a group relative to its most."""
+_GROWTH = 0.25
+"""Most growth of the contexts in a group, relative to them; but for `_MOST_PARTS`."""
+_MOST_PARTS = 4
 _PREFILL_CHUNK = 512
 """Prompt tokens that a step is taken to compute where many wait."""
 
@@ -167,12 +170,34 @@ def course(live: LiveRequests, remaining: Ints) -> Course:
     def mean(values: Floats | Ints) -> Floats:
         return np.add.reduceat((values * weights).sum(axis=0), starts) / of_group
 
+    return _cut(
+        Course(
+            live=mean(alive),
+            most=np.append(starts[1:], count).astype(float),
+            steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
+            context=mean(total),
+            longest=mean(longest),
+        )
+    )
+
+
+def _cut(course: Course) -> Course:
+    """The same, where groups in which contexts grow much are several, the last steps first.
+
+    Responses that all end together are one group, and their KV may fit at first and not later.
+    """
+    parts = np.ceil(course.steps * course.live / (_GROWTH * course.context))
+    parts = np.clip(parts, 1, _MOST_PARTS).astype(int)
+    group = np.repeat(np.arange(len(parts)), parts)
+    part = np.arange(len(group)) - np.repeat(np.cumsum(parts) - parts, parts)
+    steps = course.steps[group]
+    later = steps * (0.5 - (part + 0.5) / parts[group])  # than the group's middle
     return Course(
-        live=mean(alive),
-        most=np.append(starts[1:], count).astype(float),
-        steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
-        context=mean(total),
-        longest=mean(longest),
+        live=course.live[group],
+        most=course.most[group],
+        steps=steps / parts[group],
+        context=course.context[group] + later * course.live[group],
+        longest=course.longest[group] + later,
     )
 
 
@@ -263,8 +288,7 @@ class Planner:
         short = running < admitted
         if short.any():
             # Each token takes another's place, which is computed again when its request goes on.
-            many = layout.replicas * _PREFILL_CHUNK
-            token += short * course.live * (self._prefill_seconds(layout, many) / many)
+            token += short * course.live * self._prefill_pace(layout)
         # Later it will be known what is best. Until then, what may be best is tried.
         hoped = (seconds / drafting.hoped[:, None]).argmin(axis=0)
         return _Pace(
@@ -302,12 +326,18 @@ class Planner:
         chunk = self._step(layout, 0, 0, 0, share, layout.replicas)
         return float(chunk) * tokens / (share * layout.replicas)
 
+    def _prefill_pace(self, layout: Layout) -> float:
+        """Seconds per token, of many that are computed again."""
+        many = layout.replicas * _PREFILL_CHUNK
+        return self._prefill_seconds(layout, many) / many
+
     def _switch_seconds(self, course: Course, paces: Sequence[_Pace]) -> list[list[list[float]]]:
         """Seconds that switches take when a group begins, [group][source][target]."""
         count = len(self.layouts)
         seconds = np.zeros((count, count, len(course.live)))
         # The first step in the target has no drafts to verify: it gives one token.
         first = [pace.token * (pace.tokens - 1) for pace in paces]
+        room = [one.replicas * self._kv_tokens[one.tp] for one in self.layouts]
         for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
@@ -316,6 +346,10 @@ class Planner:
                 if i != j:
                     switch = self._switch(source, target, course.most, course.context)
                     seconds[i, j] = switch + waits + first[j]
+                    # What the target cannot hold is computed again.
+                    lost = np.minimum(course.context, room[i]) - room[j]
+                    if lost.max() > 0:
+                        seconds[i, j] += np.maximum(0, lost) * self._prefill_pace(target)
         return seconds.transpose(2, 0, 1).tolist()  # type: ignore[no-any-return]
 
 

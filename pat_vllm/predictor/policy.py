@@ -11,7 +11,7 @@ from typing import ClassVar
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Ints, LiveState
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
+from pat_vllm.reporting import PredictorReport, SwitchReport
 from pat_vllm.speculation import Schedule
 
 SETTLE_SECONDS = 0.05
@@ -65,11 +65,6 @@ class Policy:
 
     def idle(self, now: float) -> None:
         """No request is left."""
-
-    @property
-    def decisions(self) -> tuple[DecisionReport, ...]:
-        """What was decided, or nearly, oldest first."""
-        return self.report().decisions
 
     def report(self, since: float = -math.inf) -> PredictorReport:
         """What was decided, or nearly, and how the predictions do.

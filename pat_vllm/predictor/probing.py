@@ -9,17 +9,23 @@ from collections.abc import Mapping
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.planner import Outlook, Plan
-from pat_vllm.predictor.tuning import Tuning
 
+PROBE_STEPS = 4
 _MOST_PROBES = 2
 """Probes of one layout."""
+_FACTOR = 2.0
+"""A layout without real steps is taken to be at most this many times faster than predicted."""
+_SAVING = 0.10
+"""A probe must promise this share of the remaining time, were the layout so much faster."""
+_BUDGET = 0.015
+"""All probes together may lose this share of the time that the engine has worked, if the
+predictions are right."""
 
 
 class Prober:
     """Finds layouts that are worth a probe, and bounds what probes may lose."""
 
-    def __init__(self, tuning: Tuning) -> None:
-        self._tuning = tuning
+    def __init__(self) -> None:
         self._made: dict[Layout, int] = {}
         self._spent = 0.0
         self._steps_left = 0
@@ -57,21 +63,20 @@ class Prober:
         Returns:
             The layout, and the plan in which it is as fast as one may hope; None for no probe.
         """
-        tuning = self._tuning
         for layout, cost in plan.cost.items():
             if self._made.get(layout, 0) >= _MOST_PROBES:
                 continue
-            if seen.get(layout, 0) >= 2 * tuning.probe_steps:
+            if seen.get(layout, 0) >= 2 * PROBE_STEPS:
                 continue
             slower = plan.step[layout] - plan.step[plan.layout]
-            price = 2 * cost + tuning.probe_steps * max(0.0, slower)
-            if price >= tuning.probe_budget * worked - self._spent:
+            price = 2 * cost + PROBE_STEPS * max(0.0, slower)
+            if price >= _BUDGET * worked - self._spent:
                 continue
-            hoped = outlook.hoped(layout, tuning.probe_factor).plan(plan.layout)
+            hoped = outlook.hoped(layout, _FACTOR).plan(plan.layout)
             gain = hoped.never - hoped.go[layout]
-            if hoped.best == layout and gain > tuning.probe_saving * hoped.never:
+            if hoped.best == layout and gain > _SAVING * hoped.never:
                 self._spent += price
                 self._made[layout] = self._made.get(layout, 0) + 1
-                self._steps_left = (1 + tuning.probe_steps) * min(layout.replicas, num_seqs)
+                self._steps_left = (1 + PROBE_STEPS) * min(layout.replicas, num_seqs)
                 return layout, hoped
         return None

@@ -10,7 +10,6 @@ from typing import Any
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.tuning import Tuning
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -144,12 +143,7 @@ class Replayer:
             for layout in self.profile.layouts
         }
 
-    def adaptive(
-        self,
-        profile: Profile,
-        tuning: Tuning | None = None,
-        draft_lengths: Sequence[int] = (0,),
-    ) -> AdaptivePolicy:
+    def adaptive(self, profile: Profile, draft_lengths: Sequence[int] = (0,)) -> AdaptivePolicy:
         """PAT's default policy, which believes `profile` and has seen no length yet.
 
         Args:
@@ -158,7 +152,6 @@ class Replayer:
         return AdaptivePolicy(
             profile,
             bound=max(batch.max_tokens for batch in self.batches),
-            tuning=tuning,
             draft_lengths=draft_lengths,
             # The time that planning takes here is not the simulated engine's.
             timer=lambda: 0.0,

@@ -37,7 +37,7 @@ def simulate(
     Raises:
         ValueError: a request does not fit into a replica's memory.
     """
-    earlier = len(policy.decisions)
+    earlier = len(policy.report().decisions)
     engine = SimulatedEngine(trace, truth, capacity, start or policy.home, began, chunk, policy)
     while engine.num_seqs or engine.arriving:
         waiting_for_work = not engine.num_seqs
@@ -51,7 +51,7 @@ def simulate(
             policy.idle(engine.now)
             if policy.home != engine.layout:
                 engine.switch(policy.home, "idle")
-    return engine.result(policy.decisions[earlier:])
+    return engine.result(policy.report().decisions[earlier:])
 
 
 def simulate_batches(

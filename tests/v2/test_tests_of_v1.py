@@ -14,8 +14,11 @@ from tests.test_switch import make_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
+MODELS = [("qwen2", 2, 1), ("llama_few_kv", 4, 2), ("qwen3_moe", 2, 1)]
+"""Model, ranks, base layout's tp."""
 
-@pytest.fixture(scope="module", params=[("qwen2", 2, 1), ("llama_few_kv", 4, 2)], ids=str)
+
+@pytest.fixture(scope="module", params=MODELS, ids=str)
 def case(request: pytest.FixtureRequest, runner_v2: None) -> Iterator[Any]:
     model, ranks, base_tp = request.param
     with make_case(model, ranks, base_tp=base_tp, weights="inplace") as case:
