@@ -100,7 +100,8 @@ def main() -> None:
         "ratios of neighbouring batches.\n\n"
     )
     header = ["", "PAT s", "stock s", "stock ms/step", "ratio", "bar", "cores busy when all wait"]
-    name = "overhead" + (f"-{args.only}" if args.only else "")
+    name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
+    name += f"-{args.only}" if args.only else ""
     name += "-inplace" if args.weights == "inplace" else ""
     write_results(name, facts, body, text + table(header, rows))
 
