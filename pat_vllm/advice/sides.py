@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain as concatenated
 from itertools import product
 
 from pat_vllm.layout import Layout
@@ -29,7 +30,7 @@ PLANNED = "k planned"
 """PAT's own choice, by layout and number of requests."""
 
 _NEAR = 1.05
-"""Static sides within this of the best in the first batch are replayed in all."""
+"""Static sides within this of the best of their kind in the first batch are replayed in all."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,8 @@ class Replayed:
 def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
     """Replay the sides of rollouts.
 
-    Static layouts are compared with all their draft lengths in the first batch; those that come
-    near the best of them are replayed in all.
+    Static sides are compared in the first batch; those that come near the best of them are replayed
+    in all.
 
     Args:
         run: in place of one task after another.
@@ -215,15 +216,17 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
     ]
     if len(rollouts.draft_lengths) == 1:
         pat, drafted = pat_plain, []
-    everywhere = [*dict.fromkeys((pat, pat_plain)), *plain, *own]
-    tasks = [Task(side, chain) for side in everywhere for chain in chains]
-    tasks += [Task(side, 0, screening=True) for side in drafted]
+    static = [*plain, *drafted]
+    tasks = [Task(side, chain) for side in dict.fromkeys((pat, pat_plain)) for chain in chains]
+    tasks += [Task(side, 0, screening=True) for side in (*static, *own)]
     runs = dict(zip(tasks, run(tasks), strict=True))
 
-    in_first = {side: runs[Task(side, 0, screening=True)][0].seconds for side in drafted}
-    limit = _NEAR * min(in_first.values(), default=0.0)
-    near = [side for side in drafted if in_first[side] <= limit]
-    tasks = [Task(side, chain) for side in near for chain in chains]
+    def near(sides: Sequence[Side]) -> list[Side]:
+        first = {side: runs[Task(side, 0, screening=True)][0].seconds for side in sides}
+        return [side for side in sides if first[side] <= _NEAR * min(first.values())]
+
+    left = [near(sides) for sides in (own, plain, static)]
+    tasks = [Task(*each) for each in product(dict.fromkeys(concatenated(*left)), chains)]
     runs |= zip(tasks, run(tasks), strict=True)
 
     def whole(side: Side) -> Replayed:
@@ -235,4 +238,5 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
 
     ours = whole(pat)
     ours_plain = ours if pat == pat_plain else whole(pat_plain)
-    return Sides(best(own), best(plain), best([*plain, *near]), ours_plain, ours)
+    best_own, best_plain, best_static = map(best, left)
+    return Sides(best_own, best_plain, best_static, ours_plain, ours)
