@@ -45,6 +45,9 @@ _STUBS = (
     "flashinfer",
     "flashinfer_cubin",
     "flashinfer_jit_cache",
+    # Where it is not what the CPU has loaded: without AVX-512 that has another file, of the same
+    # operators, which can be registered only once.
+    "vllm._C",
     "vllm._C_stable_libtorch",
     "vllm._moe_C_stable_libtorch",
     "vllm._rocm_C",
