@@ -18,7 +18,7 @@ from tests.gpuless.collectives import MISTAKES, Outcome, read
 from tests.gpuless.sequences import Event, Merge
 from tests.support.child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 V2_ON_CPU = ROOT / "tests" / "support" / "v2_on_cpu"

@@ -37,7 +37,7 @@ from tests.triton_kernels import (
     needs_triton,
 )
 
-pytestmark = [needs_triton, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_triton, pytest.mark.slow]
 
 QWEN_32B = dataclasses.replace(
     QWEN_14B, name="qwen3-32b", layers=64, hidden=5120, heads=64, intermediate=25600

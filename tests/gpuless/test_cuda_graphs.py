@@ -22,7 +22,7 @@ from tests.gpuless.graph_checks import CHECKS
 from tests.gpuless.graph_mistakes import MISTAKES, NIGHTLY
 from tests.support.child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 V2_ON_CPU = ROOT / "tests" / "support" / "v2_on_cpu"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.triton_kernels import CAPABILITIES, in_interpreter, in_process, needs_triton
 
-pytestmark = [needs_triton, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_triton, pytest.mark.slow]
 
 PROGRAM = "tests.gpuless.expert_kernels"
 

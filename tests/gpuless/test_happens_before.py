@@ -36,7 +36,7 @@ from tests.gpuless.order_checks import (
 )
 from tests.support.mutation import mutated
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CHECKS = [
     check_switches,

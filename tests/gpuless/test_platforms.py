@@ -15,7 +15,7 @@ from tests.gpuless.platform_mistakes import COMPILE_RANGES, MISTAKES, OPTIONS
 from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
 from tests.support.child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 V2_ON_CPU = ROOT / "tests" / "support" / "v2_on_cpu"

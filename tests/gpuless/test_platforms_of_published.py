@@ -12,7 +12,7 @@ from tests.contract.wheels import Unavailable, vllm_sources
 from tests.gpuless.test_platforms import V2_ON_CPU
 from tests.support.child import Child
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("0.33.0",)
