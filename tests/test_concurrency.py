@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pat_vllm
 from benchmarks.without_workers import answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.patches.schedulers import make_room_for_grammars
+from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker import layout_config
 from tests.engines import Job, Outcome, engine, run, scheduler_of
@@ -192,6 +194,16 @@ def llm() -> Iterator[Any]:
         yield llm
 
 
+def await_grammars(replica_set: ReplicaSet) -> None:
+    """Wait until no request waits for a grammar, which vLLM compiles in a thread."""
+    end = time.monotonic() + 60
+    waiting = [one for replica in replica_set.replicas for one in replica.scheduler.waiting]
+    for grammar in filter(None, (one.structured_output_request for one in waiting)):
+        while grammar.grammar is None:
+            assert time.monotonic() < end, "a grammar does not become ready"
+            time.sleep(0.01)
+
+
 def served(llm: Any, script: Mapping[int, int]) -> tuple[dict[str, Outcome], dict[int, list[int]]]:
     """Outcomes of the jobs, and what each replica ran at most, by tp; switches at `script`'s
     steps."""
@@ -201,6 +213,7 @@ def served(llm: Any, script: Mapping[int, int]) -> tuple[dict[str, Outcome], dic
         if (tp := script.get(step)) is not None:
             pat_vllm.switch(llm, tp=tp)
         replica_set = scheduler_of(llm).replica_set
+        await_grammars(replica_set)
         most = seen.setdefault(replica_set.layout.tp, [0] * len(replica_set.replicas))
         for replica in replica_set.replicas:
             most[replica.index] = max(most[replica.index], len(replica.scheduler.running))

@@ -542,6 +542,7 @@ def test_load_or_measure(
     monkeypatch.setattr(load, "profile_engine", measure)
 
     def get(path: str | None = None) -> Profile:
+        scheduler.replica_set.drain()
         return load.load_or_measure(scheduler.replica_set.executor, scheduler.kv_cache_config, path)
 
     first = get()
