@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import math
 import os
 import time
@@ -13,8 +15,10 @@ import ray
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
 from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from pat_openrlhf.handle import EngineHandle, TokenizerAtHand
 from pat_openrlhf.options import EngineOptions
 from pat_openrlhf.placement import check_nodes, gpus_of_bundles
 from pat_vllm.api import report_async
@@ -41,6 +45,7 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
         self._rollouts = 0
         self._started = 0.0
         self._responses = 0
+        self._tokenizer: tuple[str, asyncio.Future[Any]] | None = None
         self._gpus: list[str] | None = None
         if pat.get("launcher") == "mp":
             # Workers that Ray does not place must be shown the GPUs that it gave to this engine.
@@ -68,9 +73,15 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
         """What the engine has done so far; see `pat_vllm.report`."""
         return await report_async(self.llm, since)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+    async def generate(
+        self, prompt_token_ids: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As OpenRLHF's, which takes only the last output of a request."""
+        params = copy.copy(sampling_params)
+        # Or vLLM makes an output of each token, and wakes the request's task for it.
+        params.output_kind = RequestOutputKind.FINAL_ONLY
         with _death_told_plainly():
-            return await super().generate(*args, **kwargs)
+            return await super().generate(prompt_token_ids, params, *args, **kwargs)
 
     async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
         """As OpenRLHF's. The last responses of a rollout also log what the engine did in it."""
@@ -78,6 +89,8 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
             self._started, self._responses = time.monotonic(), 0
         self._running += 1
         try:
+            if isinstance(sent := kwargs.get("hf_tokenizer"), TokenizerAtHand):
+                kwargs["hf_tokenizer"] = await self._unpacked(sent)
             responses = await super().generate_responses(*args, **kwargs)
             self._responses += len(responses)
         finally:
@@ -95,6 +108,14 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
             with _death_told_plainly():
                 await self.llm.check_health()
         return responses
+
+    async def _unpacked(self, sent: TokenizerAtHand) -> Any:
+        """A tokenizer that was sent; the last one is kept."""
+        name = sent.reference.hex()
+        if self._tokenizer is None or self._tokenizer[0] != name:
+            # Prompts that come meanwhile wait for the same one.
+            self._tokenizer = name, asyncio.ensure_future(sent.reference)
+        return await self._tokenizer[1]
 
 
 @contextlib.contextmanager
@@ -146,7 +167,7 @@ class PatEngines:
             # would go on, and wait minutes for this engine in the set-up of the weight sync. The
             # first engine starts alone, so that nothing disturbs the profile that it may take.
             ray.get(self._starting)
-        return actor
+        return EngineHandle(actor)
 
 
 class _Placed:
