@@ -197,7 +197,7 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     )
     refuse(
         "enable_rollout_routing_replay",
-        "PAT serves dense models only: set False",
+        "PAT does not hand on which experts were chosen: set False",
         bool(_get(rollout, "enable_rollout_routing_replay")),
     )
     if _get(rollout, "full_determinism") and not isinstance(
