@@ -5,15 +5,17 @@ from itertools import pairwise, permutations
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.paper.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.adaptive import _DWELL, AdaptivePolicy
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
+from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
@@ -332,6 +334,28 @@ def test_an_engines_cost_model_is_told_of_switches_by_the_engine(profile):
     before = own._costs.seconds(source, target, 8, 800)
     own.switched(report)
     assert own._costs.seconds(source, target, 8, 800) > before
+
+
+def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(profile):
+    """Though nothing ends meanwhile, and the next review is far."""
+    policy = policy_of(profile, bound=8000)
+    values: dict[str, Any] = dict.fromkeys(SwitchReport.__dataclass_fields__, 0.0)
+    values |= {"source": GROUP, "target": REPLICAS, "reason": "policy", "seconds": 1.0}
+    policy.arrived(0.0, 1)
+    policy.switched(SwitchReport(**values | {"num_seqs": 4, "migrated": 4, "tokens": 400}))
+    for _ in range(20):
+        policy.stepped(1.0, REPLICAS, StepShape(2, 200, 100, busy=2), 0.039)
+    count = np.full(4, 100)
+    live = LiveRequests(count, 0 * count, 80 * count, count > 0, count, count % 2, count)
+
+    def choice(now):
+        return policy.choose(LiveState(now, REPLICAS, len(live), 100.0, lambda: live))
+
+    soonest = 1.0 + _DWELL * 1.0
+    assert [choice(now) for now in (1.1, 2.0, soonest - 0.1)] == [REPLICAS] * 3
+    (decision,) = policy.report().decisions
+    assert (decision.why, decision.target) == ("hysteresis", GROUP)
+    assert choice(soonest) == GROUP
 
 
 def test_a_refusal_leaves_the_back_off_to_the_engine(profile, truth):

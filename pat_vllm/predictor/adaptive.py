@@ -33,7 +33,6 @@ from pat_vllm.speculation import Schedule
 
 logger = logging.getLogger(__name__)
 
-
 _TRUSTED_STEPS = 4
 """Steps in the first layout that are compared with the profile before it may lead to a switch."""
 _PATIENCE = 64
@@ -264,10 +263,11 @@ class AdaptivePolicy(Policy):
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
-            fired = not self._dwells(state)
+            fired = state.now >= (dwell := self._dwell_end())
             self._note(state, plan, plan.best, "saving" if fired else "hysteresis", fired)
             if fired:
                 return plan.best
+            self._review = min(self._review, dwell)
         elif plan.go:
             best = min(plan.go, key=plan.go.__getitem__)
             if plan.go[best] < plan.never:
@@ -288,12 +288,12 @@ class AdaptivePolicy(Policy):
         self._note(state, hoped, layout, "probe", fired=True)
         return layout
 
-    def _dwells(self, state: LiveState) -> bool:
-        """Whether the last switch is too recent for another one; probes do not count."""
+    def _dwell_end(self) -> float:
+        """Until when the last switch holds; probes do not."""
         last = self._last_switch
         if last is None or self._is_probe(last):
-            return False
-        return state.now - last.at - last.seconds < _DWELL * (last.seconds - last.quiesce)
+            return -math.inf
+        return last.at + last.seconds + _DWELL * (last.seconds - last.quiesce)
 
     def _is_probe(self, switch: SwitchReport) -> bool:
         last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
