@@ -183,6 +183,51 @@ def test_pause_generation_in_both_spellings() -> None:
     assert calls == [("abort", False), ("wait", True), (False, False), (True, True)]
 
 
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
+def test_only_cumulative_outputs_are_joined(kind: str) -> None:
+    """What the HTTP server of the same engine asks for, the others, stays as it is."""
+    from pat_verl.server import _send_first_and_last_outputs
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import RequestOutputKind
+
+    def output(tokens: list[int], finished: bool) -> RequestOutput:
+        reason = "length" if finished else None
+        logprobs: Any = [{token: None} for token in tokens]
+        one = CompletionOutput(0, "", tokens, None, logprobs, finish_reason=reason)
+        return RequestOutput("a", None, [1], None, [one], finished)
+
+    asked: list[SamplingParams] = []
+
+    class Engine:
+        async def generate(
+            self, prompt: Any, sampling_params: SamplingParams, request_id: str
+        ) -> Any:
+            asked.append(sampling_params)
+            yield output([5], finished=False)
+            yield output([6, 7], finished=True)
+
+    async def collect() -> list[tuple[list[int], int, bool]]:
+        params = SamplingParams(output_kind=RequestOutputKind[kind])
+        outputs = engine.generate(prompt=[1], sampling_params=params, request_id="a")
+        return [
+            (list(one.outputs[0].token_ids), len(one.outputs[0].logprobs), one.finished)
+            async for one in outputs
+        ]
+
+    engine: Any = Engine()
+    _send_first_and_last_outputs(engine)
+    found = asyncio.run(collect())
+    if kind == "CUMULATIVE":
+        assert asked[0].output_kind == RequestOutputKind.DELTA
+        assert asked[0].stream_interval is not None
+        assert found == [([5], 1, False), ([5, 6, 7], 3, True)]
+    else:
+        assert asked[0].output_kind == RequestOutputKind[kind]
+        assert asked[0].stream_interval is None
+        assert found == [([5], 1, False), ([6, 7], 2, True)]
+
+
 @pytest.mark.parametrize("alive", [True, False])
 def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
     from pat_verl.server import PatHttpServer

@@ -238,6 +238,8 @@ def test_one_request_is_aborted(pat: Server) -> None:
     result, responses = pat.do(abort_one())
     assert result["aborted"], result
     assert [r.stop_reason for r in responses] == ["aborted"] + ["completed"] * 5
+    assert 0 < len(responses[0].token_ids) < 150
+    assert all(len(r.log_probs) == len(r.token_ids) for r in responses)
 
 
 def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
@@ -17,6 +19,9 @@ from pat_vllm import report_async, speculate_async, switch_async
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ class PatHttpServer(vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
         _accept_wait_for_inflight_requests(self.engine)
+        _send_first_and_last_outputs(self.engine)
 
     # ---------------------------------------------------------------- requests
 
@@ -143,6 +149,38 @@ class PatHttpServer(vLLMHttpServer):
                 f"the PAT engine of rollout replica {self.replica_rank} has died. What ended it is "
                 "further up in the log, in the lines of EngineCore and of its workers."
             ) from error
+
+
+_NEVER = 1 << 30
+"""Tokens between two outputs of a request: more than any request has."""
+
+
+def _send_first_and_last_outputs(engine: AsyncLLM) -> None:
+    """Have an engine's cumulative outputs be two: a request's first token, and then all of it.
+
+    verl looks at the first output, by which it knows that the request is in the engine, and at the
+    last. vLLM would make one for each token, with a copy of all tokens so far, and wake the caller.
+    """
+    original = engine.generate
+
+    async def generate(
+        prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        joined = sampling_params.output_kind == RequestOutputKind.CUMULATIVE
+        if joined:
+            sampling_params.output_kind = RequestOutputKind.DELTA
+            sampling_params.stream_interval = _NEVER
+        whole: RequestOutput | None = None
+        outputs = original(prompt, sampling_params, *args, **kwargs)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                if whole is None or not joined:
+                    whole = output
+                else:
+                    whole.add(output, aggregate=True)
+                yield whole
+
+    engine.generate = generate  # type: ignore[method-assign]
 
 
 def _accept_wait_for_inflight_requests(engine: AsyncLLM) -> None:
