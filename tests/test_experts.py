@@ -21,9 +21,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 
+from pat_vllm.kernels import swap
 from pat_vllm.layout import Experts, Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
-from pat_vllm.weights import inplace
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
@@ -162,8 +162,8 @@ def test_a_base_layout_of_two_ranks(kind: Experts) -> None:
 
 
 def test_rows_of_the_first_expert_only_are_noticed() -> None:
-    change = {"range(0, len(rows), step)": "range(0, step, step)"}
-    with mutated(inplace._row_swaps, change), pytest.raises(AssertionError, match="w13_weight"):
+    change = {"(tensor.shape[:dim]), -1)": "(tensor.shape[:dim]), -1)[:1]"}
+    with mutated(swap._sides, change), pytest.raises(AssertionError, match="w13_weight"):
         check_walks(8, LAYOUTS, rank=1)
 
 

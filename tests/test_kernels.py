@@ -39,23 +39,25 @@ def random_swaps(
     rng: random.Random, unit: int = 1
 ) -> tuple[list[torch.Tensor], list[list[RowSwap]]]:
     """Tensors, and rounds of swaps of them; ranges are of whole units of rows."""
-    tensors = []
+    tensors, dims = [], []
     for _ in range(rng.randint(1, 4)):
         dtype, rows = rng.choice(DTYPES), unit * rng.randint(2, 40)
-        shape = (rows,) if rng.random() < 0.3 else (rows, rng.choice([1, 3, 8, 16, 24]))
-        tensors.append(random_bytes(shape, dtype, rng.randrange(2**30)))
+        before: tuple[int, ...] = rng.choice([(), (), (1,), (3,), (2, 5)])
+        after = () if rng.random() < 0.3 else (rng.choice([1, 3, 8, 16, 24]),)
+        tensors.append(random_bytes((*before, rows, *after), dtype, rng.randrange(2**30)))
+        dims.append(len(before))
     rounds = []
     for _ in range(rng.randint(0, 3)):
         swaps = []
-        for tensor in tensors:
+        for tensor, dim in zip(tensors, dims, strict=True):
             # Cut all rows into ranges, then pair some that are equally long.
-            count = len(tensor) // unit
+            count = tensor.shape[dim] // unit
             cuts = sorted(rng.sample(range(count + 1), rng.randint(2, min(count + 1, 8))))
             ranges = [(a * unit, (b - a) * unit) for a, b in pairwise(cuts)]
             rng.shuffle(ranges)
             while len(ranges) > 1:
                 (a, one), (b, other) = ranges.pop(), ranges.pop()
-                swaps.append(RowSwap(tensor, a, b, min(one, other)))
+                swaps.append(RowSwap(tensor, a, b, min(one, other), dim))
         rng.shuffle(swaps)
         rounds.append(swaps)
     return tensors, rounds
@@ -65,16 +67,18 @@ def swapped(tensors: list[torch.Tensor], rounds: list[list[RowSwap]]) -> list[to
     """Copies of the tensors after the swaps, by plain indexing."""
     copies = [tensor.clone() for tensor in tensors]
     for swaps in rounds:
-        for tensor, a, b, length in swaps:
+        for tensor, a, b, length, dim in swaps:
             (copy,) = (c for c, t in zip(copies, tensors, strict=True) if t is tensor)
-            kept = copy[a : a + length].clone()
-            copy[a : a + length] = copy[b : b + length]
-            copy[b : b + length] = kept
+            rows = copy.transpose(0, dim)
+            kept = rows[a : a + length].clone()
+            rows[a : a + length] = rows[b : b + length]
+            rows[b : b + length] = kept
     return copies
 
 
 def num_bytes(rounds: list[list[RowSwap]]) -> int:
-    return sum(2 * t[a : a + length].nbytes for swaps in rounds for t, a, _, length in swaps)
+    every = (one for swaps in rounds for one in swaps)
+    return sum(2 * t.narrow(dim, a, length).nbytes for t, a, _, length, dim in every)
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,6 +126,14 @@ def test_overlapping_ranges_are_refused_within_a_round_only():
         with pytest.raises(ValueError, match="overlap"):
             prepare([swaps])
     prepare([[one], [other]]).run()
+
+
+def test_ranges_inside_others_are_noticed():
+    """A range of many rows overlaps with one that begins long before it ends."""
+    tensor = torch.zeros(4, 10)
+    with pytest.raises(ValueError, match="overlap"):
+        prepare([[RowSwap(tensor, 0, 5, 3, dim=1), RowSwap(tensor, 2, 3, 1)]])
+    prepare([[RowSwap(tensor, 0, 5, 3, dim=1), RowSwap(tensor, 3, 8, 2, dim=1)]]).run()
 
 
 def test_strided_tensors_and_no_staging_are_refused():

@@ -8,10 +8,11 @@ buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 STAGING_BYTES = 16 << 20
@@ -29,13 +30,15 @@ _ACCESS_BYTES = 16
 class RowSwap(NamedTuple):
     """Rows `a` to `a + length` of `tensor` trade places with rows `b` to `b + length`.
 
-    `tensor` is contiguous, of any dtype, and has one dimension or more; rows are along the first.
+    `tensor` is contiguous, of any dtype, and has one dimension or more. Rows are along dimension
+    `dim`: they trade places at every index of the dimensions before it.
     """
 
     tensor: torch.Tensor
     a: int
     b: int
     length: int
+    dim: int = 0
 
 
 class ByteSwaps:
@@ -103,10 +106,11 @@ class _KernelRound:
         self._pairs = pairs
         chunks = []
         for a, b in pairs:
-            starts = torch.arange(0, a.nbytes, _CHUNK_BYTES)
-            sizes = (a.nbytes - starts).clamp(max=_CHUNK_BYTES)
-            chunks.append(torch.stack([a.data_ptr() + starts, b.data_ptr() + starts, sizes // 8]))
-        self._table = torch.cat(chunks, dim=1).T.contiguous().to(pairs[0][0].device)
+            within = np.arange(0, a.shape[1], _CHUNK_BYTES)
+            words = np.minimum(a.shape[1] - within, _CHUNK_BYTES) // 8
+            sides = [(_starts(side)[:, None] + within).ravel() for side in (a, b)]
+            chunks.append(np.stack([*sides, np.tile(words, len(a))], axis=1))
+        self._table = torch.from_numpy(np.concatenate(chunks)).to(pairs[0][0].device)
 
         def launch(table: torch.Tensor) -> None:
             swap_kernel[(len(table),)](table, BLOCK=TILE, num_warps=WARPS)
@@ -131,7 +135,7 @@ class _CopyRound:
         self._pieces = [
             _widest(x, y)
             for a, b in pairs
-            for x, y in zip(a.split(size), b.split(size), strict=True)
+            for x, y in zip(_split(a, size), _split(b, size), strict=True)
         ]
         self._staging_bytes = max(x.nbytes for x, _ in self._pieces)
 
@@ -139,29 +143,46 @@ class _CopyRound:
         device = self._pieces[0][0].device
         staging = torch.empty(self._staging_bytes, dtype=torch.uint8, device=device)
         for x, y in self._pieces:
-            kept = staging[: x.nbytes].view(x.dtype)
+            kept = staging[: x.nbytes].view(x.dtype).view(x.shape)
             kept.copy_(x)
             x.copy_(y)
             y.copy_(kept)
 
 
-def _sides(tensor: torch.Tensor, a: int, b: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ranges, as bytes."""
+def _sides(
+    tensor: torch.Tensor, a: int, b: int, length: int, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ranges as bytes, `[indices of the dimensions before, bytes of the range]`."""
     if not tensor.is_contiguous() or tensor.dim() == 0:
         raise ValueError(f"rows can be swapped in contiguous tensors, got {tuple(tensor.shape)}")
-    rows = len(tensor)
+    rows = tensor.shape[dim]
     if min(a, b, length) < 0 or max(a, b) + length > rows:
         raise ValueError(f"rows {a} and {b} + {length} are not inside the {rows} of a tensor")
-    every = tensor.detach().reshape(-1).view(torch.uint8)
-    row = every.numel() // rows
-    return every.narrow(0, a * row, length * row), every.narrow(0, b * row, length * row)
+    every = tensor.detach().reshape(-1).view(torch.uint8).view(math.prod(tensor.shape[:dim]), -1)
+    row = every.shape[1] // rows
+    return every.narrow(1, a * row, length * row), every.narrow(1, b * row, length * row)
 
 
-def _check_disjoint(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    ranges = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pair in pairs for x in pair)
-    for (_, end), (start, _) in pairwise(ranges):
-        if start < end:
-            raise ValueError("the ranges of a round overlap: put their swaps in several rounds")
+def _starts(side: torch.Tensor) -> np.ndarray:
+    """Address of each range of a side."""
+    return side.data_ptr() + np.arange(len(side), dtype=np.int64) * side.stride(0)
+
+
+def _check_disjoint(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if not pairs:
+        return
+    sides = [side for pair in pairs for side in pair]
+    starts = np.concatenate([_starts(side) for side in sides])
+    ends = starts + np.repeat([side.shape[1] for side in sides], [len(side) for side in sides])
+    order = np.argsort(starts)
+    if (starts[order][1:] < ends[order][:-1]).any():
+        raise ValueError("the ranges of a round overlap: put their swaps in several rounds")
+
+
+def _split(side: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Pieces of at most `size` bytes."""
+    for some in side.split(max(1, size // side.shape[1])):
+        yield from some.split(size, dim=1)
 
 
 def _on_gpu(tensor: torch.Tensor) -> bool:
@@ -169,11 +190,12 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return not any(n % _ACCESS_BYTES for n in (a.data_ptr(), b.data_ptr(), a.nbytes))
+    sizes = (a.data_ptr(), b.data_ptr(), a.shape[1], a.stride(0))
+    return not any(n % _ACCESS_BYTES for n in sizes)
 
 
 def _widest(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same bytes in 8-byte elements where possible: they are copied faster than narrow ones."""
-    if any(n % 8 for n in (x.storage_offset(), y.storage_offset(), x.nbytes)):
+    if any(n % 8 for n in (x.storage_offset(), y.storage_offset(), x.shape[1], x.stride(0))):
         return x, y
     return x.view(torch.int64), y.view(torch.int64)

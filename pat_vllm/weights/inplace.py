@@ -14,7 +14,7 @@ from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
-from pat_vllm.weights.row_order import Block, RowOrder, Swap, block_of, common_unit, rounds
+from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
 
 
@@ -154,7 +154,9 @@ class InPlaceShards:
                 for i, swaps in enumerate(swaps_of[cut]):
                     if i == len(made):
                         made.append([])
-                    made[i] += _row_swaps(weight.tensor, cut.dim, swaps)
+                    made[i] += [
+                        RowSwap(weight.tensor, one.a, one.b, one.length, cut.dim) for one in swaps
+                    ]
         return prepare(made)
 
     def _order(self, cut: Cut, layout: Layout) -> RowOrder:
@@ -163,11 +165,3 @@ class InPlaceShards:
             self._blocks[cut][cut.ways(self._places[one])] for one in (self._base_layout, layout)
         )
         return RowOrder.original(base.size, base.unit).bring(own)
-
-
-def _row_swaps(tensor: torch.Tensor, dim: int, swaps: Iterable[Swap]) -> Iterator[RowSwap]:
-    """The same swaps along `dim` at every index of the dimensions before it: in every expert."""
-    rows, step = tensor.flatten(0, dim), tensor.shape[dim]
-    for one in swaps:
-        for first in range(0, len(rows), step):
-            yield RowSwap(rows, first + one.a, first + one.b, one.length)

@@ -249,7 +249,7 @@ MISTAKES: list[tuple[Any, ...]] = [
         "row swaps: all rounds at once",
         check_row_swaps,
         (row_order.rounds, {"not made or any": "not made or False and any"}),
-        (swap._check_disjoint, {"if start < end:": "if False:"}),
+        (swap._check_disjoint, {"if not pairs:": "if True:"}),
     ),
     (
         "row swaps: sleep does not wait",
