@@ -216,9 +216,15 @@ class PATConfig(StrictModel):
     def _check_policy(self, layouts: Sequence[Layout]) -> None:
         for name in self._policy_names():
             if Layout.find(name, layouts) is None:
+                help = "add it to pat.layouts or change the policy"
+                if self.base_tp > 1 and _tp_of(name) in {layout.tp for layout in layouts}:
+                    help = (
+                        f"with pat.base_tp={self.base_tp} experts lie in one way in all layouts: "
+                        "set pat.experts to 'tp' or 'ep', or change the policy"
+                    )
                 raise ValueError(
                     f"pat.policy names {_described(name)}, which is not among the layouts "
-                    f"{', '.join(map(str, layouts))}; add it to pat.layouts or change the policy"
+                    f"{', '.join(map(str, layouts))}; {help}"
                 )
 
     def largest_batch(self, layout: Layout) -> int | None:

@@ -23,6 +23,9 @@ def write_whole(path: Path, text: str, *, private: bool = False) -> None:
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            # Or a loss of power may leave an empty file by this name.
+            file.flush()
+            os.fsync(descriptor)
         os.replace(scratch, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 """The shape fields of the models' public config.json."""
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 MIXTURES = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
@@ -64,12 +64,13 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         config: contents of a Hugging Face `config.json`.
 
     Returns:
-        None: the model has no experts.
+        None: the model has no experts, or not one number and one width for all layers.
     """
-    count = next((config[name] for name in _EXPERT_COUNTS if config.get(name)), None)
-    if count is None:
-        return None
-    return count, next(config[name] for name in _EXPERT_WIDTHS if config.get(name))
+    count, width = (
+        next((config[name] for name in names if config.get(name)), None)
+        for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
+    )
+    return (count, width) if isinstance(count, int) and isinstance(width, int) else None
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -106,17 +107,16 @@ class ExpertSizes:
         Raises:
             ValueError: it has, but is none of the `MIXTURES`.
         """
-        found = experts_of(config)
-        if found is None:
+        named = next((name for name in _EXPERT_COUNTS if config.get(name)), None)
+        if named is None:
             return None
-        count, intermediate = found
-        kind = config.get("model_type")
-        if kind not in MIXTURES or not config.get("num_experts_per_tok"):
-            named = next(name for name in _EXPERT_COUNTS if config.get(name))
+        found, kind = experts_of(config), config.get("model_type")
+        if found is None or kind not in MIXTURES or not config.get("num_experts_per_tok"):
             raise ValueError(
                 f"the model's config has {named}: a mixture of experts of model_type {kind!r} "
                 f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
             )
+        count, intermediate = found
         shared = config.get("shared_expert_intermediate_size") or 0
         gated = bool(shared)
         if kind == "glm4_moe":

@@ -214,6 +214,10 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
         found.append(("quantization", model.quantization, "None (unquantized weights)"))
     if model.is_moe:
         found += _unsupported_experts(vllm_config)
+        if mixture_of(vllm_config) is None:
+            named = f"{model.model} (a mixture of experts)"
+            allowed = "models whose config has one number of experts and one width for all layers"
+            found.append(("model", named, allowed))
     kinds = {
         "a multimodal model": model.is_multimodal_model,
         "an encoder-decoder model": model.is_encoder_decoder,

@@ -30,6 +30,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
     # Mixtures of experts: one KV head for two ranks at tp=4, ...
     "qwen3_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2),
+    "qwen3_moe_updated": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, seed=1),
     # ... shared experts with a gate, and experts that do not divide by four, ...
     "qwen2_moe": dict(
         arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, gain=3.0
@@ -47,6 +48,9 @@ SPECS: dict[str, dict[str, Any]] = {
     "repeating_llama": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500, repeat=1.25),
     # And a mixture of experts.
     "repeating_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, repeat=1.2),
+    "repeating_shared": dict(
+        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, repeat=1.2
+    ),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
     "vocab16": dict(
         arch="qwen3",

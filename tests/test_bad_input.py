@@ -111,6 +111,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 DIRECTORY = str(Path(__file__).parent)
+SPREAD = {"kind": "static", "tp": "tp4dp1ep"}
 DENSE_ONLY = "decoder-only models with full attention"
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
@@ -161,6 +162,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "mixtral",
         dict(moe_backend="flashinfer_cutlass"),
         ["moe_backend='flashinfer_cutlass'", "allowed: auto, triton"],
+    ),
+    "batches that overlap": ("mixtral", dict(enable_dbo=True), ["enable_dbo=True"]),
+    "experts that are told": (
+        "mixtral",
+        dict(enable_return_routed_experts=True),
+        ["enable_return_routed_experts=True", "layouts cannot replay routing yet"],
+    ),
+    "layers with different experts": (
+        "mixtral",
+        dict(
+            hf_overrides={
+                "num_local_experts": 0,
+                "block_configs": [{"block_type": "moe", "n_routed_experts": n} for n in (8, 4)],
+            }
+        ),
+        ["a mixture of experts", "one number of experts and one width for all layers"],
+    ),
+    "both kinds where no rank has a whole expert": (
+        "mixtral",
+        dict(
+            tensor_parallel_size=4,
+            hf_overrides={"num_attention_heads": 8, "num_key_value_heads": 4},
+            additional_config={"pat": {"base_tp": 2, "weights": "inplace", "policy": SPREAD}},
+        ),
+        ["names tp4dp1ep", "with pat.base_tp=2 experts lie in one way in all layouts"],
     ),
     "NUMA nodes by rank": (
         "llama_12_3",
@@ -486,6 +512,23 @@ def test_refused(case: str, tmp_path: Path) -> None:
         engine_config(tmp_path, model, options)
     message = str(error.value)
     assert not [word for word in words if word not in message], message
+
+
+def test_experts_that_move_are_refused(tmp_path: Path) -> None:
+    """On CPU vLLM refuses them itself."""
+    from pat_vllm.support import _unsupported_experts
+
+    config = engine_config(tmp_path, "mixtral", {})
+    parallel = config.parallel_config
+    parallel.enable_eplb = parallel.enable_elastic_ep = True
+    parallel.eplb_config.num_redundant_experts = 4
+    found = {option: (value, allowed) for option, value, allowed in _unsupported_experts(config)}
+    stay = "a layout's experts stay where they are"
+    assert found == {
+        "enable_eplb": (True, f"False: {stay}"),
+        "num_redundant_experts": (4, f"0: {stay}"),
+        "enable_elastic_ep": (True, f"False: {stay}"),
+    }
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "suffix", "medusa"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -314,6 +315,7 @@ def test_a_failed_engine_shows_its_last_words():
         pytest.param("qwen3", (), True, id="sooner than for users"),
         pytest.param("qwen3", (), False, id="as for users", marks=pytest.mark.nightly),
         pytest.param("repeating", ("--speculate",), True, id="drafts", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", (), True, id="experts", marks=pytest.mark.nightly),
     ],
 )
 def test_demo_end_to_end(model, options, from_server, tmp_path, monkeypatch):
@@ -330,7 +332,9 @@ def test_demo_end_to_end(model, options, from_server, tmp_path, monkeypatch):
     )
     assert code == 0, text
     assert "Outputs of all three runs agree" in text
-    assert "switch tp1dp2 -> tp2dp1" in text
+    entered = ["tp2dp1ep", "tp2dp1"] if model == "qwen3_moe" else ["tp2dp1"]
+    for source, target in pairwise(["tp1dp2", *entered]):
+        assert f"switch {source} -> {target}" in text
     shares = [int(one) for one in re.findall(r"' (\d+)% of \d+", text)]
     assert len(shares) == (3 if options else 0)
     assert all(20 < share < 90 for share in shares), text

@@ -149,6 +149,7 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
         "base_tp": 1,
         "policy": {"kind": "static", "tp": 1},
         "weights": "inplace",
+        "kv_transfer": "migrate",
     }
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4

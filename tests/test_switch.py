@@ -53,11 +53,14 @@ CASES = [
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
     MIXTURE := Switching("qwen3_moe", 2),
     LONG_MIXTURE := Switching("qwen2_moe", 4),
+    SHARED := Switching("qwen2_moe", 2),
+    FOUR_RANKS := Switching("qwen3_moe", 4),
     # Experts of one kind, as where no rank has any whole.
     CUT := Switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     SPREAD := Switching("qwen3_moe", 4, base_tp=2, experts="ep"),
     COPIES := Switching("qwen2", 2, weights="materialized"),
     COPIED_MIXTURE := Switching("qwen3_moe", 2, weights="materialized"),
+    LONG_COPIED_MIXTURE := Switching("qwen3_moe", 4, weights="materialized"),
 ]
 
 
@@ -83,8 +86,8 @@ NIGHTLY = {
 """What takes long on four ranks. For every change it runs on two, and between tp=2 and tp=4."""
 PAIRS = "test_every_ordered_pair_of_layouts"
 ONLY = {
-    "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
-    "test_the_layouts_take_the_memory_of_one": [TIED, LONG, LONG_MIXTURE, CUT, SPREAD],
+    "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE, FOUR_RANKS],
+    "test_the_layouts_take_the_memory_of_one": [TIED, LONG, LONG_MIXTURE, CUT, SPREAD, FOUR_RANKS],
     "test_one_group_is_a_stock_engine": [GROUPED],
 }
 """Tests for some of the cases, all of them with weights in place."""
@@ -96,7 +99,8 @@ def is_nightly(name: str, case: Switching) -> bool:
     long = case in (LONG, LONG_MIXTURE) and name in NIGHTLY
     pairs = case == LONG_MIXTURE and name == PAIRS  # 20 of them
     copied = case == COPIED_MIXTURE and name != PAIRS
-    return recomputed or long or pairs or copied or case in (COPIES, CUT, SPREAD)
+    rare = (COPIES, CUT, SPREAD, SHARED, FOUR_RANKS, LONG_COPIED_MIXTURE)
+    return recomputed or long or pairs or copied or case in rare
 
 
 def pytest_generate_tests(metafunc):

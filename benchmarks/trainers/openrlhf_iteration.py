@@ -58,7 +58,6 @@ class OpenRLHFSide:
 def main() -> None:
     """Command line."""
     options = parser(__doc__, [*STATIC])
-    options.add_argument("--clairvoyant", action="store_true", help="also PAT with known lengths")
     args = options.parse_args()
     _enter_environment()
 

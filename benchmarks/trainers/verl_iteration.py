@@ -8,7 +8,8 @@ all devices. All stay alive and take turns: weights are pushed as verl's checkpo
 then verl's client makes a rollout with the same prompts and response lengths for each side. What an
 iteration has beside these two, the training, is the same for all sides.
 
-All three take about 20 GiB of memory; `--static` names the one other side to compare PAT with.
+All three take about 20 GiB of memory; `--static` names the one other side to compare PAT with. With
+`--clairvoyant` a further engine of PAT's is told each response's length.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
 from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits, write_results
-from benchmarks.trainers.iteration import PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, SAMPLES, Times, parser, report
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
@@ -58,7 +59,8 @@ def main() -> None:
     traces = [
         workload.trace(repeat, SCALES[args.scale], args.seed) for repeat in range(args.repeats + 1)
     ]
-    sides = measure(traces, [STATIC[args.static]] if args.static else [*STATIC.values()])
+    static = [STATIC[args.static]] if args.static else [*STATIC.values()]
+    sides = measure(traces, static, args.clairvoyant)
     body = {
         "arguments": vars(args),
         "sides": {name: times.to_json() for name, times in sides.items()},
@@ -80,17 +82,22 @@ def _enter_environment() -> None:
 # -------------------------------------------------------------------- measuring
 
 
-def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, Times]:
+def measure(
+    traces: Sequence[LengthTrace], static: Sequence[str], clairvoyant: bool = False
+) -> dict[str, Times]:
     """Start the sides, and have each make a rollout of each trace; the first warms up."""
     from pat_vllm.cli.demo import demo_model
 
     model = demo_model(ROOT / ".models")
-    # `max_tokens` would tell the predictor each length.
-    policy = f"{{kind:predictor,length_bound:{traces[0].max_tokens}}}"
-    pat = f"engine_kwargs.vllm.additional_config.pat.policy={policy}"
-    with ray_cluster(gpus=(1 + len(static)) * RANKS):
+    # `max_tokens` tells the predictor each length, unless it may not look at it.
+    policy = "engine_kwargs.vllm.additional_config.pat.policy"
+    hidden = f"{policy}={{kind:predictor,length_bound:{traces[0].max_tokens}}}"
+    with ray_cluster(gpus=(1 + clairvoyant + len(static)) * RANKS):
         # The first: it measures its profile while nothing else runs.
-        sides = {PAT: _start(model, pat)}
+        sides = {PAT: _start(model, hidden)}
+        if clairvoyant:
+            told = f"{policy}={{kind:predictor}}"
+            sides[CLAIRVOYANT] = _start(model, told, first_replica=4)
         if DEFAULT in static:
             limits = stock_limits(_LIMITS, tp=RANKS)
             sides[DEFAULT] = _start(model, name="vllm", first_replica=1, **limits)
@@ -100,7 +107,8 @@ def measure(traces: Sequence[LengthTrace], static: Sequence[str]) -> dict[str, T
             order = list(sides)
             for name in order if repeat % 2 else reversed(order):
                 _turn(sides[name], model, trace, repeat)
-    return {name: sides[name].times for name in (*static, PAT)}
+    last = sorted(sides, key=lambda name: name == PAT)
+    return {name: sides[name].times for name in last}
 
 
 def _start(model: Path, *overrides: str, **options: Any) -> VerlSide:

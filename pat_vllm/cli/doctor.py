@@ -23,9 +23,11 @@ from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.cli.engine_run import environment
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import gpu_named
+from pat_vllm.doctor.child import ending_by_signals
 from pat_vllm.doctor.plan import Models, Plan
 from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
+from pat_vllm.files import write_whole
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -62,7 +64,10 @@ def doctor(
     names = names_of_this_machine()
     if output_dir is not None:
         output_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(output_dir, os.W_OK):
+            raise PermissionError(f"--output-dir {output_dir} may not be written to; name another")
     with ExitStack() as stack:
+        stack.enter_context(ending_by_signals())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
         folder = None if model is None else _checkpoint(model, scratch / "model")
         sizes = sizes_of(shape, folder, ranks)
@@ -101,7 +106,7 @@ def doctor(
     if output_dir is not None:
         from pat_vllm.cli.doctor_plot import plot
 
-        (output_dir / "doctor.json").write_text(verdict.to_json() + "\n")
+        write_whole(output_dir / "doctor.json", verdict.to_json() + "\n")
         plot(verdict, output_dir / "doctor.png")
         console.print(f"written: {output_dir}/doctor.json, doctor.png", soft_wrap=True)
     return verdict.failed is None

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,8 @@ SILENCE = 420.0
 """Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
 _LOOK = 0.2
 _ENDING = 20.0
+_GRACE = 5.0
+"""Seconds for processes to end by themselves."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,16 @@ def run_module(
             codes: list[int] = []
             waiting = threading.Thread(target=lambda: codes.append(process.wait()), daemon=True)
             waiting.start()
+            hangs = True  # or this process is to end
             try:
                 seen = _follow(journal, log, waiting, doing, silence)
-            except BaseException:
-                _end(process, waiting)
-                raise
-            if seen.hangs:
-                _end(process, waiting)
+                hangs = seen.hangs
+            finally:
+                if hangs:
+                    process.terminate()
+                    waiting.join(_ENDING)
+                _end_what_is_left(process)
+                waiting.join(_ENDING)
         text = log.read_text(errors="replace")
         checks = list(seen.checks)
         failed = any(one.problem is not None for one in checks)
@@ -146,10 +151,30 @@ def _whole_line(lines: object) -> str | None:
     return None
 
 
-def _end(process: subprocess.Popen[bytes], waiting: threading.Thread) -> None:
-    """End a process, and what it has started."""
-    process.terminate()
-    waiting.join(_ENDING)
-    with suppress(ProcessLookupError, AttributeError):
+def _end_what_is_left(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a process has started and has not ended itself after some seconds.
+
+    A process that was killed ends nothing, and stock vLLM's engine would keep its devices.
+    """
+    until = time.monotonic() + _GRACE
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < until:
+            os.killpg(process.pid, 0)
+            time.sleep(_LOOK)
         os.killpg(process.pid, signal.SIGKILL)
-    waiting.join(_ENDING)
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP end this process as an error would: what it has started ends, too."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signals = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(one, end) for one in signals]
+    try:
+        yield
+    finally:
+        for one, handler in zip(signals, before, strict=True):
+            signal.signal(one, handler)

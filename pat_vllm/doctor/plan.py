@@ -148,6 +148,7 @@ def with_pat(
 def _pat(plan: Plan, on_cpu: bool) -> dict[str, Any]:
     """What makes an engine one with PAT, which switches only when it is told to."""
     pat = {**plan.pat, "policy": {"kind": "static", "tp": plan.layouts[0].tp}}
+    pat.setdefault("kv_transfer", "migrate")
     if on_cpu:
         # So that weights can be updated, and rows change places as on GPUs.
         pat["weights"] = "inplace"

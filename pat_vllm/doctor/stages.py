@@ -219,4 +219,4 @@ class _Stages:
         pat = measured.pop(None)
         stock = {tp: one for tp, one in measured.items() if tp is not None}
         memory_of = "a process" if self._on_cpu else "in use of a GPU"
-        return [*checks, *figures(plan.layouts, pat, stock, memory_of)]
+        return [*checks, *figures(pat.layouts, pat, stock, memory_of)]

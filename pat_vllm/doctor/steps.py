@@ -70,6 +70,11 @@ class Measured:
     steps: tuple[StepTime, ...]
     facts: tuple[dict[str, Any], ...]
 
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of an engine with PAT: what it keeps ready, both kinds of a mixture's."""
+        return tuple(map(Layout.parse, dict.fromkeys(one.layout for one in self.steps)))
+
 
 STEPS = TypeAdapter(Steps)
 MEASURED = TypeAdapter(Measured)

@@ -18,7 +18,10 @@ _WORKER = "VllmWorker"
 """Beginnings of the names that vLLM gives to an engine core's process and to a worker's."""
 
 _GRACE_SECONDS = 5.0
-"""Time for an orderly end."""
+"""Time for an orderly end of a worker."""
+
+_SHUTDOWN_SECONDS = 30.0
+"""Time for an orderly end of an engine core."""
 
 
 def end_when_orphaned(shutdown: Callable[[], None]) -> None:
@@ -35,6 +38,7 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
 
     def end() -> None:
         logger.error("the front end (pid %d) is gone; shutting the engine down", pid)
+        threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1]).start()
         try:
             shutdown()
         finally:
@@ -49,14 +53,17 @@ def exit_when_orphaned() -> None:
     When the engine core is killed, a worker in the middle of a collective waits for the other ranks
     without end.
     """
-    if not multiprocessing.current_process().name.startswith(_WORKER):
+    parent = multiprocessing.parent_process()
+    if parent is None or not multiprocessing.current_process().name.startswith(_WORKER):
         return
+    pid = parent.pid
+    assert pid is not None
 
     def end() -> None:
         time.sleep(_GRACE_SECONDS)
         os._exit(1)
 
-    _when_gone(os.getppid(), end)
+    _when_gone(pid, end)
 
 
 def _when_gone(pid: int, end: Callable[[], None]) -> None:

@@ -54,7 +54,13 @@ def _plain_experts() -> type:
         """vLLM's method for experts, in torch: for weights in any strides, and spread experts."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            assert layer.activation is MoEActivation.SILU, layer.activation
+            if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
+                raise ValueError(
+                    "pat.weights='inplace' runs experts on CPU with silu, and routers' weights on "
+                    f"their outputs; this model has {layer.activation.value}, and "
+                    f"apply_router_weight_on_input={layer.apply_router_weight_on_input}: set "
+                    "pat.weights='materialized'"
+                )
 
         def apply(  # type: ignore[override]  # as that of vLLM's experts
             self,
@@ -71,7 +77,6 @@ def _plain_experts() -> type:
                 x: `[tokens, hidden]`.
                 topk_weights, topk_ids: `[tokens, experts of a token]`; ids among all experts.
             """
-            assert not layer.apply_router_weight_on_input
             local = topk_ids.long()
             if layer.expert_map is not None:
                 local = layer.expert_map[local].long()

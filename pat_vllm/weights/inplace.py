@@ -93,7 +93,7 @@ class InPlaceShards:
             if weight.current.data_ptr() != view.data_ptr():
                 raise ValueError(
                     f"vLLM has packed {weight.name} for its kernels, so that the layouts cannot "
-                    "share it: set pat.weights='materialized'"
+                    "share it: set pat.weights='materialized' (and pat.experts='tp')"
                 )
         # At start, because to work the moves out takes longer than to make them.
         self._moves = {

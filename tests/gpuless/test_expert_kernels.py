@@ -20,11 +20,15 @@ def last_line(text: str) -> dict[str, Any]:
 
 
 def test_views_give_what_copies_give() -> None:
-    """In the interpreter: cut and spread experts of every rank in groups of two and four."""
+    """In the interpreter: cut and spread experts of every rank in groups of two and four.
+
+    And what the ranks of a group make of tokens is, together, what all experts make of them.
+    """
     found = last_line(in_interpreter(PROGRAM))
     assert found["launched"] == 2 * 2 * (2 + 4)
     assert found["alike"]
     assert found["worst"] < 1e-4
+    assert found["groups"] < 1e-4
 
 
 def test_views_need_no_other_code_than_copies() -> None:

@@ -72,13 +72,20 @@ class Program:
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], stdout: Any, **_: Any
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        stdout: Any,
+        start_new_session: bool = False,
+        **_: Any,
     ) -> None:
         _python, _option, module, *arguments = command
         self._process = context().Process(
-            target=_run_program, args=(module, arguments, dict(env), stdout.name)
+            target=_run_program,
+            args=(module, arguments, dict(env), stdout.name, start_new_session),
         )
         self._process.start()
+        self.pid = self._process.pid
 
     def wait(self) -> int:
         """Its exit status."""
@@ -91,8 +98,14 @@ class Program:
 
 
 def _run_program(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], log: str
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    log: str,
+    start_new_session: bool,
 ) -> None:
+    if start_new_session:
+        os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)

@@ -61,7 +61,7 @@ def run_demo(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    except RunFailed as error:
+    except (RunFailed, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     if not agree:

@@ -26,7 +26,8 @@ def run_doctor(
         str | None, typer.Option(help="Further options of vLLM's LLM, as a JSON object.")
     ] = None,
     shape: Annotated[
-        str, typer.Option(help="Of the random model: tiny, large, or model, which is like --model.")
+        str,
+        typer.Option(help="Of the random model: tiny, moe, large, or model (like --model)."),
     ] = "tiny",
     dtype: Annotated[
         str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")
@@ -73,5 +74,8 @@ def run_doctor(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    except OSError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
     if not fit:
         raise typer.Exit(1)
