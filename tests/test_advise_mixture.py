@@ -41,7 +41,7 @@ def test_static_engines_have_both_kinds_and_their_own_memory(mixture: Advice) ->
 def test_the_base_layout_is_the_one_with_which_pat_is_fastest() -> None:
     """On 80 GB all experts leave a tenth of the memory to KV, which a full batch does not fit."""
     of = {"gpu": "H100", "max_tokens": 8192, "shape": "uniform"}
-    many, few = (replace(SMALL, responses=n, **of).rollouts() for n in (128, 8))  # type: ignore[arg-type]
+    many, few = (replace(SMALL, responses=n, **of).rollouts() for n in (256, 8))  # type: ignore[arg-type]
     assert many.profile.layouts[0].tp > 1 == few.profile.layouts[0].tp
 
 

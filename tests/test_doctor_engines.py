@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +69,18 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     assert "576 tokens" in found["layout tp1dp2"]
     written = (tmp_path / "doctor.json").read_text()
     assert os.getcwd() not in written and str(tmp_path) not in written
+
+
+@pytest.mark.nightly
+def test_a_mixture(from_server: None, tmp_path: Path) -> None:
+    """Both kinds of layouts are tested and measured."""
+    verdict, text = doctor(tmp_path, "--shape", "moe", "--figures")
+    assert verdict.failed is None, text
+    by_name = {stage.name: stage for stage in verdict.stages}
+    checks = {name: [check.name for check in one.checks] for name, one in by_name.items()}
+    for source, target in permutations(("tp1dp2", "tp2dp1", "tp2dp1ep"), 2):
+        assert f"{source} -> {target} with requests in flight" in checks["eager"]
+    assert {"decode step tp2dp1ep", "memory tp2dp1ep"} <= {*checks["figures"]}, checks["figures"]
 
 
 _kept: dict[str, Run] = {}

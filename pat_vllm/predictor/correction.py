@@ -34,7 +34,7 @@ _BINS = 13
 _MACHINE, _LAYOUT, _BIN = 0.6, 0.07, 0.015
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
 
-_ALIKE = 2.0
+_ALIKE = 4.0
 """Bins at which the correlation of two batch parts has fallen to 1/e: near batches err alike."""
 
 _FADES = np.array([0.75, 0.125, 0.125, 0.125])
