@@ -13,16 +13,17 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
 
+from pat_vllm.layout import Experts
 from tests.gpuless.graph_mistakes import MISTAKES
 from tests.gpuless.graph_run import DRAFTS, Run, full_graphs, inputs_of
 from tests.support.mutation import mutated
@@ -36,8 +37,8 @@ Made = Callable[[], Run]
 
 
 @functools.cache
-def _eager(ranks: int, use_v2: bool) -> list[tuple[str, torch.Tensor]]:
-    return Run.start(ranks, RANK, use_v2, graphs=False).drive().hidden
+def _eager(ranks: int, use_v2: bool, experts: Experts | None) -> list[tuple[str, torch.Tensor]]:
+    return Run.start(ranks, RANK, use_v2, graphs=False, experts=experts).drive().hidden
 
 
 @functools.cache
@@ -49,10 +50,15 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def _caches(layers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Of the layers that a step knows by name, those with KV; a mixture has others."""
+    return {name: one.kv_cache for name, one in layers.items() if hasattr(one, "kv_cache")}
+
+
 def check_replays(make: Made) -> None:
     """Graphs compute what is computed without, whatever has happened since their capture."""
     run = make()
-    expected = _eager(run.worker._base.layout.world_size, run.use_v2)
+    expected = _eager(run.worker._base.layout.world_size, run.use_v2, run.experts)
     assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
     for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
         assert _close(made, wanted), f"{phase}: {made} {wanted}"
@@ -96,7 +102,7 @@ def check_addresses(make: Made) -> None:
             if not name.startswith("lm_head")
         }
         layers = runtime.config.compilation_config.static_forward_context
-        used |= {f"KV of {name}": layer.kv_cache for name, layer in layers.items()}
+        used |= {f"KV of {name}": kv for name, kv in _caches(layers).items()}
         used |= inputs_of(runner)
         for graph in full_graphs(runner).values():
             elsewhere = [n for n, one in used.items() if one.data_ptr() not in graph.addresses]
@@ -112,8 +118,8 @@ def check_shared(make: Made) -> None:
         return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def kv(runtime: Any) -> set[int]:
-        layers = runtime.config.compilation_config.static_forward_context.values()
-        return memory(layer.kv_cache for layer in layers)
+        layers = runtime.config.compilation_config.static_forward_context
+        return memory(_caches(layers).values())
 
     assert kv(base) == memory([run.worker._buffer.buffer])
     for one in others:
@@ -236,6 +242,11 @@ def _driven() -> Run:
     return Run.start(4, RANK, warm=True).drive()
 
 
+@functools.cache
+def _driven_mixture(experts: Experts) -> Run:
+    return Run.start(4, RANK, warm=True, experts=experts).drive()
+
+
 def _offloaded_pools() -> None:
     with _offloading():
         check_pools(lambda: Run.start(2, RANK))
@@ -256,6 +267,18 @@ CHECKS: dict[str, Callable[[], None]] = {
     "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
     "pools, offloaded": _offloaded_pools,
     "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
+    **{
+        f"experts {kind}, {name}": functools.partial(
+            check, functools.partial(_driven_mixture, kind)
+        )
+        for kind in get_args(Experts)
+        for name, check in {
+            "replays": check_replays,
+            "own graphs": check_own_graphs,
+            "addresses": check_addresses,
+            "shared": check_shared,
+        }.items()
+    },
     "V1, replays": lambda: check_replays(_driven_v1),
     "V1, own graphs": lambda: check_own_graphs(_driven_v1),
     "V1, addresses": lambda: check_addresses(_driven_v1),

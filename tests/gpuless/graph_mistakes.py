@@ -175,6 +175,7 @@ MISTAKES = {
 }
 
 NIGHTLY = {
+    *(f"experts ep, {check}" for check in ("replays", "own graphs", "addresses", "shared")),
     "V1, order",
     "graphs for the longest drafts only",
     "drafts of length 0 are looked for",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pat_vllm.layout import Experts
 from tests.gpuless.cuda_graphs import Driver, Graph
 from tests.models import phrase
 
@@ -38,6 +39,7 @@ class Run:
     decode_steps: ClassVar[int] = 2
     worker: Any
     driver: Driver
+    experts: Experts | None = None
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
     generated: dict[str, dict[str, list[int]]] = field(default_factory=dict)
@@ -52,12 +54,14 @@ class Run:
         graphs: bool = True,
         warm: bool = False,
         drafts: int = 0,
+        experts: Experts | None = None,
     ) -> Run:
         """See `GraphWorker.start`."""
         from tests.gpuless.graph_worker import GraphWorker
 
         driver = Driver()
-        run = cls(GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm, drafts), driver)
+        worker = GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm, drafts, experts)
+        run = cls(worker, driver, experts)
         for runtime in run.worker.runtimes.values():
             model = runtime.runner.get_model()
             model.compute_logits = functools.partial(run._sample, model.compute_logits)
@@ -169,7 +173,8 @@ class Run:
             if number:
                 worker.switch(number, tp)
             self.generate(f"layout {number}", tp)
-        self.update("load", "qwen3_updated")
+        model = "qwen3" if self.experts is None else "qwen3_moe"
+        self.update("load", f"{model}_updated")
         self.generate("updated", tp)
         self.update("replace_parameters")
         self.generate("updated elsewhere", tp)
@@ -179,7 +184,7 @@ class Run:
         self.generate("slept", tp)
         worker.sleep(2)
         worker.wake_up(["weights"])
-        self.update("load", "qwen3")
+        self.update("load", model)
         worker.wake_up(["kv_cache"])
         worker.pat_refresh_weights()
         self.generate("slept without weights", tp)

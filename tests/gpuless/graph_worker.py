@@ -33,7 +33,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.layout import Layout
+from pat_vllm.layout import Experts, Layout
+from pat_vllm.patches.experts import _plain_experts
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.cuda_graphs import Driver
@@ -60,7 +61,9 @@ class Group(parallel_state.GroupCoordinator):
         self.world_size = layout.tp
         self.rank_in_group = layout.tp_rank_of(rank)
         self.device = torch.device("cpu")
-        self.cpu_group = self.device_group = None  # type: ignore[assignment]
+        self.cpu_group = None  # type: ignore[assignment]
+        # Mixtures look at its size.
+        self.device_group = SimpleNamespace(size=lambda: self.world_size)  # type: ignore[assignment]
         self.device_communicator = None
         self._driver = driver
 
@@ -144,6 +147,7 @@ class GraphWorker(PATGPUWorker):
         graphs: bool,
         warm: bool,
         drafts: int = 0,
+        experts: Experts | None = None,
     ) -> GraphWorker:
         """A worker of an engine with all layouts of `ranks` ranks, as vLLM starts it.
 
@@ -152,6 +156,7 @@ class GraphWorker(PATGPUWorker):
             graphs: whether it captures.
             warm: whether PAT warms each layout up with requests, which takes longer than the rest.
             drafts: the most draft tokens; 0 without speculation.
+            experts: how those of a mixture lie in groups; None: a model without experts.
         """
         driver.install(type(current_platform))
         # Other processes have one engine, and do not go on after an error.
@@ -163,7 +168,7 @@ class GraphWorker(PATGPUWorker):
             mock.patch.dict(os.environ, runner),
             mock.patch.object(worker_module, "warm_up", warm_up),
         ):
-            return cls._start(_engine_config(ranks, graphs, drafts), rank, driver)
+            return cls._start(_engine_config(ranks, graphs, drafts, experts), rank, driver)
 
     @classmethod
     def _start(cls, config: Any, rank: int, driver: Driver) -> GraphWorker:
@@ -222,10 +227,14 @@ class GraphWorker(PATGPUWorker):
             parameter.data = parameter.data * 0.75
 
 
-def _engine_config(ranks: int, graphs: bool, drafts: int = 0) -> Any:
-    pat = {"policy": {"kind": "static", "tp": 1}, "weights": "inplace", "kv_transfer": "recompute"}
+def _engine_config(
+    ranks: int, graphs: bool, drafts: int = 0, experts: Experts | None = None
+) -> Any:
+    pat: dict[str, Any] = {"policy": {"kind": "static", "tp": 1}, "weights": "inplace"}
+    pat |= {"kv_transfer": "recompute", "experts": experts or "auto"}
+    model = "repeating" if drafts else "qwen3" if experts is None else "qwen3_moe"
     config = EngineArgs(
-        model=str(random_model("repeating" if drafts else "qwen3")),
+        model=str(random_model(model)),
         tensor_parallel_size=ranks,
         distributed_executor_backend="pat",
         additional_config={"pat": pat},
@@ -265,6 +274,27 @@ def _memory_profiling(*args: Any, **options: Any) -> Iterator[Any]:
         transient_peak_headroom=1 << 30,
         non_kv_cache_memory=11 << 30,
     )
+
+
+def _all_experts(
+    self: Any,
+    layer: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """As `PlainExperts.apply`, with each expert for every token: what is computed depends on no
+    token, as in a GPU's kernel."""
+    local = topk_ids.long()
+    if layer.expert_map is not None:
+        local = layer.expert_map[local]
+    output = torch.zeros_like(x)
+    for expert, (w13, w2) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
+        gate, up = torch.nn.functional.linear(x, w13).chunk(2, dim=-1)
+        made = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2)
+        output = output + made * (topk_weights * (local == expert)).sum(dim=1, keepdim=True)
+    return output
 
 
 class Exchange:
@@ -333,8 +363,10 @@ def prepare_process() -> None:
         warm_up_moves=nothing,
         Exchange=Exchange,
     )
+    install(_plain_experts(), apply=_all_experts)
     # vLLM looks at each new model class in a process of its own, which takes long.
     install(registry, _run_in_subprocess=lambda fn: fn())
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(_engine_config(1, False)):
+    config = _engine_config(1, False, experts="tp")  # of a model with all kinds of groups
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         parallel_state.ensure_model_parallel_initialized(1, 1)
