@@ -159,7 +159,8 @@ def test_figures(from_server: None, stock_once: None, tmp_path: Path) -> None:
         assert [*steps] == ["1", "8"] and all(one["ratio"] > 0 for one in steps.values())
         memory = checks[f"memory {layout}"].values
         # A layout sees what stock vLLM has at its tp; all layouts together hold the base layout's.
-        assert memory["weights"] == memory["stock_weights"] <= memory["held"]
+        assert memory["weights"] <= memory["held"]
+        assert memory["stock_weights"] in (None, memory["weights"])  # packed, on most CPUs
     held = checks["memory tp2dp1"].values["held"]
     assert held == pytest.approx(checks["memory tp1dp2"].values["weights"], rel=0.05)
 

@@ -48,11 +48,13 @@ def _steps(layout: Layout, pat: Measured, stock: Measured) -> Check:
 
 def _memory(layout: Layout, pat: Measured, stock: Measured, memory_of: str) -> Check:
     weights = max(one["weights"][str(layout)] for one in pat.facts)
-    stock_weights = max(one["weights"][STOCK] for one in stock.facts)
+    sizes = [one["weights"][STOCK] for one in stock.facts]
+    stock_weights = None if None in sizes else max(sizes)
+    of_stock = "packed and not counted" if stock_weights is None else _mib(stock_weights)
     held = max(one["held"] for one in pat.facts)
     ours, theirs = (max(one["memory"] for one in side.facts) for side in (pat, stock))
     found = (
-        f"a rank: weights {_mib(weights)}, stock {_mib(stock_weights)}; all layouts' weights "
+        f"a rank: weights {_mib(weights)}, stock {of_stock}; all layouts' weights "
         f"{_mib(held)}; {memory_of} {_mib(ours)} with all layouts, stock {_mib(theirs)}"
     )
     values = {

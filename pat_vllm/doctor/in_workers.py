@@ -15,7 +15,8 @@ class InWorkers:
         """What this rank holds.
 
         Returns:
-            Bytes: `weights` of each layout by its name, as the layout sees them; `held`, of all
+            Bytes: `weights` of each layout by its name, as the layout sees them; None where vLLM
+            has packed them for its CPU kernels and freed what they were; `held`, of all
             layouts' weights together; `memory`, of the process on CPU, else of the device in use.
             `graphs`, CUDA graphs that were captured; `cudagraph_mode`, as it has come out.
         """
@@ -32,7 +33,9 @@ class InWorkers:
         weights = {}
         for name, runner in runners.items():
             parameters = list(runner.get_model().parameters())
-            weights[name] = sum(one.numel() * one.element_size() for one in parameters)
+            packed = not all(one.numel() for one in parameters)
+            size = sum(one.numel() * one.element_size() for one in parameters)
+            weights[name] = None if packed else size
             of_model = (one.untyped_storage() for one in parameters)
             storages |= {one.data_ptr(): one.nbytes() for one in of_model}
         if torch.cuda.is_available():
