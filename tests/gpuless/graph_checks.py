@@ -334,7 +334,7 @@ def main(out: str, *wanted: str) -> None:
         if name in wanted:
             say("check", name, _seen(check))
     Run.decode_steps = 1  # takes less time, and shows mistakes as well
-    _eager(2, True)
+    _eager(2, True, None)
     for name, mistake in MISTAKES.items():
         if name not in wanted:
             continue
