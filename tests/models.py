@@ -49,7 +49,7 @@ SPECS: dict[str, dict[str, Any]] = {
     # And a mixture of experts.
     "repeating_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, repeat=1.2),
     "repeating_shared": dict(
-        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, repeat=1.2
+        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, repeat=1.3
     ),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
     "vocab16": dict(
