@@ -566,11 +566,11 @@ def test_vllm_serve(server: Server) -> None:
         return {key: value for key, value in zip(keys, values, strict=True) if value}
 
     def agrees() -> bool:
+        # Metrics travel with outputs: those of what happens when nothing runs, with the next ones.
+        complete_all(server.url, [8], stream=False)
         made = [(str(s.source), str(s.target), s.reason) for s in report().switches]
         return shown() == Counter(made)
 
-    # Metrics travel with outputs: those of switches asked for when nothing ran, with the next ones.
-    complete_all(server.url, [8], stream=False)
     server.child.wait_for(agrees, "its metrics agree with the report")
     switches = report().switches
     assert server.metric("vllm:pat_switch_stall_seconds_count") == len(switches)
