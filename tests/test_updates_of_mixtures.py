@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,14 @@ import pat_vllm
 from tests.engines import Outcome, engine, run
 from tests.models import random_model
 from tests.test_switch import PLAIN_TOLERANCE
-from tests.test_weight_updates import PLAIN, UPDATES, batch, load_all, update
+from tests.test_weight_updates import (
+    PLAIN,
+    UPDATES,
+    assert_same,
+    batch,
+    check_any_order,
+    update,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -65,13 +71,6 @@ def layouts(llm: Any) -> list[str]:
     return [str(layout) for layout in pat_vllm.report(llm).layouts]
 
 
-def assert_same(outcomes: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
-    assert outcomes.keys() == expected.keys()
-    for name, outcome in outcomes.items():
-        assert outcome.token_ids == expected[name].token_ids, name
-        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=PLAIN_TOLERANCE)
-
-
 @pytest.mark.parametrize("how", [*UPDATES, load_fused])
 def test_an_update_reaches_both_kinds(llm: Any, expected: Any, how: Any) -> None:
     """It arrives in a layout that is not the base layout, and is used in all."""
@@ -85,37 +84,13 @@ def test_an_update_reaches_both_kinds(llm: Any, expected: Any, how: Any) -> None
                 if step == 0:
                     assert pat_vllm.switch(llm, tp=name)
 
-            assert_same(run(llm, batch(), before_step=before_step), expected[model])
+            assert_same(
+                run(llm, batch(), before_step=before_step), expected[model], PLAIN_TOLERANCE
+            )
 
 
 def test_updates_sleep_and_switches_in_any_order(llm: Any, expected: Any) -> None:
-    rng = random.Random(3)
-    model = OLD
-    update(llm, model)
     names = layouts(llm)
     assert names == ["tp1dp2", "tp2dp1", "tp2dp1ep"]
-    for _ in range(10):
-        for _ in range(rng.randint(0, 4)):
-            match rng.choice(("switch", "switch", "update", "update", "doze", "sleep")):
-                case "switch":
-                    pat_vllm.switch(llm, tp=rng.choice(names))
-                case "update":
-                    model = rng.choice((OLD, NEW))
-                    update(llm, model, rng.choice((*UPDATES, load_fused)))
-                case "doze":
-                    llm.sleep(level=1)
-                    llm.wake_up()
-                case "sleep":
-                    model = rng.choice((OLD, NEW))
-                    llm.sleep(level=2)
-                    llm.collective_rpc("lose_weights")
-                    llm.wake_up(["weights"])
-                    load_all(llm, model)
-                    llm.wake_up(["kv_cache"])
-
-        def before_step(step: int) -> None:
-            if rng.random() < 0.2:
-                assert pat_vllm.switch(llm, tp=rng.choice(names))
-
-        assert_same(run(llm, batch(), before_step=before_step), expected[model])
-    update(llm, OLD)
+    updates = (*UPDATES, load_fused)
+    check_any_order(llm, expected, (OLD, NEW), names, updates, PLAIN_TOLERANCE)

@@ -190,7 +190,8 @@ def _on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _aligned(a: torch.Tensor, b: torch.Tensor) -> bool:
-    sizes = (a.data_ptr(), b.data_ptr(), a.shape[1], a.stride(0))
+    between = a.stride(0) if len(a) > 1 else 0
+    sizes = (a.data_ptr(), b.data_ptr(), a.shape[1], between)
     return not any(n % _ACCESS_BYTES for n in sizes)
 
 
