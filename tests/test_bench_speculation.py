@@ -327,6 +327,7 @@ def test_a_model_is_refused_for_workloads_that_have_their_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_workloads_run_on_real_engines(tmp_path, monkeypatch):
     """With tiny models, whose weights are replaced on the way."""
     made_by = SimpleNamespace(get_context=lambda method: context())

@@ -300,6 +300,7 @@ def test_sampling_does_not_go_with_drafts(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_engine_shows_its_last_words():
     batch = make_batch((4,), vocab=300, temperature=0.0, seed=0)
     contender = Contender("broken", "tp3dp1", {"layouts": [3]})

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +120,6 @@ def test_the_tolerance_follows_stock_vllms_own_noise() -> None:
     ],
 )
 def test_how_a_process_ends_is_told(mode: str, problem: str) -> None:
-    import os
-
     doing: list[str] = []
     run = run_module("tests.support.doctor_child", mode, os.environ, doing.append, silence=10.0)
     assert doing == ["tp1dp2 -> tp2dp1"]
@@ -126,10 +129,52 @@ def test_how_a_process_ends_is_told(mode: str, problem: str) -> None:
 
 
 def test_a_process_that_ends_well_leaves_an_answer() -> None:
-    import os
-
     run = run_module("tests.support.doctor_child", "fine", os.environ, lambda what: None)
     assert (run.answer, run.checks) == ("42", (Check("start", "it is"),))
+
+
+SUPERVISOR = """
+import os
+from pat_vllm.doctor.child import ending_by_signals, run_module
+
+with ending_by_signals():
+    module, say = "tests.support.doctor_child", lambda pid: print(pid, flush=True)
+    run_module(module, "starts another", os.environ, say)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_that_it_has_started(number: int) -> None:
+    command = [sys.executable, "-c", SUPERVISOR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        try:
+            assert supervisor.stdout is not None
+            other = int(supervisor.stdout.readline())
+            os.kill(other, 0)
+            supervisor.send_signal(number)
+            assert supervisor.wait(timeout=120) == 128 + number
+        finally:
+            supervisor.kill()
+    assert not runs(other)
+
+
+def test_a_process_that_is_killed_leaves_nothing_running() -> None:
+    started: list[str] = []
+    run_module("tests.support.doctor_child", "starts another, killed", os.environ, started.append)
+    (other,) = started
+    assert not runs(int(other))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process that was sent SIGKILL goes on after half a minute."""
+    for _ in range(300):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_symptoms() -> None:

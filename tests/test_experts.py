@@ -358,32 +358,49 @@ def build(vllm_config: VllmConfig, place: Place) -> nn.Module:
         return initialize_model(vllm_config)
 
 
+WAYS = {"both kinds": LAYOUTS} | {
+    f"{kind} from two": [Layout.of(tp, RANKS, kind) for tp in (2, 4)] for kind in KINDS
+}
+"""From a rank that has all of the model, and from one that has half of it."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_model(name: str) -> None:
+def test_a_whole_model(name: str, way: str) -> None:
     """Adding a class of models with experts is a line here, if its layers are known."""
-    rank = 3
+    if (name, way) == ("qwen2_moe", "ep from two"):
+        pytest.skip("six experts do not divide among four ranks, which is refused")
     vllm_config = vllm_config_for(random_model(name), tp=1)
+    for rank in (1, 3):
+        check_whole_model(vllm_config, WAYS[way], rank)
+
+
+def check_whole_model(vllm_config: VllmConfig, layouts: Sequence[Layout], rank: int) -> None:
+    """Copies, and views through a walk over all layouts, are what vLLM loads in each."""
     user = vllm_config.load_config
-    expected = {
-        one: load(build(vllm_config, one.place_of(rank)), vllm_config, user) for one in LAYOUTS
-    }
-    base = load(build(vllm_config, ONE.place_of(rank)), vllm_config, user)
-    for layout in WIDER:
+    first, *wider = layouts
+
+    def loaded_at(layout: Layout) -> nn.Module:
+        return load(build(vllm_config, layout.place_of(rank)), vllm_config, user)
+
+    expected = {one: loaded_at(one) for one in layouts}
+    base = loaded_at(first)
+    for layout in wider:
         model = build(vllm_config, layout.place_of(rank))
         derive(base, model)
         assert_same_weights(model, expected[layout])
 
-    strategy = InPlaceShards(LAYOUTS, rank)
+    strategy = InPlaceShards(layouts, rank)
     models = {}
-    for layout in WIDER:
+    for layout in wider:
         with strategy.building():
             models[layout] = build(vllm_config, layout.place_of(rank))
     strategy.capture(base)
     for model in models.values():
         strategy.fill(model)
     strategy.release()
-    models[ONE] = base
-    for layout in [*WIDER, ONE, *reversed(WIDER), ONE]:
+    models[first] = base
+    for layout in [*wider, first, *reversed(wider), first]:
         strategy.arrange(layout)
         assert_same_weights(models[layout], expected[layout])
     assert all(storages(model) == storages(base) for model in models.values())

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import pat_vllm
+from benchmarks.endurance.processes import SHARED_MEMORY, names_held
 from pat_vllm.scheduler import switch as switch_module
 from tests.engines import Job, engine, engine_processes, run, scheduler_of
 from tests.support.fork_server import context
@@ -208,6 +209,8 @@ def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
             time.sleep(0.01)
         spawned = [one for one in engine_processes(before) if one.pid != process.pid]
         assert len(spawned) == 3
+        held = shared_memory_of([process.pid, *(one.pid for one in spawned)])
+        assert held
         os.kill(process.pid, number)
         if number == signal.SIGINT:
             for one in spawned:
@@ -219,6 +222,13 @@ def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
         process.kill()
     _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
     assert not alive
+    assert not [path for path in held if path.exists()]
+
+
+def shared_memory_of(pids):
+    """Names of shared memory that these processes have mapped."""
+    held = names_held([psutil.Process(pid) for pid in pids]) - names_held([psutil.Process()])
+    return [path for path in held if path.parent == SHARED_MEMORY]
 
 
 def front_end(ready):

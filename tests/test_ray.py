@@ -188,6 +188,7 @@ def host_in(group: Any, bundle: int, **environment: str) -> Iterator[Any]:
         ray.kill(host)
 
 
+@pytest.mark.nightly
 def test_a_caller_s_group_with_bundle_indices_and_parts_of_gpus(cluster: Any) -> None:
     """As OpenRLHF starts engines: beside a trainer's processes, on chosen bundles of its group.
 

@@ -55,6 +55,10 @@ CASES = [
     LONG_MIXTURE := Switching("qwen2_moe", 4),
     SHARED := Switching("qwen2_moe", 2),
     FOUR_RANKS := Switching("qwen3_moe", 4),
+    # Names, norms and routers of their own.
+    MIXTRAL := Switching("mixtral", 2),
+    OLMOE := Switching("olmoe", 2),
+    GLM := Switching("glm4_moe", 2),
     # Experts of one kind, as where no rank has any whole.
     CUT := Switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     SPREAD := Switching("qwen3_moe", 4, base_tp=2, experts="ep"),
@@ -99,7 +103,7 @@ def is_nightly(name: str, case: Switching) -> bool:
     long = case in (LONG, LONG_MIXTURE) and name in NIGHTLY
     pairs = case == LONG_MIXTURE and name == PAIRS  # 20 of them
     copied = case == COPIED_MIXTURE and name != PAIRS
-    rare = (COPIES, CUT, SPREAD, SHARED, FOUR_RANKS, LONG_COPIED_MIXTURE)
+    rare = (COPIES, CUT, SPREAD, SHARED, FOUR_RANKS, LONG_COPIED_MIXTURE, MIXTRAL, OLMOE, GLM)
     return recomputed or long or pairs or copied or case in rare
 
 

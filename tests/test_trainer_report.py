@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.bench.workloads import WORKLOADS
-from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, Times, report
+from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, Times, parser, report, static_sides
 
 
 def times(*rollouts: float) -> Times:
@@ -27,4 +29,20 @@ def test_the_clairvoyant_is_no_static_side() -> None:
     sides = {"static": times(10, 20), PAT: times(9, 18), CLAIRVOYANT: times(6, 12)}
     text = report(workload, workload.trace(1), sides)
     assert "rollout / static" in text
+    assert f"{PAT} / {CLAIRVOYANT}: 1.50 (1.50-1.50)" in text
+
+
+def test_sides_to_compare_with() -> None:
+    names = {"default": "4 engines", "one": "1 engine"}
+
+    def chosen(*arguments: str) -> list[str]:
+        return static_sides(parser(None, names).parse_args(arguments), names)
+
+    assert chosen() == ["4 engines", "1 engine"]
+    assert chosen("--static", "one") == ["1 engine"]
+    assert chosen("--static", "none", "--clairvoyant") == []
+    with pytest.raises(SystemExit, match="add --clairvoyant"):
+        chosen("--static", "none")
+    workload = WORKLOADS["lognormal"]
+    text = report(workload, workload.trace(1), {CLAIRVOYANT: times(6, 12), PAT: times(9, 18)})
     assert f"{PAT} / {CLAIRVOYANT}: 1.50 (1.50-1.50)" in text

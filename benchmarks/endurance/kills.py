@@ -12,6 +12,7 @@ are counted: ZeroMQ leaves some of stock vLLM's in any case.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -41,6 +42,8 @@ _GIVE_UP = 120.0
 """Seconds after which an engine that has not noticed is ended, so that the next has its turn."""
 _GONE_WITHIN = 60.0
 MOMENTS = ("batch", "switch", "verification")
+_TURNS = ("batch", "switch", "verification", "switch")
+"""Half of the kills are in switches, which have many parts."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ class Kill:
     delay: float = 0.0
 
     @classmethod
-    def draw(cls, moment: str, ranks: int, rng: random.Random) -> Kill:
-        """A random one."""
+    def draw(cls, moment: str, ranks: int, rng: random.Random, part: str = "") -> Kill:
+        """A random one, of a switch in this part, or in any."""
         rank, tp = rng.randrange(ranks), rng.choice([tp for tp in (1, 2, 4) if ranks % tp == 0])
         if moment == "switch":
-            part = rng.choice(sabotage.PARTS)
+            part = part or rng.choice(sabotage.PARTS)
             return cls(moment, rank, tp, part, call=rng.randint(1, 4) if part == "KV" else 1)
         if moment == "verification":
             return cls(moment, rank, tp, call=rng.randint(1, 60))
@@ -254,9 +257,10 @@ def run(
     os.environ.update(ENVIRONMENT | storms.ENVIRONMENT)
     facts = machine()
     rng = random.Random(seed)
+    parts = itertools.cycle(sabotage.PARTS)
     outcomes = []
-    for i in range(kills):
-        kill = Kill.draw(MOMENTS[i % len(MOMENTS)], ranks, rng)
+    for i, moment in enumerate(itertools.islice(itertools.cycle(_TURNS), kills)):
+        kill = Kill.draw(moment, ranks, rng, next(parts) if moment == "switch" else "")
         outcome = kill_one(kill, ranks, from_server=not as_for_users)
         outcomes.append(outcome)
         print(f"{i + 1}/{kills}", "fine" if outcome.fine else "NOT FINE", outcome, flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,34 @@ SAMPLES = 8
 """Responses of a prompt."""
 
 
-def parser(description: str | None, static: Sequence[str]) -> argparse.ArgumentParser:
+_NONE = "none"
+
+
+def parser(description: str | None, static: Iterable[str]) -> argparse.ArgumentParser:
     """The command line; `static` names the sides without PAT."""
     made = argparse.ArgumentParser(description=description)
     # Those whose requests all arrive at once, as a trainer's do.
     names = [name for name, workload in WORKLOADS.items() if not workload.waits]
     made.add_argument("--workload", choices=names, default="lognormal")
     made.add_argument("--repeats", type=int, default=4, help="after one that warms up")
-    made.add_argument("--static", choices=static, help="the only other side; default: both")
+    made.add_argument(
+        "--static", choices=[*static, _NONE], help="the only other side; default: both"
+    )
     made.add_argument("--clairvoyant", action="store_true", help="also PAT with known lengths")
     made.add_argument("--seed", type=int, default=0)
     return made
+
+
+def static_sides(args: argparse.Namespace, names: Mapping[str, str]) -> list[str]:
+    """The sides without PAT that are asked for.
+
+    Raises:
+        SystemExit: there is nothing to compare PAT with.
+    """
+    if args.static == _NONE and not args.clairvoyant:
+        raise SystemExit(f"--static {_NONE} leaves nothing to compare with: add --clairvoyant")
+    chosen = [*names] if args.static is None else [args.static]
+    return [names[one] for one in chosen if one != _NONE]
 
 
 @dataclass
@@ -51,7 +68,7 @@ class Times:
 
 def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -> str:
     """Markdown; PAT is the last row, `trace` that of the first repeat."""
-    static = [name for name in sides if name not in (PAT, CLAIRVOYANT)]
+    static = [name for name in sides if name not in (PAT, CLAIRVOYANT)] or [CLAIRVOYANT]
     better = min(static, key=lambda name: Summary.of(sides[name].rollouts).median)
     others = [name for name in sides if name != PAT]
     rows = [_row(name, sides[name], sides[better]) for name in (*others, PAT)]

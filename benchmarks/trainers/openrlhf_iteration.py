@@ -25,7 +25,15 @@ from typing import Any
 
 from benchmarks.bench.workloads import MAX_TOKENS, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine, write_results
-from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import (
+    CLAIRVOYANT,
+    PAT,
+    SAMPLES,
+    Times,
+    parser,
+    report,
+    static_sides,
+)
 
 DEVICES = 2
 DEFAULT = f"default: {DEVICES} engines of tp=1"
@@ -57,13 +65,13 @@ class OpenRLHFSide:
 
 def main() -> None:
     """Command line."""
-    options = parser(__doc__, [*STATIC])
+    options = parser(__doc__, STATIC)
     args = options.parse_args()
     _enter_environment()
 
     workload = WORKLOADS[args.workload]
     facts = machine()
-    static = [STATIC[args.static]] if args.static else [*STATIC.values()]
+    static = static_sides(args, STATIC)
     sides = measure(workload, static, args.repeats, args.seed, args.clairvoyant)
     body = {
         "arguments": vars(args),

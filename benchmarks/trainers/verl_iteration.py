@@ -9,7 +9,8 @@ then verl's client makes a rollout with the same prompts and response lengths fo
 iteration has beside these two, the training, is the same for all sides.
 
 All three take about 20 GiB of memory; `--static` names the one other side to compare PAT with. With
-`--clairvoyant` a further engine of PAT's is told each response's length.
+`--clairvoyant` a further engine of PAT's is told each response's length; with `--static none` it is
+the only other side.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
 from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits, write_results
-from benchmarks.trainers.iteration import CLAIRVOYANT, PAT, SAMPLES, Times, parser, report
+from benchmarks.trainers.iteration import (
+    CLAIRVOYANT,
+    PAT,
+    SAMPLES,
+    Times,
+    parser,
+    report,
+    static_sides,
+)
 from pat_vllm.simulator.traces import LengthTrace
 from tests.verl.environment import variables
 from tests.verl.servers import RANKS, Response, Server, ray_cluster, start
@@ -49,7 +58,7 @@ class VerlSide:
 
 def main() -> None:
     """Command line."""
-    options = parser(__doc__, [*STATIC])
+    options = parser(__doc__, STATIC)
     options.add_argument("--scale", choices=SCALES, default="full", help="of the batches")
     args = options.parse_args()
     _enter_environment()
@@ -59,7 +68,7 @@ def main() -> None:
     traces = [
         workload.trace(repeat, SCALES[args.scale], args.seed) for repeat in range(args.repeats + 1)
     ]
-    static = [STATIC[args.static]] if args.static else [*STATIC.values()]
+    static = static_sides(args, STATIC)
     sides = measure(traces, static, args.clairvoyant)
     body = {
         "arguments": vars(args),

@@ -41,3 +41,14 @@ class WatchedActor(PatRolloutActor):
             ranks=tuple(await self.llm.collective_rpc(process_id)),
             responses=self._responses,
         )
+
+    async def switches_counted(self) -> dict[tuple[str, str], float]:
+        """How often the engine switched, as Prometheus would read it in this process."""
+        from prometheus_client import REGISTRY
+
+        return {
+            (sample.labels["source"], sample.labels["target"]): sample.value
+            for family in REGISTRY.collect()
+            for sample in family.samples
+            if sample.name == "vllm:pat_switches_total"
+        }

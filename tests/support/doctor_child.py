@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+"""A process that does not end with the one that has started it."""
 LAST_WORDS = {
     "rank": "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: -9), shutting down",
     "memory": "ValueError: To serve at least one request with the model's max seq len (512), (1 "
@@ -16,6 +19,8 @@ LAST_WORDS = {
 
 def main(request: str, answer: str, journal: str) -> None:
     mode = Path(request).read_text()
+    if mode.startswith("starts another"):
+        starts_another(Path(journal), killed=mode.endswith("killed"))
     with Path(journal).open("a") as file:
         file.write(json.dumps({"doing": "tp1dp2 -> tp2dp1"}) + "\n")
         file.flush()
@@ -36,6 +41,16 @@ def main(request: str, answer: str, journal: str) -> None:
             if mode == "rank":
                 time.sleep(600)  # its engine does not end
             sys.exit(1)
+
+
+def starts_another(journal: Path, killed: bool) -> None:
+    """Say the number of a process that goes on; then wait, or be killed."""
+    other = subprocess.Popen([sys.executable, "-c", STUBBORN])
+    with journal.open("a") as file:
+        file.write(json.dumps({"doing": str(other.pid)}) + "\n")
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -297,6 +297,7 @@ def stream(job: Job) -> Job:
     return replace(job, sampling=job.sampling | {"output_kind": RequestOutputKind.DELTA})
 
 
+@pytest.mark.nightly
 def test_seeds_give_the_same_where_drafts_are_the_same(speculating: Speculating) -> None:
     jobs = {name: speculating.jobs[name] for name in ("allowed", "min_p", "penalties")}
     one, other = (run_at(speculating.llm, jobs, longest) for _ in range(2))
