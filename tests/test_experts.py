@@ -371,7 +371,7 @@ def test_a_whole_model(name: str, way: str) -> None:
     if (name, way) == ("qwen2_moe", "ep from two"):
         pytest.skip("six experts do not divide among four ranks, which is refused")
     vllm_config = vllm_config_for(random_model(name), tp=1)
-    for rank in (1, 3):
+    for rank in range(RANKS):
         check_whole_model(vllm_config, WAYS[way], rank)
 
 
