@@ -91,8 +91,8 @@ def test_prompts_are_spread_and_a_dead_engine_is_told(
         assert gpus[node] == 2
         assert place.responses == 16
     assert places[0].nodes != places[1].nodes
-    for counted in ray.get([engine.switches_counted.remote() for engine in engines]):
-        assert counted["tp1dp2", "tp2dp1"] == 1
+    told = ray.get([engine.layout_in_metrics.remote() for engine in engines])
+    assert told == [(1, 2), (1, 2)]
 
     # An engine without its actor: its rollout cannot end before that.
     victim = [psutil.Process(pid) for pid in (places[1].core, *places[1].ranks)]
@@ -108,5 +108,5 @@ def test_prompts_are_spread_and_a_dead_engine_is_told(
     psutil.Process(places[0].actor).kill()
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(engines[0].get_num_unfinished_requests.remote(), timeout=GONE_WITHIN)
-    ray.kill(engines[1])
+    ray.kill(engines[1].actor)
     assert_gone(before)

@@ -42,13 +42,14 @@ class WatchedActor(PatRolloutActor):
             responses=self._responses,
         )
 
-    async def switches_counted(self) -> dict[tuple[str, str], float]:
-        """How often the engine switched, as Prometheus would read it in this process."""
+    async def layout_in_metrics(self) -> tuple[float, float]:
+        """Tensor parallelism and replicas, as Prometheus would read them in this process."""
         from prometheus_client import REGISTRY
 
-        return {
-            (sample.labels["source"], sample.labels["target"]): sample.value
+        found = {
+            sample.name: sample.value
             for family in REGISTRY.collect()
             for sample in family.samples
-            if sample.name == "vllm:pat_switches_total"
+            if sample.name.startswith("vllm:pat_")
         }
+        return found["vllm:pat_tensor_parallel_size"], found["vllm:pat_num_replicas"]

@@ -36,6 +36,11 @@ class EngineHandle:
         return EngineHandle, (self._actor,)
 
     @property
+    def actor(self) -> Any:
+        """Ray's own handle, for `ray.kill` and what else takes no other."""
+        return self._actor
+
+    @property
     def generate_responses(self) -> _GenerateResponses:
         """The actor's method."""
         return _GenerateResponses(self)
