@@ -29,7 +29,7 @@ def parser(description: str | None, static: Iterable[str]) -> argparse.ArgumentP
     made.add_argument("--workload", choices=names, default="lognormal")
     made.add_argument("--repeats", type=int, default=4, help="after one that warms up")
     made.add_argument(
-        "--static", choices=[*static, _NONE], help="the only other side; default: both"
+        "--static", choices=[*static, _NONE], help="the only side without PAT; default: both"
     )
     made.add_argument("--clairvoyant", action="store_true", help="also PAT with known lengths")
     made.add_argument("--seed", type=int, default=0)
