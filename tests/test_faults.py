@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import os
+import posix
 import random
 import signal
 import threading
@@ -17,6 +19,7 @@ import torch
 
 import pat_vllm
 from benchmarks.endurance.processes import SHARED_MEMORY, names_held
+from pat_vllm.executor import orphan
 from pat_vllm.scheduler import switch as switch_module
 from tests.engines import Job, engine, engine_processes, run, scheduler_of
 from tests.support.fork_server import context
@@ -256,6 +259,56 @@ def test_a_killed_front_end_takes_its_engine_along():
     process.join()
     _, alive = psutil.wait_procs(spawned, timeout=GONE_WITHIN)
     assert not alive
+
+
+def front_end_of_a_core(shutdown, started):
+    """Runs in a process of its own, until that is killed."""
+    core = multiprocessing.get_context("fork").Process(
+        name="EngineCore_DP0", target=core_of_a_front_end, args=(shutdown, started)
+    )
+    core.start()
+    core.join()
+
+
+def core_of_a_front_end(shutdown, started):
+    """Goes on, whatever becomes of its front end."""
+    # Not the one of processes from the tests' server.
+    os.getppid = posix.getppid
+    orphan._SHUTDOWN_SECONDS = 1.0
+    orphan.end_when_orphaned(functools.partial(shutdown, started.with_name("asked")))
+    started.write_text(str(os.getpid()))
+    threading.Event().wait()
+
+
+def never_ends(asked):
+    asked.touch()
+    threading.Event().wait()
+
+
+def fails(asked):
+    asked.touch()
+    raise RuntimeError("no worker answers")
+
+
+@pytest.mark.parametrize("shutdown", [never_ends, fails])
+def test_an_orphaned_engine_core_ends_though_its_shutdown_does_not(shutdown, tmp_path):
+    started = tmp_path / "started"
+    process = context().Process(target=front_end_of_a_core, args=(shutdown, started))
+    process.start()
+    try:
+        while not (started.exists() and started.read_text()):
+            assert process.is_alive()
+            time.sleep(0.01)
+        core = psutil.Process(int(started.read_text()))
+        assert core.ppid() == process.pid
+    finally:
+        process.kill()
+    process.join()
+    _, alive = psutil.wait_procs([core], timeout=GONE_WITHIN)
+    for one in alive:
+        one.kill()
+    assert not alive
+    assert (tmp_path / "asked").exists()
 
 
 def _try_switch(llm, tp):

@@ -244,7 +244,7 @@ def test_the_doctor_runs_from_the_wheel_without_the_repository(wheel: Path, tmp_
     environment = installed(wheel, tmp_path / "installed")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | LLAMA_NAMES))
     arguments = ["doctor", "--model", str(tmp_path / "config.json"), "--gpu", "H100"]
-    arguments += ["--ranks", "8", "--base-tp", "4", "--output-dir", str(tmp_path / "out")]
+    arguments += ["--ranks", "8", "--pat", '{"base_tp": 4}', "--output-dir", str(tmp_path / "out")]
     command = [sys.executable, "-c", COMMAND, str(tmp_path / "installed"), *arguments]
     options: dict[str, Any] = dict(cwd=tmp_path, env=environment, capture_output=True, text=True)
     done = subprocess.run(command, timeout=240, **options)

@@ -304,14 +304,24 @@ def test_unfinished_profile_goes_on(tmp_path: Path) -> None:
         Partial.open(path, header())
 
 
-@pytest.mark.parametrize("layouts", ["1,x", "3", ""])
-def test_command_refuses_layouts(layouts: str) -> None:
+@pytest.mark.parametrize(
+    ("pat", "said"),
+    [
+        ('{"layouts": [3]}', "tp=3"),
+        ('{"layouts": "1,x"}', "layouts"),
+        ('{"experts": "all"}', "experts"),
+        ("[1, 2]", "--pat takes a JSON object"),
+        ("", "--pat takes a JSON object"),
+    ],
+)
+def test_command_refuses_options(pat: str, said: str) -> None:
     from typer.testing import CliRunner
 
     from pat_vllm.cli import app
 
-    result = CliRunner().invoke(app, ["profile", "nowhere", "--layouts", layouts])
-    assert result.exit_code == 2, result.output
+    result = CliRunner().invoke(app, ["profile", "nowhere", "--pat", pat])
+    assert result.exit_code == 2
+    assert said in result.output
 
 
 # ---------------------------------------------------------------- the key

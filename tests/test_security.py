@@ -312,6 +312,42 @@ def test_worse_ends_are_seen(
         check_full_disk("too large", tmp_path, profile, caplog)
 
 
+def check_loss_of_power(path: Path, profile: Profile) -> None:
+    """All of a file is on the disk before it takes its name."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def writes_out(descriptor: int) -> None:
+        calls.append(("on disk", os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def takes_its_name(scratch: Path, path: Path) -> None:
+        calls.append(("named", scratch.stat().st_size))
+        replace(scratch, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.os, "fsync", writes_out)
+        patch.setattr(files.os, "replace", takes_its_name)
+        profile.save(path)
+    size = path.stat().st_size
+    assert size > 0
+    assert calls == [("on disk", size), ("named", size)]
+
+
+def test_a_loss_of_power_leaves_no_empty_file(tmp_path: Path, profile: Profile) -> None:
+    check_loss_of_power(tmp_path / "profile.json", profile)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"os.fsync(descriptor)": "pass"}, {"file.flush()": "pass"}], ids=str
+)
+def test_files_that_are_not_written_out_are_seen(
+    changes: dict[str, str], tmp_path: Path, profile: Profile
+) -> None:
+    with mutated(write_whole, changes), pytest.raises(AssertionError):
+        check_loss_of_power(tmp_path / "profile.json", profile)
+
+
 @pytest.mark.parametrize("kind", ["too large", "full", "read-only", "quota"])
 def test_an_engine_starts_where_the_disk_is_full(
     kind: str, tmp_path: Path, profile: Profile, caplog: pytest.LogCaptureFixture

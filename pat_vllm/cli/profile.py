@@ -126,44 +126,29 @@ def _name(point: Mapping[str, Any]) -> str:
     return json.dumps(point, sort_keys=True)
 
 
-def engine_arguments(
-    model: str, layouts: str | None, base_tp: int, **options: Any
-) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`; options that are None are left to vLLM.
+def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`.
+
+    Args:
+        pat: PAT's options of the engine; the policy does not matter.
+        options: of vLLM's; those that are None are left to vLLM.
 
     Raises:
-        ValueError: `layouts` is no list of numbers, or does not fit the ranks.
+        ValueError: PAT's options are not allowed, or do not fit the ranks.
     """
-    pat = pat_options(layouts, base_tp)
-    base, *_ = PATConfig.parse(pat).resolve_layouts(options["tensor_parallel_size"])
-    pat["policy"] = {"kind": "static", "tp": base.tp}
+    base, *_ = PATConfig.parse(dict(pat)).resolve_layouts(options["tensor_parallel_size"])
     return {
         "model": model,
         "distributed_executor_backend": "pat",
-        "additional_config": {"pat": pat},
+        "additional_config": {"pat": {**pat, "policy": {"kind": "static", "tp": base.tp}}},
         # Requests are made of token ids.
         "skip_tokenizer_init": True,
         **{name: value for name, value in options.items() if value is not None},
     }
 
 
-def pat_options(layouts: str | None, base_tp: int) -> dict[str, Any]:
-    """PAT's options for layouts that are given on a command line, as "1,2,4".
-
-    Raises:
-        ValueError: `layouts` is no list of numbers.
-    """
-    pat: dict[str, Any] = {"base_tp": base_tp}
-    if layouts is not None:
-        try:
-            pat["layouts"] = [int(tp) for tp in layouts.split(",")]
-        except ValueError:
-            raise ValueError(f"--layouts takes sizes like 1,2,4, not {layouts!r}") from None
-    return pat
-
-
 def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """Options of vLLM's that are given on a command line.
+    """Options that are given on a command line.
 
     Raises:
         ValueError: it is no JSON object.
@@ -173,9 +158,9 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{option} takes a JSON object of vLLM's options: {error}") from None
+        raise ValueError(f"{option} takes a JSON object: {error}") from None
     if not isinstance(options, dict):
-        raise ValueError(f"{option} takes a JSON object of vLLM's options, not {text}")
+        raise ValueError(f"{option} takes a JSON object, not {text}")
     return options
 
 

@@ -18,10 +18,10 @@ def run_doctor(
         typer.Option(help="Compute memory for so many of this GPU (H100, H200); start no engine."),
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Worker processes, one for each GPU.")] = 2,
-    layouts: Annotated[
-        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    pat: Annotated[
+        str | None,
+        typer.Option(help="PAT's options of the engine (base_tp, experts, ...), a JSON object."),
     ] = None,
-    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
     engine: Annotated[
         str | None, typer.Option(help="Further options of vLLM's LLM, as a JSON object.")
     ] = None,
@@ -53,7 +53,7 @@ def run_doctor(
     from rich.console import Console
 
     from pat_vllm.cli.doctor import doctor
-    from pat_vllm.cli.profile import json_object, pat_options
+    from pat_vllm.cli.profile import json_object
 
     # Here random models are made; the processes of the stages say if one of these is in their way.
     without_vision_and_audio()
@@ -63,7 +63,7 @@ def run_doctor(
             model=model,
             gpu=gpu,
             ranks=ranks,
-            pat=pat_options(layouts, base_tp),
+            pat=json_object("--pat", pat) or {},
             engine=json_object("--engine", engine) or {},
             shape=shape,
             dtype=dtype,

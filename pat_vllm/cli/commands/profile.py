@@ -21,10 +21,10 @@ def take_engine_profile(
     speculative_config: Annotated[
         str | None, typer.Option(help="As in vLLM, a JSON object: steps with drafts, too.")
     ] = None,
-    layouts: Annotated[
-        str | None, typer.Option(help="Tensor-parallel sizes, as in pat.layouts: 1,2,4.")
+    pat: Annotated[
+        str | None,
+        typer.Option(help="PAT's options of the engine (base_tp, experts, ...), a JSON object."),
     ] = None,
-    base_tp: Annotated[int, typer.Option(min=1, help="As in pat.base_tp.")] = 1,
     output: Annotated[
         Path | None, typer.Option(help="JSON to write; named after the engine by default.")
     ] = None,
@@ -49,8 +49,7 @@ def take_engine_profile(
     try:
         engine = engine_arguments(
             model,
-            layouts,
-            base_tp,
+            json_object("--pat", pat) or {},
             tensor_parallel_size=tensor_parallel_size,
             dtype=dtype,
             max_model_len=max_model_len,
