@@ -15,7 +15,7 @@ SCHEDULER = "v1/core/sched/scheduler.py"
 INTERFACE = "v1/core/sched/interface.py"
 LAYERS = "model_executor/layers"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 class Break(NamedTuple):
