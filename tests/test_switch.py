@@ -3,7 +3,7 @@
 For each model: the tokens and log-probabilities of every ordered pair of layouts, with the switch
 in mid-generation, against the same requests in one layout; and a storm of random switches. Tokens
 must be equal, and the log-probability that was sampled after the switch must be the one that the
-static target layout gives to that token, to 1e-4 (2e-4 where weights are plain).
+static target layout gives to that token, to 1e-4 (2e-4 for plain weights of some models).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ TOLERANCE = 1e-4
 PLAIN_TOLERANCE = 2e-4
 """For plain weights on CPU. Their kernels round by the size of the batch more than those for packed
 weights: stock vLLM's log-probabilities of a request differ by up to 1.05e-4 between two batches."""
+AS_PACKED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Models whose plain weights keep to `TOLERANCE`, too: over all pairs and storms they differ by up
+to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
 
 
 class Switching(NamedTuple):
@@ -156,8 +159,10 @@ def at_steps(llm, switches):
 
 
 def tolerance(llm):
-    pat = llm.llm_engine.vllm_config.additional_config["pat"]
-    return PLAIN_TOLERANCE if pat.get("weights") == "inplace" else TOLERANCE
+    config = llm.llm_engine.vllm_config
+    plain = config.additional_config["pat"].get("weights") == "inplace"
+    as_packed = config.model_config.architecture in AS_PACKED
+    return PLAIN_TOLERANCE if plain and not as_packed else TOLERANCE
 
 
 def assert_same(llm, outcomes, *static):

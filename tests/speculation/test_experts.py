@@ -12,7 +12,6 @@ import pat_vllm
 from tests.engines import Job, Outcome, run, scheduler_of
 from tests.speculation.batch import assert_same, batch, speculating, take_way
 from tests.speculation.steps import LENGTHS, acceptance, watched
-from tests.test_switch import PLAIN_TOLERANCE
 from tests.v2.batch import tour
 
 pytestmark = [pytest.mark.slow]
@@ -57,7 +56,7 @@ def test_a_tour_of_all_layouts(llm: Any, static: dict[str, Outcome], in_flight: 
         for copy in range(copies)
     }
     expected = {name: static[name.split("/")[0]] for name in jobs}
-    take_way(llm, way, jobs, expected, PLAIN_TOLERANCE, in_flight=in_flight)
+    take_way(llm, way, jobs, expected, in_flight=in_flight)
 
 
 def test_storm(llm: Any, static: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +90,7 @@ def test_storm(llm: Any, static: dict[str, Outcome], monkeypatch: pytest.MonkeyP
         found = run(llm, jobs | doomed, before_step=before_step)
 
     done = {name: one for name, one in found.items() if name in jobs}
-    assert_same(done, {name: static[name.split("/")[0]] for name in jobs}, PLAIN_TOLERANCE)
+    assert_same(done, {name: static[name.split("/")[0]] for name in jobs})
     made = [one for one in pat_vllm.report(llm).switches[before:] if one.num_seqs]
     assert {str(one.target) for one in made} == {*layouts}
     assert sum(one.migrated for one in made) > 10
