@@ -30,7 +30,6 @@ MODEL: Mapping[str, Any] = {**MODELS["moe"], "vocab": 4096}
 _TOKENS = 4096
 """That are routed to count what each expert gets."""
 
-
 KINDS = ("cut", "spread", "spread / cut")
 """Columns of a mixture in the table."""
 

@@ -274,7 +274,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
         (("--pat", '{"layouts": [3]}'), "tp=3, which does not divide"),
-        (("--pat", '{"base": 2}'), "base"),
+        (("--pat", '{"base": 2}'), "unknown option 'base'"),
     ],
 )
 def test_what_a_user_got_wrong_is_said(arguments: tuple[str, ...], said: str) -> None:

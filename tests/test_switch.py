@@ -173,6 +173,7 @@ def assert_same(llm, outcomes, *static):
             assert outcome.token_ids == expected[name].token_ids, name
         found = zip(outcome.logprobs, *(one[name].logprobs for one in static), strict=True)
         apart = [min(abs(one - other) for other in others) for one, *others in found]
+        print(f"{name}: log-probabilities up to {max(apart):.2e} apart")
         assert max(apart) <= tolerance(llm), (name, apart)
 
 
