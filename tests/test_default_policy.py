@@ -17,9 +17,10 @@ import pat_vllm
 from pat_vllm import files
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
+from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import SETTLE_SECONDS
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.profile import Profile, StepShape
 from tests.engines import Job, engine, run, scheduler_of, teacher_forced
 from tests.test_metrics import samples, series
 
@@ -66,19 +67,42 @@ def settle(step: int) -> None:
         time.sleep(2 * SETTLE_SECONDS)
 
 
-def biased(profile: Profile, layout: Layout, batch: int) -> Profile:
-    """Says that a layout is much slower with at least `batch` requests and faster below."""
+def biased(profile: Profile, home: Layout, few: Layout, batch: int) -> Profile:
+    """Says that `few` is by far the fastest layout below `batch` requests, and `home` from there.
 
-    def factor(one: Any) -> float:
-        return (50.0 if one.batch >= batch else 0.02) if one.layout == layout and one.batch else 1.0
+    Steps take a hundred times as long as they were measured, so that no switch is too dear.
+    """
+
+    def factor(layout: Layout, requests: int) -> float:
+        if layout == home or not requests:
+            return 100.0
+        return 2.0 if layout == few and requests < batch else 5000.0
 
     steps = tuple(
         one.model_copy(
-            update={name: getattr(one, name) * factor(one) for name in ("seconds", "low", "high")}
+            update={
+                name: getattr(one, name) * factor(one.layout, one.batch)
+                for name in ("seconds", "low", "high")
+            }
         )
         for one in profile.steps
     )
     return profile.model_copy(update={"steps": steps})
+
+
+class Believing(AdaptivePolicy):
+    """Finds that each step takes what the profile says, however long it took here.
+
+    A profile that is wrong on purpose would be corrected by the steps, sooner or later by how fast
+    the machine is.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
+        super().__init__(profile, bound=512, timer=lambda: 0.0)
+
+    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
+        super().stepped(now, layout, shape, self._steps.step(layout, shape))
 
 
 def test_it_profiles_plans_and_reports(llm: Any, cache: Path) -> None:
@@ -123,16 +147,9 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     llm: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a profile by which one group is slow for many requests and fast for few."""
-    from pat_vllm.predictor.adaptive import AdaptivePolicy
-
     scheduler = scheduler_of(llm)
-    profile = biased(Profile.load(next(iter(cache.rglob("*.json")))), GROUP, batch=6)
-
-    def new_policy() -> AdaptivePolicy:
-        # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
-        return AdaptivePolicy(profile, bound=512, timer=lambda: 0.0)
-
-    monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
+    profile = biased(Profile.load(next(iter(cache.rglob("*.json")))), REPLICAS, GROUP, batch=6)
+    monkeypatch.setattr(scheduler.monitor, "policy", Believing(profile))
     # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
     monkeypatch.setattr(scheduler.controller.costs, "mode", "migrate")
     jobs = long_tail(seed=1)
@@ -147,7 +164,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     assert fired and made[-1].target == GROUP
     assert made[-1].migrated > 0 and made[-1].tokens > 0
 
-    monkeypatch.setattr(scheduler.monitor, "policy", new_policy())
+    monkeypatch.setattr(scheduler.monitor, "policy", Believing(profile))
     pat_vllm.switch(llm, tp=1)
     assert {k: o.token_ids for k, o in run(llm, jobs).items()} == {
         k: o.token_ids for k, o in outcomes.items()

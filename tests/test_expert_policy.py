@@ -11,11 +11,10 @@ import pytest
 
 import pat_vllm
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling.profile import Profile
 from tests.engines import engine, run, scheduler_of
-from tests.test_default_policy import biased, long_tail, settle
+from tests.test_default_policy import Believing, biased, long_tail, settle
 
 pytestmark = pytest.mark.slow
 
@@ -53,9 +52,8 @@ def test_the_faster_kind_is_chosen(
 ) -> None:
     """By a profile in which one of them is fast for few requests."""
     scheduler = scheduler_of(llm)
-    taken = biased(Profile.load(next(iter(profile.rglob("*.json")))), fast, batch=6)
-    # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
-    policy = AdaptivePolicy(taken, bound=512, timer=lambda: 0.0)
+    taken = Profile.load(next(iter(profile.rglob("*.json"))))
+    policy = Believing(biased(taken, LAYOUTS[0], fast, batch=6))
     monkeypatch.setattr(scheduler.monitor, "policy", policy)
     monkeypatch.setattr(scheduler.controller.costs, "mode", "migrate")
     jobs = long_tail(seed=3)
