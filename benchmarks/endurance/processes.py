@@ -70,15 +70,17 @@ def names_held(processes: Iterable[psutil.Process]) -> set[Path]:
 
     Among them is the file by which vLLM's ranks meet, after which its shared memory is named.
     """
-    temporary = Path(tempfile.gettempdir())
-    held: set[Path] = set()
+    # Of these alone a `Path` is made, which interns its parts: those of all that is mapped would
+    # fill the interpreter's table of interned strings within minutes, and it then takes 7.3 MiB.
+    shared, temporary = f"{SHARED_MEMORY}/", f"{tempfile.gettempdir()}/"
+    names: set[str] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            files = {Path(one.path) for one in process.memory_maps()}
-            held |= {path for path in files if path.parent == SHARED_MEMORY and path.exists()}
-            sockets = process.net_connections(kind="unix")
-            names = [str(one.laddr) for one in sockets if one.laddr]
-            names += [one.path for one in process.open_files()]
-            held |= {path for path in map(Path, names) if temporary in path.parents}
+            files = {one.path for one in process.memory_maps()}
+            names |= {name for name in files if name.startswith(shared)}
+            others = {str(one.laddr) for one in process.net_connections(kind="unix")}
+            others |= {one.path for one in process.open_files()}
+            names |= {name for name in others if name.startswith(temporary)}
+    held = {Path(name) for name in names}
     met = {match[0] for path in held if (match := re.match(r"vllm_dist_\w+", path.name))}
-    return {path for path in held | {temporary / name for name in met} if path.exists()}
+    return {path for path in held | {Path(temporary + name) for name in met} if path.exists()}
