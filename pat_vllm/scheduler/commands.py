@@ -27,8 +27,7 @@ def register_commands(scheduler: PATScheduler) -> None:
     def profile(points: list[dict[str, Any]] | None = None, quick: bool = False) -> dict[str, Any]:
         if active.num_seqs or not controller.on_engine_thread:
             raise RuntimeError("the engine is busy; it can be profiled only while it is idle")
-        active.drain()  # a step that was started before the last response ended
-        controller.go_home_if_idle()
+        controller.finish_work()
         scheduler.reset_prefix_cache()  # its memory is overwritten
         if points is None:
             return load.describe(active.executor, scheduler.kv_cache_config, quick)

@@ -93,6 +93,15 @@ class LayoutController:
             self._weights_version = version
             self._monitor.policy.weights_changed()
 
+    def finish_work(self) -> None:
+        """If the last response has ended, end its batch, too.
+
+        A step that was started before may still be in flight.
+        """
+        if not self._active.num_seqs:
+            self._active.drain()
+            self.go_home_if_idle()
+
     def go_home_if_idle(self) -> None:
         """Return to the policy's home layout if the work is done."""
         if not self._was_busy or self._active.in_flight or self._active.num_seqs:
@@ -183,11 +192,8 @@ class LayoutController:
                 raise
 
     def _force(self, target: Layout) -> bool:
-        if not self._active.num_seqs:
-            # A step started before the last response ended may still be in flight. Finish the work
-            # that is over, or its end would take the engine home out of the layout asked for now.
-            self._active.drain()
-            self.go_home_if_idle()
+        # Or the end of work that is over would take the engine home from the layout asked for.
+        self.finish_work()
         return self._switch(target, "forced")
 
     # ---------------------------------------------------------------- what was done
@@ -199,7 +205,7 @@ class LayoutController:
             since: seconds on the monotonic clock; earlier records are left out.
         """
         if self.on_engine_thread:
-            self.go_home_if_idle()
+            self.finish_work()
         report = self._monitor.history.report(self._active.layout, self.layouts, since)
         return replace(report, predictor=self._monitor.policy.report(since))
 
