@@ -146,6 +146,28 @@ def test_a_known_reason_refuses_before_a_step_waits(
     assert drained == [True]
 
 
+def test_a_report_ends_the_work_that_is_over(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was started before the last response ended does not hide its batch."""
+    ended: list[float] = []
+    stays = scheduler.replica_set.layout
+    policy = Restless(stays, stays)
+    monkeypatch.setattr(policy, "idle", ended.append)
+    monkeypatch.setattr(scheduler.monitor, "policy", policy)
+    add(scheduler, 2)
+    output = scheduler.schedule()
+    scheduler.finish_requests(["r0", "r1"], RequestStatus.FINISHED_ABORTED)
+    results = [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
+    with monkeypatch.context() as late:
+        late.setattr(EXECUTOR, "finished", lambda wait_for_all=False: results)
+        assert scheduler.replica_set.in_flight and not ended
+        scheduler.controller.report()
+    assert not scheduler.replica_set.in_flight and len(ended) == 1
+    scheduler.controller.report()
+    assert len(ended) == 1
+
+
 def test_a_mistake_in_planning_is_told_with_its_traceback(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
