@@ -7,7 +7,7 @@ VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-fast test-gpu test-verl test-openrlhf lint format bench bench-switch soak kills wheel check-wheel clean
+.PHONY: help venv demo test test-fast test-nightly test-gpu test-verl test-openrlhf lint format bench bench-switch soak kills wheel check-wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -31,14 +31,17 @@ $(STAMP): pyproject.toml
 demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts; MODEL=moe: experts)
 	$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
-test: venv ## What every change must pass: all that needs no GPU, but for what is marked nightly
+test: venv ## What every change must pass: arithmetic, vLLM's objects, the imitated GPU, real engines
 	.ci/test $(BIN)/python
 
-test-all: venv test-verl test-openrlhf check-wheel ## For before a release: also what is marked nightly, both trainers whole, the wheel
-	$(BIN)/python -m pytest -m "not gpu"
+test-fast: venv ## The first part of it, in a minute: arithmetic
+	$(BIN)/python -m pytest -n 2 tests/unit
 
-test-fast: venv ## The pure tests: no engine is started
-	$(BIN)/python -m pytest -m "not slow and not gpu and not nightly"
+test-nightly: venv $(VERL_VENV)/.installed $(OPENRLHF_VENV)/.installed check-wheel ## All: also products of axes, storms, soak, kills, mutations, trainers, the wheel
+	PAT_TEST_ALL=1 .ci/test $(BIN)/python
+	$(BIN)/python -m pytest tests/nightly --ignore tests/nightly/verl --ignore tests/nightly/openrlhf
+	$(VERL_VENV)/bin/python -m pytest tests/verl tests/nightly/verl
+	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf tests/nightly/openrlhf
 
 # Results are dated and can be committed as they are. A machine that is not fit need not be measured.
 GPUS  ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
@@ -46,14 +49,14 @@ TODAY := $(shell date -u +%F)
 
 test-gpu: ## On a machine with GPUs, in an environment with vLLM for them (BIN=...): fitness, tests, figures
 	$(BIN)/pat-vllm doctor --all --speculate 4 --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m benchmarks.gpu
 
-test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer
-	$(VERL_VENV)/bin/python -m pytest $(SLICE) tests/verl
+test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer: a slice
+	$(VERL_VENV)/bin/python -m pytest tests/verl
 
-test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trainer
-	$(OPENRLHF_VENV)/bin/python -m pytest $(SLICE) tests/openrlhf
+test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trainer: a slice
+	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf
 
 .venv-%/.installed: integrations/install.sh $(STAMP)
 	$< $* .venv-$* $(PYTHON) $(VENV)

@@ -28,7 +28,7 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     # Without it a tp>1 engine compiles C++ at its first step: seconds per batch-size class.
     "TORCHDYNAMO_DISABLE": "1",
-    # Models are built here (tests/models.py): nothing is downloaded, nobody is told.
+    # Models are built here (tests/support/models.py): nothing is downloaded, nobody is told.
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -38,31 +38,19 @@ for _name, _value in _ENVIRONMENT.items():
 # It would override an engine's own `kv_cache_memory_bytes`.
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 
+CEILINGS = {"unit": 120, "vllm": 300, "nightly": 3600}
+"""Seconds for a test, its fixtures included, by tier: against those that hang, and far above what
+honest work takes on a slow and busy machine."""
 CEILING = 900
-"""Seconds for a test that starts engines, its fixtures included: against those that hang, and far
-above what honest work takes on a slow machine."""
 
 
-BESIDE = (
-    "contract",
-    "gpuless",
-    "test_engine_memory.py",
-    "test_plugin.py",
-    "test_profiling.py",
-)
-"""Slow tests that mostly wait for one process that works on one core: `make test` runs them beside
-those that start engines (`.ci/test`)."""
-
-
-# Before options choose by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).parts[0] in BESIDE:
-            item.add_marker(pytest.mark.beside)
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(CEILING))
+        if not item.get_closest_marker("timeout"):
+            tier = item.path.relative_to(here).parts[0]
+            item.add_marker(pytest.mark.timeout(CEILINGS.get(tier, CEILING)))
 
 
 @pytest.fixture(scope="module", autouse=True)

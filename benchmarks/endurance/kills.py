@@ -34,7 +34,7 @@ from benchmarks.common import ENVIRONMENT, machine, table, write_results
 from benchmarks.endurance import sabotage
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
-from tests.models import phrase
+from tests.support.models import phrase
 
 ERROR_WITHIN = 30.0
 """Seconds from a worker's death to the front end's error."""
@@ -111,9 +111,9 @@ def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
     """Start an engine, kill a worker of it, and see what comes of it.
 
     Args:
-        from_server: see `tests.engines.engine`.
+        from_server: see `tests.support.engines.engine`.
     """
-    from tests.engines import engine
+    from tests.support.engines import engine
 
     before = psutil.Process().children(recursive=True)
     held_before = names_held([psutil.Process()])

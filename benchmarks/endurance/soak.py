@@ -86,10 +86,10 @@ def soak_engine(
     """Start an engine, have it work for so long, and end it.
 
     Args:
-        from_server: see `tests.engines.engine`.
+        from_server: see `tests.support.engines.engine`.
         allowance: share of its memory that an engine may grow by.
     """
-    from tests.engines import engine
+    from tests.support.engines import engine
 
     options = {"speculative_config": storms.SPECULATIVE} if speculates else {}
     before = psutil.Process().children(recursive=True)

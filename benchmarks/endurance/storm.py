@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.models import phrase
+from tests.support.models import phrase
 
 MODEL = "repeating"
-"""A tiny random model (`tests/models.py`) whose text repeats itself: drafts are accepted."""
+"""A tiny random model (`tests/support/models.py`) whose text repeats itself: drafts are accepted."""
 SPECULATIVE: dict[str, Any] = {
     "method": "ngram",
     "num_speculative_tokens": 4,

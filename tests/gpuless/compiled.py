@@ -1,13 +1,11 @@
-"""Engines that vLLM compiles, and one that it does not. A program that writes a line for each.
+"""Engines that vLLM compiles, and one that it does not. A program; see `programs.py`.
 
-`python -m tests.gpuless.compiled FOLDER CASE...`, with `tests/support/compiled_on_cpu` on its path.
-Each engine has two ranks and starts in new processes. What a case compiles is kept in a folder that
-cases may share: the second one to use it starts warm.
+Each engine has two ranks and starts in new processes, with `tests/support/compiled_on_cpu` on their
+path. What a case compiles is kept in a folder that cases may share: the second one starts warm.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import sys
@@ -16,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.gpuless.programs import answer
 
 LITE = {"fallback_by_default": True, "use_joint_graph_passes": False}
 """Options of Inductor, with which the code that it makes calls ATen's kernels. Nothing has to go
@@ -33,7 +33,6 @@ class Case:
         ends: of the ranges of batch sizes to compile for, beside the largest batch.
         aot: as by default; otherwise as vLLM compiled before it had AOT artifacts.
         own_folder: the user chooses the folder for what is compiled.
-        mistake: of `tests.gpuless.compiled_worker`.
     """
 
     cache: str | None
@@ -42,7 +41,6 @@ class Case:
     ends: Sequence[int] = (16,)
     aot: bool = True
     own_folder: bool = False
-    mistake: str = ""
 
 
 MATERIALIZED = {"weights": "materialized"}
@@ -56,48 +54,35 @@ CASES = {
     "one layout": Case("a", WIDE),
     "own folder, cold": Case("b", aot=False, own_folder=True),
     "own folder, warm": Case("b", aot=False, own_folder=True),
-    "one folder, cold": Case("c", aot=False, own_folder=True, mistake="a folder for all layouts"),
-    "one artifact, cold": Case("d", mistake="an artifact for all ranks of a group"),
-    "one artifact, warm": Case("d", mistake="an artifact for all ranks of a group"),
-    "lost key, cold": Case("e", mistake="weights left out of the key"),
-    "lost key, one layout": Case("e", WIDE, mistake="weights left out of the key"),
-    "one model": Case("f", mistake="a model for all layouts"),
     "C++, cold": Case("g", inductor={}, ends=()),
     "C++, warm": Case("g", inductor={}, ends=()),
 }
 
-SWITCHES = {
-    "tp=1": {0: 1},
-    "tp=2": {0: 2},
-    "there and back": {0: 1, 4: 2, 9: 1},
-}
+SWITCHES = {"tp=1": {0: 1}, "tp=2": {0: 2}, "there and back": {0: 1, 4: 2, 9: 1}}
 """Runs of the batch: engine step -> tp. An engine with one layout has the second one only."""
 
 
-def main(folder: str, *wanted: str) -> None:
-    """Run the cases that are wanted; the results are appended to `results.jsonl` in the folder."""
+def main(out: str, *wanted: str) -> None:
+    """Run the cases that are wanted."""
     for name in wanted:
         print(f"{name}: starts", flush=True)
         try:
-            result = run_case(CASES[name], Path(folder))
+            result = run_case(CASES[name], Path(out).parent)
         except Exception as error:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"}
-        with open(Path(folder) / "results.jsonl", "a") as file:
-            file.write(json.dumps([name, result]) + "\n")
-        print(f"{name}: done", flush=True)
+        answer(out, name, result)
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
     """Start the engine, look at what it compiled, run the batch, and let it score the tokens."""
     import pat_vllm
-    from tests.engines import engine, run, teacher_forced
+    from tests.support.engines import engine, run, teacher_forced
 
     root = folder / f"cache-{case.cache}"
     os.environ |= {
         "VLLM_CACHE_ROOT": str(root),
         "VLLM_USE_AOT_COMPILE": str(int(case.aot)),
-        "PAT_TEST_MISTAKE": case.mistake,
         "PAT_TEST_PLAIN_WEIGHTS": "1" if case.pat == MATERIALIZED else "",
     }
     compilation: dict[str, Any] = {"mode": 0}
@@ -143,7 +128,7 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
 
 def jobs() -> dict[str, Any]:
     """A batch: half greedy, half seeded."""
-    from tests.engines import Job
+    from tests.support.engines import Job
 
     rng = random.Random(3)
     batch = {}
@@ -155,7 +140,7 @@ def jobs() -> dict[str, Any]:
 
 
 def at_steps(llm: Any, switches: Mapping[int, int]) -> Any:
-    """See `tests.engines.run`."""
+    """See `tests.support.engines.run`."""
     import pat_vllm
 
     def before_step(step: int) -> None:

@@ -1,7 +1,4 @@
-"""A worker extension that says what each layout runs of vLLM's compiled code. Test support only.
-
-With `PAT_TEST_MISTAKE` in its environment, a worker makes one of `MISTAKES`.
-"""
+"""A worker extension that says what each layout runs of vLLM's compiled code. Test support only."""
 
 from __future__ import annotations
 
@@ -19,33 +16,6 @@ from vllm.compilation.caching import VllmSerializableFunction
 from vllm.compilation.counter import compilation_counter
 from vllm.compilation.piecewise_backend import PiecewiseBackend
 
-from pat_vllm.worker.layout_config import layout_config
-from pat_vllm.worker.worker import PATWorkerMixin
-from tests.support.mutation import mutated
-
-MISTAKES: dict[str, tuple[Any, dict[str, str]]] = {
-    "a folder for all layouts": (
-        layout_config,
-        {"config.compilation_config.cache_dir:": "config.compilation_config.cache_dir and False:"},
-    ),
-    "an artifact for all ranks of a group": (
-        layout_config,
-        {"layout.tp_rank_of(rank)": "0"},
-    ),
-    "weights left out of the key": (
-        layout_config,
-        {"{**vllm_config.additional_config, ": "{"},
-    ),
-    "a model for all layouts": (
-        PATWorkerMixin.init_device,
-        {"self._make_runner(runtime.config)": "self._make_runner(self._base.config)"},
-    ),
-}
-
-if _name := os.environ.get("PAT_TEST_MISTAKE"):
-    # Kept: a context that is forgotten is left.
-    _mistake = mutated(*MISTAKES[_name])
-    _mistake.__enter__()
 if os.environ.get("PAT_TEST_PLAIN_WEIGHTS"):
     sys.path.append(str(Path(__file__).parents[1] / "support" / "plain_weights"))
     import plain_weights

@@ -23,11 +23,7 @@ Pool = tuple[int, int]
 
 _GARBAGE = 0x7B
 _aten = torch.ops.aten
-_WAITING = {
-    _aten._local_scalar_dense.default,
-    _aten.masked_select.default,
-    _aten.nonzero.default,
-}
+_WAITING = {_aten._local_scalar_dense.default, _aten.masked_select.default, _aten.nonzero.default}
 """Operations whose result the CPU waits for; a device that captures refuses them."""
 
 

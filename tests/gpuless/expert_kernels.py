@@ -30,7 +30,7 @@ from pat_vllm.kernels.swap import RowSwap, prepare  # noqa: E402
 from pat_vllm.layout import Layout, Place  # noqa: E402
 from pat_vllm.weights.row_order import RowOrder, block_of, common_unit, rounds  # noqa: E402
 from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition, pieces_of  # noqa: E402
-from tests.triton_kernels import CAPABILITIES, compiled_for  # noqa: E402
+from tests.vllm.kernels.triton_kernels import CAPABILITIES, compiled_for  # noqa: E402
 
 CONFIGS = (
     {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
@@ -155,11 +155,7 @@ def of_rank(
 
 
 def of_all(
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    routed: torch.Tensor,
+    w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, routed: torch.Tensor
 ) -> torch.Tensor:
     """The same of all experts, by torch."""
     chosen = ids.long()
@@ -207,31 +203,6 @@ def places(ranks: int) -> Iterator[Place]:
                 yield from {layout.place_of(rank) for rank in range(ranks)}
 
 
-def run() -> dict[str, Any]:
-    """Of views: whether the kernel gives what it gives for copies, and how far that is from torch.
-
-    A view that a wrong stride or offset would leave shows in both.
-    """
-    generator = torch.Generator().manual_seed(0)
-    experts, hidden, intermediate = 8, 32, 64
-    w13 = torch.randn((experts, 2 * intermediate, hidden), generator=generator)
-    w2 = torch.randn((experts, hidden, intermediate), generator=generator)
-    config = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 1}
-    worst, alike, launched = 0.0, True, 0
-    for place in sorted(places(4), key=str):
-        for view in views(w13, w2, place):
-            x = torch.randn((3, view.shape[2]), generator=generator)
-            ids = torch.stack([torch.randperm(len(view), generator=generator)[:2] for _ in x])
-            ids = ids.to(torch.int32)
-            made = launch(view, x, ids, config, tl.float32)
-            copied = launch(view.contiguous(), x, ids, config, tl.float32)
-            expected = torch.einsum("tk,tckn->tcn", x, view[ids.long()].transpose(2, 3))
-            worst = max(worst, float((made - expected).abs().max()))
-            alike &= torch.equal(made, copied)
-            launched += 1
-    return {"worst": worst, "alike": alike, "launched": launched, "groups": groups()}
-
-
 def compile_all() -> dict[str, Any]:
     """Of Qwen3-30B-A3B on up to 8 GPUs: the code for views, and what copies have beside it."""
     experts, hidden, intermediate = 128, 2048, 768
@@ -266,4 +237,4 @@ def _compile(weight: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run() if os.environ.get("TRITON_INTERPRET") == "1" else compile_all()))
+    print(json.dumps(groups() if os.environ.get("TRITON_INTERPRET") == "1" else compile_all()))

@@ -31,15 +31,7 @@ from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.synthetic import SchedulerOutput, add_new, finish, make_requests
 from tests.gpuless.device_memory import DeviceMemory
-from tests.gpuless.gpu_runner import (
-    KV_HEADS,
-    KV_LAYOUT,
-    LAYOUTS,
-    RANKS,
-    RUNNERS,
-    Runner,
-    allocated,
-)
+from tests.gpuless.gpu_runner import KV_HEADS, KV_LAYOUT, LAYOUTS, RANKS, RUNNERS, Runner, allocated
 
 
 class Weights:

@@ -1,32 +1,26 @@
-"""What must hold of a worker's CUDA graphs.
+"""What must hold of a worker's CUDA graphs. A program; see `programs.py`.
 
-A program: `python -m tests.gpuless.graph_checks OUT NAME...` writes a line of JSON for each check
-that is named, and for each mistake in PAT that is named: what was seen. It needs a process of its
-own, with Triton's interpreter.
+Answers go by the names of `CHECKS`: what a check complains about, or null.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 import torch
 
 from pat_vllm.layout import Experts
-from tests.gpuless.graph_mistakes import MISTAKES
-from tests.gpuless.graph_run import DRAFTS, Run, full_graphs, inputs_of
-from tests.support.mutation import mutated
+from tests.gpuless.graph_run import DECODE_STEPS, DRAFTS, Run, full_graphs, inputs_of
+from tests.gpuless.programs import answer
 
 RANK = 1
 TOLERANCE = 1e-4
@@ -38,12 +32,13 @@ Made = Callable[[], Run]
 
 @functools.cache
 def _eager(ranks: int, use_v2: bool, experts: Experts | None) -> list[tuple[str, torch.Tensor]]:
-    return Run.start(ranks, RANK, use_v2, graphs=False, experts=experts).drive().hidden
+    return Run.start(ranks, RANK, use_v2=use_v2, graphs=False, experts=experts).drive().hidden
 
 
-@functools.cache
-def _eager_drafts(ranks: int, decode_steps: int) -> list[tuple[str, torch.Tensor]]:
-    return Run.start(ranks, RANK, graphs=False, drafts=DRAFTS).verify().hidden
+def _check_hidden(run: Run, expected: list[tuple[str, torch.Tensor]]) -> None:
+    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
+    for (phase, hidden), (_, wanted) in zip(run.hidden, expected, strict=True):
+        assert _close(hidden, wanted), f"{phase}: {hidden} {wanted}"
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -58,10 +53,7 @@ def _caches(layers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def check_replays(make: Made) -> None:
     """Graphs compute what is computed without, whatever has happened since their capture."""
     run = make()
-    expected = _eager(run.worker._base.layout.world_size, run.use_v2, run.experts)
-    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
-    for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
-        assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    _check_hidden(run, _eager(run.worker._base.layout.world_size, run.use_v2, run.experts))
     # Or there would be nothing to see.
     first = dict(reversed(run.hidden))
     layout = next(phase for phase in first if phase.startswith("layout"))
@@ -144,10 +136,8 @@ def check_drafts(make: Made) -> None:
     They compute what is computed without graphs. Where there are no drafts, nothing looks for any.
     """
     run = make()
-    expected = _eager_drafts(run.worker._base.layout.world_size, run.decode_steps)
-    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
-    for (phase, made), (_, wanted) in zip(run.hidden, expected, strict=True):
-        assert _close(made, wanted), f"{phase}: {made} {wanted}"
+    ranks = run.worker._base.layout.world_size
+    _check_hidden(run, Run.start(ranks, RANK, graphs=False, drafts=DRAFTS).verify().hidden)
     _check_drafted(run)
     graphs = {
         graph.number: (tp, description.uniform_token_count)
@@ -176,7 +166,7 @@ def _check_drafted(run: Run) -> None:
         for drafts in range(1, DRAFTS + 1):
             for name, tokens in run.generated[f"tp={tp}, {drafts} drafts"].items():
                 assert tokens == plain[name][: len(tokens)], f"tp={tp}, {drafts} drafts: {tokens}"
-    least = run.decode_steps + 2
+    least = DECODE_STEPS + 2
     most = run.generated[f"tp=1, {DRAFTS} drafts"].values()
     assert max(map(len, most)) > least, "nothing was accepted"
 
@@ -238,13 +228,9 @@ def _offloading() -> Iterator[None]:
 
 
 @functools.cache
-def _driven() -> Run:
-    return Run.start(4, RANK, warm=True).drive()
-
-
-@functools.cache
-def _driven_mixture(experts: Experts) -> Run:
-    return Run.start(4, RANK, warm=True, experts=experts).drive()
+def _driven(use_v2: bool = True, experts: Experts | None = None) -> Run:
+    ranks = 4 if use_v2 else 2
+    return Run.start(ranks, RANK, use_v2=use_v2, warm=True, experts=experts).drive()
 
 
 def _offloaded_pools() -> None:
@@ -252,64 +238,35 @@ def _offloaded_pools() -> None:
         check_pools(lambda: Run.start(2, RANK))
 
 
-@functools.cache
-def _driven_v1() -> Run:
-    return Run.start(2, RANK, use_v2=False, warm=True).drive()
+def _of_driven(prefix: str = "", **options: Any) -> dict[str, Callable[[], None]]:
+    """Checks of a worker that is driven once for all of them."""
+    every = {
+        "replays": check_replays,
+        "own graphs": check_own_graphs,
+        "addresses": check_addresses,
+        "shared": check_shared,
+        "pools": check_pools,
+    }
+    make = functools.partial(_driven, **options)
+    return {prefix + name: functools.partial(check, make) for name, check in every.items()}
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "replays": lambda: check_replays(_driven),
-    "own graphs": lambda: check_own_graphs(_driven),
-    "addresses": lambda: check_addresses(_driven),
-    "shared": lambda: check_shared(_driven),
-    "pools": lambda: check_pools(_driven),
+    **_of_driven(),
     # From here on with new workers; their start clears the graphs of every worker of this process.
     "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
     "pools, offloaded": _offloaded_pools,
     "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
-    **{
-        f"experts {kind}, {name}": functools.partial(
-            check, functools.partial(_driven_mixture, kind)
-        )
-        for kind in get_args(Experts)
-        for name, check in {
-            "replays": check_replays,
-            "own graphs": check_own_graphs,
-            "addresses": check_addresses,
-            "shared": check_shared,
-        }.items()
-    },
-    "V1, replays": lambda: check_replays(_driven_v1),
-    "V1, own graphs": lambda: check_own_graphs(_driven_v1),
-    "V1, addresses": lambda: check_addresses(_driven_v1),
-    "V1, shared": lambda: check_shared(_driven_v1),
-    "V1, pools": lambda: check_pools(_driven_v1),
+    **_of_driven("experts tp, ", experts="tp"),
+    **_of_driven("V1, ", use_v2=False),
+    **_of_driven("experts ep, ", experts="ep"),
     "V1, order": lambda: check_order(lambda rank: Run.start(2, rank, use_v2=False), (0, 1)),
 }
+EVERY_CHANGE = [name for name in CHECKS if not name.startswith(("experts ep", "V1, order"))]
+"""The others are further combinations of the same."""
 
 
-def _with_two_layouts(check: str) -> None:
-    """A check of a new worker."""
-    match check:
-        case "order":
-            check_order(lambda rank: Run.start(2, rank), (0, 1))
-        case "drafts":
-            check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify())
-        case "pools":
-            check_pools(lambda: Run.start(2, RANK))
-        case "shared":
-            check_shared(lambda: Run.start(2, RANK))
-        case _:
-            of_driven = {
-                "replays": check_replays,
-                "own graphs": check_own_graphs,
-                "addresses": check_addresses,
-            }
-            of_driven[check](lambda: Run.start(2, RANK).drive())
-
-
-def _seen(check: Callable[[], None]) -> str | None:
-    """What a check complains about, if it does."""
+def _complaint(check: Callable[[], None]) -> str | None:
     try:
         check()
     except AssertionError as error:
@@ -318,28 +275,16 @@ def _seen(check: Callable[[], None]) -> str | None:
 
 
 def main(out: str, *wanted: str) -> None:
+    """Make the wanted checks."""
     from tests.gpuless.graph_worker import prepare_process
 
     prepare_process()
     gc.collect()
     gc.freeze()  # or vLLM, which often collects, looks at all that was imported each time
     gc.disable()
-
-    def say(kind: str, name: str, seen: str | None) -> None:
-        print(f"{kind}: {name} ({time.process_time():.1f} s): {seen}", flush=True)
-        with open(out, "a") as file:
-            file.write(json.dumps([kind, name, seen]) + "\n")
-
     for name, check in CHECKS.items():
         if name in wanted:
-            say("check", name, _seen(check))
-    Run.decode_steps = 1  # takes less time, and shows mistakes as well
-    _eager(2, True, None)
-    for name, mistake in MISTAKES.items():
-        if name not in wanted:
-            continue
-        with mutated(resolve_name(mistake.function), dict(mistake.changes)):
-            say("mistake", name, _seen(functools.partial(_with_two_layouts, mistake.check)))
+            answer(out, name, _complaint(check))
 
 
 if __name__ == "__main__":

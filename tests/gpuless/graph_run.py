@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from pat_vllm.layout import Experts
 from tests.gpuless.cuda_graphs import Driver, Graph
-from tests.models import phrase
+from tests.support.models import phrase
 
 PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
 """By number of ranks, the layouts that are visited before the first update."""
+DECODE_STEPS = 2
+"""After each prefill."""
 DRAFTS = 3
 """The most that a worker verifies which speculates; PAT keeps each length up to them ready."""
 PROMPTS = ((11, 12, 13), (21, 22), (31, 32))
-
-
 REPEATED = tuple(phrase("repeating", 18, start) for start in range(3))
 """Prompts after which drafts are accepted."""
 
@@ -29,14 +29,12 @@ class Run:
     """A worker, and what has become of it.
 
     Attributes:
-        decode_steps: steps after each prefill.
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
         generated: what requests got in each phase of `verify`.
         searches: how often each phase of `verify` has looked for n-grams.
     """
 
-    decode_steps: ClassVar[int] = 2
     worker: Any
     driver: Driver
     experts: Experts | None = None
@@ -46,22 +44,13 @@ class Run:
     searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def start(
-        cls,
-        ranks: int,
-        rank: int,
-        use_v2: bool = True,
-        graphs: bool = True,
-        warm: bool = False,
-        drafts: int = 0,
-        experts: Experts | None = None,
-    ) -> Run:
+    def start(cls, ranks: int, rank: int, **options: Any) -> Run:
         """See `GraphWorker.start`."""
         from tests.gpuless.graph_worker import GraphWorker
 
         driver = Driver()
-        worker = GraphWorker.start(ranks, rank, driver, use_v2, graphs, warm, drafts, experts)
-        run = cls(worker, driver, experts)
+        worker = GraphWorker.start(ranks, rank, driver, **options)
+        run = cls(worker, driver, options.get("experts"))
         for runtime in run.worker.runtimes.values():
             model = runtime.runner.get_model()
             model.compute_logits = functools.partial(run._sample, model.compute_logits)
@@ -103,7 +92,7 @@ class Run:
 
         Args:
             drafts: draft tokens of each request that one more step verifies.
-            more: decode steps beside `decode_steps`.
+            more: decode steps beside `DECODE_STEPS`.
 
         Returns:
             What the requests, by their number, have generated.
@@ -115,7 +104,7 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
-        plain = self.decode_steps + more
+        plain = DECODE_STEPS + more
         steps = plain + bool(drafts)
         room = steps + drafts + 1
         lengths = [len(prompt) for prompt in prompts]
@@ -152,9 +141,7 @@ class Run:
 
     def verify(self) -> Run:
         """Verify drafts of each length, in each layout."""
-        from tests.v2.in_workers import searches
-
-        searches(self.worker)
+        searches = _count_searches()
         for number, tp in enumerate(self.worker.runtimes):
             if number:
                 self.worker.switch(number, tp)
@@ -162,7 +149,7 @@ class Run:
                 phase = f"tp={tp}, {drafts} drafts"
                 more = 0 if drafts else DRAFTS + 1
                 self.generated[phase] = self.generate(phase, tp, REPEATED, drafts, more)
-                self.searches[phase] = searches(self.worker)
+                self.searches[phase] = searches()
         return self
 
     def drive(self) -> Run:
@@ -191,6 +178,25 @@ class Run:
         worker.switch(len(path), 1)
         self.generate("back", 1)
         return self
+
+
+def _count_searches() -> Callable[[], int]:
+    """Returns a function: how often n-grams have been looked for since its last call."""
+    import vllm.v1.worker.gpu.spec_decode.ngram.speculator as module
+
+    kernel, launched = module._ngram_scan_kernel, [0]
+
+    class Counted:
+        def __getitem__(self, grid: Any) -> Any:
+            launched[0] += 1
+            return kernel[grid]
+
+    def since() -> int:
+        count, launched[0] = launched[0], 0
+        return count
+
+    module._ngram_scan_kernel = Counted()
+    return since
 
 
 def full_graphs(runner: Any) -> dict[Any, Graph]:

@@ -38,7 +38,7 @@ from pat_vllm.patches.experts import _plain_experts
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.cuda_graphs import Driver
-from tests.models import random_model
+from tests.support.models import random_model
 
 SIZES = [1, 4, 8]
 """Batch sizes to capture, in tokens."""
@@ -143,20 +143,16 @@ class GraphWorker(PATGPUWorker):
         ranks: int,
         rank: int,
         driver: Driver,
-        use_v2: bool,
-        graphs: bool,
-        warm: bool,
-        drafts: int = 0,
-        experts: Experts | None = None,
+        use_v2: bool = True,
+        warm: bool = False,
+        **options: Any,
     ) -> GraphWorker:
         """A worker of an engine with all layouts of `ranks` ranks, as vLLM starts it.
 
         Args:
             use_v2: whether with Model Runner V2.
-            graphs: whether it captures.
             warm: whether PAT warms each layout up with requests, which takes longer than the rest.
-            drafts: the most draft tokens; 0 without speculation.
-            experts: how those of a mixture lie in groups; None: a model without experts.
+            options: of `_engine_config`.
         """
         driver.install(type(current_platform))
         # Other processes have one engine, and do not go on after an error.
@@ -168,7 +164,7 @@ class GraphWorker(PATGPUWorker):
             mock.patch.dict(os.environ, runner),
             mock.patch.object(worker_module, "warm_up", warm_up),
         ):
-            return cls._start(_engine_config(ranks, graphs, drafts, experts), rank, driver)
+            return cls._start(_engine_config(ranks, **options), rank, driver)
 
     @classmethod
     def _start(cls, config: Any, rank: int, driver: Driver) -> GraphWorker:
@@ -228,8 +224,15 @@ class GraphWorker(PATGPUWorker):
 
 
 def _engine_config(
-    ranks: int, graphs: bool, drafts: int = 0, experts: Experts | None = None
+    ranks: int, graphs: bool = True, drafts: int = 0, experts: Experts | None = None
 ) -> Any:
+    """An engine's.
+
+    Args:
+        graphs: whether it captures.
+        drafts: the most draft tokens; 0 without speculation.
+        experts: how those of a mixture lie in groups; None: a model without experts.
+    """
     pat: dict[str, Any] = {"policy": {"kind": "static", "tp": 1}, "weights": "inplace"}
     pat |= {"kv_transfer": "recompute", "experts": experts or "auto"}
     model = "repeating" if drafts else "qwen3" if experts is None else "qwen3_moe"
@@ -297,18 +300,6 @@ def _all_experts(
     return output
 
 
-class Exchange:
-    """In place of PAT's: there is nobody to exchange KV with."""
-
-    bytes_sent = 0
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def measure(self, num_bytes: int) -> float:
-        return 1.0
-
-
 def prepare_process() -> None:
     """Have this process's vLLM, for good, run on CPU what it runs on a GPU."""
     import vllm.compilation.breakable_cudagraph as breakable
@@ -361,7 +352,8 @@ def prepare_process() -> None:
         exit_when_orphaned=nothing,
         device_world_group=nothing,
         warm_up_moves=nothing,
-        Exchange=Exchange,
+        # There is nobody to exchange KV with.
+        Exchange=lambda *args: SimpleNamespace(bytes_sent=0, measure=lambda num_bytes: 1.0),
     )
     install(_plain_experts(), apply=_all_experts)
     # vLLM looks at each new model class in a process of its own, which takes long.

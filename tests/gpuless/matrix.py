@@ -1,4 +1,4 @@
-"""What vLLM and PAT decide on the platforms of GPUs. A program that prints a line of JSON per case.
+"""What vLLM and PAT decide on the platforms of GPUs. A program; see `programs.py`.
 
 KV caches: from their specs to every layout's views, by attention backend, model runner and model.
 vLLM's own code chooses the backend and says what the KV cache is, how large its blocks are and how
@@ -7,8 +7,6 @@ they lie; PAT's worker does the rest. Tensors are on the meta device.
 Compile ranges: those of each layout, and of stock vLLM at its tp.
 
 Options: what a front end says of those that PAT cannot serve on a GPU.
-
-Then the same again in parts, each time with a mistake in PAT (`platform_mistakes.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +16,16 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.gpuless.platform_mistakes import COMPILE_RANGES, MISTAKES, OPTIONS, Mistake
+from tests.gpuless.programs import answer
 
+COMPILE_RANGES = "compile ranges"
+OPTIONS = "options"
 MODELS = {
     "gqa": (32, 8, 16),
     "replicated": (32, 4, 16),
@@ -47,8 +47,8 @@ ROCM = (
     "ROCM_AITER_UNIFIED_ATTN",
 )
 RUNNERS = ("v1", "v2")
-GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000])
-"""Ends of compile ranges that a user has given."""
+GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000], [256, 4096])
+"""Ends of compile ranges that a user has given; some are vLLM's at another tp."""
 REFUSED_OPTIONS: dict[str, Any] = {
     "enable_batch_sharded_sampling": True,
     "cpu_offload_gb": 1.5,
@@ -59,52 +59,49 @@ NUM_LAYERS = 3
 KV_BYTES = 1 << 30
 
 
-def main() -> None:
+class Answers:
+    """The answers of a platform, by its name.
+
+    Args:
+        out: the program's file.
+    """
+
+    def __init__(self, out: str, platform: str) -> None:
+        self._out, self._platform = out, platform
+
+    def add(self, what: str, **fields: Any) -> None:
+        answer(self._out, self._platform, {"what": what, "platform": self._platform} | fields)
+
+
+def main(out: str, *platforms: str) -> None:
+    """Answer what is decided on each platform."""
     import pat_vllm.worker.gpu_worker  # noqa: F401  # once for all platforms
-    from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
 
-    for platform in PLATFORMS:
-        _in_a_child(platform, _cases_of, platform)
-    for platform in DEFAULTS_ONLY:
-        _in_a_child(platform, _cases, platform, ["default"], ["v2"], ["gqa", "defaults"])
-    for name, mistake in MISTAKES.items():
-        _in_a_child(mistake.platform, _with_a_mistake, name, mistake)
-
-
-def _in_a_child(platform: str, do: Callable[..., None], *args: Any) -> None:
-    if (child := os.fork()) == 0:
-        status = 1
-        try:
-            _become(platform)
-            do(*args)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0, platform
+    for platform in platforms:
+        if (child := os.fork()) == 0:
+            status = 1
+            try:
+                _decide(platform, Answers(out, platform))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0, platform
 
 
-def _become(platform: str) -> None:
-    from tests.gpuless.platforms import become
+def _decide(platform: str, answers: Answers) -> None:
+    from tests.gpuless.platforms import PLATFORMS, become
 
     become(platform)
-    import vllm.model_executor.models.registry as registry
-
-    # vLLM looks at each new model class in a process of its own, which takes long.
-    registry._run_in_subprocess = lambda fn: fn()  # type: ignore[assignment]
-
-
-def _say(what: str, platform: str, **found: Any) -> None:
-    print(json.dumps({"what": what, "platform": platform, "mistake": None} | found), flush=True)
-
-
-def _cases_of(platform: str) -> None:
-    _ranges(platform, GIVEN_ENDS)
-    _options(platform, REFUSED_OPTIONS)
-    _cases(platform, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
-    _cases(platform, _others(platform), ["v2"], ["gqa"])
+    if platform in PLATFORMS:
+        _ranges(answers)
+        _options(answers)
+        _cases(answers, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
+        _cases(answers, _others(platform), ["v2"], ["gqa"])
+    else:
+        _cases(answers, ["default"], ["v2"], ["gqa", "defaults"])
 
 
 def _others(platform: str) -> list[str]:
@@ -124,43 +121,28 @@ def _others(platform: str) -> list[str]:
     ]
 
 
-def _with_a_mistake(name: str, mistake: Mistake) -> None:
-    with mistake.made():
-        if mistake.seen_in == COMPILE_RANGES:
-            _ranges(mistake.platform, GIVEN_ENDS, mistake=name)
-        elif mistake.seen_in in REFUSED_OPTIONS:
-            option = {mistake.seen_in: REFUSED_OPTIONS[mistake.seen_in]}
-            _options(mistake.platform, option, mistake=name)
-        else:
-            _cases(mistake.platform, [mistake.seen_in], ["v2"], ["gqa"], mistake=name)
-
-
-def _ranges(platform: str, ends: Iterable[list[int] | None], **more: Any) -> None:
-    for given in ends:
+def _ranges(answers: Answers) -> None:
+    for given in GIVEN_ENDS:
         for tp, (of_layout, of_stock) in _compile_ranges(given).items():
-            found = {"given": given, "tp": tp, "of_layout": of_layout, "of_stock": of_stock}
-            _say(COMPILE_RANGES, platform, **found, **more)
+            fields = {"given": given, "tp": tp, "of_layout": of_layout, "of_stock": of_stock}
+            answers.add(COMPILE_RANGES, **fields)
 
 
-def _options(platform: str, options: dict[str, Any], **more: Any) -> None:
+def _options(answers: Answers) -> None:
     from vllm.config import WeightTransferConfig
 
-    for option, value in options.items():
+    for option, value in REFUSED_OPTIONS.items():
         given = WeightTransferConfig(**value) if isinstance(value, dict) else value
         refused = None
         try:
-            _engine_config("default", "v2", "gqa", **{option: given})
+            engine_config("default", "v2", "gqa", **{option: given})
         except ValueError as error:
             refused = str(error)
-        _say(OPTIONS, platform, option=option, refused=refused, **more)
+        answers.add(OPTIONS, option=option, refused=refused)
 
 
 def _cases(
-    platform: str,
-    backends: Iterable[str],
-    runners: Iterable[str],
-    models: Iterable[str],
-    **more: Any,
+    answers: Answers, backends: Iterable[str], runners: Iterable[str], models: Iterable[str]
 ) -> None:
     from vllm._aiter_ops import rocm_aiter_ops as ops
 
@@ -171,13 +153,13 @@ def _cases(
                 case: dict[str, Any] = {"backend": backend, "runner": runner, "model": model}
                 with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
                     case |= _outcome(backend, runner, model)
-                _say("case", platform, **case, **more)
+                answers.add("case", **case)
 
 
 def _outcome(backend: str, runner: str, model: str) -> dict[str, Any]:
     refused_by = "front end"
     try:
-        engine = _engine_config(backend, runner, model)
+        engine = engine_config(backend, runner, model)
         refused_by = "worker"
         return _serve(engine, runner)
     except ValueError as error:
@@ -261,16 +243,18 @@ def _compile_ranges(given: list[int] | None) -> dict[int, tuple[Any, Any]]:
         ranges = [(one.start, one.end) for one in compilation.get_compile_ranges()]
         return [ranges, bool(compilation.pass_config.fuse_allreduce_rms)]
 
-    engine = _engine_config("default", "v2", "gqa", **options)
-    found = {}
+    engine = engine_config("default", "v2", "gqa", **options)
+    of_engine, found = decided(engine), {}
     for layout in layouts_of(engine):
         stock = {"tensor_parallel_size": layout.tp, "distributed_executor_backend": "mp"}
-        static = _engine_config("default", "v2", "gqa", **options, **stock)
+        static = engine_config("default", "v2", "gqa", **options, **stock)
         found[layout.tp] = decided(layout_config(engine, layout)), decided(static)
+    assert decided(engine) == of_engine, "a layout's ranges are no other's"
     return found
 
 
-def _engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
+def engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
+    """Of an engine with 8 ranks, or those of the options."""
     from vllm.engine.arg_utils import EngineArgs
 
     heads, kv_heads, block_size = MODELS[model]
@@ -359,4 +343,4 @@ def _initialize_from_config(worker: Any, kv_cache_config: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -39,7 +39,7 @@ from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.devices import CUDA, Devices
 from tests.gpuless.nccl import Group, Trainer
 from tests.gpuless.streams import unseen
-from tests.test_weights import CASES
+from tests.vllm.weights.test_weights import CASES
 
 RANKS = 4
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4))

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_of
-from pat_vllm.worker import layout_config as module
 from pat_vllm.worker.layout_config import layout_config
-from tests.support.mutation import mutated
 
 
 def engine_config(seqs: int, tokens: int, chosen: dict[str, Any], **pat: Any) -> Any:
@@ -36,7 +32,7 @@ def sizes_of(config: Any) -> tuple[list[int], int]:
     return compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
 
 
-def check_sizes_are_those_of_stock_vllm() -> None:
+def test_sizes_are_those_of_stock_vllm() -> None:
     for seqs, tokens in ((3, 64), (16, 512), (100, 8192), (256, 8192), (1024, 16384)):
         engine = engine_config(seqs, tokens, {})
         before = copy.deepcopy(sizes_of(engine))
@@ -47,31 +43,28 @@ def check_sizes_are_those_of_stock_vllm() -> None:
         assert sizes_of(engine) == before
 
 
-def check_sizes_differ() -> None:
+def test_sizes_differ() -> None:
     """Or the check before could not fail: a wider layout runs larger batches."""
     engine = engine_config(16, 512, {})
     largest = [sizes_of(layout_config(engine, layout))[1] for layout in layouts_of(engine)]
     assert largest == [32, 64, 128, 256]
 
 
-def check_a_users_sizes_stay() -> None:
-    for chosen in (
-        {"cudagraph_capture_sizes": [1, 2, 4, 24]},
-        {"max_cudagraph_capture_size": 8},
-    ):
+def test_a_users_sizes_stay() -> None:
+    for chosen in ({"cudagraph_capture_sizes": [1, 2, 4, 24]}, {"max_cudagraph_capture_size": 8}):
         engine = engine_config(16, 512, chosen)
         for layout in layouts_of(engine):
             assert sizes_of(layout_config(engine, layout)) == sizes_of(engine)
 
 
-def check_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
+def test_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
     policy = {"kind": "schedule", "switch_at": {"70": 2, "5": 8}}
     engine = engine_config(16, 512, {}, policy=policy)
     largest = {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
     assert largest == {1: 32, 2: 64, 4: 128, 8: 8}
 
 
-def check_a_request_takes_a_token_for_each_draft() -> None:
+def test_a_request_takes_a_token_for_each_draft() -> None:
     policy = {"kind": "schedule", "switch_at": {"5": 8}}
     engine = engine_config(16, 512, {}, policy=policy)
     drafts = engine.speculative_config = SpeculativeConfig.__new__(SpeculativeConfig)
@@ -85,7 +78,7 @@ def check_a_request_takes_a_token_for_each_draft() -> None:
     assert largest == {1: 128, 2: 256, 4: 512, 8: 24}, "5 requests of 4 tokens"
 
 
-def check_limits_are_the_layouts_own() -> None:
+def test_limits_are_the_layouts_own() -> None:
     engine = engine_config(16, 512, {})
     scheduler = engine.scheduler_config
     scheduler.max_num_active_seqs, scheduler.max_num_scheduled_tokens = 10, 512
@@ -99,67 +92,3 @@ def check_limits_are_the_layouts_own() -> None:
     for layout in layouts_of(engine):
         engine.additional_config["pat"] = {"limits_per": "replica"}
         assert layout_config(engine, layout).scheduler_config == before
-
-
-CHECKS: list[Callable[[], None]] = [
-    check_sizes_are_those_of_stock_vllm,
-    check_sizes_differ,
-    check_a_users_sizes_stay,
-    check_no_graphs_for_batches_that_a_layout_does_not_see,
-    check_a_request_takes_a_token_for_each_draft,
-    check_limits_are_the_layouts_own,
-]
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test(check: Callable[[], None]) -> None:
-    check()
-
-
-MISTAKES: dict[str, tuple[Callable[[], None], Any, dict[str, str]]] = {
-    "capture sizes are copied": (
-        check_sizes_are_those_of_stock_vllm,
-        layout_config,
-        {"_resize_cuda_graphs(config, vllm_config)": "pass"},
-    ),
-    "the largest of the engine's sizes": (
-        check_sizes_are_those_of_stock_vllm,
-        module._resize_cuda_graphs,
-        {
-            ".max_cudagraph_capture_size = chosen[-1]": ".max_cudagraph_capture_size = "
-            "engine.compilation_config.cudagraph_capture_sizes[-1]"
-        },
-    ),
-    "the user's sizes are lost": (
-        check_a_users_sizes_stay,
-        module._resize_cuda_graphs,
-        {" and _vllm_chose_sizes(engine)": ""},
-    ),
-    "the engine's config is changed": (
-        check_sizes_are_those_of_stock_vllm,
-        module._capture_sizes,
-        {"copy.copy(engine.compilation_config)": "engine.compilation_config"},
-    ),
-    "drafts are not counted": (
-        check_a_request_takes_a_token_for_each_draft,
-        module._limit_cuda_graphs,
-        {" * config.uniform_decode_query_len": ""},
-    ),
-    "a runner with the engine's limits": (
-        check_limits_are_the_layouts_own,
-        layout_config,
-        {"_scheduler_config(vllm_config, layout)": "copy.copy(vllm_config.scheduler_config)"},
-    ),
-    "limits of all layouts in one": (
-        check_limits_are_the_layouts_own,
-        module._scheduler_config,
-        {"copy.copy(engine.scheduler_config)": "engine.scheduler_config"},
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(mistake: str) -> None:
-    check, function, changes = MISTAKES[mistake]
-    with mutated(function, changes), pytest.raises(AssertionError):
-        check()

@@ -6,23 +6,16 @@ rank notes each call before it makes it (`communicators.py`).
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from pat_vllm.layout import Layout, device_of
-from tests.gpuless.collectives import MISTAKES, Outcome, read
-from tests.gpuless.sequences import Event, Merge
-from tests.support.child import Child
+from tests.gpuless.collectives import Outcome
+from tests.gpuless.programs import Program, asked_for, running
+from tests.gpuless.sequences import Merge
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-V2_ON_CPU = ROOT / "tests" / "support" / "v2_on_cpu"
-SIZES = (4, 8)
+SIZES = ("4", "8")
 PER_GROUP = (
     "FlashInfer workspace",
     "NCCL communicator",
@@ -33,20 +26,13 @@ PER_GROUP = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Of a case without a mistake, by its number of ranks, and of each mistake."""
-    path = os.pathsep.join([str(V2_ON_CPU), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    child = Child(
-        [sys.executable, "-m", "tests.gpuless.collectives", *map(str, SIZES)],
-        tmp_path_factory.mktemp("collectives") / "log",
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
-    )
-    try:
-        assert child.wait() == 0, child.tail()
-    finally:
-        child.kill()
-    return dict(read(line) for line in child.output.splitlines() if line.startswith('["'))
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Program]:
+    """Starts and switches with each number of ranks."""
+    sizes = asked_for(request, "size")
+    with running("collectives", tmp_path_factory.mktemp("collectives"), *sizes) as program:
+        yield program
 
 
 def check_order(outcome: Outcome) -> None:
@@ -84,34 +70,10 @@ def check_constructors(outcome: Outcome) -> None:
             assert {event.ranks for event in made if event.kind == kind} == groups, kind
 
 
-CHECKS = (check_order, check_devices, check_constructors)
-
-SEEN_BY: dict[str, Callable[[Outcome], None]] = {
-    "peers are asked for by their place in the group": check_devices,
-    "a rank makes its groups in another order": check_order,
-    "groups are made by their members only": check_order,
-    "a rank's device is its place in the group": check_devices,
-    "a rank measures its layouts in another order": check_order,
-    "a layout keeps the workspace of another": check_order,
-    "a rank does not take part in an exchange": check_order,
-    "a switch makes its exchange": check_constructors,
-}
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("check", CHECKS)
-def test_all_ranks_make_the_same_calls_on_their_devices(
-    outcomes: dict[str, Outcome], size: int, check: Callable[[Outcome], None]
-) -> None:
-    outcome = outcomes[str(size)]
-    assert not outcome.errors, outcome.errors[0]
-    check(outcome)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_what_is_done_is_seen(outcomes: dict[str, Outcome], size: int) -> None:
-    """Every way of an all-reduce, every question about devices, every layout's steps."""
-    for events in outcomes[str(size)].events:
+def check_kinds(outcome: Outcome) -> None:
+    """Every way of an all-reduce, every question about devices, every layout's steps are there."""
+    size = len(outcome.events)
+    for events in outcome.events:
         kinds = {event.kind for event in events}
         ways = {f"{way} all-reduce" for way in ("FlashInfer", "NCCL", "custom")}
         assert kinds >= {*PER_GROUP, *ways, "peer access", "links", "exchange", "new_group"}
@@ -122,28 +84,12 @@ def test_what_is_done_is_seen(outcomes: dict[str, Outcome], size: int) -> None:
         assert {event.phase for event in moved} >= switches
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(outcomes: dict[str, Outcome], mistake: str) -> None:
-    outcome = outcomes[mistake]
+@pytest.mark.costly
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", [check_order, check_devices, check_constructors, check_kinds])
+def test_all_ranks_make_the_same_calls_on_their_devices(
+    ranks: Program, size: str, check: Callable[[Outcome], None]
+) -> None:
+    outcome = Outcome.read(ranks.of(size))
     assert not outcome.errors, outcome.errors[0]
-    with pytest.raises(AssertionError):
-        SEEN_BY[mistake](outcome)
-
-
-def test_one_order_or_none() -> None:
-    """Two groups that cross are carried out, whatever comes first, but not in a circle."""
-    a, b = (0, 1), (1, 2)
-
-    def call(rank: int, ranks: tuple[int, ...], kind: str = "reduce") -> Event:
-        return Event(rank, "", kind, str(ranks), ranks)
-
-    fine = [[call(0, a)], [call(1, b), call(1, a)], [call(2, b)]]
-    merge = Merge.of(fine)
-    assert [one.ranks for one in merge.done] == [b, a] and not merge.waiting
-    wrong = [[call(0, a)], [call(1, a, "gather")], []]
-    merge = Merge.of(wrong)
-    assert set(merge.waiting) == {0, 1} and not merge.stuck(ended=()) and merge.stuck(ended={2})
-    c = (0, 2)
-    circle = [[call(0, a), call(0, c)], [call(1, b), call(1, a)], [call(2, c), call(2, b)]]
-    merge = Merge.of(circle)
-    assert not merge.done and merge.stuck(ended=())
+    check(outcome)

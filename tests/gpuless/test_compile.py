@@ -1,95 +1,62 @@
 """Models that vLLM compiles as on CUDA, in every layout, with AOT artifacts: cold and warm starts.
 
-The engines run on CPU in a process of their own (`tests/gpuless/compiled.py`), which writes down
-what each has compiled and generated. Some of them make a mistake on purpose.
+The engines run on CPU in a process of their own (`compiled.py`), which answers what each has
+compiled and generated.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpuless.compiled import CASES
-from tests.support.child import Child
+from tests.gpuless.programs import Program, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.costly
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ROOT / "tests" / "support" / "compiled_on_cpu"
 TOLERANCE = 2e-4
-"""Of log-probabilities of plain weights on CPU; see `tests/test_switch.py`."""
+"""Of log-probabilities of plain weights on CPU."""
 SILENCE = 600.0
 """Seconds: those of a C++ compiler, too."""
-ALWAYS = ("plain", "cold", "warm")
+CASES = ("plain", "cold", "warm")
 BOUNDARIES = (16,)
 """The last number of tokens of each compile range but the last."""
 TOKENS = 256
-"""Those of a step, for each rank of a group (`tests/gpuless/compiled.py`)."""
+"""Those of a step, for each rank of a group (`compiled.py`)."""
 
-
-class Results:
-    """What the child has written down, and will."""
-
-    def __init__(self, child: Child, out: Path) -> None:
-        self._child = child
-        self._out = out
-
-    def made(self) -> dict[str, Any]:
-        """By case, as far as they are done."""
-        lines = self._out.read_text().split("\n")[:-1] if self._out.exists() else []
-        return dict(map(json.loads, lines))
-
-    def of(self, case: str) -> dict[str, Any]:
-        """A case's result, which may be still to come."""
-        self._child.wait_for(lambda: case in self.made(), case)
-        return self.made()[case]
+Result = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Results]:
-    """What the engines do, in a process that works on while tests look at what is done."""
-    folder = tmp_path_factory.mktemp("compiled")
-    mine = [item for item in request.session.items if item.path == request.path]
-    nightly = any(item.get_closest_marker("nightly") for item in mine)
-    wanted = [case for case in CASES if nightly or case in ALWAYS]
-    path = os.pathsep.join([str(SUPPORT), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "TRITON_INTERPRET": "1",
-    }
-    environment.pop("TORCHDYNAMO_DISABLE", None)
-    command = [sys.executable, "-m", "tests.gpuless.compiled", str(folder), *wanted]
-    child = Child(command, folder / "log", silence=SILENCE, cwd=ROOT, env=environment)
-    found = Results(child, folder / "results.jsonl")
-    try:
-        yield found
-        if found.made().keys() >= set(wanted):
-            assert child.wait() == 0, child.tail()
-    finally:
-        child.kill()
+) -> Iterator[Program]:
+    """What engines do, case by case of the module, while tests look at what is done."""
+    with running(
+        "compiled",
+        tmp_path_factory.mktemp("compiled"),
+        *request.module.CASES,
+        support="compiled_on_cpu",
+        silence=SILENCE,
+        without=("TORCHDYNAMO_DISABLE",),
+        VLLM_LOGGING_LEVEL="INFO",
+    ) as program:
+        yield program
 
 
 # ---------------------------------------------------------------- checks
 
 
-def layouts_of(result: dict[str, Any], when: str = "workers") -> Iterator[dict[str, Any]]:
+def layouts_of(result: Result, when: str = "workers") -> Iterator[dict[str, Any]]:
     """Every layout of every rank."""
     assert "failed" not in result, result["failed"]
     for worker in result[when]:
         yield from worker["layouts"].values()
 
 
-def check_counts(result: dict[str, Any], when: str = "workers", **expected: int) -> None:
+def check_counts(result: Result, when: str = "workers", **expected: int) -> None:
     """What vLLM has counted in each worker."""
     assert "failed" not in result, result["failed"]
     for worker in result[when]:
@@ -97,7 +64,7 @@ def check_counts(result: dict[str, Any], when: str = "workers", **expected: int)
         assert {name: counts[name] for name in expected} == expected, counts
 
 
-def check_cold(result: dict[str, Any], layouts: int = 2) -> None:
+def check_cold(result: Result, layouts: int = 2) -> None:
     """Every layout was compiled, and an artifact saved."""
     check_counts(
         result,
@@ -108,7 +75,7 @@ def check_cold(result: dict[str, Any], layouts: int = 2) -> None:
     )
 
 
-def check_warm(result: dict[str, Any], layouts: int = 2) -> None:
+def check_warm(result: Result, layouts: int = 2) -> None:
     """Every layout's artifact was loaded, and nothing compiled."""
     check_counts(
         result,
@@ -121,38 +88,38 @@ def check_warm(result: dict[str, Any], layouts: int = 2) -> None:
     )
 
 
-def check_nothing_was_compiled_later(result: dict[str, Any]) -> None:
+def check_nothing_was_compiled_later(result: Result) -> None:
     """Neither by generating nor by switching."""
     assert [one["counter"] for one in result["workers after"]] == [
         one["counter"] for one in result["workers"]
     ]
 
 
-def check_folders(result: dict[str, Any]) -> None:
+def check_folders(result: Result) -> None:
     """Each layout of each rank has one of its own."""
     folders = [layout["folder"] for layout in layouts_of(result)]
     assert all(folders)
     assert len(set(folders)) == len(folders)
 
 
-def check_code(result: dict[str, Any], boundaries: Sequence[int] = BOUNDARIES) -> None:
+def check_code(result: Result, boundaries: Sequence[int] = BOUNDARIES) -> None:
     """Each layout runs what was compiled for its shapes, strides, group and ranges."""
     for layout in layouts_of(result):
         assert layout["inputs"] == layout["weights"]
         assert layout["ranges"] == layout["ranges of the config"]
         assert layout["groups"] in ([], [layout["group"]])
     for worker in result["workers"]:
-        for name, tp in {"tp1dp2": 1, "tp2dp1": 2}.items():
-            ends = (*boundaries, tp * TOKENS)
+        for name, layout in worker["layouts"].items():
+            ends = (*boundaries, {"tp1dp2": 1, "tp2dp1": 2}[name] * TOKENS)
             starts = (1, *(end + 1 for end in boundaries))
             ranges = [f"({start}, {end})" for start, end in zip(starts, ends, strict=True)]
-            assert worker["layouts"][name]["ranges"] == ranges
+            assert layout["ranges"] == ranges
         codes = [layout["code"] for layout in worker["layouts"].values()]
         assert len(set(codes)) == len(codes)
         assert worker["layouts"]["tp2dp1"]["groups"]
 
 
-def check_outputs(result: dict[str, Any], plain: dict[str, Any]) -> None:
+def check_outputs(result: Result, plain: Result) -> None:
     """Those of an engine that compiles nothing; across switches, those of its layouts."""
     assert "failed" not in result, result["failed"]
     assert plain["runs"].keys() == {"tp=1", "tp=2", "there and back"}
@@ -175,20 +142,20 @@ def check_outputs(result: dict[str, Any], plain: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- tests
 
 
-def test_a_cold_start_compiles_each_layout_and_keeps_it(results: Results) -> None:
+def test_a_cold_start_compiles_each_layout_and_keeps_it(results: Program) -> None:
     check_cold(results.of("cold"))
 
 
-def test_a_warm_start_compiles_nothing(results: Results) -> None:
+def test_a_warm_start_compiles_nothing(results: Program) -> None:
     check_warm(results.of("warm"))
 
 
 @pytest.mark.parametrize("case", ["cold", "warm"])
-def test_generating_and_switching_compile_nothing(results: Results, case: str) -> None:
+def test_generating_and_switching_compile_nothing(results: Program, case: str) -> None:
     check_nothing_was_compiled_later(results.of(case))
 
 
-def test_each_layout_of_each_rank_has_an_artifact(results: Results) -> None:
+def test_each_layout_of_each_rank_has_an_artifact(results: Program) -> None:
     cold, warm = results.of("cold"), results.of("warm")
     check_folders(cold)
     assert all(Path(layout["folder"]).is_file() for layout in layouts_of(cold))
@@ -197,11 +164,11 @@ def test_each_layout_of_each_rank_has_an_artifact(results: Results) -> None:
 
 
 @pytest.mark.parametrize("case", ["cold", "warm"])
-def test_each_layout_runs_its_own_code(results: Results, case: str) -> None:
+def test_each_layout_runs_its_own_code(results: Program, case: str) -> None:
     check_code(results.of(case))
 
 
-def test_weights_in_place_are_compiled_as_columns_of_larger_ones(results: Results) -> None:
+def test_weights_in_place_are_compiled_as_columns_of_larger_ones(results: Program) -> None:
     for worker in results.of("warm")["workers"]:
         strided = {name: set(strided_in(one)) for name, one in worker["layouts"].items()}
         assert strided == {"tp1dp2": set(), "tp2dp1": {"o_proj", "down_proj"}}
@@ -215,93 +182,10 @@ def strided_in(layout: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", ["cold", "warm"])
-def test_outputs_are_those_of_an_engine_that_compiles_nothing(results: Results, case: str) -> None:
+def test_outputs_are_those_of_an_engine_that_compiles_nothing(results: Program, case: str) -> None:
     result, plain = results.of(case), results.of("plain")
     assert (result["mode"], plain["mode"]) == (3, 0)
     assert result["v2"] and plain["v2"]
     check_outputs(result, plain)
     assert [switch[:2] for switch in result["switches"]] == [[1, 2], [2, 1]]
     assert all(migrated for *_, migrated in result["switches"])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case, layouts", [("other strides", 2), ("one layout", 1)])
-def test_weights_of_other_strides_are_compiled_anew(
-    results: Results, case: str, layouts: int
-) -> None:
-    """Beside the artifacts of weights in place, which vLLM would run without a look at strides."""
-    result = results.of(case)
-    check_cold(result, layouts)
-    check_code(result)
-    check_outputs(result, results.of("plain"))
-    earlier = {one["folder"] for one in layouts_of(results.of("cold"))}
-    assert earlier.isdisjoint(one["folder"] for one in layouts_of(result))
-
-
-@pytest.mark.nightly
-def test_a_folder_of_the_users(results: Results) -> None:
-    cold, warm = results.of("own folder, cold"), results.of("own folder, warm")
-    for result in (cold, warm):
-        check_folders(result)
-        check_outputs(result, results.of("plain"))
-        for layout in layouts_of(result):
-            assert "/own/tp" in layout["folder"]
-    check_counts(cold, num_graphs_seen=2, num_aot_compiles=0, num_compiled_artifacts_loaded=0)
-    for before, after in zip(cold["workers"], warm["workers"], strict=True):
-        saved = before["counter"]["num_compiled_artifacts_saved"]
-        assert saved == before["counter"]["num_cache_entries_updated"] > 0
-        assert after["counter"]["num_compiled_artifacts_loaded"] == saved
-    check_counts(warm, num_compiled_artifacts_saved=0, num_cache_entries_updated=0)
-
-
-# ---------------------------------------------------------------- mistakes
-
-
-def folders_differ(results: Results) -> None:
-    result = results.of("one folder, cold")
-    check_folders(result)
-    check_outputs(result, results.of("plain"))
-
-
-def ranks_differ(results: Results) -> None:
-    check_folders(results.of("one artifact, cold"))
-
-
-def ranks_run_their_own(results: Results) -> None:
-    check_outputs(results.of("one artifact, warm"), results.of("plain"))
-
-
-def strides_differ(results: Results) -> None:
-    check_cold(results.of("lost key, cold"))
-    check_cold(results.of("lost key, one layout"), layouts=1)
-
-
-def models_differ(results: Results) -> None:
-    result = results.of("one model")
-    check_code(result)
-    check_outputs(result, results.of("plain"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "check", [folders_differ, ranks_differ, ranks_run_their_own, strides_differ, models_differ]
-)
-def test_a_mistake_is_seen(results: Results, check: Callable[[Results], None]) -> None:
-    """In engines whose workers make it. Those of the configs are in `test_compile_keys.py`."""
-    with pytest.raises(AssertionError):
-        check(results)
-
-
-# ---------------------------------------------------------------- the whole way
-
-
-@pytest.mark.nightly
-def test_compiled_to_machine_code(results: Results) -> None:
-    cold, warm = results.of("C++, cold"), results.of("C++, warm")
-    check_cold(cold)
-    check_warm(warm)
-    for result in (cold, warm):
-        check_nothing_was_compiled_later(result)
-        check_folders(result)
-        check_code(result, boundaries=())
-        check_outputs(result, results.of("plain"))

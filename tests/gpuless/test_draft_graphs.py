@@ -16,15 +16,12 @@ import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
-from pat_vllm import speculation
 from pat_vllm.config import layouts_of
 from pat_vllm.layout import Layout
 from pat_vllm.patches import drafts as patches
-from pat_vllm.worker import layout_config as module
 from pat_vllm.worker.handover import V1Handover
 from pat_vllm.worker.layout_config import layout_config, lengths_of
-from tests.models import random_model
-from tests.support.mutation import mutated
+from tests.support.models import random_model
 
 LONGEST = 5
 LENGTHS = (0, 1, 2, 4, 5)
@@ -166,13 +163,9 @@ def test_fewer_requests_than_draft_lengths(max_num_seqs: int) -> None:
     check_every_length(engine_config(max_num_seqs=max_num_seqs))
 
 
-def scheduled() -> VllmConfig:
-    """Layouts that are entered with few requests, for which they capture graphs."""
-    return engine_config(policy={"kind": "schedule", "switch_at": {"20": 2, "3": 4}})
-
-
 def test_layouts_that_are_entered_with_few_requests() -> None:
-    engine = scheduled()
+    """They capture graphs for those."""
+    engine = engine_config(policy={"kind": "schedule", "switch_at": {"20": 2, "3": 4}})
     check_every_length(engine, {2: 20, 4: 3})
     narrow, wide = (layout_config(engine, Layout.of(tp, 4)).compilation_config for tp in (2, 4))
     assert narrow.max_cudagraph_capture_size < 20 * (1 + LONGEST) + 16
@@ -187,10 +180,7 @@ def test_sizes_of_a_user_are_left_alone() -> None:
 
 
 def test_a_layout_speculates_with_its_own_tp() -> None:
-    check_own_configs(engine_config())
-
-
-def check_own_configs(engine: VllmConfig) -> None:
+    engine = engine_config()
     configs = [layout_config(engine, layout) for layout in layouts_of(engine)]
     assert engine.speculative_config is not None
     for config in configs:
@@ -252,64 +242,3 @@ def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     assert small.token_ids_gpu_tensor.data_ptr() == large.token_ids_gpu_tensor.data_ptr()
     handover.share(SimpleNamespace(), other := SimpleNamespace())
     assert not vars(other), "a drafter on the host has none"
-
-
-MISTAKES: dict[str, tuple[Callable[[], None], Callable[..., Any], dict[str, str]]] = {
-    "graphs for the longest drafts only": (
-        lambda: check_every_length(engine_config()),
-        speculation.every_length,
-        {"sorted(lengths)": "[max(lengths)]"},
-    ),
-    "sizes for the longest drafts only": (
-        lambda: check_every_length(engine_config()),
-        module._capture_every_draft_length,
-        {"in lengths_of(engine.speculative_config)": "in ()"},
-    ),
-    "graphs of every size for every length": (
-        lambda: check_number(engine_config()),
-        patches._worth_capturing,
-        {"return kept": "return list(graphs)"},
-    ),
-    "sizes in requests": (
-        lambda: check_every_length(scheduled(), {2: 20, 4: 3}),
-        module._limit_cuda_graphs,
-        {" * config.uniform_decode_query_len": ""},
-    ),
-    "graphs of one size only": (
-        lambda: check_every_length(engine_config()),
-        patches._smallest_graphs,
-        {
-            "return ": "return [one for one in kinds.values() if one.num_tokens == min("
-            "each.num_tokens for each in kinds.values() if each.cg_mode == one.cg_mode)]; "
-        },
-    ),
-    "as many lengths as requests": (
-        lambda: check_every_length(engine_config(max_num_seqs=2)),
-        patches._look_up_all,
-        {"max(vllm_max_batch_size, len(schedule))": "vllm_max_batch_size"},
-    ),
-    "layouts share a config": (
-        lambda: check_own_configs(engine_config()),
-        module._make_speculative,
-        {"own = copy.copy(engine)": "own = engine"},
-    ),
-    "the tp of the engine": (
-        lambda: check_own_configs(engine_config()),
-        module._make_speculative,
-        {"config.parallel_config": "engine.target_parallel_config"},
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, function, changes = MISTAKES[mistake]
-    with mutated(function, changes):
-        # A mistake in what was patched in has to be patched in again.
-        lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
-        original = getattr(lookup, "__wrapped__", lookup)
-        monkeypatch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", original)
-        runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
-        patches.take_every_draft_length(runner)
-        with pytest.raises(AssertionError):
-            check()

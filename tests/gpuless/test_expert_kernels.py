@@ -7,28 +7,21 @@ from typing import Any
 
 import pytest
 
-from tests.triton_kernels import CAPABILITIES, in_interpreter, in_process, needs_triton
+from tests.vllm.kernels.triton_kernels import CAPABILITIES, in_interpreter, in_process, needs_triton
 
-pytestmark = [needs_triton, pytest.mark.slow]
+pytestmark = [needs_triton, pytest.mark.costly]
 
 PROGRAM = "tests.gpuless.expert_kernels"
 
 
-def last_line(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return found
+def last_line(text: str) -> Any:
+    return json.loads(text.splitlines()[-1])
 
 
-def test_views_give_what_copies_give() -> None:
-    """In the interpreter: cut and spread experts of every rank in groups of two and four.
-
-    And what the ranks of a group make of tokens is, together, what all experts make of them.
-    """
-    found = last_line(in_interpreter(PROGRAM))
-    assert found["launched"] == 2 * 2 * (2 + 4)
-    assert found["alike"]
-    assert found["worst"] < 1e-4
-    assert found["groups"] < 1e-4
+def test_views_give_what_all_experts_give() -> None:
+    """In the interpreter: cut and spread experts of the ranks of groups of two and four, in rows
+    that traded places; what the ranks make of tokens is, together, what all experts make."""
+    assert last_line(in_interpreter(PROGRAM)) < 1e-4
 
 
 def test_views_need_no_other_code_than_copies() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
 from tests.gpuless.gpu_runner import LAYOUTS, NUM_LAYERS, RUNNERS, TABLES, Needs, Runner
 
 MiB = 1 << 20
-Start = Callable[[], Engine]
+SEEDS = range(2)
 
 
 @pytest.fixture
@@ -26,18 +26,23 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMemory]:
         yield device
 
 
-@pytest.fixture(params=RUNNERS)
-def start(
-    request: pytest.FixtureRequest, device: DeviceMemory, monkeypatch: pytest.MonkeyPatch
-) -> Start:
-    """Starts an engine's worker."""
-    imitate_gpus(monkeypatch, device, request.param)
-    return lambda: Engine(start_worker())
-
-
 @pytest.fixture
-def engine(start: Start) -> Engine:
-    return start()
+def needs(request: pytest.FixtureRequest) -> Needs:
+    """What layouts take of the device's memory."""
+    return getattr(request, "param", Needs())
+
+
+@pytest.fixture(params=RUNNERS)
+def engine(
+    request: pytest.FixtureRequest,
+    device: DeviceMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    needs: Needs,
+) -> Engine:
+    """An engine with each of vLLM's model runners."""
+    imitate_gpus(monkeypatch, device, request.param)
+    monkeypatch.setattr(Runner, "needs", needs)
+    return Engine(start_worker())
 
 
 def models(engine: Engine) -> dict[int, Any]:
@@ -55,9 +60,18 @@ def whole(engine: Engine, what: str, added: float = 0) -> bool:
 # ---------------------------------------------------------------- start
 
 
-def check_start(device: DeviceMemory, start: Start) -> None:
+NEEDS = {
+    "the base layout's steps": Needs(),
+    "the widest layout's steps": Needs(activations={1: MiB, 2: 2 * MiB, 4: 4 * MiB}),
+    "switches": Needs(activations=dict.fromkeys((1, 2, 4), MiB)),
+    "nothing": Needs(*[dict.fromkeys((1, 2, 4), 0)] * 3),
+}
+"""By what takes most."""
+
+
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS, indirect=True)
+def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
     """Steps and switches of every layout fit in what the user allows, and KV gets the rest."""
-    engine = start()
     worker = engine.worker
     assert worker._active.layout == worker._home == LAYOUTS[0]
     assert parallel_state._TP is worker._active.group
@@ -83,30 +97,8 @@ def check_start(device: DeviceMemory, start: Start) -> None:
         assert len(views) == NUM_LAYERS and sum(view.nbytes for view in views) == kv
 
 
-NEEDS = {
-    "the base layout's steps": Needs(),
-    "the widest layout's steps": Needs(activations={1: MiB, 2: 2 * MiB, 4: 4 * MiB}),
-    "switches": Needs(activations=dict.fromkeys((1, 2, 4), MiB)),
-    "nothing": Needs(*[dict.fromkeys((1, 2, 4), 0)] * 3),
-}
-"""By what takes most."""
-
-
-@pytest.mark.parametrize("most", NEEDS)
-def test_what_an_engine_does_fits(
-    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, most: str
-) -> None:
-    monkeypatch.setattr(Runner, "needs", NEEDS[most])
-    check_start(device, start)
-
-
-def test_what_layouts_share_is_there_once(device: DeviceMemory, start: Start) -> None:
-    check_shared(device, start)
-
-
-def check_shared(device: DeviceMemory, start: Start) -> None:
+def test_what_layouts_share_is_there_once(device: DeviceMemory, engine: Engine) -> None:
     """No pool keeps what was freed when layouts took the widest one's, which is the largest."""
-    engine = start()
     needed = sum(t.nbytes for one in models(engine).values() for t in one.state_dict().values())
     needed += 4 * engine.worker._base.runner.counters * LAYOUTS[-1].tp
     assert device.used("weights") == needed
@@ -121,21 +113,8 @@ def check_shared(device: DeviceMemory, start: Start) -> None:
 # ---------------------------------------------------------------- sleep
 
 
-def test_the_device_forgets_what_is_not_mapped(device: DeviceMemory, engine: Engine) -> None:
-    """Without that, the tests below could not fail."""
-    assert whole(engine, "weights") and whole(engine, "buffers")
-    engine.worker.sleep_mode_backend.suspend(level=2)
-    engine.worker.sleep_mode_backend.resume()
-    assert not whole(engine, "weights") and not whole(engine, "buffers")
-
-
-def test_kv_memory_is_released_and_comes_back(device: DeviceMemory, start: Start) -> None:
-    check_release(device, start)
-
-
-def check_release(device: DeviceMemory, start: Start) -> None:
+def test_kv_memory_is_released_and_comes_back(device: DeviceMemory, engine: Engine) -> None:
     """As vLLM's engine core does for `release_kv_cache_memory`, before any sleep."""
-    engine = start()
     kv = device.used("kv_cache")
     engine.discard(("kv_cache",))
     assert kv and device.used("kv_cache") == 0
@@ -153,14 +132,15 @@ TAGS: list[list[Any]] = [
 ]
 
 
-def check_sleep(
-    device: DeviceMemory, start: Start, level: int, tags: list[Any], times: int = 2
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("tags", TAGS, ids=["all", "weights first", "KV first", "both"])
+def test_sleep_and_wake_up(
+    device: DeviceMemory, engine: Engine, level: int, tags: list[Any]
 ) -> None:
-    engine = start()
     worker, used = engine.worker, {tag: device.used(tag) for tag in ("weights", "kv_cache")}
     kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
     assert kept["runtime"] == 4 * TABLES * len(LAYOUTS) and kept["cudagraph"]
-    for layout in LAYOUTS[:times]:
+    for layout in LAYOUTS[:2]:
         if layout != engine.layout:
             engine.switch_to(layout)
         engine.sleep(level)
@@ -181,32 +161,9 @@ def check_sleep(
         engine.step()
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("tags", TAGS, ids=["all", "weights first", "KV first", "both"])
-def test_sleep_and_wake_up(device: DeviceMemory, start: Start, level: int, tags: list[Any]) -> None:
-    check_sleep(device, start, level, tags)
-
-
-def test_buffers_come_back_with_the_weights_only(device: DeviceMemory, engine: Engine) -> None:
-    worker, kv = engine.worker, device.used("kv_cache")
-    worker.sleep(2)
-    worker.wake_up(["kv_cache"])
-    assert not whole(engine, "buffers")
-    worker.discard(("kv_cache",))
-    worker.wake_up(["weights"])
-    assert whole(engine, "buffers")
-    assert device.used("kv_cache") == 0
-    worker.wake_up(["kv_cache"])
-    assert whole(engine, "buffers") and device.used("kv_cache") == kv
-
-
 def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_parameters(start, monkeypatch)
-
-
-def check_parameters(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other layouts' are derived from them, whichever layout is active."""
     seen: list[Any] = []
 
@@ -218,7 +175,6 @@ def check_parameters(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(model)
         model.weight.copy_(self._sleep_saved_parameters.pop("weight"))
 
-    engine = start()
     worker = engine.worker
     engine.switch_to(LAYOUTS[1])
     with monkeypatch.context() as patched:
@@ -235,16 +191,15 @@ def check_parameters(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- any order
 
 
-def check_walk(device: DeviceMemory, start: Start, seed: int, steps: int = 200) -> None:
+def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
     """What vLLM allows, in any order: what is awake is whole, and what sleeps takes no memory."""
-    engine = start()
     rng = random.Random(seed)
     worker = engine.worker
     tags = ("weights", "kv_cache")
     used = {tag: device.used(tag) for tag in tags}
     kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
     updates, lost, deep = 0, False, False  # updates; weights are lost; nothing has woken up yet
-    for _ in range(steps):
+    for _ in range(200):
         asleep = frozenset(engine.sleeping_tags)
         do = rng.choice(["sleep", "sleep", "wake", "wake", "discard", "update", "switch", "step"])
         if do == "sleep":
@@ -280,21 +235,21 @@ def check_walk(device: DeviceMemory, start: Start, seed: int, steps: int = 200) 
     assert device.most_used <= worker.requested_memory + 4 * TABLES
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_sleep_wake_up_discard_update_switch_and_step(
-    device: DeviceMemory, start: Start, seed: int
+    device: DeviceMemory, engine: Engine, seed: int
 ) -> None:
-    check_walk(device, start, seed)
+    any_order(device, engine, seed)
 
 
 # ---------------------------------------------------------------- shutdown
 
 
-def check_shutdown(
-    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, active: int
+@pytest.mark.parametrize("active", range(len(LAYOUTS)))
+def test_shutdown(
+    device: DeviceMemory, engine: Engine, monkeypatch: pytest.MonkeyPatch, active: int
 ) -> None:
     """Every layout's runner is shut down once, and no tensor lies in a pool that is released."""
-    engine = start()
     worker = engine.worker
     if active:
         engine.switch_to(LAYOUTS[active])
@@ -309,13 +264,6 @@ def check_shutdown(
     assert device.referred_to("kv_cache")
     worker.shutdown()
     assert at_release == [[1, 1, 1], 0]
-
-
-@pytest.mark.parametrize("active", range(len(LAYOUTS)))
-def test_shutdown(
-    device: DeviceMemory, start: Start, monkeypatch: pytest.MonkeyPatch, active: int
-) -> None:
-    check_shutdown(device, start, monkeypatch, active)
 
 
 def test_a_worker_that_has_no_device_yet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,323 +1,218 @@
 """What orders accesses to the same memory on a device: the exchange, the side stream, row swaps,
 weight loaders, outputs.
 
-PAT's code runs on imitated devices, whose streams, events and memory are watched (`devices.py`).
-Each check is made once more with a mistake in PAT's code, which it must find.
+PAT's code runs on imitated devices, whose streams, events and memory are watched (`devices.py`),
+with vLLM's weight loaders, receiver of packed weights and output of asynchronous steps. A test
+fails with the races that were seen.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import itertools
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from pat_vllm.executor import lanes
-from pat_vllm.kernels import swap
-from pat_vllm.kernels.kv import TableBlocks
-from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
-from pat_vllm.weights import row_order
+from pat_vllm.executor.lanes import WorkerLanes
+from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.materialized import MaterializedShards
-from pat_vllm.worker.side_stream import SideStream
-from pat_vllm.worker.worker import PATWorkerMixin
-from tests.gpuless.devices import CUDA, Devices, imitated
-from tests.gpuless.order_checks import (
-    check_exchange,
-    check_loaders,
-    check_loading_of_copies,
-    check_loading_of_views,
-    check_outputs,
-    check_row_swaps,
-    check_switches,
-)
-from tests.support.mutation import mutated
+from pat_vllm.weights.model_weights import model_weights
+from pat_vllm.worker import worker as worker_module
+from tests.gpuless import rank_worker
+from tests.gpuless.devices import CUDA, imitated
+from tests.gpuless.nccl import Group
+from tests.gpuless.rank_worker import LAYOUTS, RANKS, Worker, make_workers, some_requests
+from tests.gpuless.streams import Queue
+from tests.vllm.kv_transfer import test_exchange as exchanges
 
-pytestmark = pytest.mark.slow
-
-CHECKS = [
-    check_switches,
-    check_row_swaps,
-    check_loaders,
-    check_loading_of_copies,
-    check_loading_of_views,
-    check_outputs,
-]
-ELSEWHERE = "with torch.cuda.stream(torch.cuda.Stream()): "
-
-
-# ------------------------------------------------------------------ the checker itself
-
-
-@pytest.fixture
-def device() -> Iterator[Devices]:
-    with imitated(1) as devices, devices.on(0):
-        yield devices
-
-
-def races(devices: Devices) -> list[str]:
-    """Those so far; they are forgotten."""
-    gc.collect()
-    found, devices.races.found = devices.races.found, []
-    return found
-
-
-@pytest.mark.parametrize("wait", ["stream", "event", "host", "too early", "none"])
-def test_another_stream_has_to_wait(device: Devices, wait: str) -> None:
-    side, event = torch.cuda.Stream(), torch.cuda.Event()
-    rows = torch.zeros(4, 4, device=CUDA)
-    if wait == "too early":
-        event.record()
-    rows[:2].fill_(1)
-    if wait == "stream":
-        side.wait_stream(torch.cuda.current_stream())
-    elif wait == "host":
-        torch.accelerator.synchronize()
-    elif wait == "event":
-        event.record()
-    side.wait_event(event)
-    with torch.cuda.stream(side):
-        rows.clone()
-    found = races(device)
-    assert bool(found) == (wait in ("too early", "none")), found
-    if wait == "too early":
-        assert all("test_another_stream" in part for part in found[0].split(" and ")), found
-
-
-def test_disjoint_columns_are_no_race(device: Devices) -> None:
-    rows = torch.zeros(4, 4, device=CUDA)
-    torch.accelerator.synchronize()
-    rows[:, :2].fill_(1)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        rows[:, 2:].fill_(2)
-        assert not races(device)
-        rows[:, 1:].sum()
-        assert len(races(device)) == 1
-
-
-@pytest.mark.parametrize("keep", ["recorded", "waited", "no"])
-def test_memory_is_given_on_when_all_streams_are_done(device: Devices, keep: str) -> None:
-    side, used = torch.cuda.Stream(), torch.zeros(64, device=CUDA)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        used.add_(1)
-    if keep == "recorded":
-        used.record_stream(side)  # type: ignore[arg-type]
-    if keep == "waited":
-        torch.cuda.current_stream().wait_stream(side)
-    del used
-    torch.zeros(64, device=CUDA)
-    assert bool(races(device)) == (keep == "no")
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_the_host_has_to_wait_for_a_copy(device: Devices, blocking: bool) -> None:
-    copy = torch.ones(4, device=CUDA).to("cpu", non_blocking=not blocking)
-    assert copy.numpy().tolist() == [1.0] * 4
-    assert bool(races(device)) == (not blocking)
-
-
-# ------------------------------------------------------------------ PAT's code
+LOADED_RANK = 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_exchange(ranks: int) -> None:
-    check_exchange(ranks)
+    """KV moves between layouts as planned, and the model goes on with it."""
+    with imitated(ranks) as devices:
+        group = Group(devices, ranks)
+        cases = [exchanges._random_case(seed, ranks) for seed in range(6)]
+        buffers, wanted = [], []
+        for source, target, heads, dtype, heads_first, moves in cases:
+            shape = (heads, dtype, heads_first)
+            size = heads * dtype.itemsize
+            size *= exchanges.LAYERS * exchanges.BLOCKS * exchanges.TOKENS * exchanges.CONTENT
+            before = [torch.randint(0, 256, (size,), dtype=torch.uint8) for _ in range(ranks)]
+            after = [buffer.clone() for buffer in before]
+            old = [exchanges._views(buffer, source, *shape) for buffer in before]
+            for move in moves:
+                rank = move.route.target_rank
+                source_views = old[move.route.source_rank]
+                exchanges._copy(move, source_views, exchanges._views(after[rank], target, *shape))
+            buffers.append(before)
+            wanted.append(after)
+
+        def rank_main(rank: int) -> None:
+            exchange = Exchange(group, CUDA)  # type: ignore[arg-type]
+            exchange.measure(64)
+            for case, before, after in zip(cases, buffers, wanted, strict=True):
+                source, target, heads, dtype, heads_first, moves = case
+                mine = RankMoves.of(rank, ranks, moves)
+                buffer = devices.hold(before[rank])
+                old, new = (
+                    exchanges._views(buffer, layout, heads, dtype, heads_first)
+                    for layout in (source, target)
+                )
+                for view in old:
+                    view.copy_(view.clone())  # a step
+                with exchange.staging(mine, old[0], new[0]):
+                    for a, b in zip(old, new, strict=True):
+                        exchange.run(a, b)
+                for view in new:
+                    view.copy_(view.clone())
+                assert torch.equal(buffer.cpu(), after[rank])
+
+        devices.run(rank_main)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_order(check: Callable[[], None]) -> None:
-    check()
+def run_workers(function: Callable[[Worker], None]) -> None:
+    """Call it for the worker of each rank."""
+    with imitated(RANKS) as devices, rank_worker.without_vllm():
+        workers = make_workers(devices)
+        devices.run(lambda rank: function(workers[rank]))
 
 
-# ------------------------------------------------------------------ mistakes
+def test_switches() -> None:
+    """Weights move beside KV, and both are there when the model goes on."""
+    walk = (0, 1, 2, 1, 0, 2, 0)
 
-UNPACK = "unpacks.unpack(self._transport.finish(), self._begun.popleft())"
-PACK = "packs.pack(_words(source), self._transport.send)"
-TABLE = "torch.add(start[:, None], heads"
-BEHIND = "self._stream.wait_stream(self._module.current_stream())"
-WAIT = "self._stream.synchronize()"
-ENTER = "if self._weights.arrange(runtime.layout):\n        self._synchronize_device()"
-OUTPUT = "output = output.get_output()"
+    def rank_main(worker: Worker) -> None:
+        for source, target in itertools.pairwise(LAYOUTS[i] for i in walk):
+            worker.step(read=False)
+            worker.switch(target, some_requests(source, target))
+            worker.step(read=False)
+            worker.check_weights()
 
-MISTAKES: list[tuple[Any, ...]] = [
-    (
-        "exchange: NCCL is not waited for",
-        check_exchange,
-        (CollectiveTransport.finish, {"work.wait()": "pass"}),
-    ),
-    (
-        "exchange: the layer before is waited for",
-        check_exchange,
-        (
-            CollectiveTransport.finish,
-            {"work.wait()": "getattr(self, 'last', work).wait(); self.last = work"},
-        ),
-    ),
-    (
-        "exchange: two layers have one set of buffers",
-        check_exchange,
-        (CollectiveTransport.begin, {"self._free.popleft()": "self._free[0]"}),
-    ),
-    (
-        "exchange: buffers of the layer under way are free",
-        check_exchange,
-        (CollectiveTransport.done, {"self._under_way.popleft()": "self._under_way.pop()"}),
-    ),
-    (
-        "exchange: sends before it packs",
-        check_exchange,
-        (
-            Exchange.run,
-            {
-                PACK: "send = self._transport.send",
-                "self._transport.begin()": "self._transport.begin(); "
-                "packs.pack(_words(source), send)",
-            },
-        ),
-    ),
-    (
-        "exchange: packs on another stream",
-        check_exchange,
-        (Exchange.run, {PACK: ELSEWHERE + PACK}),
-    ),
-    (
-        "exchange: unpacks on another stream",
-        check_exchange,
-        (Exchange._finish_one, {UNPACK: ELSEWHERE + UNPACK}),
-    ),
-    (
-        "exchange: makes the table of blocks on another stream",
-        check_exchange,
-        (TableBlocks.__init__, {TABLE: ELSEWHERE + TABLE}),
-    ),
-    (
-        "side stream: does not wait for the current one",
-        check_switches,
-        (SideStream.beside, {BEHIND: "pass"}),
-    ),
-    (
-        "side stream: its event is recorded after the wait",
-        check_switches,
-        (
-            SideStream.beside,
-            {BEHIND: "event = self._module.Event(); event.wait(self._stream); event.record()"},
-        ),
-    ),
-    (
-        "side stream: waits for itself",
-        check_switches,
-        (SideStream.beside, {"self._module.current_stream()": "self._stream"}),
-    ),
-    (
-        "side stream: works on a third",
-        check_switches,
-        (
-            SideStream.beside,
-            {"self._module.stream(self._stream)": "self._module.stream(self._module.Stream())"},
-        ),
-    ),
-    (
-        "side stream: is not waited for",
-        check_switches,
-        (PATWorkerMixin.pat_switch, {"self._side.wait()": "pass"}),
-    ),
-    (
-        "side stream: the current one is waited for",
-        check_switches,
-        (PATWorkerMixin.pat_switch, {"self._side.wait()": "self._side.wait_for_current()"}),
-    ),
-    (
-        "row swaps: on another stream",
-        check_row_swaps,
-        (InPlaceShards.arrange, {"move.run()": ELSEWHERE + "move.run()"}),
-    ),
-    (
-        "row swaps: kernels on another stream",
-        check_row_swaps,
-        (swap._KernelRound.__call__, {"self._launch(": ELSEWHERE + "self._launch("}),
-    ),
-    (
-        "row swaps: staged on another stream",
-        check_row_swaps,
-        (swap._CopyRound.__call__, {"kept.copy_(x)": ELSEWHERE + "kept.copy_(x)"}),
-    ),
-    (
-        "row swaps: all rounds at once",
-        check_row_swaps,
-        (row_order.rounds, {"not made or any": "not made or False and any"}),
-        (swap._check_disjoint, {"if not pairs:": "if True:"}),
-    ),
-    (
-        "row swaps: sleep does not wait",
-        check_row_swaps,
-        (PATWorkerMixin.sleep, {"self._synchronize_device()": "pass"}),
-    ),
-    (
-        "row swaps: replaced weights are taken over on another stream",
-        check_row_swaps,
-        (
-            InPlaceShards.refresh,
-            {"weight.tensor.copy_(new)": ELSEWHERE + "weight.tensor.copy_(new)"},
-        ),
-    ),
-    (
-        "loaders: rows are not waited for",
-        check_loaders,
-        (
-            PATWorkerMixin._enter_for_a_call,
-            {ENTER: "self._weights.arrange(runtime.layout)"},
-        ),
-    ),
-    (
-        "loaders: rows are waited for before they move",
-        check_loaders,
-        (
-            PATWorkerMixin._enter_for_a_call,
-            {ENTER: "self._synchronize_device(); self._weights.arrange(runtime.layout)"},
-        ),
-    ),
-    (
-        "loaders: start does not wait for the rows of the home layout",
-        check_loaders,
-        (
-            PATWorkerMixin.compile_or_warm_up_model,
-            {"self._enter_for_a_call(home)": "self._enter(home)"},
-        ),
-    ),
-    (
-        "loaders: of a switch, only the current stream waits",
-        check_loaders,
-        (SideStream.wait, {WAIT: "self._module.current_stream().wait_stream(self._stream)"}),
-    ),
-    (
-        "loaders: replaced weights are not waited for",
-        check_loaders,
-        (PATWorkerMixin.pat_refresh_weights, {"self._synchronize_device()": "pass"}),
-    ),
-    (
-        "loaders: shards are copied on another stream",
-        check_loading_of_copies,
-        (MaterializedShards._derive, {"into.copy_(": ELSEWHERE + "into.copy_("}),
-    ),
-    (
-        "outputs: are read before they are there",
-        check_outputs,
-        (lanes._reply_to, {OUTPUT: f"output.sampled_token_ids.tolist(); {OUTPUT}"}),
-    ),
-]
+    run_workers(rank_main)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake[0])
-def test_a_mistake_is_found(mistake: tuple[Any, ...]) -> None:
-    _, check, *changes = mistake
-    with ExitStack() as stack:
-        for function, change in changes:
-            stack.enter_context(mutated(function, change))
-        with pytest.raises(
-            AssertionError, match=r"^(nothing orders|programs of a launch|memory given back)"
-        ):
-            check()
+def test_row_swaps() -> None:
+    """Layouts are entered as at start, and left for sleep."""
+
+    def rank_main(worker: Worker) -> None:
+        for i in (1, 2, 0, 2, 1):
+            worker._enter(worker._runtimes[LAYOUTS[i]])
+            worker.step()
+            worker.check_weights()
+        worker.sleep(1)
+        worker.update("replace")
+        worker.step()
+        worker.check_weights()
+
+    run_workers(rank_main)
+
+
+def test_loaders() -> None:
+    """New weights come on streams of their own, whatever was done before."""
+
+    def rank_main(worker: Worker) -> None:
+        factors = itertools.count(2)
+
+        def receive() -> None:
+            worker.update("receive", factor := float(next(factors)))
+            worker.check_weights(factor)
+
+        worker.compile_or_warm_up_model()
+        receive()
+        worker.step()
+        for target in (LAYOUTS[2], LAYOUTS[0]):
+            worker.switch(target, [])
+            receive()
+            worker.step()
+        worker.update("replace")
+        receive()
+
+    run_workers(rank_main)
+
+
+def test_a_call_in_every_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds rows in place, whichever stream it reads them on."""
+    monkeypatch.setattr(worker_module, "_IN_EVERY_LAYOUT", {"look"})
+
+    def rank_main(worker: Any) -> None:
+        seen: list[int] = []
+
+        def look() -> None:
+            seen.append(worker._active.layout.tp)
+            worker.check_weights()
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for weight in model_weights(worker.model_runner.get_model()):
+                    weight.current.clone()
+            stream.synchronize()
+
+        worker.look = look
+        worker.step()
+        worker.pat_call_in_base("look", (), {})
+        assert seen == [2, 4, 1]
+
+    run_workers(rank_main)
+
+
+@pytest.mark.parametrize(
+    "make", [MaterializedShards, lambda: InPlaceShards(LAYOUTS, LOADED_RANK)], ids=["copy", "view"]
+)
+def test_loading(make: Callable[[], Any]) -> None:
+    """The base layout is loaded from disk; the others' weights are copies or views of its."""
+    strategy, rank = make(), LOADED_RANK
+    models = {one.tp: rank_worker.empty_model(one.tp, rank) for one in LAYOUTS}
+    wanted = {tp: rank_worker.expected(tp, rank) for tp in models}
+    with imitated(RANKS) as devices, devices.on(rank):
+        for model in models.values():
+            rank_worker.to_device(devices, model)
+        base, *others = models.values()
+        strategy.check(base)
+        rank_worker.load_weights(base, rank_worker.checkpoint())
+        strategy.capture(base)
+        for model in others:
+            strategy.fill(model)
+        strategy.release()
+        for tp in (2, 4, 1):
+            strategy.arrange(Layout.of(tp, RANKS))
+            for weight in model_weights(models[tp]):
+                values = weight.current.clone().cpu()
+                assert torch.equal(values, wanted[tp][weight.name])
+
+
+def test_outputs() -> None:
+    """A step's output is copied on a stream of its own, and read in another thread."""
+    replies: Any = queue.SimpleQueue()
+
+    with imitated(1) as devices, devices.on(0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "queue", SimpleNamespace(SimpleQueue=Queue))
+        platform = SimpleNamespace(set_device=lambda device: devices.another_thread(0))
+        patch.setattr(lanes, "current_platform", platform)
+        ends: Any = WorkerLanes.__new__(WorkerLanes)
+        ends._device, ends._finishing = CUDA, None
+        ends._reply = SimpleNamespace(enqueue=replies.put)
+        main, copies = torch.cuda.current_stream(), torch.cuda.Stream()
+        for step in range(4):
+            sampled = torch.full((2, 1), step, device=CUDA)
+            count = torch.ones(2, dtype=torch.int32, device=CUDA)
+            output = SamplerOutput(sampled, None, None, count, count)
+            result = ModelRunnerOutput(["a", "b"], {"a": 0, "b": 1})
+            made = AsyncOutput(result, output, count, main, copies, False, None)
+            del sampled, count, output
+            ends._answer(made, None)
+            del made
+            succeeded, answer = replies.get(timeout=30)
+            assert succeeded and answer.output.sampled_token_ids == [[step], [step]], answer
+            del answer, result

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +22,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.utils import AttentionGroup
 
 from pat_vllm.layout import Layout
-from pat_vllm.memory.sizing import kv_cache_bytes, staged_share
 from pat_vllm.patches import runners
 from pat_vllm.worker import gpu_worker, late_memory
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.cpu_worker import PATCPUWorker
 from pat_vllm.worker.gpu_worker import PATGPUWorker
-from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.graph_pools import SEGMENT, Allocation, Device, MiB
-from tests.support.mutation import mutated
 
 GiB = 1 << 30
 LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
@@ -73,13 +70,15 @@ class Runner:
     lora_config = None
     req_states = None
 
-    def __init__(self, device: Device, tp: int, mode: CUDAGraphMode) -> None:
+    def __init__(self, device: Device, tp: int) -> None:
         self.device = device
         self.tp = tp
         self.vllm_config: Any = None
         self.cache_config = SimpleNamespace(num_gpu_blocks_override=None, num_gpu_blocks=None)
         self.compilation_config = SimpleNamespace(
-            cudagraph_mode=mode, max_cudagraph_capture_size=512, static_forward_context={}
+            cudagraph_mode=CUDAGraphMode.FULL,
+            max_cudagraph_capture_size=512,
+            static_forward_context={},
         )
         self.model_state = SimpleNamespace(supports_mm_inputs=False)
         self.graphs: list[Any] = []
@@ -154,10 +153,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return made
 
 
-def runtimes_on(device: Device, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> list[Any]:
+def runtimes_on(device: Device) -> list[Any]:
     made = []
     for layout in LAYOUTS:
-        runner = Runner(device, layout.tp, mode)
+        runner = Runner(device, layout.tp)
         config = SimpleNamespace(
             compilation_config=runner.compilation_config,
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: KV_HEADS),
@@ -173,7 +172,7 @@ def runtimes_on(device: Device, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> lis
 # -------------------------------------------------------------------- graphs
 
 
-def check_graphs(device: Device) -> None:
+def test_graphs_are_measured_in_the_pool_that_they_share(device: Device) -> None:
     """They come to what they take when they are captured for good, in one pool."""
     runtimes = runtimes_on(device)
     before = device.free
@@ -192,47 +191,17 @@ def check_graphs(device: Device) -> None:
     assert before - device.free == 4 * GRAPHS * OF_GRAPH + max(COMPUTED_WITH.values())
 
 
-GRAPH_MISTAKES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-    "a pool for each layout": (late_memory.measure_graphs, {"_kept_graph_pool(), ": ""}),
-    "vLLM is not given the pool": (
-        late_memory._kept_graph_pool,
-        {"with one_graph_pool(pool):": "if pool:"},
-    ),
-    "nothing keeps the pool": (
-        late_memory._kept_graph_pool,
-        {"with torch.cuda.graph(graph, pool=pool):": "if pool:"},
-    ),
-    "the pool is kept for ever": (
-        late_memory._kept_graph_pool,
-        {"torch.accelerator.empty_cache()": "pass"},
-    ),
-    "the pool is handed out after it is gone": (
-        runners.one_graph_pool,
-        {"torch.cuda.graph_pool_handle = original": "pass"},
-    ),
-}
-
-
-def test_graphs_are_measured_in_the_pool_that_they_share(device: Device) -> None:
-    check_graphs(device)
-
-
-@pytest.mark.parametrize("mistake", GRAPH_MISTAKES)
-def test_mistakes_in_measuring_graphs_are_seen(device: Device, mistake: str) -> None:
-    function, changes = GRAPH_MISTAKES[mistake]
-    with mutated(function, changes), pytest.raises(AssertionError):
-        check_graphs(device)
-
-
 def test_without_graphs_none_are_measured(device: Device) -> None:
-    runtimes = runtimes_on(device, CUDAGraphMode.NONE)
+    runtimes = runtimes_on(device)
+    for runtime in runtimes:
+        runtime.config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     assert late_memory.measure_graphs(runtimes, lambda runtime: None, None) == [0] * 4
 
 
 # -------------------------------------------------------------------- buffers
 
 
-def check_buffers(device: Device) -> None:
+def test_buffers_that_come_with_a_kv_cache_are_measured(device: Device) -> None:
     """They come to what layouts keep, and the workspace of attention is there once."""
     runtimes = runtimes_on(device)
     before = device.free
@@ -245,48 +214,6 @@ def check_buffers(device: Device) -> None:
     assert workspace is not None
     del workspace
     assert device.free == before - tables
-
-
-BUFFER_MISTAKES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-    "KV is counted": (late_memory.measure_buffers, {" - kv_cache)": ")"}),
-    "nothing is given back": (
-        late_memory.measure_buffers,
-        {"_end_smallest_kv_cache(runtime.runner)": "pass"},
-    ),
-    "a workspace for each layout": (
-        late_memory.measure_buffers,
-        {", use_attention_workspace(workspace)": ""},
-    ),
-    "the base layout's workspace is not handed on": (
-        runners.use_attention_workspace,
-        {"builder.set_workspace_buffer(workspace)": "pass"},
-    ),
-    "layouts are measured in the base layout": (
-        late_memory.measure_buffers,
-        {"enter(runtime)\n        free": "free"},
-    ),
-}
-
-
-def test_buffers_that_come_with_a_kv_cache_are_measured(device: Device) -> None:
-    check_buffers(device)
-
-
-@pytest.mark.parametrize("mistake", BUFFER_MISTAKES)
-def test_mistakes_in_measuring_buffers_are_seen(device: Device, mistake: str) -> None:
-    function, changes = BUFFER_MISTAKES[mistake]
-    with mutated(function, changes), pytest.raises(AssertionError):
-        check_buffers(device)
-
-
-def test_of_a_model_runner_v1_its_own_methods_are_called(device: Device) -> None:
-    called: list[str] = []
-    runner: Any = SimpleNamespace(kv_caches=[], attn_groups=[])
-    for name in ("_init_minimal_kv_cache_for_profiling", "_cleanup_profiling_kv_cache"):
-        setattr(runner, name, lambda name=name: called.append(name))
-    runtime: Any = SimpleNamespace(runner=runner, config=None)
-    assert late_memory.measure_buffers([runtime], lambda runtime: None) == ([0], None)
-    assert called == ["_init_minimal_kv_cache_for_profiling", "_cleanup_profiling_kv_cache"]
 
 
 # -------------------------------------------------------------------- the KV cache
@@ -339,7 +266,8 @@ def worker(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del weights
 
 
-def check_kv_cache(worker: Any, kv_transfer: str = "migrate") -> None:
+@pytest.mark.parametrize("kv_transfer", ["migrate", "recompute"])
+def test_the_kv_cache_leaves_what_layouts_take(worker: Any, kv_transfer: str) -> None:
     """Beside it is room for all that layouts take, and no more is kept free."""
     device = worker.device_memory
     worker._base.config.additional_config["pat"] = {"kv_transfer": kv_transfer}
@@ -358,47 +286,6 @@ def check_kv_cache(worker: Any, kv_transfer: str = "migrate") -> None:
     assert (needed == staged) == (kv_transfer == "migrate"), "each is tested"
     del cache
     assert abs(left - needed) <= SEGMENT + 1000
-
-
-KV_MISTAKES: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-    "buffers are not counted": (
-        PATGPUWorker.determine_available_memory,
-        {"sum(graphs), buffers": "sum(graphs), [0]"},
-    ),
-    "the buffers of every layout are counted": (kv_cache_bytes, {" - max(buffers)": ""}),
-    "graphs of the base layout only": (
-        PATGPUWorker.determine_available_memory,
-        {"sum(graphs)": "graphs[0]"},
-    ),
-    "vLLM counts the graphs, too": (
-        PATGPUWorker._measure,
-        {"with graphs_measured_apart(runtime.runner):": "if runtime:"},
-    ),
-    "activations of the base layout only": (
-        kv_cache_bytes,
-        {"max(one.activations for one in layouts)": "last.activations"},
-    ),
-    "the first layout's memory is taken for all": (kv_cache_bytes, {"layouts[-1]": "layouts[0]"}),
-    "layouts take workspaces of their own in the end": (
-        PATWorkerMixin.initialize_from_config,
-        {", use_attention_workspace(workspace)": ""},
-    ),
-    "a switch stages nothing": (staged_share, {"(sent + 2 / ROUNDS)": "0"}),
-}
-
-
-@pytest.mark.parametrize("kv_transfer", ["migrate", "recompute"])
-def test_the_kv_cache_leaves_what_layouts_take(worker: Any, kv_transfer: str) -> None:
-    check_kv_cache(worker, kv_transfer)
-
-
-@pytest.mark.parametrize("mistake", KV_MISTAKES)
-def test_mistakes_in_sizing_the_kv_cache_are_seen(worker: Any, mistake: str) -> None:
-    function, changes = KV_MISTAKES[mistake]
-    # Beside a switch's staging, activations do not count.
-    kv_transfer = "recompute" if "activations" in mistake else "migrate"
-    with mutated(function, changes), pytest.raises(AssertionError):
-        check_kv_cache(worker, kv_transfer)
 
 
 def test_without_an_estimate_graphs_are_not_counted(
@@ -461,7 +348,7 @@ class RunnerV1:
         ]
 
 
-def check_input_embeddings() -> None:
+def test_layouts_share_input_embeddings() -> None:
     """Layouts have them in common, and nothing else that is like them."""
     host: Any = RunnerV1()
     for tokens in (32, 16, 64):
@@ -480,29 +367,3 @@ def shares(buffer: Any, host: Any) -> bool:
     """Whether a buffer begins where the input embeddings of `host` do, on the host and device."""
     pairs = [(one.cpu.data_ptr(), one.gpu.data_ptr()) for one in (buffer, host.inputs_embeds)]
     return pairs[0] == pairs[1]
-
-
-EMBEDDING_MISTAKES = {
-    "each layout has its own": {"if not same": "if True"},
-    "rows that are not there": {" or rows > most_rows": ""},
-    "all rows for few": {"shared.cpu[:rows], shared.gpu[:rows]": "shared.cpu, shared.gpu"},
-    "another dtype": {' and options.get("dtype") == shared.cpu.dtype': ""},
-    "another size": {"size == (rows, columns) and ": ""},
-    "for ever": {"GPUModelRunner._make_buffer = original": "pass"},
-}
-
-
-def test_layouts_share_input_embeddings() -> None:
-    check_input_embeddings()
-
-
-@pytest.mark.parametrize("mistake", EMBEDDING_MISTAKES)
-def test_mistakes_in_sharing_input_embeddings_are_seen(
-    monkeypatch: pytest.MonkeyPatch, mistake: str
-) -> None:
-    monkeypatch.setattr(GPUModelRunner, "_make_buffer", GPUModelRunner._make_buffer)  # undone
-    with (
-        mutated(runners.input_embeddings_of, EMBEDDING_MISTAKES[mistake]),
-        pytest.raises(AssertionError),
-    ):
-        check_input_embeddings()

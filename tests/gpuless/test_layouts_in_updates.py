@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +23,10 @@ from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.layout import Layout, device_of
-from pat_vllm.scheduler import switch as switch_module
-from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
-from tests.support.mutation import mutated
 
 RANKS = 8
 SINGLE, PAIRS = Layout.of(1, RANKS), Layout.of(2, RANKS)
@@ -64,7 +60,7 @@ class Halves:
         return 0
 
 
-def check_layouts_wait_for_whole_weights() -> None:
+def test_layouts_wait_for_whole_weights() -> None:
     """By vLLM's own reload, layer by layer, as its weight transfers make it."""
     base, other = TwoLayers(), TwoLayers()
     strategy = Halves()
@@ -94,10 +90,6 @@ def check_layouts_wait_for_whole_weights() -> None:
         assert weights.refresh(PAIRS) is True
         assert strategy.arranged == 2 and whole()
         assert bool((base.second.weight == value).all())
-
-
-def test_layouts_wait_for_whole_weights() -> None:
-    check_layouts_wait_for_whole_weights()
 
 
 class Stock:
@@ -136,7 +128,7 @@ def step_of(tokens: int, in_flight: bool = False) -> PATSchedulerOutput:
     return PATSchedulerOutput.of({0: step}, in_flight)
 
 
-def check_steps_in_an_update() -> None:
+def test_steps_in_an_update() -> None:
     executor = Executor()
     executor.collective_rpc("start_weight_update")
     executor.whole = False
@@ -155,10 +147,6 @@ def check_steps_in_an_update() -> None:
     assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
 
 
-def test_steps_in_an_update() -> None:
-    check_steps_in_an_update()
-
-
 @pytest.fixture
 def scheduler() -> Any:
     """In the layout tp2dp4, whose home is tp1dp8."""
@@ -168,7 +156,7 @@ def scheduler() -> Any:
     return made
 
 
-def check_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = without_workers.EXECUTOR
     switched: list[Layout] = []
     make_switch = executor.switch
@@ -196,10 +184,6 @@ def check_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch
     assert switched == [SINGLE], "home, when the weights are there"
 
 
-def test_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_no_switch_in_an_update(scheduler, monkeypatch)
-
-
 # ---------------------------------------------------------------- to a rank and a device
 
 
@@ -219,9 +203,8 @@ class Worker(PATWorkerMixin, Device):  # type: ignore[misc]
     pass
 
 
-def check_a_worker_is_known_by_its_device(
-    monkeypatch: pytest.MonkeyPatch, world_size: int = RANKS
-) -> None:
+@pytest.mark.parametrize("world_size", [4, 6, 8])
+def test_a_worker_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     """Trainers name the socket of a GPU's weights by `local_rank`, and map them to `device`."""
     monkeypatch.setattr("pat_vllm.worker.worker.exit_when_orphaned", lambda: None)
     monkeypatch.setattr("pat_vllm.worker.worker.layouts_of", lambda config: ())
@@ -238,12 +221,7 @@ def check_a_worker_is_known_by_its_device(
     assert devices != list(range(world_size)), "ranks are not in the order of devices"
 
 
-@pytest.mark.parametrize("world_size", [4, 6, 8])
-def test_a_worker_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    check_a_worker_is_known_by_its_device(monkeypatch, world_size)
-
-
-def check_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's weight transfers over NCCL: a group of the trainer and of each worker once."""
     joined: list[int] = []
 
@@ -267,10 +245,6 @@ def check_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
         assert joined == list(range(1, RANKS + 1))
 
 
-def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_places_in_a_trainers_group(monkeypatch)
-
-
 class Receiver:
     """In place of vLLM's worker with a transfer engine, which gets a payload."""
 
@@ -278,115 +252,11 @@ class Receiver:
         self.received = update_info
 
 
-def check_each_rank_takes_its_own(rank: int) -> None:
+def test_each_rank_takes_its_own() -> None:
+    rank = 5
     worker: Any = type("Worker", (PATWorkerMixin, Receiver), {})()
     worker.rank = rank
     worker.update_weights([{"of": one} for one in range(RANKS)])
     assert worker.received == {"of": rank}
     worker.update_weights({"of": "all"})
     assert worker.received == {"of": "all"}
-
-
-@pytest.mark.parametrize("rank", [0, 5])
-def test_each_rank_takes_its_own(rank: int) -> None:
-    check_each_rank_takes_its_own(rank)
-
-
-# ---------------------------------------------------------------- the checks can fail
-
-MISTAKES: dict[str, tuple[Any, dict[str, str], Callable[..., None]]] = {
-    "weights are derived from what is missing": (
-        LayoutWeights.refresh,
-        {"parameter.is_meta": "False"},
-        check_layouts_wait_for_whole_weights,
-    ),
-    "one weight that is there is enough": (
-        LayoutWeights.refresh,
-        {"if any(": "if all("},
-        check_layouts_wait_for_whole_weights,
-    ),
-    "missing weights are whole": (
-        LayoutWeights.refresh,
-        {"return False": "return True"},
-        check_layouts_wait_for_whole_weights,
-    ),
-    "rows leave the base layout's order": (
-        LayoutWeights.refresh,
-        {"return False": "self._strategy.arrange(active); return False"},
-        check_layouts_wait_for_whole_weights,
-    ),
-    "one rank speaks for all": (
-        PATExecutorMixin.refresh_weights,
-        {"not all(": "not any("},
-        check_steps_in_an_update,
-    ),
-    "nobody asks again": (
-        PATExecutorMixin.refresh_weights,
-        {"return not self._stale": "self._stale = False; return True"},
-        check_steps_in_an_update,
-    ),
-    "a step runs with half of the weights": (
-        PATExecutorMixin.execute_model,
-        {"if has_tokens and not": "if False and not"},
-        check_steps_in_an_update,
-    ),
-    "a step in flight counts as tokens": (
-        PATExecutorMixin.execute_model,
-        {
-            "any(step.total_num_scheduled_tokens for step in steps)": "scheduler_output"
-            ".total_num_scheduled_tokens"
-        },
-        check_steps_in_an_update,
-    ),
-    "a switch is made": (
-        switch_module._check,
-        {"not active.executor.refresh_weights()": "False"},
-        check_no_switch_in_an_update,
-    ),
-    "the engine goes home": (
-        LayoutController.go_home_if_idle,
-        {"not self._active.executor.refresh_weights()": "False"},
-        check_no_switch_in_an_update,
-    ),
-    "workers are known by their ranks": (
-        PATWorkerMixin.init_device,
-        {"device_of(self.local_rank, self.parallel_config.world_size)": "self.local_rank"},
-        check_a_worker_is_known_by_its_device,
-    ),
-    "ranks of a group count from zero in each replica": (
-        layout_config,
-        {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
-        check_places_in_a_trainers_group,
-    ),
-    "a group is as large as the engine": (
-        layout_config,
-        {"world_size = layout.tp": "world_size = layout.world_size"},
-        check_places_in_a_trainers_group,
-    ),
-    "replica and place in it change roles": (
-        layout_config,
-        {"rank = layout.tp_rank_of(rank)": "rank = layout.replica_of(rank)"},
-        check_places_in_a_trainers_group,
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(mistake: str, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, changes, check = MISTAKES[mistake]
-    arguments: dict[str, tuple[Any, ...]] = {
-        "check_no_switch_in_an_update": (scheduler, monkeypatch),
-        "check_a_worker_is_known_by_its_device": (monkeypatch,),
-        "check_places_in_a_trainers_group": (monkeypatch,),
-    }
-    seen = (AssertionError, NotImplementedError, pytest.fail.Exception, RuntimeError)
-    with mutated(function, changes), pytest.raises(seen):
-        check(*arguments.get(check.__name__, ()))
-
-
-def test_a_payload_for_another_rank_is_seen() -> None:
-    with (
-        mutated(PATWorkerMixin.update_weights, {"update_info[self.rank]": "update_info[0]"}),
-        pytest.raises(AssertionError),
-    ):
-        check_each_rank_takes_its_own(5)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpuless.matrix import CUDA, GIVEN_ENDS, MODELS, REFUSED_OPTIONS, ROCM, RUNNERS, SHUFFLED
-from tests.gpuless.platform_mistakes import COMPILE_RANGES, MISTAKES, OPTIONS
+from tests.gpuless.matrix import (
+    COMPILE_RANGES,
+    CUDA,
+    GIVEN_ENDS,
+    MODELS,
+    OPTIONS,
+    REFUSED_OPTIONS,
+    ROCM,
+    RUNNERS,
+    SHUFFLED,
+)
 from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
-from tests.support.child import Child
+from tests.gpuless.programs import asked_for, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.costly
 
-ROOT = Path(__file__).resolve().parents[2]
-V2_ON_CPU = ROOT / "tests" / "support" / "v2_on_cpu"
+Lines = list[dict[str, Any]]
 
 FIRST_CHOICE = {
     "sm80": "FlashAttentionBackend",
@@ -47,40 +51,22 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the child says, case by case."""
-    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(V2_ON_CPU), str(ROOT)])
-    child = Child(
-        [sys.executable, "-m", "tests.gpuless.matrix"],
-        tmp_path_factory.mktemp("matrix") / "log",
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
-    )
-    try:
-        assert child.wait() == 0, child.tail()
-    finally:
-        child.kill()
-    return [json.loads(line) for line in child.output.splitlines() if line.startswith('{"what":')]
+def lines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    """Answers on the platforms that the module's tests ask for."""
+    wanted = asked_for(request, "platform")
+    with running("matrix", tmp_path_factory.mktemp("matrix"), *wanted) as program:
+        return [answer for _, answer in program.all_of()]
 
 
-def of(lines: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """The lines with these values; of PAT as it is, unless a mistake is named."""
-    wanted = {"mistake": None} | wanted
-    return [line for line in lines if all(line.get(key) == it for key, it in wanted.items())]
+def of(lines: Lines, **wanted: Any) -> Lines:
+    """The answers with these values, of which there are some."""
+    chosen = [line for line in lines if all(line.get(key) == it for key, it in wanted.items())]
+    assert chosen, wanted
+    return chosen
 
 
-def check(line: dict[str, Any]) -> None:
-    """Whether PAT does what it should in a case."""
-    if line["what"] == COMPILE_RANGES:
-        assert line["of_layout"] == line["of_stock"], line
-    elif line["what"] == OPTIONS:
-        assert line["refused"] is not None, f"{line['option']} passes"
-        assert ALLOWED[line["option"]] in line["refused"]
-    else:
-        _check_case(line)
-
-
-def _check_case(case: dict[str, Any]) -> None:
+def check_case(case: dict[str, Any]) -> None:
+    """Whether a KV cache is served, or refused by name."""
     backend = case["backend"]
     assert "failed" not in case, case
     if backend in REFUSED:
@@ -109,78 +95,56 @@ def _check_case(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
     ("platform", "backend"),
-    [(one, backend) for one in PLATFORMS for backend in (ROCM if one == "rocm" else CUDA)],
+    [(name, backend) for name in PLATFORMS for backend in (ROCM if name == "rocm" else CUDA)],
 )
-def test_served_or_refused(
-    lines: list[dict[str, Any]], platform: str, backend: str, runner: str
-) -> None:
+def test_served_or_refused(lines: Lines, platform: str, backend: str, runner: str) -> None:
     cases = of(lines, what="case", platform=platform, backend=backend, runner=runner)
     assert {case["model"] for case in cases} == MODELS.keys()
     for case in cases:
-        check(case)
+        check_case(case)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_other_backend_of_this_vllm_is_served_or_named(
-    lines: list[dict[str, Any]], platform: str
-) -> None:
+def test_every_other_backend_of_this_vllm_is_served_or_named(lines: Lines, platform: str) -> None:
     """Most are for another kind of KV cache or model, as vLLM itself says."""
     cases = of(lines, what="case", platform=platform)
     others = [case for case in cases if case["backend"] not in (*CUDA, *ROCM)]
     assert "TURBOQUANT" in {case["backend"] for case in others}
     for case in others:
-        check(case)
+        check_case(case)
 
 
 @pytest.mark.parametrize("platform", [*PLATFORMS, *DEFAULTS_ONLY])
-def test_a_default_start(lines: list[dict[str, Any]], platform: str) -> None:
+def test_a_default_start(lines: Lines, platform: str) -> None:
     """Where a user has set neither a backend nor the size of blocks."""
-    cases = of(lines, what="case", platform=platform, backend="default", model="defaults")
-    assert cases
-    for case in cases:
-        check(case)
+    for case in of(lines, what="case", platform=platform, backend="default", model="defaults"):
+        check_case(case)
 
 
-def test_a_case_can_see_what_blackwell_does(lines: list[dict[str, Any]]) -> None:
-    """FlashInfer's large blocks there: it says other sizes with a config than without."""
-    for platform, size in {"sm100": 128, "sm90": 64}.items():
-        (case,) = of(
-            lines, platform=platform, backend="FLASHINFER", runner="v2", model="large blocks"
-        )
-        assert case["kernel_blocks"] == [size]
+@pytest.mark.parametrize(("platform", "size"), [("sm100", 128), ("sm90", 64)])
+def test_blocks_of_flashinfer(lines: Lines, platform: str, size: int) -> None:
+    """Large on Blackwell, where it says other sizes with a config than without."""
+    case = {"backend": "FLASHINFER", "runner": "v2", "model": "large blocks"}
+    (found,) = of(lines, platform=platform, **case)
+    assert found["kernel_blocks"] == [size]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_a_layout_compiles_for_the_ranges_of_stock_vllm(
-    lines: list[dict[str, Any]], platform: str
-) -> None:
+def test_a_layout_compiles_for_the_ranges_of_stock_vllm(lines: Lines, platform: str) -> None:
     ranges = of(lines, what=COMPILE_RANGES, platform=platform)
     assert len(ranges) == len(GIVEN_ENDS) * 4
-    for one in ranges:
-        check(one)
-
-
-def test_ranges_differ_by_tp_on_hopper(lines: list[dict[str, Any]]) -> None:
-    ranges = of(lines, what=COMPILE_RANGES, platform="sm90", given=None)
-    of_stock = [one["of_stock"] for one in ranges]
-    assert len({str(one) for one in of_stock}) == 4
-    assert [fused for _, fused in of_stock] == [False, True, True, True]
+    for case in ranges:
+        assert case["of_layout"] == case["of_stock"], case
+    if platform == "sm90":  # the ranges that are compared differ
+        of_stock = [case["of_stock"] for case in ranges if case["given"] is None]
+        assert len({str(stock) for stock in of_stock}) == 4
+        assert [fused for _, fused in of_stock] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_options_that_cannot_be_served(lines: list[dict[str, Any]], platform: str) -> None:
+def test_options_that_cannot_be_served(lines: Lines, platform: str) -> None:
     options = of(lines, what=OPTIONS, platform=platform)
-    assert {one["option"] for one in options} == REFUSED_OPTIONS.keys()
-    for one in options:
-        check(one)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_seen(lines: list[dict[str, Any]], mistake: str) -> None:
-    seen = 0
-    for line in of(lines, mistake=mistake):
-        try:
-            check(line)
-        except AssertionError:
-            seen += 1
-    assert seen, of(lines, mistake=mistake)
+    assert {case["option"] for case in options} == REFUSED_OPTIONS.keys()
+    for case in options:
+        assert case["refused"] is not None, f"{case['option']} passes"
+        assert ALLOWED[case["option"]] in case["refused"]

@@ -1,4 +1,4 @@
-"""The same on the Python files of a vLLM without a CPU build, in processes that import those."""
+"""Tests on the Python files of a vLLM without a CPU build, in processes that import those."""
 
 from __future__ import annotations
 
@@ -8,37 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.wheels import Unavailable, vllm_sources
-from tests.gpuless.test_platforms import V2_ON_CPU
+from tests.gpuless.programs import ROOT, SUPPORT
 from tests.support.child import Child
+from tests.vllm.contract.wheels import Unavailable, vllm_sources
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ("0.33.0",)
 
 
-@pytest.mark.parametrize(
-    "tests", ["test_kv_layouts.py", pytest.param("test_platforms.py", marks=pytest.mark.nightly)]
-)
-@pytest.mark.parametrize("version", PUBLISHED)
-def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> None:
+def run_on(version: str, tests: str, folder: Path) -> None:
+    """Run a file of this folder on a version of vLLM."""
     try:
         sources = vllm_sources(version)
     except Unavailable as why:
         pytest.skip(f"vLLM {version} was NOT run: {why}")
     # vLLM asks for the version of what is installed, and for Triton's backends.
-    installed = tmp_path / f"vllm-{version}+cpu.dist-info"
+    installed = folder / f"vllm-{version}+cpu.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Name: vllm\nVersion: {version}+cpu\n")
-    folders = (sources, tmp_path, V2_ON_CPU, ROOT, os.environ.get("PYTHONPATH", ""))
+    plugin = folder / "python_files.py"
+    plugin.write_text("import vllm\n\n\ndef pytest_report_header():\n    return vllm.__file__\n")
+    folders = (sources, folder, SUPPORT / "v2_on_cpu", ROOT, os.environ.get("PYTHONPATH", ""))
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "1"}
+    # Without conftest.py, which keeps in mind what passes on the vLLM that is installed.
+    command = [sys.executable, "-m", "pytest", "-v", "--noconftest", "-p", "no:cacheprovider"]
     child = Child(
-        [
-            *(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"),
-            *("-p", "tests.gpuless.python_files", f"tests/gpuless/{tests}"),
-        ],
-        tmp_path / "log",
+        [*command, "-p", "python_files", f"tests/gpuless/{tests}"],
+        folder / "log",
         silence=600,
         cwd=ROOT,
         env=os.environ | path,
@@ -47,5 +42,11 @@ def test_what_is_decided_on_gpus(version: str, tests: str, tmp_path: Path) -> No
         assert child.wait() == 0, child.tail(20_000)
     finally:
         child.kill()
-    assert f"vLLM {version} of {sources}" in child.output
-    assert " skipped" not in child.output
+    assert str(sources / "vllm" / "__init__.py") in child.output
+    assert " skipped" not in child.output and " passed" in child.output
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_kv_layouts(version: str, tmp_path: Path) -> None:
+    run_on(version, "test_kv_layouts.py", tmp_path)

@@ -13,26 +13,51 @@ import pytest
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
-    from pat_openrlhf.engines import PatRolloutActor
-    from vllm.v1.engine.exceptions import EngineDeadError
+class Engine:
+    """vLLM's, without a report of PAT."""
 
-    class Engine:
-        async def collective_rpc(self, method: str, args: tuple[float]) -> Any:
+    def __init__(self, alive: bool = True) -> None:
+        self._alive = alive
+        self.params: list[Any] = []
+
+    async def collective_rpc(self, method: str, args: tuple[float]) -> Any:
+        raise RuntimeError("no report")
+
+    async def check_health(self) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if not self._alive:
             raise EngineDeadError()
 
-        async def check_health(self) -> None:
-            if not alive:
-                raise EngineDeadError()
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        self.params.append(params)
+        yield "the last output"
 
-    class Executor:
-        async def execute(self, **arguments: Any) -> str:
-            return "a response"
+
+class Executor:
+    """OpenRLHF's, which notes the tokenizers that it gets."""
+
+    def __init__(self) -> None:
+        self.tokenizers: list[Any] = []
+
+    async def execute(self, hf_tokenizer: Any = None, **arguments: Any) -> str:
+        self.tokenizers.append(hf_tokenizer)
+        return "a response"
+
+
+def actor_over(engine: Engine, executor: Executor) -> Any:
+    from pat_openrlhf.engines import PatRolloutActor
 
     actor: Any = object.__new__(PatRolloutActor)
-    actor.llm, actor.executor = Engine(), Executor()
+    actor.llm, actor.executor = engine, executor
     actor._running = actor._rollouts = 0
+    actor._tokenizer = None
+    return actor
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
+    actor = actor_over(Engine(alive), Executor())
     rollout = actor.generate_responses("a prompt", "a label", None, 8, None, num_samples=2)
     if alive:
         assert asyncio.run(rollout) == ["a response"] * 2
@@ -43,22 +68,14 @@ def test_only_a_dead_engine_fails_for_lack_of_a_report(alive: bool) -> None:
 
 def test_vllm_is_asked_for_the_last_output_alone() -> None:
     """What OpenRLHF's loop over outputs then returns is the same; the caller's parameters stay."""
-    from pat_openrlhf.engines import PatRolloutActor
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    asked = []
-
-    class Engine:
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
-            asked.append(params)
-            yield "the last output"
-
-    actor: Any = object.__new__(PatRolloutActor)
-    actor.llm = Engine()
+    engine = Engine()
+    actor = actor_over(engine, Executor())
     given = SamplingParams(max_tokens=7, logprobs=1)
     assert asyncio.run(actor.generate([1, 2], given, multi_modal_data=None)) == "the last output"
-    (params,) = asked
+    (params,) = engine.params
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert (params.max_tokens, params.logprobs) == (7, 1)
     assert given.output_kind == RequestOutputKind.CUMULATIVE
@@ -80,40 +97,50 @@ class Reference:
         return self.tokenizer
 
 
-class Call:
-    """An actor's method: notes its calls."""
+def test_a_tokenizer_is_sent_and_unpacked_once() -> None:
+    from pat_openrlhf.handle import TokenizerAtHand
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
+    executor = Executor()
+    actor = actor_over(Engine(), executor)
+    references = [Reference("one"), Reference("another")]
 
-    def remote(self, **arguments: Any) -> int:
-        self.calls.append(arguments)
-        return len(self.calls)
+    async def rollouts() -> None:
+        for reference in references:
+            calls = [
+                actor.generate_responses(
+                    prompt="p",
+                    label="l",
+                    hf_tokenizer=TokenizerAtHand(reference),
+                    sampling_params=None,
+                    max_length=8,
+                )
+                for _ in range(3)
+            ]
+            await asyncio.gather(*calls)
+
+    asyncio.run(rollouts())
+    assert executor.tokenizers == ["one"] * 3 + ["another"] * 3
+    assert [reference.unpacked for reference in references] == [1, 1]
 
 
-def handle(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Call]:
-    from pat_openrlhf import handle as module
+def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sends each tokenizer once, and is its actor's otherwise."""
+    from pat_openrlhf import handle
 
-    monkeypatch.setattr(module.ray, "put", Reference)
-    responses = Call()
+    sent: list[dict[str, Any]] = []
+    responses = SimpleNamespace(remote=lambda **call: sent.append(call) or len(sent))
+    monkeypatch.setattr(handle.ray, "put", Reference)
     actor = SimpleNamespace(generate_responses=responses, wake_up="wake_up")
-    return module.EngineHandle(actor), responses
-
-
-def test_a_tokenizer_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, responses = handle(monkeypatch)
-    one, other = ["one"], ["other"]
+    engine: Any = handle.EngineHandle(actor)
+    first, second = ["one"], ["other"]
     for prompt in "ab":
-        engine.generate_responses.remote(prompt=prompt, hf_tokenizer=one)
-    assert engine.generate_responses.remote(prompt="c", hf_tokenizer=other) == 3
-    sent = [call["hf_tokenizer"] for call in responses.calls]
-    assert sent[0] is sent[1] and sent[0].reference.tokenizer is one
-    assert sent[2].reference.tokenizer is other
-    assert [call["prompt"] for call in responses.calls] == ["a", "b", "c"]
+        engine.generate_responses.remote(prompt=prompt, hf_tokenizer=first)
+    assert engine.generate_responses.remote(prompt="c", hf_tokenizer=second) == 3
+    tokenizers = [call["hf_tokenizer"] for call in sent]
+    assert tokenizers[0] is tokenizers[1] and tokenizers[0].reference.tokenizer is first
+    assert tokenizers[2].reference.tokenizer is second
+    assert [call["prompt"] for call in sent] == ["a", "b", "c"]
 
-
-def test_a_handle_is_its_actors_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = handle(monkeypatch)
     assert engine.wake_up == "wake_up"
     with pytest.raises(AttributeError):
         _ = engine.pat_report
@@ -121,46 +148,3 @@ def test_a_handle_is_its_actors_otherwise(monkeypatch: pytest.MonkeyPatch) -> No
     engine._sent = "what Ray's processes do not share"
     copied = pickle.loads(pickle.dumps(engine))
     assert (copied._actor, copied._sent) == ("an actor's handle", None)
-
-
-def test_a_tokenizer_is_unpacked_once() -> None:
-    from pat_openrlhf.engines import PatRolloutActor
-    from pat_openrlhf.handle import TokenizerAtHand
-
-    used = []
-
-    class Engine:
-        async def collective_rpc(self, method: str, args: tuple[float]) -> Any:
-            raise RuntimeError("no report")
-
-        async def check_health(self) -> None:
-            pass
-
-    class Executor:
-        async def execute(self, hf_tokenizer: Any, **arguments: Any) -> str:
-            used.append(hf_tokenizer)
-            return "a response"
-
-    actor: Any = object.__new__(PatRolloutActor)
-    actor.llm, actor.executor = Engine(), Executor()
-    actor._running = actor._rollouts = 0
-    actor._tokenizer = None
-    references = [Reference("one"), Reference("another")]
-
-    async def rollout(reference: Reference) -> None:
-        arguments = {"sampling_params": None, "max_length": 8}
-        calls = [
-            actor.generate_responses(
-                prompt="p", label="l", hf_tokenizer=TokenizerAtHand(reference), **arguments
-            )
-            for _ in range(3)
-        ]
-        await asyncio.gather(*calls)
-
-    async def rollouts() -> None:
-        for reference in references:
-            await rollout(reference)
-
-    asyncio.run(rollouts())
-    assert used == ["one"] * 3 + ["another"] * 3
-    assert [reference.unpacked for reference in references] == [1, 1]

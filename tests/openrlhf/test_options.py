@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("pat_openrlhf")
+
 from pat_openrlhf import launch, options
 
 ARGUMENTS: dict[str, Any] = {
@@ -24,8 +28,6 @@ ARGUMENTS: dict[str, Any] = {
     "data.max_images_per_prompt": 0,
 }
 """Those of OpenRLHF that matter here, by their dotted names."""
-
-
 OURS = {"vllm.engine", "vllm.pat", "vllm.speculative_config"}
 
 
@@ -36,143 +38,105 @@ def arguments(**changed: Any) -> argparse.Namespace:
     )
 
 
-def refused(*said: str, **changed: Any) -> None:
-    with pytest.raises(ValueError) as raised:
-        options.take_options(arguments(**changed))
-    for part in said:
-        assert part in str(raised.value)
+def pat_options(**changed: Any) -> dict[str, Any]:
+    taken = options.take_options(arguments(**changed))
+    assert taken is not None
+    return taken.pat
 
 
-def test_pat_needs_no_options():
+def test_options_are_checked_and_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative names of files are those of the user's directory."""
     assert options.take_options(arguments()) == options.EngineOptions({})
-
-
-def taken(**changed: Any) -> dict[str, Any]:
-    """PAT's options."""
-    found = options.take_options(arguments(**changed))
-    assert found is not None
-    return found.pat
-
-
-def test_options_are_checked_and_passed_on():
-    given = {"layouts": [1, 4], "policy": {"kind": "schedule", "switch_at": {"8": 4}}}
-    assert taken(vllm__pat=json.dumps(given)) == given
-
-
-def test_speculative_decoding():
-    given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
-    found = options.take_options(arguments(vllm__speculative_config=json.dumps(given)))
-    assert found == options.EngineOptions({}, given)
-    assert options.take_options(arguments(vllm__num_engines=2)) == options.EngineOptions(
-        {}, None, 2
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("ngram", ("is not JSON", '--vllm.speculative_config \'{"method": "ngram",')),
-        ("4", ("must be a JSON object", "num_speculative_tokens")),
-        ('{"method": "eagle3", "model": "/head"}', ("'eagle3'", "allowed: ngram, ngram_gpu")),
-        ('{"num_speculative_tokens": 4}', ("method None", "allowed: ngram, ngram_gpu")),
-    ],
-)
-def test_speculative_decoding_that_is_not_served(text, said):
-    refused(f"--vllm.speculative_config {text!r}", *said, vllm__speculative_config=text)
-
-
-def test_files_are_those_of_the_users_directory(tmp_path, monkeypatch):
+    given: dict[str, Any] = {
+        "layouts": [1, 4],
+        "policy": {"kind": "schedule", "switch_at": {"8": 4}},
+    }
+    assert pat_options(vllm__pat=json.dumps(given)) == given
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    changed = {"vllm__speculative_config": json.dumps(drafts), "vllm__num_engines": 2}
+    assert options.take_options(arguments(**changed)) == options.EngineOptions({}, drafts, 2)
     monkeypatch.chdir(tmp_path)
     policy = {"kind": "predictor", "lengths_file": "lengths.json", "profile": "/profile.json"}
-    assert taken(vllm__pat=json.dumps({"base_tp": 2, "policy": policy})) == {
-        "base_tp": 2,
-        "policy": {**policy, "lengths_file": str(tmp_path / "lengths.json")},
-    }
+    given = {"base_tp": 2, "policy": policy}
+    absolute = {**policy, "lengths_file": str(tmp_path / "lengths.json")}
+    assert pat_options(vllm__pat=json.dumps(given)) == {**given, "policy": absolute}
+    mp = '{"launcher": "mp"}'
+    assert pat_options(vllm__sync_with_ray=True) == {}
+    assert pat_options(vllm__pat=mp) == json.loads(mp)
 
 
-def test_vllm_leaves_openrlhf_as_it_is():
+def test_vllm_leaves_openrlhf_as_it_is() -> None:
     args = arguments(vllm__engine="vllm", vllm__tensor_parallel_size=1, vllm__num_engines=None)
     assert options.take_options(args) is None
     assert vars(args).keys() == ARGUMENTS.keys() - OURS
 
 
-@pytest.mark.parametrize("name", ["vllm.pat", "vllm.speculative_config"])
-def test_options_for_another_engine(name):
-    given = {name.replace(".", "__"): "{}"}
-    refused(f"--{name} '{{}}'", "--vllm_engine pat", vllm__engine="vllm", **given)
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("changed", "parts"),
     [
-        ("{layouts: 1}", ("is not JSON", "--vllm.pat '{\"layouts\": [1, 4]}'")),
-        ("[1, 4]", ("must be a JSON object", "layouts, base_tp")),
-        ('{"layout": [1]}', ("unknown option 'layout'", "allowed: layouts")),
-        ('{"layouts": [3]}', ("tp=3, which does not divide", "allowed: [1, 2, 4]")),
-        ('{"policy": {"kind": "static", "tp": 3}}', ("tp=3", "layouts tp1dp4, tp2dp2, tp4dp1")),
-        ('{"launcher": "slurm"}', ("launcher", "'slurm'", "'ray'")),
+        ({"vllm.speculative_config": "ngram"}, ("is not JSON", '\'{"method": "ngram",')),
+        ({"vllm.speculative_config": "4"}, ("must be a JSON object",)),
+        ({"vllm.speculative_config": '{"method": "eagle3"}'}, ("'eagle3'", "ngram, ngram_gpu")),
+        ({"vllm.speculative_config": '{"n": 4}'}, ("method None", "allowed: ngram, ngram_gpu")),
+        ({"vllm.pat": "{layouts: 1}"}, ("is not JSON", "--vllm.pat '{\"layouts\": [1, 4]}'")),
+        ({"vllm.pat": "[1, 4]"}, ("must be a JSON object", "layouts, base_tp")),
+        ({"vllm.pat": '{"layout": [1]}'}, ("unknown option 'layout'", "allowed: layouts")),
+        ({"vllm.pat": '{"layouts": [3]}'}, ("which does not divide", "allowed: [1, 2, 4]")),
+        ({"vllm.pat": '{"policy": {"kind": "static", "tp": 3}}'}, ("tp1dp4, tp2dp2, tp4dp1",)),
+        ({"vllm.pat": '{"launcher": "slurm"}'}, ("launcher", "'slurm'", "'ray'")),
+        # For another engine.
+        ({"vllm.pat": "{}", "vllm.engine": "vllm"}, ("--vllm_engine pat",)),
+        ({"vllm.speculative_config": "{}", "vllm.engine": "vllm"}, ("--vllm_engine pat",)),
+        # Ray's collectives need Ray's workers.
+        ({"vllm.pat": '{"launcher": "mp"}', "vllm.sync_with_ray": True}, ("sync_with_ray",)),
+        ({"vllm.num_engines": None}, ("--vllm.num_engines is None", "--vllm.num_engines 1")),
+        ({"vllm.num_engines": 0}, ("--vllm.num_engines is 0", "--vllm.num_engines 1")),
+        (
+            {"vllm.tensor_parallel_size": 1, "vllm.num_engines": 8},
+            (
+                "--vllm.tensor_parallel_size is 1",
+                "--vllm.num_engines 1 --vllm.tensor_parallel_size 8",
+                "--vllm_engine vllm",
+            ),
+        ),
+        # Colocated engines must cover the actors' GPUs, and do not span nodes.
+        (
+            {"train.colocate_all": True, "actor.num_gpus_per_node": 8},
+            ("--vllm.tensor_parallel_size 4", "--actor.num_gpus_per_node 8"),
+        ),
+        (
+            {
+                "vllm.tensor_parallel_size": 16,
+                "train.colocate_all": True,
+                "actor.num_nodes": 2,
+                "actor.num_gpus_per_node": 8,
+            },
+            ("does not span nodes", "--vllm.tensor_parallel_size is 16"),
+        ),
+        ({"train.full_determinism_enable": True}, ("full_determinism_enable True", "measured")),
+        ({"data.max_images_per_prompt": 2}, ("--data.max_images_per_prompt 2", "text models")),
     ],
 )
-def test_wrong_options(text, said):
-    refused(f"--vllm.pat {text!r}", *said, vllm__pat=text)
+def test_refused(changed: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """The error names the option, its value if it is text, and what is allowed."""
+    with pytest.raises(ValueError) as error:
+        options.take_options(argparse.Namespace(**ARGUMENTS | changed))
+    (option, value), *_ = changed.items()
+    assert f"--{option}" in str(error.value)
+    for part in (*parts, *[repr(value)] * isinstance(value, str)):
+        assert part in str(error.value)
 
 
-def test_rays_collectives_need_rays_workers():
-    text = '{"launcher": "mp"}'
-    said = "--vllm.sync_with_ray", f"--vllm.pat {text!r}"
-    refused(*said, vllm__pat=text, vllm__sync_with_ray=True)
-    assert taken(vllm__sync_with_ray=True) == {}
-    assert taken(vllm__pat=text) == {"launcher": "mp"}
-
-
-@pytest.mark.parametrize("engines", [None, 0])
-def test_no_engine(engines):
-    refused(f"--vllm.num_engines is {engines}", "--vllm.num_engines 1", vllm__num_engines=engines)
-
-
-def test_one_rank():
-    refused(
-        "--vllm.tensor_parallel_size is 1",
-        "--vllm.num_engines 1 --vllm.tensor_parallel_size 8",
-        "--vllm_engine vllm",
-        vllm__tensor_parallel_size=1,
-        vllm__num_engines=8,
-    )
-
-
-def test_colocated_engines_must_cover_the_actors_gpus():
-    refused(
-        "--train.colocate_all",
-        "--vllm.tensor_parallel_size 4",
-        "--actor.num_gpus_per_node 8",
-        train__colocate_all=True,
-        actor__num_gpus_per_node=8,
-    )
+def test_colocated_engines_that_cover_the_actors_gpus() -> None:
+    """In asynchronous training only the training models share GPUs."""
     options.take_options(arguments(train__colocate_all=True))
-    # In asynchronous training only the training models share GPUs.
     options.take_options(
         arguments(train__colocate_all=True, train__async_enable=True, actor__num_gpus_per_node=8)
     )
 
 
-def test_engines_do_not_span_nodes():
-    refused(
-        "does not span nodes",
-        "--vllm.tensor_parallel_size is 16",
-        train__colocate_all=True,
-        vllm__tensor_parallel_size=16,
-        actor__num_nodes=2,
-        actor__num_gpus_per_node=8,
-    )
-
-
-def test_what_pat_cannot_do():
-    refused("--train.full_determinism_enable True", "measured", train__full_determinism_enable=True)
-    refused("--data.max_images_per_prompt 2", "text models", data__max_images_per_prompt=2)
-
-
 @pytest.mark.parametrize(
-    ("gpus", "changed", "said"),
+    ("gpus", "changed", "parts"),
     [
         ([2.0, 2.0], {}, ("--vllm.tensor_parallel_size 4", "[2, 2]")),
         ([], {}, ("--vllm.tensor_parallel_size 4", "[]")),
@@ -181,22 +145,25 @@ def test_what_pat_cannot_do():
         ([4.0], {"vllm__num_engines": 2, "train__colocate_all": True}, ("8 GPUs", "has 4")),
         # Enough of them, but the second engine would be on two nodes.
         ([6.0, 3.0, 3.0], {"vllm__num_engines": 2}, ("[6, 3, 3]", "room for 1", "--vllm.num_eng")),
+        ([4.0, 4.0], {}, ()),
+        ([6.0, 6.0, 0.0], {"vllm__num_engines": 2}, ()),
+        ([4.0], {"train__colocate_all": True}, ()),
     ],
 )
-def test_too_few_gpus(gpus, changed, said):
-    with pytest.raises(ValueError) as raised:
-        options.check_gpus(vars(arguments(**changed)), gpus)
-    for part in said:
-        assert part in str(raised.value)
+def test_gpus_of_the_cluster(
+    gpus: list[float], changed: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    given = vars(arguments(**changed))
+    if not parts:
+        options.check_gpus(given, gpus)
+        return
+    with pytest.raises(ValueError) as error:
+        options.check_gpus(given, gpus)
+    for part in parts:
+        assert part in str(error.value)
 
 
-def test_enough_gpus():
-    options.check_gpus(vars(arguments()), [4.0, 4.0])
-    options.check_gpus(vars(arguments(vllm__num_engines=2)), [6.0, 6.0, 0.0])
-    options.check_gpus(vars(arguments(train__colocate_all=True)), [4.0])
-
-
-def test_missing_packages(monkeypatch):
+def test_what_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"OpenRLHF is not installed.*openrlhf==0\.11\.2"):
         options.check_installed()
@@ -204,8 +171,6 @@ def test_missing_packages(monkeypatch):
     with pytest.raises(ValueError, match=r"vLLM is not installed.*pat-vllm\[cuda,openrlhf\]"):
         options.check_installed()
 
-
-def test_versions(monkeypatch):
     monkeypatch.setattr(options, "check_vllm_version", lambda: None)
     monkeypatch.setattr(metadata, "version", lambda package: "0.11.2")
     options.check_versions()
@@ -218,14 +183,14 @@ def test_versions(monkeypatch):
 
 def parser() -> argparse.ArgumentParser:
     """As much of OpenRLHF's parser as matters here."""
-    made = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser()
     for name, value in ARGUMENTS.items():
         if name not in OURS:
-            made.add_argument(f"--{name}", type=type(value), default=value)
-    return made
+            parser.add_argument(f"--{name}", type=type(value), default=value)
+    return parser
 
 
-def test_the_parser_is_extended_once(monkeypatch):
+def test_the_parser_is_extended_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original = argparse.ArgumentParser.parse_args
     used = []
     monkeypatch.setattr(launch, "use_pat", lambda args: used.append(vars(args)["vllm.engine"]))
@@ -237,10 +202,10 @@ def test_the_parser_is_extended_once(monkeypatch):
     assert argparse.ArgumentParser.parse_args is original
 
 
-def test_a_refusal_is_one_line(monkeypatch, capsys):
+def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     launch.extend_parser()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_status:
         parser().parse_args(["--vllm.engine", "pat", "--vllm.tensor_parallel_size", "1"])
-    assert ended.value.code == 2
+    assert exit_status.value.code == 2
     printed = capsys.readouterr().err
     assert printed.startswith("pat_openrlhf: --vllm_engine pat") and printed.count("\n") == 1

@@ -11,7 +11,6 @@ from tests.support.ray_nodes import ray_nodes
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -48,37 +47,38 @@ def gpus(strategy: str, bundles: list[int], share: float) -> tuple[list[str], li
 
         actor: Any = ray.remote(num_cpus=0)(Engine)
         engine = actor.options(scheduling_strategy=in_bundle(bundles[0])).remote()
-        found = ray.get(engine.gpus.remote())
-        said = [
+        of_bundles = ray.get(engine.gpus.remote())
+        own = [
             own_gpu.options(num_gpus=share, scheduling_strategy=in_bundle(bundle)).remote()
             for bundle in bundles
         ]
-        return found, ray.get(said)
+        return of_bundles, ray.get(own)
     finally:
         ray.util.remove_placement_group(group)
 
 
 @pytest.mark.parametrize("share", [1, 0.2])
-def test_gpus_of_bundles(cluster, share):
-    found, said = gpus("STRICT_PACK", [2, 0], share)
-    assert found == said and len(set(found)) == 2
+def test_gpus_of_bundles(cluster: None, share: float) -> None:
+    of_bundles, own = gpus("STRICT_PACK", [2, 0], share)
+    assert of_bundles == own and len(set(own)) == 2
 
 
-def test_bundles_on_several_nodes(cluster):
+def test_bundles_on_several_nodes(cluster: None) -> None:
     with pytest.raises(ValueError, match=r'--vllm\.pat \'{"launcher": "mp"}\'.*several'):
         gpus("SPREAD", [0, 1, 2], 1)
 
 
-@pytest.mark.ci
-def test_an_engine_that_would_be_on_two_nodes(cluster, monkeypatch):
+def test_an_engine_that_would_be_on_two_nodes(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenRLHF packs two engines of two GPUs: three GPUs are on one node. None is started."""
     from openrlhf.trainer.ray import vllm_engine
     from pat_openrlhf.engines import PatEngines
     from pat_openrlhf.options import EngineOptions
 
-    made = PatEngines(EngineOptions({}, num_engines=2))
-    monkeypatch.setattr(vllm_engine, "RolloutRayActor", made)
+    engines = PatEngines(EngineOptions({}, num_engines=2))
+    monkeypatch.setattr(vllm_engine, "RolloutRayActor", engines)
     monkeypatch.setattr(ray, "remote", lambda *given: pytest.fail("an engine is made"))
-    told = r"tensor_parallel_size 2: .* for engine 1 Ray has put 1 on \S+, 1 on \S+\."
-    with pytest.raises(ValueError, match=told):
+    message = r"tensor_parallel_size 2: .* for engine 1 Ray has put 1 on \S+, 1 on \S+\."
+    with pytest.raises(ValueError, match=message):
         vllm_engine.create_vllm_engines(2, 2, "model", 0, False, False, True, 256)

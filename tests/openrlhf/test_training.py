@@ -2,148 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from pat_vllm.cli.random_model import make_model
-from tests.openrlhf.training import COLOCATED, SWITCHING, Training, training
+from tests.openrlhf.training import assert_trained, training
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
-
-IN_SYNC = 1e-3
-"""Bound of `vllm_kl` when rollouts and training have the same weights. Their bfloat16 kernels round
-differently, which is 1e-4 of it; weights of the step before are 1e-1."""
-
-DRAFTS = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_min": 2,
-    "prompt_lookup_max": 4,
-}
-
-THREE_STEPS = ("--data.max_samples", "24")
-"""Of the four of the example, each of 8 prompts."""
+pytestmark = pytest.mark.timeout(2400)
 
 
-def in_sync(run: Training) -> list[bool]:
-    return [abs(step["vllm_kl"]) < IN_SYNC for step in run.steps]
-
-
-@pytest.mark.ci
-def test_separated_over_ray():
+def test_separated_over_ray() -> None:
     """The example as it is: four steps, a regroup in each rollout."""
     with training() as run:
-        run.succeed()
-        assert in_sync(run) == [True] * 4, run.steps
-        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
-        assert "RayWorkerProc" in run.log
-        run.leaves_nothing()
-
-
-def test_colocated_over_multiprocessing(tmp_path: Path):
-    """Hybrid engine: one placement for both sides, CUDA IPC, and sleep at every change of sides.
-
-    The layouts share one copy of the weights, as on GPUs, and the engine speculates.
-    """
-    pat = {**SWITCHING, "launcher": "mp", "weights": "inplace"}
-    # Flat as the example's, but for a phrase that it repeats: drafts are accepted.
-    make_model(tmp_path / "model", layers=2, gain=0.5, repeat=6.0, dtype="bfloat16")
-    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
-    drafts = ("--vllm.speculative_config", json.dumps(DRAFTS))
-    with training(*COLOCATED, *model, *drafts, pat=pat) as run:
-        run.succeed()
-        assert in_sync(run) == [True] * 4, run.steps
-        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
-        counts = [re.findall(r"(\d+) of (\d+) draft tokens accepted", o) for o in run.rollouts]
-        shares = [int(accepted) / int(drafted) for ((accepted, drafted),) in counts]
-        # Training soon makes the phrase certain, or breaks it.
-        assert any(0.1 < share < 0.9 for share in shares), shares
-        assert "RayWorkerProc" not in run.log
-        run.leaves_nothing()
-
-
-def test_a_mixture_of_experts(tmp_path: Path):
-    """Experts whole in replicas, spread in the group. New weights come to both."""
-    pat = {
-        "policy": {"kind": "schedule", "switch_at": {"12": "tp2dp1ep"}},
-        "launcher": "mp",
-        "weights": "inplace",
-    }
-    make_model(tmp_path / "model", arch="qwen3_moe", layers=2, gain=0.5, dtype="bfloat16")
-    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
-    with training(*model, *THREE_STEPS, pat=pat) as run:
-        run.succeed()
-        # In bfloat16 a router may prefer another expert, where two are alike.
-        assert max(abs(step["vllm_kl"]) for step in run.steps) < 10 * IN_SYNC, run.steps
-        assert len(run.steps) == len(run.rollouts) == 3
-        assert all("tp1dp2 -> tp2dp1ep" in line for line in run.rollouts), run.rollouts
-        run.leaves_nothing()
-
-
-def test_separated_over_multiprocessing_then_a_broken_sync_and_a_killed_worker():
-    """Two steps in sync; then the weights reach the base layout only, which the check sees.
-
-    Then a worker is killed in a rollout: the trainer fails, says why, and leaves nothing behind.
-    """
-    # Steps enough for a rollout to follow, also where the trainer runs ahead of this process.
-    episodes = ("--train.num_episodes", "3")
-    # Large enough for most of a rollout to be made in the layout whose weights are old then.
-    pat: dict[str, Any] = {"policy": {"kind": "schedule", "switch_at": {"16": 2}}, "launcher": "mp"}
-    with training(*episodes, pat=pat, PAT_TEST_BREAK_SYNC="layouts@2") as run:
-        run.wait_for("Global step", times=3)
-        assert in_sync(run)[:3] == [True] * 2 + [False], run.steps
-        assert len(run.rollouts) >= 3 and all(run.switches()), run.rollouts
-        assert "RayWorkerProc" not in run.log
-        # In the middle of the next rollout, which cannot end before the worker is killed.
-        run.wait_for("(policy)", times=run.log.count("(policy)") + 1)
-        worker = run.processes("VLLM::Worker")[0]
-        worker.suspend()
-        time.sleep(2)
-        worker.kill()
-        assert run.child.wait() != 0
-        assert "the PAT engine died during a rollout" in run.tail(), run.tail()
-        run.leaves_nothing()
-
-
-def test_colocated_over_ray_and_then_a_broken_sync():
-    """Two steps in sync; then weights are dropped in the sync, which the check sees."""
-    with training(*COLOCATED, PAT_TEST_BREAK_SYNC="weights@2") as run:
-        run.succeed()
-        assert in_sync(run)[:3] == [True] * 2 + [False], run.steps
-        assert len(run.rollouts) == 4 and all(run.switches()), run.rollouts
-        assert "RayWorkerProc" in run.log
-
-
-def test_the_predictor_learns_from_step_to_step():
-    """It keeps what it learns, and knows samples of a prompt that are sent one by one."""
-    agent = Path(__file__).with_name("agent.py")
-    # The agent's limit of a response is to count as its natural end.
-    pat: dict[str, Any] = {"policy": {"kind": "predictor", "length_bound": 200}}
-    arguments = ("--train.agent_func_path", str(agent), "--data.max_len", "400")
-    with training(*arguments, pat=pat) as run:
-        run.succeed()
-        assert in_sync(run) == [True] * 4, run.steps
-        learnt = [
-            re.search(r"learnt from (\d+) responses in (\d+) batches", line)
-            for line in run.rollouts
-        ]
-        assert all(learnt), run.rollouts
-        assert [(int(one[1]), int(one[2])) for one in learnt if one] == [
-            (32 * step, step) for step in range(1, 5)
-        ]
-
-
-def test_partial_rollouts():
-    """Weights arrive in the middle of a rollout, which computes its KV again and goes on."""
-    partial = ("--train.async_enable", "--train.partial_rollout_enable", "--data.max_len", "400")
-    with training(*partial, *THREE_STEPS) as run:
-        run.succeed()
-        assert len(run.steps) == 3 and all(run.switches()), run.rollouts
-        # Of the weights at the start; every later one mixes old weights and new.
-        assert in_sync(run)[0], run.steps
+        assert_trained(run, over_ray=True)

@@ -45,18 +45,5 @@ def dies() -> None:
     PATWorkerMixin.pat_switch = die  # type: ignore[method-assign]
 
 
-def wrong_logprob() -> None:
-    """Tokens are right; log-probabilities are a thousandth too large."""
-    from vllm.v1.sample.sampler import Sampler
-
-    gather = Sampler.gather_logprobs
-
-    def shifted(*args: Any, **options: Any) -> Any:
-        gathered = gather(*args, **options)
-        return gathered._replace(logprobs=gathered.logprobs + 1e-3)
-
-    Sampler.gather_logprobs = staticmethod(shifted)
-
-
 if name := os.environ.get(VARIABLE):
-    {"rows": wrong_rows, "dies": dies, "logprob": wrong_logprob}[name]()
+    {"rows": wrong_rows, "dies": dies}[name]()

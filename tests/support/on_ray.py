@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pat_vllm
-from tests.engines import engine
+from tests.support.engines import engine
 
 
 def where(worker: Any = None) -> tuple[str, list[str], float]:

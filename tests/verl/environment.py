@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support import patient_ray
+
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
+
+
+def apply() -> None:
+    """Set it in this process, if verl is installed: before anything imports verl or vLLM.
+
+    Ray's workers and the engines inherit it.
+    """
+    if importlib.util.find_spec("verl") is None or _applied():
+        return
+    os.environ.update(variables())
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)[:2]
+
+
+def _applied() -> bool:
+    return os.environ.get("VERL_USE_EXTERNAL_MODULES") == "verl_on_cpu"
 
 
 def variables(outer: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -21,7 +40,7 @@ def variables(outer: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 _UNWANTED = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE", "RAY_ADDRESS")
 
-_VARIABLES = {
+_VARIABLES = patient_ray.ENVIRONMENT | {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
     # verl registers its FSDP engine for "cuda" only.

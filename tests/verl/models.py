@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli.random_model import make_model
-from tests.models import _cache_dir
+from tests.support.models import cache_dir
 
 VOCAB = 512
 KNOWN = 320
@@ -60,7 +60,7 @@ def mixture_chat() -> Path:
 
 def _kept(name: str, write: Callable[[Path], None]) -> Path:
     """A directory that `write` has made, now or earlier."""
-    target = _cache_dir() / name
+    target = cache_dir() / name
     if target.is_dir():
         return target
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))

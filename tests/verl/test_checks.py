@@ -1,4 +1,4 @@
-"""What is refused before anything starts, and with which words. No verl needed."""
+"""What is refused before anything starts. No verl needed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pat_verl.checks import (
     check_verl_version,
     pat_options,
 )
+
+VLLM = "engine_kwargs__vllm__"
 
 
 def rollout(**changes: Any) -> dict[str, Any]:
@@ -43,51 +45,47 @@ def rollout(**changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_a_usual_config_passes() -> None:
+def test_configs_that_pass() -> None:
     check_rollout(rollout(), {"lora_rank": 0}, gpus_per_node=8, world_size=16)
-    policy = {"kind": "schedule", "switch_at": {4: 4}}
-    check_rollout(rollout(engine_kwargs__vllm__additional_config={"pat": {"policy": policy}}))
-    check_rollout(rollout(checkpoint_engine__backend="nccl"))
     check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0, "merge": True}})
-    for drafts in ({"method": "ngram", "num_speculative_tokens": 4}, '{"method": "ngram_gpu"}'):
-        check_rollout(rollout(engine_kwargs__vllm__speculative_config=drafts))
-    # Heads that are trained, but not used in rollouts.
-    check_rollout(rollout(mtp={"enable": True, "enable_rollout": False}))
+    static = {"pat": {"policy": {"kind": "static", "tp": 4}}}
+    for changes in (
+        {
+            VLLM + "additional_config": {
+                "pat": {"policy": {"kind": "schedule", "switch_at": {4: 4}}}
+            }
+        },
+        {"checkpoint_engine__backend": "nccl"},
+        {VLLM + "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {VLLM + "speculative_config": '{"method": "ngram_gpu"}'},
+        # Heads that are trained, but not used in rollouts.
+        {"mtp": {"enable": True, "enable_rollout": False}},
+        # Possible in one layout.
+        {"full_determinism": True, VLLM + "additional_config": static},
+    ):
+        check_rollout(rollout(**changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "option", "way_out"),
     [
-        ({"data_parallel_size": 2}, "rollout.data_parallel_size=2", "tensor_model_parallel_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2", "tensor_model_parallel_size"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2", "set 1"),
-        ({"expert_parallel_size": 4}, "rollout.expert_parallel_size=4", "set 1"),
-        ({"engine_kwargs__vllm__nnodes": 2}, "engine_kwargs.vllm.nnodes=2", "leave it out"),
+        ({"expert_parallel_size": 4}, "expert_parallel_size=4", "set 1"),
+        ({VLLM + "nnodes": 2}, "engine_kwargs.vllm.nnodes=2", "leave it out"),
+        ({VLLM + "data_parallel_size": 2}, "engine_kwargs.vllm.data_parallel_size=2", "set 1"),
+        ({VLLM + "tensor_parallel_size": 2}, "vllm.tensor_parallel_size=2", "leave it out"),
+        ({VLLM + "distributed_executor_backend": "mp"}, "_backend=mp", "rollout.name=vllm"),
         (
-            {"engine_kwargs__vllm__data_parallel_size": 2},
-            "engine_kwargs.vllm.data_parallel_size=2",
-            "set 1",
-        ),
-        (
-            {"engine_kwargs__vllm__tensor_parallel_size": 2},
-            "engine_kwargs.vllm.tensor_parallel_size=2",
-            "leave it out",
-        ),
-        (
-            {"engine_kwargs__vllm__distributed_executor_backend": "mp"},
-            "distributed_executor_backend=mp",
-            "rollout.name=vllm",
-        ),
-        (
-            {"engine_kwargs__vllm__additional_config": {"pat": {"launcher": "ray"}}},
+            {VLLM + "additional_config": {"pat": {"launcher": "ray"}}},
             "additional_config.pat.launcher=ray",
             "leave it out",
         ),
+        ({VLLM + "additional_config": {"pat": {"polisy": 1}}}, "unknown option 'polisy'", ""),
+        ({VLLM + "additional_config": {"pat": {"layouts": [3]}}}, "pat.layouts names tp=3", ""),
+        ({VLLM + "additional_config": "pat"}, "must be a mapping", ""),
         ({"disaggregation__enabled": True}, "rollout.disaggregation.enabled=True", "set False"),
-        (
-            {"checkpoint_engine__backend": "delta_sharded"},
-            "rollout.checkpoint_engine.backend=delta_sharded",
-            "naive, nccl",
-        ),
+        ({"checkpoint_engine__backend": "delta_sharded"}, "backend=delta_sharded", "naive, nccl"),
         ({"quantization": "fp8"}, "rollout.quantization=fp8", "set null"),
         ({"qat__enable": True}, "rollout.qat.enable=True", "set False"),
         (
@@ -96,25 +94,12 @@ def test_a_usual_config_passes() -> None:
             "set False; without weights is +actor_rollout_ref.rollout.engine_kwargs.vllm.spec",
         ),
         (
-            {"engine_kwargs__vllm__speculative_config": {"method": "eagle3", "model": "/head"}},
-            "rollout.engine_kwargs.vllm.speculative_config.method=eagle3",
+            {VLLM + "speculative_config": '{"method": "suffix"}'},
+            "speculative_config.method=suffix",
             "allowed ngram, ngram_gpu",
         ),
-        (
-            {"engine_kwargs__vllm__speculative_config": '{"method": "suffix"}'},
-            "rollout.engine_kwargs.vllm.speculative_config.method=suffix",
-            "allowed ngram, ngram_gpu",
-        ),
-        (
-            {"engine_kwargs__vllm__speculative_config": "ngram"},
-            "rollout.engine_kwargs.vllm.speculative_config must be a mapping, got 'ngram'",
-            "speculative_config='{method:ngram,num_speculative_tokens:4",
-        ),
-        (
-            {"enable_rollout_routing_replay": True},
-            "rollout.enable_rollout_routing_replay=True",
-            "set False",
-        ),
+        ({VLLM + "speculative_config": "ngram"}, "must be a mapping, got 'ngram'", "{method:ngram"),
+        ({"enable_rollout_routing_replay": True}, "routing_replay=True", "set False"),
         ({"full_determinism": True}, "rollout.full_determinism=True", "='{kind:static,tp:N}'"),
     ],
 )
@@ -123,11 +108,6 @@ def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:
         check_rollout(rollout(**changes))
     assert option in str(refusal.value)
     assert way_out in str(refusal.value)
-
-
-def test_adapters_are_refused_unless_merged() -> None:
-    with pytest.raises(ValueError, match=r"model.lora_rank=8 .*model.lora.merge=true"):
-        check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0}})
 
 
 @pytest.mark.parametrize(
@@ -142,65 +122,35 @@ def test_adapters_are_refused_unless_merged() -> None:
 def test_tp_that_does_not_match_the_gpus(
     tp: int, per_node: int | None, world: int, message: str
 ) -> None:
+    config = rollout(tensor_model_parallel_size=tp)
     with pytest.raises(ValueError, match=message):
-        check_rollout(
-            rollout(tensor_model_parallel_size=tp), gpus_per_node=per_node, world_size=world
-        )
+        check_rollout(config, gpus_per_node=per_node, world_size=world)
 
 
-def test_determinism_is_possible_in_one_layout() -> None:
-    static = {"pat": {"policy": {"kind": "static", "tp": 4}}}
-    check_rollout(rollout(full_determinism=True, engine_kwargs__vllm__additional_config=static))
+def test_adapters_are_refused_unless_merged() -> None:
+    with pytest.raises(ValueError, match=r"model.lora_rank=8 .*model.lora.merge=true"):
+        check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0}})
 
 
-@pytest.mark.parametrize(
-    ("additional", "message"),
-    [
-        ({"pat": {"polisy": 1}}, "unknown option 'polisy'"),
-        ({"pat": {"layouts": [3]}}, "pat.layouts names tp=3"),
-        ("pat", "must be a mapping"),
-    ],
-)
-def test_wrong_options_of_pat(additional: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_rollout(rollout(engine_kwargs__vllm__additional_config=additional))
-
-
-def test_the_error_names_what_was_asked_for() -> None:
-    named = rollout(
-        name="vllm",
-        data_parallel_size=2,
-        engine_kwargs__vllm__distributed_executor_backend="pat",
-    )
-    with pytest.raises(
-        ValueError, match=r"^rollout.engine_kwargs.vllm.distributed_executor_backend=pat "
-    ):
-        check_rollout(named)
-    with pytest.raises(ValueError, match=r"^rollout.name=pat "):
-        check_rollout(rollout(data_parallel_size=2))
-
-
-def test_who_asks_for_pat() -> None:
-    assert asks_for_pat(rollout())
+def test_both_ways_to_ask_for_pat() -> None:
+    """The error names the one that was used."""
+    asked = rollout(name="vllm", **{VLLM + "distributed_executor_backend": "pat"})
+    assert asks_for_pat(rollout()) and asks_for_pat(asked)
     assert not asks_for_pat(rollout(name="vllm"))
-    assert asks_for_pat(
-        rollout(name="vllm", engine_kwargs__vllm__distributed_executor_backend="pat")
-    )
+    backend = "rollout.engine_kwargs.vllm.distributed_executor_backend=pat"
+    for config, option in ((rollout(), "rollout.name=pat"), (asked, backend)):
+        with pytest.raises(ValueError, match=f"^{option} "):
+            check_rollout(config | {"data_parallel_size": 2})
 
 
 def test_options_as_hydra_gives_them() -> None:
     omegaconf = pytest.importorskip("omegaconf")
-    config = omegaconf.OmegaConf.create(
-        rollout(engine_kwargs__vllm__additional_config={"pat": {"policy": {"kind": "predictor"}}})
-    )
+    pat = {"policy": {"kind": "schedule", "switch_at": {4: 2}}, "layouts": [1, 2, 4]}
+    config = omegaconf.OmegaConf.create(rollout(**{VLLM + "additional_config": {"pat": pat}}))
     check_rollout(config)
-    config.engine_kwargs.vllm.additional_config.pat.policy = {
-        "kind": "schedule",
-        "switch_at": {4: 2},
-    }
-    assert pat_options(config).policy.switch_at == {4: 2}  # type: ignore[union-attr]
-    config.engine_kwargs.vllm.additional_config.pat.layouts = [1, 2, 4]
-    assert pat_options(config).layouts == (1, 2, 4)
+    options = pat_options(config)
+    assert options.policy.switch_at == {4: 2}  # type: ignore[union-attr]
+    assert options.layouts == (1, 2, 4)
 
 
 def test_versions_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,18 +21,8 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry, get_rollout_replica_class
 
 
-def test_verl_finds_the_entry_point() -> None:
-    from pat_verl.adapter import PatServerAdapter
-    from pat_verl.replica import PatReplica
-
-    assert get_rollout_replica_class("pat") is PatReplica
-    assert get_rollout_class("pat", "async") is PatServerAdapter
-
-
 def trainer_config(**changes: Any) -> Any:
     """verl's defaults, with changes of the rollout."""
-    from pathlib import Path
-
     from hydra import compose, initialize_config_dir
 
     overrides = [f"actor_rollout_ref.rollout.{name}={value}" for name, value in changes.items()]
@@ -45,31 +36,42 @@ def config(**changes: Any) -> Any:
     return trainer_config(**changes).actor_rollout_ref.rollout
 
 
-def test_vllm_without_pat_is_verls_own() -> None:
+def with_pats_executor(rollout: Any) -> Any:
+    OmegaConf.update(
+        rollout, "engine_kwargs.vllm.distributed_executor_backend", "pat", force_add=True
+    )
+    return rollout
+
+
+def test_verl_finds_the_entry_point() -> None:
+    """Once: to register again changes nothing."""
+    from pat_verl.adapter import PatServerAdapter
+    from pat_verl.replica import PatReplica
+
+    assert get_rollout_replica_class("pat") is PatReplica
+    assert get_rollout_class("pat", "async") is PatServerAdapter
+    before = dict(RolloutReplicaRegistry._registry)
+    plugin.register()
+    assert RolloutReplicaRegistry._registry == before
+
+
+@pytest.mark.parametrize(("name", "asked"), [("pat", True), ("vllm", True), ("vllm", False)])
+def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool) -> None:
+    from pat_verl.server import PatHttpServer
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    rollout = config(name="vllm", max_num_seqs=2000)
-    one = get_rollout_replica_class("vllm")(0, rollout, None, 8)
-    assert one.server_class.__ray_metadata__.modified_class.__mro__[1] is vLLMHttpServer
-    assert one.max_concurrency == 2016
-    assert one._get_server_name_prefix() == "vllm_"
-
-
-@pytest.mark.parametrize("name", ["pat", "vllm"])
-def test_both_ways_to_ask_for_pat(name: str) -> None:
-    from pat_verl.server import PatHttpServer
-
     rollout = config(name=name, max_num_seqs=2000, tensor_model_parallel_size=4)
-    if name == "vllm":
-        OmegaConf.update(
-            rollout, "engine_kwargs.vllm.distributed_executor_backend", "pat", force_add=True
-        )
-    one = get_rollout_replica_class(name)(0, rollout, None, 8)
-    assert one.server_class.__ray_metadata__.modified_class.__mro__[1] is PatHttpServer
-    assert one.max_concurrency == 4 * 2000 + 16  # max_num_seqs is of each inner replica
-    assert one._get_server_name_prefix() == f"{name}_"
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
-        get_rollout_replica_class(name)(0, rollout, None, 2)
+    if asked and name == "vllm":
+        with_pats_executor(rollout)
+    replica = get_rollout_replica_class(name)(0, rollout, None, 8)
+    base = replica.server_class.__ray_metadata__.modified_class.__mro__[1]
+    assert base is (PatHttpServer if asked else vLLMHttpServer)
+    # max_num_seqs is of each inner replica
+    assert replica.max_concurrency == (4 if asked else 1) * 2000 + 16
+    assert replica._get_server_name_prefix() == f"{name}_"
+    if asked:
+        with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
+            get_rollout_replica_class(name)(0, rollout, None, 2)
 
 
 def test_a_trainers_config_is_checked_before_anything_starts() -> None:
@@ -85,45 +87,31 @@ def test_a_trainers_config_is_checked_before_anything_starts() -> None:
     check(name="pat", tensor_model_parallel_size=8)
     with pytest.raises(ValueError, match="tensor_model_parallel_size=3 on nodes with 8 GPUs"):
         check(name="pat", tensor_model_parallel_size=3)
-    with pytest.raises(ValueError, match=r"rollout.disaggregation.enabled=True .*set False"):
-        check(name="pat", **{"disaggregation.enabled": "true"})
 
 
-def test_another_version_of_verl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl, "__version__", "0.7.0")
-    with pytest.raises(ValueError, match=r"verl 0.7.0 is installed"):
-        get_rollout_replica_class("pat")
-
-    stock = get_rollout_replica_class("vllm")
-    stock(0, config(name="vllm"), None, 8)
-    asking = config(name="vllm")
-    OmegaConf.update(
-        asking, "engine_kwargs.vllm.distributed_executor_backend", "pat", force_add=True
-    )
-    with pytest.raises(ValueError, match=r"verl 0.7.0 is installed"):
-        stock(0, asking, None, 8)
-
-
-def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "pat_verl.replica", raising=False)
-    monkeypatch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.vllm_async_server", None)
-    with pytest.raises(ImportError, match=r"rollout.name=pat needs vLLM.*pat-vllm\[cuda,verl\]"):
-        get_rollout_replica_class("pat")
-
-
-def test_a_failed_registration_is_loud(
+def test_where_it_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Another version of verl, no vLLM, a verl without its registry. vLLM's own rollout goes on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(verl, "__version__", "0.7.0")
+        stock = get_rollout_replica_class("vllm")
+        stock(0, config(name="vllm"), None, 8)
+        for ask in (
+            lambda: get_rollout_replica_class("pat"),
+            lambda: stock(0, with_pats_executor(config(name="vllm")), None, 8),
+        ):
+            with pytest.raises(ValueError, match=r"verl 0.7.0 is installed"):
+                ask()
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "pat_verl.replica", raising=False)
+        patch.setitem(sys.modules, "verl.workers.rollout.vllm_rollout.vllm_async_server", None)
+        with pytest.raises(ImportError, match=r"name=pat needs vLLM.*pat-vllm\[cuda,verl\]"):
+            get_rollout_replica_class("pat")
     monkeypatch.delattr(verl_replica, "RolloutReplicaRegistry")
     with caplog.at_level(logging.ERROR):
         plugin.register()
     assert "rollout.name=pat cannot be used with this verl" in caplog.text
-
-
-def test_registering_again_changes_nothing() -> None:
-    before = dict(RolloutReplicaRegistry._registry)
-    plugin.register()
-    assert RolloutReplicaRegistry._registry == before
 
 
 def test_pat_options_survive_the_command_line() -> None:
@@ -161,6 +149,8 @@ def test_pat_options_survive_the_command_line() -> None:
 def test_pause_generation_in_both_spellings() -> None:
     from pat_verl.server import _accept_wait_for_inflight_requests
 
+    calls: list[Any] = []
+
     class Newer:
         async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
             calls.append((mode, clear_cache))
@@ -171,19 +161,15 @@ def test_pause_generation_in_both_spellings() -> None:
         ) -> None:
             calls.append((wait_for_inflight_requests, clear_cache))
 
-    calls: list[Any] = []
+    engine: Any
     for engine in (Newer(), Older()):
         _accept_wait_for_inflight_requests(engine)
-        asyncio.run(
-            engine.pause_generation(wait_for_inflight_requests=False, clear_cache=False)  # type: ignore[call-arg]
-        )
-        asyncio.run(
-            engine.pause_generation(wait_for_inflight_requests=True)  # type: ignore[call-arg]
-        )
+        asyncio.run(engine.pause_generation(wait_for_inflight_requests=False, clear_cache=False))
+        asyncio.run(engine.pause_generation(wait_for_inflight_requests=True))
     assert calls == [("abort", False), ("wait", True), (False, False), (True, True)]
 
 
-@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA", "FINAL_ONLY"])
+@pytest.mark.parametrize("kind", ["CUMULATIVE", "DELTA"])
 def test_only_cumulative_outputs_are_joined(kind: str) -> None:
     """What the HTTP server of the same engine asks for, the others, stays as it is."""
     from pat_verl.server import _send_first_and_last_outputs
@@ -194,15 +180,13 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
     def output(tokens: list[int], finished: bool) -> RequestOutput:
         reason = "length" if finished else None
         logprobs: Any = [{token: None} for token in tokens]
-        one = CompletionOutput(0, "", tokens, None, logprobs, finish_reason=reason)
-        return RequestOutput("a", None, [1], None, [one], finished)
+        completion = CompletionOutput(0, "", tokens, None, logprobs, finish_reason=reason)
+        return RequestOutput("a", None, [1], None, [completion], finished)
 
     asked: list[SamplingParams] = []
 
     class Engine:
-        async def generate(
-            self, prompt: Any, sampling_params: SamplingParams, request_id: str
-        ) -> Any:
+        async def generate(self, prompt: Any, sampling_params: Any, request_id: str) -> Any:
             asked.append(sampling_params)
             yield output([5], finished=False)
             yield output([6, 7], finished=True)
@@ -210,22 +194,19 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
     async def collect() -> list[tuple[list[int], int, bool]]:
         params = SamplingParams(output_kind=RequestOutputKind[kind])
         outputs = engine.generate(prompt=[1], sampling_params=params, request_id="a")
-        return [
-            (list(one.outputs[0].token_ids), len(one.outputs[0].logprobs), one.finished)
-            async for one in outputs
-        ]
+        completions = [(one.outputs[0], one.finished) async for one in outputs]
+        return [(list(one.token_ids), len(one.logprobs), end) for one, end in completions]
 
     engine: Any = Engine()
     _send_first_and_last_outputs(engine)
-    found = asyncio.run(collect())
+    outputs = asyncio.run(collect())
+    assert asked[0].output_kind == RequestOutputKind.DELTA
     if kind == "CUMULATIVE":
-        assert asked[0].output_kind == RequestOutputKind.DELTA
         assert asked[0].stream_interval is not None
-        assert found == [([5], 1, False), ([5, 6, 7], 3, True)]
+        assert outputs == [([5], 1, False), ([5, 6, 7], 3, True)]
     else:
-        assert asked[0].output_kind == RequestOutputKind[kind]
         assert asked[0].stream_interval is None
-        assert found == [([5], 1, False), ([6, 7], 2, True)]
+        assert outputs == [([5], 1, False), ([6, 7], 2, True)]
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -8,16 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 GPUS = "PAT_TEST_GPUS"
 """Environment variable: how many GPUs Ray is told that the machine has."""
-
-BREAK_SYNC = "PAT_TEST_BREAK_SYNC"
-"""Environment variable, WHAT@N: from the N-th sync on, new weights are dropped ("weights"), or
-reach the base layout only ("layouts")."""
 
 
 def give_gpus(worker: Any) -> None:
@@ -52,27 +47,6 @@ def keep_weights_plain(module: Any) -> None:
     import plain_weights
 
     plain_weights.patch(module)
-
-
-def keep_layouts_stale(module: Any) -> None:
-    """PAT, if a test asks for it: the other layouts' weights are not derived again."""
-    mixin = module.PATWorkerMixin
-    refresh = mixin.pat_refresh_weights
-
-    @functools.wraps(refresh)
-    def refresh_unless_broken(self: Any) -> bool:
-        return _broken("layouts") or refresh(self)
-
-    mixin.pat_refresh_weights = refresh_unless_broken
-
-
-_synced: Counter[str] = Counter()
-"""How often each weight has arrived in this process."""
-
-
-def _broken(what: str) -> bool:
-    asked, _, first = os.environ.get(BREAK_SYNC, "").partition("@")
-    return asked == what and max(_synced.values(), default=0) >= int(first)
 
 
 def sync_over_gloo(module: Any) -> None:
@@ -122,10 +96,9 @@ def receive_on_cpu(module: Any) -> None:
 
 def _on_cpu(update: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(update)
-    def received(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
-        _synced[name] += 1
-        with _cuda_is_cpu(), _maybe_dropped(self.model_runner.model):
-            update(self, name, *args, **kwargs)
+    def received(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _cuda_is_cpu():
+            update(self, *args, **kwargs)
 
     return received
 
@@ -142,17 +115,6 @@ def _cuda_is_cpu() -> Iterator[None]:
         yield
     finally:
         torch.empty, torch.cuda.synchronize = empty, synchronize
-
-
-@contextlib.contextmanager
-def _maybe_dropped(model: Any) -> Iterator[None]:
-    """If a test asks for it, drop the weights that have arrived."""
-    if _broken("weights"):
-        model.load_weights = lambda weights: None
-    try:
-        yield
-    finally:
-        vars(model).pop("load_weights", None)
 
 
 def train_on_cpu(module: Any) -> None:

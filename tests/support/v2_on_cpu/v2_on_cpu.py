@@ -19,7 +19,7 @@ _PRELOADED = ["vllm.v1.worker.cpu.model_runner"]
 
 @contextlib.contextmanager
 def model_runner_v2() -> Iterator[None]:
-    """Inside, the engines of `tests.engines` use Model Runner V2.
+    """Inside, the engines of `tests.support.engines` use Model Runner V2.
 
     Their workers have Triton's interpreter (`sitecustomize.py`). This process has none, whose
     vLLM was imported without; it is told only not to ask for it.

@@ -10,12 +10,17 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import ray._private.services
 import torch
 import verl.utils.distributed as distributed
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
+
+sys.path.append(str(Path(__file__).parents[1]))
+import patient_ray
 
 MEMORY = 16 << 30
 """Bytes that a rank believes to have."""
@@ -168,5 +173,6 @@ def _forget_in_sleep() -> None:
     module.CPUWorker.sleep = sleep
 
 
+patient_ray.patch(ray._private.services)
 _one_backend_for_cpu()
 _forget_in_sleep()

@@ -1,0 +1,13 @@
+"""Tests with real engines, those of one engine after each other."""
+
+from __future__ import annotations
+
+from tests.support.engine_fixtures import (
+    engines,
+    llm,
+    pytest_collection_modifyitems,
+    pytest_generate_tests,
+    spec,
+)
+
+__all__ = ["engines", "llm", "pytest_collection_modifyitems", "pytest_generate_tests", "spec"]

@@ -1,0 +1,113 @@
+"""Engines that tests share.
+
+Each axis (model runner, weights in place or copied, drafts, a mixture of experts, few KV heads, two
+or four ranks, local processes or Ray) meets each other one on at least one of these engines or of
+those that tests start for themselves; whole products are in `tests/nightly`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.pool import EngineSpec
+
+MIGRATE = {"kv_transfer": "migrate"}
+IN_PLACE = MIGRATE | {"weights": "inplace"}
+UPDATES = {"worker_extension_cls": "tests.support.updates_by_layer.UpdatesByLayer"}
+# On CPU vLLM cannot prefill a seeded request in chunks ("CPU Generator does not use offset").
+WHOLE_PROMPTS = {"max_num_batched_tokens": 1000}
+CHUNK = 96
+"""Tokens; with `FEATURES`, longer prompts are prefilled in chunks; a switch may come in between."""
+FEATURES: dict[str, Any] = {
+    "disable_log_stats": False,
+    "scheduling_policy": "priority",
+    "max_num_batched_tokens": 1200,
+    "long_prefill_token_threshold": CHUNK,
+    "max_logprobs": 8,
+    # Random models generate white space without end.
+    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+}
+
+DENSE = EngineSpec("dense", "qwen3", 2, MIGRATE, FEATURES)
+MIXTURE = EngineSpec("mixture", "qwen3_moe", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+FEW_KV_HEADS = EngineSpec(
+    "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
+)
+COPIES = EngineSpec(
+    "copies", "qwen3", 2, MIGRATE | {"weights": "materialized"}, UPDATES | WHOLE_PROMPTS
+)
+# Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
+SMALL_KV = EngineSpec(
+    "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}
+)
+# Profiles are kept in `PAT_CACHE_DIR`, which `tests/engine/test_policy.py` sets.
+POLICY = EngineSpec(
+    "policy",
+    "qwen3_moe",
+    2,
+    {"policy": {"kind": "predictor"}, "weights": "inplace"},
+    {"disable_log_stats": False},
+)
+
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+    "num_speculative_tokens": 4,
+}
+"""Keeps the draft lengths 0, 1, 2 and 4 ready."""
+# Of tp=1: about 4,000 tokens a replica.
+DRAFTS_OPTIONS: dict[str, Any] = FEATURES | {"kv_cache_memory_bytes": 12 << 20}
+# One draft token, unless another length is asked for.
+USUALLY_ONE: dict[str, Any] = {
+    "speculative_config": NGRAM | {"num_speculative_tokens_per_batch_size": [(1, 512, 1)]}
+}
+DRAFTS = EngineSpec("drafts", "repeating", 2, MIGRATE, DRAFTS_OPTIONS | USUALLY_ONE)
+# A batch of 500 responses at once, by a model of 16 tokens.
+LAW = EngineSpec(
+    "law",
+    "vocab16",
+    2,
+    MIGRATE,
+    {
+        "speculative_config": NGRAM,
+        "max_model_len": 64,
+        "max_num_seqs": 500,
+        "max_num_batched_tokens": 500 * 32,
+        "kv_cache_memory_bytes": 128 << 20,
+    },
+)
+# Model Runner V2 in Triton's interpreter, two steps in flight, as on CUDA.
+V2_CHUNK = 48
+"""Tokens of a step, one and a half blocks: a longer prompt takes several steps."""
+V2_OPTIONS: dict[str, Any] = UPDATES | {
+    "structured_outputs_config": FEATURES["structured_outputs_config"],
+    "max_model_len": 256,
+    "max_num_batched_tokens": V2_CHUNK,
+}
+V2 = EngineSpec(
+    "V2",
+    "qwen3",
+    4,
+    IN_PLACE,
+    # The threshold: so that wider layouts, with more tokens, have prompts in chunks, too.
+    V2_OPTIONS | {"max_num_seqs": 10, "long_prefill_token_threshold": V2_CHUNK},
+    model_runner_v2=True,
+)
+# None, unless a length is asked for.
+V2_NGRAM: dict[str, Any] = {
+    "method": "ngram_gpu",
+    "num_speculative_tokens": 3,
+    "num_speculative_tokens_per_batch_size": [(1, 512, 0)],
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 3,
+}
+V2_DRAFTS = EngineSpec(
+    "V2 drafts of a mixture",
+    "repeating_moe",
+    2,
+    IN_PLACE,
+    V2_OPTIONS | {"max_num_seqs": 12, "speculative_config": V2_NGRAM},
+    model_runner_v2=True,
+)

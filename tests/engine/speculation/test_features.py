@@ -1,0 +1,216 @@
+"""What vLLM offers for a request, with speculation, across switches, against stock vLLM without.
+
+The batch of `tests/engine/test_features.py`; what draws random numbers is in `test_sampled.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from tests.engine import test_features as features
+from tests.engine.specs import DRAFTS
+from tests.engine.speculation.batch import without_drafts
+from tests.engine.speculation.steps import acceptance, counted, requests_of, switch, watched
+from tests.engine.test_features import (  # noqa: F401
+    Job,
+    Script,
+    add,
+    drive,
+    greedy,
+    metrics,
+    plain,
+    prompt,
+    run,
+)
+from tests.engine.test_features import jobs as jobs_without  # noqa: F401
+from tests.support import engines as support
+from tests.support.engines import Outcome, scheduler_of
+from tests.support.pool import EnginePool, go_home
+from tests.vllm.scheduler.protocol import LENGTHS, MOST
+
+pytestmark = pytest.mark.engine(DRAFTS)
+
+RUNS: dict[str, Script] = {
+    "tp=1": {0: 1},
+    "tp=2": {0: 2},
+    "switches from tp=1": {0: 1, 2: 2, 6: 1, 11: 2, 18: 1},
+    "switches from tp=2": {0: 2, 1: 1, 3: 2, 4: 1, 5: 2, 9: 1, 16: 2},
+    "recomputing switches": {0: 1, 3: 2, 7: 1, 13: 2},
+}
+"""Run -> engine step -> tp; with the most drafts in a single layout, else with any number."""
+REFUSED = ("logit_bias", "min_p")
+"""vLLM refuses them beside speculation."""
+
+
+@pytest.fixture
+def jobs(jobs_without: dict[str, Job], plain: Any) -> dict[str, Job]:  # noqa: F811
+    """Greedy ones, and more that end in the middle of runs of accepted drafts."""
+    jobs = {}
+    for name, job in jobs_without.items():
+        if "n" not in job.sampling:  # greedy samples are alike
+            kept = {key: one for key, one in job.sampling.items() if key not in REFUSED}
+            jobs[name] = Job(job.prompt, kept | {"temperature": 0.0})
+    tokens = list(plain.token_ids)
+    for at in range(20, 45, 3):
+        jobs[f"stop token {at}"] = Job(prompt(1, 20), greedy(50, stop_token_ids=[tokens[at]]))
+        jobs[f"max_tokens {at}"] = Job(prompt(1, 20), greedy(at))
+    jobs["min tokens"] = Job(
+        prompt(1, 20), greedy(50, min_tokens=24, stop_token_ids=sorted(set(tokens)))
+    )
+    jobs["max_model_len"] = Job(prompt(17, 440), greedy(100, logprobs=0))
+    return jobs
+
+
+@pytest.fixture
+def runs(llm: Any, jobs: dict[str, Job], engines: EnginePool) -> dict[str, dict[str, Any]]:
+    """Final outputs by run and feature; "tp=1" is without drafts."""
+    return engines.keep("runs", lambda: run_all(llm, jobs))
+
+
+def run_all(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
+    rng = random.Random(7)
+    costs = scheduler_of(llm).controller.costs
+    pat_vllm.speculate(llm, 0)
+    results = {"tp=1": run(llm, jobs, {0: 1})}
+    for name, script in RUNS.items():
+        go_home(llm)
+        costs.mode = "recompute" if "recomputing" in name else "migrate"
+        lengths = LENGTHS if len(script) > 1 else (MOST,)
+
+        def at_step(step: int, lengths: Any = lengths) -> None:
+            watch.k = rng.choice(lengths)
+            pat_vllm.speculate(llm, watch.k)
+
+        before = len(pat_vllm.report(llm).switches)
+        with watched() as watch, acceptance(llm):
+            assert pat_vllm.switch(llm, tp=script[0])
+            add(llm, jobs)
+            outputs = drive(llm, script, at_step)
+        results[f"{name}, drafts"] = {one: pieces[-1] for one, pieces in outputs.items()}
+        switches = [one for one in pat_vllm.report(llm).switches[before:] if one.num_seqs]
+        assert len(switches) == len(script) - 1
+    costs.mode = "migrate"
+    go_home(llm)
+    return results
+
+
+def stock(jobs: Mapping[str, Job]) -> dict[str, Outcome]:
+    """What stock vLLM gives for jobs without speculation."""
+    return without_drafts(
+        {name: support.Job(job.prompt, job.sampling) for name, job in jobs.items()}
+    )
+
+
+def outcomes_of(outputs: Mapping[str, Any]) -> dict[str, Outcome]:
+    outcomes = {}
+    for name, output in outputs.items():
+        outcomes[name] = Outcome()
+        outcomes[name].take(output, piece=False)
+    return outcomes
+
+
+def assert_as_stock(outputs: Mapping[str, Any], jobs: Mapping[str, Job]) -> None:
+    """Texts, tokens, log-probabilities and reasons to end are those of stock vLLM."""
+    expected = stock(jobs)
+    outcomes = outcomes_of(outputs)
+    assert outcomes.keys() == expected.keys()
+    for name, one in outcomes.items():
+        other = expected[name]
+        assert one.token_ids == other.token_ids, name
+        assert (one.text, one.finish_reason) == (other.text, other.finish_reason), name
+        for logprobs, theirs in (
+            (one.logprobs, other.logprobs),
+            (one.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert logprobs == pytest.approx(theirs, abs=features.TOLERANCE), name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_outputs_are_those_without_drafts(
+    name: str, runs: dict[str, dict[str, Any]], jobs: dict[str, Job]
+) -> None:
+    outputs = runs[f"{name}, drafts"]
+    assert outputs.keys() == jobs.keys()
+    assert_as_stock(outputs, jobs)
+    for feature, output in outputs.items():
+        try:
+            features.assert_same(output, runs["tp=1"][feature])
+        except AssertionError as error:
+            error.add_note(f"feature: {feature}")
+            raise
+        ending = "stop" if feature.startswith(("stop", "min tokens")) else None
+        ending = "length" if feature.startswith("max") else ending
+        assert ending in (None, output.outputs[0].finish_reason), feature
+    assert len(outputs["max_model_len"].outputs[0].token_ids) == 512 - 440
+    assert len(outputs["min tokens"].outputs[0].token_ids) > 24
+
+
+# ---------------------------------------------------------------- what depends on how many come
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
+def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
+    """Pieces of several tokens come in order, once each, and add up to the whole."""
+    from vllm.sampling_params import RequestOutputKind
+
+    names = ["plain", "logprobs", "stop string", "prompt logprobs"]
+    kinds = {"output_kind": RequestOutputKind[kind]}
+    pat_vllm.speculate(llm, MOST)
+    add(llm, {name: Job(jobs[name].prompt, {**jobs[name].sampling, **kinds}) for name in names})
+    streams = drive(llm, {5: 2, 9: 1})
+    for name in names:
+        whole, pieces = runs["tp=1"][name].outputs[0], [o.outputs[0] for o in streams[name]]
+        assert 3 < len(pieces) < len(whole.token_ids)
+        assert [output.finished for output in streams[name]] == [False] * (len(pieces) - 1) + [True]
+        if kind == "DELTA":
+            assert [t for piece in pieces for t in piece.token_ids] == list(whole.token_ids)
+            assert max(len(piece.token_ids) for piece in pieces) > 1
+            assert "".join(piece.text for piece in pieces) == whole.text
+        else:
+            for shorter, longer in itertools.pairwise(pieces):
+                assert longer.text.startswith(shorter.text)
+            assert list(pieces[-1].token_ids) == list(whole.token_ids)
+            assert pieces[-1].text == whole.text
+
+
+def test_preemption(llm: Any) -> None:
+    """With more requests than there is room for, in each layout and across switches."""
+    crowd = {f"r{i}": Job(prompt(700 + i, 200), greedy(130 + i, logprobs=0)) for i in range(32)}
+
+    def at_step(step: int) -> None:
+        if step in (12, 24):
+            switch(llm, 2 if step == 12 else 1)
+        watch.k = (1, MOST, 2)[step % 3]
+        pat_vllm.speculate(llm, watch.k)
+
+    before = metrics(llm).get("num_preemptions", 0)
+    add(llm, crowd)
+    with watched() as watch, acceptance(llm):
+        done = drive(llm, None, at_step)
+    assert metrics(llm)["num_preemptions"] > before + 3
+    assert_as_stock({name: outputs[-1] for name, outputs in done.items()}, crowd)
+
+
+def test_metrics_count_the_drafts_of_all_replicas(llm: Any) -> None:
+    """vLLM's own counters say what the report says."""
+
+    def spec_decode() -> tuple[float, float]:
+        counts = metrics(llm)
+        return (
+            counts.get("spec_decode_num_draft_tokens", 0),
+            counts.get("spec_decode_num_accepted_tokens", 0),
+        )
+
+    before, reported = spec_decode(), counted(llm)
+    pat_vllm.speculate(llm, MOST)
+    run(llm, {f"r{i}": Job(prompt(400 + i, 30), greedy(40)) for i in range(4)}, {0: 1, 9: 2})
+    gained = [now - then for now, then in zip(spec_decode(), before, strict=True)]
+    assert gained == [now - then for now, then in zip(counted(llm), reported, strict=True)]
+    assert gained[0] > gained[1] > 20
+    assert not requests_of(llm)

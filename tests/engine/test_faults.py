@@ -1,0 +1,252 @@
+"""What goes wrong stays bounded: dead workers, refused switches, a pool that is too small."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import posix
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import pat_vllm
+from pat_vllm.executor import orphan
+from pat_vllm.scheduler import switch as switch_module
+from tests.engine.specs import SMALL_KV
+from tests.support.engines import Job, engine, engine_processes, run, scheduler_of
+from tests.support.faults import (
+    assert_a_dead_worker_is_noticed,
+    assert_a_failed_switch_ends_the_engine,
+    assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
+    assert_gone,
+    die_in_exchange,
+    die_soon,
+    run_out_of_memory,
+)
+from tests.support.fork_server import context
+
+# ---------------------------------------------------------------- engines that end
+
+
+@pytest.mark.parametrize(("tp", "sabotage"), [(1, die_soon), (2, die_in_exchange)])
+def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
+    tp: int, sabotage: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in mid-generation, or in mid-switch."""
+    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
+
+
+def test_a_switch_that_fails_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank has no memory in the middle of the exchange."""
+    sabotage = functools.partial(run_out_of_memory, part="second layer")
+    assert_a_failed_switch_ends_the_engine(sabotage, False, monkeypatch)
+
+
+def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C."""
+    assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
+        signal.SIGINT, tmp_path, monkeypatch
+    )
+
+
+def front_end(ready: Any) -> None:
+    """Runs in a process of its own, until that is killed."""
+    with engine("qwen3", 2, {}, in_process=False, from_server=False):
+        ready.set()
+        threading.Event().wait()
+
+
+def test_a_killed_front_end_takes_its_engine_along() -> None:
+    """Stock vLLM's engine core would wait for it, and its workers keep their devices."""
+    # Only itself from the server, which has imported vLLM; what it starts, as for users.
+    server = context()
+    ready = server.Event()
+    process = server.Process(target=front_end, args=(ready,))
+    before = engine_processes()
+    process.start()
+    try:
+        while not ready.wait(1):
+            assert process.is_alive()
+        spawned = engine_processes(before)
+        assert len(spawned) >= 3
+    finally:
+        process.kill()
+    process.join()
+    assert_gone(spawned)
+
+
+# ---------------------------------------------------------------- processes that outlive others
+
+
+def parent_of(name: str, watch: Callable[[], None], started: Path) -> None:
+    """Runs in a process of its own, until that is killed."""
+    child = multiprocessing.get_context("fork").Process(
+        name=name, target=go_on, args=(watch, started)
+    )
+    child.start()
+    child.join()
+
+
+def go_on(watch: Callable[[], None], started: Path) -> None:
+    """Goes on, whatever becomes of the parent."""
+    # Not the one of processes from the tests' server.
+    os.getppid = posix.getppid
+    orphan._SHUTDOWN_SECONDS = orphan._GRACE_SECONDS = 1.0
+    watch()
+    started.write_text(str(os.getpid()))
+    threading.Event().wait()
+
+
+def never_ends(asked: Path) -> None:
+    asked.touch()
+    threading.Event().wait()
+
+
+def fails(asked: Path) -> None:
+    asked.touch()
+    raise RuntimeError("no worker answers")
+
+
+@pytest.mark.parametrize("shutdown", [never_ends, fails, None])
+def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path) -> None:
+    """An engine core though its shutdown does not; a worker though it waits for another one."""
+    started, asked = tmp_path / "started", tmp_path / "asked"
+    if shutdown is not None:
+        watch = functools.partial(orphan.end_when_orphaned, functools.partial(shutdown, asked))
+        arguments = ("EngineCore_DP0", watch, started)
+    else:
+        arguments = ("VllmWorker-1", orphan.exit_when_orphaned, started)
+    process = context().Process(target=parent_of, args=arguments)
+    process.start()
+    try:
+        while not (started.exists() and started.read_text()):
+            assert process.is_alive()
+            time.sleep(0.01)
+        child = psutil.Process(int(started.read_text()))
+        assert child.ppid() == process.pid
+    finally:
+        process.kill()
+    process.join()
+    assert_gone([child])
+    assert asked.exists() == (shutdown is not None)
+
+
+# ---------------------------------------------------------------- an engine that goes on
+
+
+def jobs(requests: int = 6, tokens: int = 40, prompt: int = 30) -> dict[str, Job]:
+    rng = random.Random(0)
+    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    return {
+        f"r{i}": Job([rng.randrange(3, 400) for _ in range(prompt)], sampling)
+        for i in range(requests)
+    }
+
+
+def texts(llm: Any, work: dict[str, Job], **options: Any) -> dict[str, list[int]]:
+    return {name: one.token_ids for name, one in run(llm, work, **options).items()}
+
+
+@pytest.mark.engine(SMALL_KV)
+def test_requests_that_find_no_room_are_recomputed(llm: Any) -> None:
+    """With one KV head, a group of two holds half of what two replicas hold."""
+    work = jobs(requests=10, tokens=40, prompt=100)
+    expected = texts(llm, work)
+    count = len(pat_vllm.report(llm).switches)
+
+    def before_step(step: int) -> None:
+        if step in (12, 20):
+            assert pat_vllm.switch(llm, tp=2 if step == 12 else 1)
+
+    assert texts(llm, work, before_step=before_step) == expected
+    merge = pat_vllm.report(llm).switches[count]
+    assert merge.target.tp == 2 and merge.migrated > 0 and merge.recomputed > 0
+
+
+@pytest.mark.engine(SMALL_KV)
+def test_a_switch_that_cannot_be_planned_is_undone(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails in planning is undone, and generation goes on in the old layout."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no plan today")
+
+    work, attempts = jobs(), []
+    expected = texts(llm, work)
+    llm.provoked = "no plan today"
+    errors, began = pat_vllm.report(llm).errors, time.monotonic()
+
+    def before_step(step: int) -> None:
+        if step in (3, 9):
+            with monkeypatch.context() as patch:
+                patch.setattr(switch_module, "plan_moves", fail)
+                with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
+                    pat_vllm.switch(llm, tp=2)
+                attempts.append(step)
+
+    assert texts(llm, work, before_step=before_step) == expected
+    assert attempts == [3, 9]
+    report = pat_vllm.report(llm, since=began)
+    assert ["no plan today" in refused.why for refused in report.refused] == [True, True]
+    assert report.errors - errors == 2
+    assert report.layout.tp == 1
+
+
+@pytest.mark.engine(SMALL_KV)
+def test_weights_are_left_alone_while_the_engine_sleeps(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To end a request is a step, too. The first one after waking up brings them up to date."""
+    from vllm import SamplingParams
+
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    calls = []
+    make_call = executor.collective_rpc
+
+    def call(method: str, *args: Any, **options: Any) -> Any:
+        calls.append(method)
+        return make_call(method, *args, **options)
+
+    assert pat_vllm.switch(llm, tp=2)
+    llm.sleep(level=1)
+    monkeypatch.setattr(executor, "collective_rpc", call)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    llm.llm_engine.add_request("queued", prompt, SamplingParams(max_tokens=30))
+    llm.llm_engine.abort_request(["queued"], internal=False)
+    llm.llm_engine.step()
+    assert executor._in_lanes, "the workers have heard of it"
+    assert pat_vllm.switch(llm, tp=1) is False
+    llm.wake_up()
+    assert "pat_refresh_weights" not in calls
+    assert len(run(llm, jobs(requests=2, tokens=4))) == 2
+    assert calls.count("pat_refresh_weights") == 1
+    assert pat_vllm.report(llm).layout.tp == 1, "the engine has gone home"
+
+
+@pytest.mark.engine(SMALL_KV)
+def test_switches_that_are_refused(llm: Any) -> None:
+    """To a layout that is not kept ready; with a session that waits for more input, whose state no
+    layout can take over."""
+    with pytest.raises(ValueError, match=r"cannot switch to 3.*tp1dp2, tp2dp1 ready"):
+        pat_vllm.switch(llm, tp=3)
+
+    def before_step(step: int) -> None:
+        if step == 1:
+            replicas = scheduler_of(llm).replica_set.replicas
+            (request,) = [request for one in replicas for request in one.scheduler.running]
+            request.resumable = True
+            assert pat_vllm.switch(llm, tp=2) is False
+            request.resumable = False
+
+    run(llm, jobs(requests=1, tokens=30), before_step=before_step)

@@ -1,0 +1,174 @@
+"""An engine on CPU allocates what `pat_vllm.memory` computes: weights, KV, staging, buffers.
+
+Counted are the storages of all tensors that a worker's model runners hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from pat_vllm.config import pat_config
+from pat_vllm.kv_transfer.plan import ROUNDS
+from pat_vllm.memory.buffers import EngineShape, all_buffers
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.memory.sizing import staged_share
+from pat_vllm.worker.layout_config import resolve_weights
+from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, UPDATES
+from tests.support.pool import EngineSpec
+
+# With Model Runner V2 the shared engines are so small that much would be within the tolerance.
+LARGE_V2 = EngineSpec(
+    "large V2",
+    "qwen3",
+    2,
+    IN_PLACE,
+    UPDATES | {"max_num_seqs": 48, "max_num_batched_tokens": 1536, "max_model_len": 1024},
+    model_runner_v2=True,
+)
+
+pytestmark = pytest.mark.engine(COPIES, FOUR_RANKS, LARGE_V2)
+
+TOLERANCE = 0.003
+"""Of the bytes that are computed; small tensors are not in the arithmetic."""
+
+
+# ---------------------------------------------------------------- in a worker
+
+
+def allocated(worker: Any) -> dict[str, Any]:
+    """Bytes of a rank; by layout, base first, those that no layout before has."""
+    seen: set[int] = {worker._buffer.buffer.untyped_storage().data_ptr()}
+    weights, runners, largest = [], [], []
+    for runtime in worker._runtimes.values():
+        model = runtime.runner.get_model()
+        weights.append(sum(_new([*model.parameters(), *model.buffers()], seen).values()))
+    for runtime in worker._runtimes.values():
+        tensors = dict(_tensors(runtime.runner))
+        new = _new(tensors.values(), seen)
+        runners.append(sum(new.values()))
+        names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+        by_size = sorted(new, key=lambda at: -new[at])
+        largest.append({names[at]: new[at] for at in by_size})
+    return {
+        "kv": worker._buffer.buffer.nbytes,
+        "blocks": [one.kv_cache_config.num_blocks for one in worker._runtimes.values()],
+        "weights": weights,
+        "runners": runners,
+        "largest": largest,
+        "staged": _staged_by_a_full_switch(worker),
+    }
+
+
+def _new(tensors: Any, seen: set[int]) -> dict[int, int]:
+    """Bytes of the storages that were not seen before."""
+    new: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.data_ptr() not in seen:
+            new[storage.data_ptr()] = storage.nbytes()
+    seen.update(new)
+    return new
+
+
+def _tensors(runner: Any) -> Iterator[tuple[str, Any]]:
+    """All tensors that a model runner leads to, but for those of its model and its config."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    passed: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("runner", runner)]
+    while waiting:
+        name, one = waiting.pop()
+        if id(one) in passed or isinstance(one, nn.Module | np.ndarray | str | bytes):
+            continue
+        passed.add(id(one))
+        kind = type(one)
+        if isinstance(one, torch.Tensor):
+            yield name, one
+        elif isinstance(one, Mapping):
+            waiting += [(f"{name}[{key!r}]", value) for key, value in one.items()]
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += [(f"{name}[{i}]", value) for i, value in enumerate(one)]
+        elif kind.__module__.startswith("vllm.v1") and hasattr(one, "__dict__"):
+            waiting += [(f"{name}.{key}", value) for key, value in vars(one).items()]
+
+
+def _staged_by_a_full_switch(worker: Any) -> int:
+    """Bytes that a switch of all KV from the base layout to the widest stages. Collective."""
+    from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
+
+    source, *_, target = worker._runtimes.values()
+    blocks = source.kv_cache_config.num_blocks
+    requests = [
+        RequestBlocks(
+            f"of replica {replica}",
+            replica,
+            tuple(range(blocks)),
+            0,
+            tuple(range(replica * blocks, (replica + 1) * blocks)),
+        )
+        for replica in range(source.layout.replicas)
+    ]
+    heads = worker.vllm_config.model_config.get_total_num_kv_heads()
+    worker._move_kv(source, target, plan_moves(source.layout, target.layout, heads, requests))
+    size: int = worker._exchange._transport._own.size
+    return size
+
+
+# ---------------------------------------------------------------- in the process of the tests
+
+
+def arithmetic_of(llm: Any) -> tuple[ModelShape, EngineShape]:
+    """What the arithmetic is told of an engine."""
+    config = llm.llm_engine.vllm_config
+    scheduler, speculative = config.scheduler_config, config.speculative_config
+    model = json.loads((Path(config.model_config.model) / "config.json").read_text())
+    engine = EngineShape(
+        tuple(pat_vllm.report(llm).layouts),
+        pat=pat_config(config),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=config.model_config.max_model_len,
+        block_size=config.cache_config.block_size,
+        runner="V2" if config.use_v2_model_runner else "V1",
+        weights=resolve_weights(config),
+        attention="CPU_ATTN",
+        steps_in_flight=1 + bool(scheduler.async_scheduling),
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+    )
+    return ModelShape.from_config(model, dtype_bytes=4), engine
+
+
+def check_allocated(llm: Any) -> None:
+    """Of each layout, what no layout before has; of the KV cache, that each layout has all of it.
+
+    Ranks that share memory stage what is sent: a layer, when all of it moves.
+    """
+    model, engine = arithmetic_of(llm)
+    weights = [model.weight_bytes(layout.tp) for layout in engine.layouts]
+    if engine.weights == "inplace":
+        weights[1:] = [0] * len(weights[1:])
+    weights[0] += model.rotary_bytes
+    buffers = [sum(one.on_cpu for one in own) for own in all_buffers(model, engine)]
+    share = staged_share(engine.layouts, model.kv_heads, model.layers)
+    for rank in llm.collective_rpc(allocated):
+        # A layer has scales of its own, a few bytes.
+        assert rank["weights"] == pytest.approx(weights, rel=TOLERANCE, abs=1024)
+        for layout, blocks in zip(engine.layouts, rank["blocks"], strict=True):
+            per_block = engine.block_size * model.kv_bytes_per_token(layout.tp)
+            assert rank["kv"] == blocks * per_block
+        staged = rank["kv"] * (share - 2 / ROUNDS / model.layers)
+        assert rank["staged"] == pytest.approx(staged, rel=TOLERANCE)
+        for size, expected, largest in zip(rank["runners"], buffers, rank["largest"], strict=True):
+            assert size == pytest.approx(expected, rel=TOLERANCE), largest
+
+
+def test_an_engine_allocates_what_is_computed(llm: Any) -> None:
+    check_allocated(llm)

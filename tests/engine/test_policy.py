@@ -1,0 +1,230 @@
+"""The predictor policy decides in an engine of a mixture of experts, by a profile of its own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Iterator
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from pat_vllm import files
+from pat_vllm.layout import Layout
+from pat_vllm.metrics import names
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.policy import SETTLE_SECONDS
+from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling.profile import Profile, StepShape
+from tests.engine.specs import POLICY
+from tests.support.engines import Job, run, scheduler_of, teacher_forced
+from tests.vllm.metrics.exported import samples, series
+
+pytestmark = pytest.mark.engine(POLICY)
+
+REPLICAS, CUT, SPREAD = Layout(1, 2), Layout(2, 1), Layout(2, 1, "ep")
+"""The layouts: whole experts in replicas; in a group, experts cut, and spread."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("cache")
+        patch.setenv(profile_cache.CACHE_DIR, str(path))
+        yield path
+
+
+@pytest.fixture
+def deciding(llm: Any) -> Any:
+    """The engine when a batch is over: the layout that the test's set-up asked for is let go."""
+    run(llm, {"first": Job([5, 7], {"max_tokens": 2, "ignore_eos": True})})
+    assert not pat_vllm.report(llm).timeline[-1].num_seqs
+    return llm
+
+
+@pytest.fixture
+def profile(deciding: Any, cache: Path) -> Profile:
+    """The one that the engine measured when it started."""
+    (path,) = cache.rglob("*.json")
+    return Profile.load(path)
+
+
+def long_tail(seed: int = 0, ignore_eos: bool = True) -> dict[str, Job]:
+    """Twelve greedy requests; two of them run on alone."""
+    rng = random.Random(seed)
+    return {
+        f"{seed}-{i}": Job(
+            [rng.randrange(5, 400) for _ in range(rng.randint(4, 40))],
+            {
+                "max_tokens": 150 + i if i < 2 else rng.randint(20, 30),
+                "temperature": 0.0,
+                "ignore_eos": ignore_eos,
+                "logprobs": 0,
+            },
+        )
+        for i in range(12)
+    }
+
+
+def settle(step: int) -> None:
+    """The policy waits until no request has arrived for a while."""
+    if step == 1:
+        time.sleep(2 * SETTLE_SECONDS)
+
+
+def biased(profile: Profile, few: Layout, batch: int = 6) -> Profile:
+    """Says that `few` is by far the fastest layout below `batch` requests, else `REPLICAS`.
+
+    Steps take a hundred times as long as they were measured, so that no switch is too dear.
+    """
+
+    def factor(layout: Layout, requests: int) -> float:
+        if layout == REPLICAS or not requests:
+            return 100.0
+        return 2.0 if layout == few and requests < batch else 5000.0
+
+    steps = tuple(
+        sample.model_copy(
+            update={
+                name: getattr(sample, name) * factor(sample.layout, sample.batch)
+                for name in ("seconds", "low", "high")
+            }
+        )
+        for sample in profile.steps
+    )
+    return profile.model_copy(update={"steps": steps})
+
+
+class Believing(AdaptivePolicy):
+    """Finds that each step takes what the profile says, however long it took here.
+
+    A profile that is wrong on purpose would be corrected by the steps, sooner or later by how fast
+    the machine is.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        # By a timer that stands still, or it would plan too seldom for steps of milliseconds.
+        super().__init__(profile, bound=512, timer=lambda: 0.0)
+
+    def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
+        super().stepped(now, layout, shape, self._steps.step(layout, shape))
+
+
+def test_it_profiles_plans_and_reports(deciding: Any, profile: Profile) -> None:
+    layouts = (REPLICAS, CUT, SPREAD)
+    assert profile.kind == "measured" and profile.experts == (8, 2)
+    assert profile.layouts == tuple(pat_vllm.report(deciding).layouts) == layouts
+    assert {sample.layout for sample in profile.steps} == {*layouts}
+    assert {(one.source, one.target) for one in profile.switches} == {*permutations(layouts, 2)}
+
+    jobs = long_tail()
+    outcomes = run(deciding, jobs, before_step=settle)
+    assert {name: len(outcome.token_ids) for name, outcome in outcomes.items()} == {
+        name: job.sampling["max_tokens"] for name, job in jobs.items()
+    }
+    report = pat_vllm.report(deciding).predictor
+    assert report.plans > 0 and 0 < report.slowest_plan <= report.planning
+    # Which layout is the faster one for so small a model is the machine's affair.
+    # How many steps are compared with their predictions, too: that is bounded by the time it takes.
+    assert sum(count for count, _ in report.step_error.values()) > 0
+    saved = report.savings[-1]
+    assert saved.layout == REPLICAS and saved.predicted.fixed > 0
+    assert 0 < saved.realised.drafting == saved.realised.switching, "it has no drafts"
+
+
+def test_the_metrics_say_what_was_saved(deciding: Any) -> None:
+    """By the engine's policy: before other tests give it other ones."""
+    run(deciding, long_tail(seed=4), before_step=settle)
+    savings = pat_vllm.report(deciding).predictor.savings
+    # An engine in this process tells it with its next step.
+    run(deciding, {"next": Job([5, 7], {"max_tokens": 2, "ignore_eos": True})})
+    shown = samples()
+    assert shown[series(names.BATCHES)] == len(savings) > 0
+    for estimate, way in product(names.ESTIMATES, names.WAYS):
+        seconds = sum(getattr(getattr(batch, estimate), way) for batch in savings)
+        value = shown[series(names.BATCH_SECONDS, estimate=estimate, way=way)]
+        assert value == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("fast", [CUT, SPREAD], ids=str)
+def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
+    deciding: Any, profile: Profile, fast: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a profile by which one group is slow for many requests and fast for few."""
+    llm, scheduler = deciding, scheduler_of(deciding)
+    policy = Believing(biased(profile, fast))
+    monkeypatch.setattr(scheduler.monitor, "policy", policy)
+    # Or it would go by rates measured at start, and may find recomputing these contexts cheaper.
+    monkeypatch.setattr(scheduler.controller.costs, "mode", "migrate")
+    jobs = long_tail(seed=1)
+    outcomes = run(llm, jobs, before_step=settle)
+    report = pat_vllm.report(llm)
+    fired = [decision for decision in report.predictor.decisions if decision.fired]
+    switches = [switch for switch in report.switches if switch.reason == "policy"][-len(fired) :]
+    assert [(switch.source, switch.target) for switch in switches] == [
+        (decision.layout, decision.target) for decision in fired
+    ]
+    assert all(decision.real_cost is not None for decision in fired)
+    # Where it begins is up to what it learnt in the batch before; the few are for the group.
+    assert fired and switches[-1].target == fast
+    assert switches[-1].migrated > 0 and switches[-1].tokens > 0
+
+    monkeypatch.setattr(scheduler.monitor, "policy", Believing(biased(profile, fast)))
+    pat_vllm.switch(llm, tp=1)
+    static = run(llm, jobs)
+    for name, outcome in outcomes.items():
+        assert outcome.token_ids == static[name].token_ids
+    pat_vllm.switch(llm, tp=1)
+    scores = teacher_forced(llm, {k: (jobs[k].prompt, o.token_ids) for k, o in outcomes.items()})
+    for name, outcome in outcomes.items():
+        assert scores[name] == pytest.approx(outcome.logprobs, abs=1e-4)
+
+
+def test_fixed_lengths_are_known_and_not_learnt_from(deciding: Any) -> None:
+    """`ignore_eos` says how long a response will be, and nothing about others."""
+    llm, monitor = deciding, scheduler_of(deciding).monitor
+    before = pat_vllm.report(llm).predictor
+    seen, jobs = [], long_tail(seed=2)
+
+    def look(step: int) -> None:
+        if step == 3:
+            seen.append(monitor.requests.arrays())
+
+    run(llm, jobs, before_step=look)
+    (live,) = seen
+    assert len(live) == 12 and live.exact.all()
+    assert set(live.max_tokens) == {job.sampling["max_tokens"] for job in jobs.values()}
+    assert (live.num_output_tokens <= live.max_tokens).all()
+    assert (live.num_computed_tokens <= live.context).all()
+    assert set(live.replica) <= {0, 1}
+    assert pat_vllm.report(llm).predictor.responses == before.responses
+
+    run(llm, long_tail(seed=3, ignore_eos=False))
+    report = pat_vllm.report(llm).predictor
+    assert report.responses == before.responses + 12 and report.batches == before.batches + 1
+
+
+def test_a_full_disk_stops_no_rollout(
+    deciding: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths are learnt all the same; the file is as it was."""
+    llm, keeper = deciding, scheduler_of(deciding).monitor.policy._keeper
+    monkeypatch.setattr(keeper, "_path", tmp_path / "lengths.json")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = pat_vllm.report(llm).predictor.responses
+    with monkeypatch.context() as disk:
+        disk.setattr(files.os, "replace", full)
+        outcomes = run(llm, long_tail(seed=4, ignore_eos=False))
+        responses = pat_vllm.report(llm).predictor.responses  # which ends the batch
+        assert not os.listdir(tmp_path)
+    assert all(outcome.token_ids for outcome in outcomes.values())
+    assert responses == before + 12
+    assert keeper._failed == os.strerror(errno.ENOSPC)

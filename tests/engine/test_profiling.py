@@ -1,0 +1,213 @@
+"""A real engine's profile: taken by the command, loaded, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import pat_vllm
+from pat_vllm.cli import profile as command
+from pat_vllm.layout import Layout
+from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling import load
+from pat_vllm.profiling.header import engine_limits
+from pat_vllm.profiling.plan import ProfilePlan
+from pat_vllm.profiling.points import POINTS, StepPoint
+from pat_vllm.profiling.profile import Profile, ProfileError
+from pat_vllm.profiling.runner import Samples, profile_engine
+from pat_vllm.profiling.stream import Stream
+from tests.engine.specs import DENSE, DRAFTS
+from tests.engine.speculation.batch import batch
+from tests.engine.speculation.in_workers import generated
+from tests.support.engines import Job, run, scheduler_of
+from tests.unit.profiling.test_profile import step
+from tests.vllm.scheduler.protocol import MOST
+
+pytestmark = pytest.mark.engine(DENSE)
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+
+
+def jobs() -> dict[str, Job]:
+    """Greedy, seeded and unseeded requests."""
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, {}]
+    return {
+        f"job-{i}": Job(
+            list(range(5, 40 + 7 * i)), {"max_tokens": 12, "ignore_eos": True, **kinds[i % 3]}
+        )
+        for i in range(9)
+    }
+
+
+def known_requests(worker: Any) -> int:
+    return sum(
+        len(runtime.runner.requests) + runtime.runner.input_batch.num_reqs
+        for runtime in worker._runtimes.values()
+    )
+
+
+def quick_plan(llm: Any, **options: Any) -> ProfilePlan:
+    scheduler = scheduler_of(llm)
+    config = llm.llm_engine.vllm_config
+    return ProfilePlan.quick(engine_limits(config, scheduler.kv_cache_config), **options)
+
+
+def test_the_command_takes_a_profile_and_leaves_no_trace(
+    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs are those of an engine that was not profiled."""
+
+    @contextmanager
+    def shared_engine(*_: Any) -> Iterator[Any]:
+        yield llm
+
+    # What is sampled without a seed depends on the last switch.
+    assert pat_vllm.switch(llm, tp=2) and pat_vllm.switch(llm, tp=1)
+    before = run(llm, jobs())
+
+    monkeypatch.setattr(command, "_engine", shared_engine)
+    printed = StringIO()
+    path = command.take_profile(
+        Console(file=printed, width=120), {}, tmp_path / "profile.json", quick=True, budget=1e6
+    )
+
+    executor = scheduler_of(llm).replica_set.executor
+    assert executor.collective_rpc(known_requests) == [0, 0]
+    assert run(llm, jobs()) == before
+
+    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
+    text = printed.getvalue()
+    assert "tp1dp2" in text and "tp2dp1" in text and path.name in text
+    made = Profile.load(path)
+    points = quick_plan(llm).points
+    assert len(made.steps) == sum(isinstance(point, StepPoint) for point in points)
+    for live in (0, 1, 8):
+        for pair in permutations((ONE, TWO)):
+            assert any((s.source, s.target, s.num_seqs) == (*pair, live) for s in made.switches)
+    assert all(s.kv_bytes == made.kv_bytes_per_token * s.num_seqs * 256 for s in made.switches), (
+        "whole blocks of 32 tokens, 247 or so tokens each"
+    )
+
+
+def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
+    scheduler, plan = scheduler_of(llm), quick_plan(llm, budget=1e-6)
+    told: list[tuple[int, int, str]] = []
+    scheduler.replica_set.drain()
+    samples = profile_engine(
+        scheduler.replica_set.executor,
+        plan,
+        scheduler.kv_cache_config,
+        progress=lambda *what: told.append(what),
+    )
+    scheduler.reset_prefix_cache()
+    assert len(samples.steps) == plan.essential
+    assert samples.skipped == len(plan.points) - plan.essential
+    assert {s.layout for s in samples.steps} == {ONE, TWO}
+    assert [done for done, _, _ in told] == list(range(len(plan.points) + 1))
+    assert {total for _, total, _ in told} == {len(plan.points)}
+
+
+def test_a_busy_engine_is_not_profiled(llm: Any) -> None:
+    refused = []
+
+    def ask(at: int) -> None:
+        if at == 3:
+            with pytest.raises(RuntimeError, match="idle"):
+                llm.collective_rpc("pat_profile")
+            refused.append(at)
+
+    run(llm, jobs(), ask)
+    assert refused
+
+
+def test_a_profile_is_loaded_or_measured(
+    llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
+    scheduler = scheduler_of(llm)
+    measured: list[Any] = []
+
+    def measure(*args: Any, **options: Any) -> Samples:
+        measured.append(args)
+        return Samples((step(ONE), step(TWO)), (), 0, 0.0)
+
+    monkeypatch.setattr(load, "profile_engine", measure)
+
+    def get(path: Path | None = None) -> Profile:
+        return load.load_or_measure(
+            scheduler.replica_set.executor, scheduler.kv_cache_config, path and str(path)
+        )
+
+    first = get()
+    assert len(measured) == 1 and first.layouts == (ONE, TWO) and len(first.steps) == 2
+    assert get() == first and len(measured) == 1
+
+    profile_cache.cache_path(first.key).write_text("{")
+    again = get()
+    assert len(measured) == 2 and profile_cache.find(first.key) == again
+
+    # A file that the user names; it may be of an engine with a little more memory for KV.
+    named = tmp_path / "named.json"
+    first.model_copy(update={"kv_tokens": {1: 64, 2: 128}, "note": "mine"}).save(named)
+    assert get(named) == first.model_copy(update={"note": "mine"}) and len(measured) == 2
+    first.model_copy(update={"key": {**first.key, "max_num_seqs": 1}}).save(named)
+    with pytest.raises(ProfileError, match=r"max_num_seqs is {'1': 16, '2': 32} here and 1"):
+        get(named)
+    named.write_text("{")
+    with pytest.raises(ProfileError, match="is no JSON"):
+        get(named)
+
+
+def serve(llm: Any) -> list[Any]:
+    """Answers without drafts, and with the longest."""
+    found = []
+    for length in (0, MOST):
+        pat_vllm.speculate(llm, length)
+        found.append(run(llm, batch(4, longest=40)))
+        assert llm.reset_prefix_cache()
+    return found
+
+
+@pytest.mark.engine(DRAFTS)
+def test_a_speculating_engine_is_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples have the sizes of the steps that were made, and serving goes on as before."""
+    before = serve(llm)
+    (described,) = llm.collective_rpc("pat_profile", kwargs={"quick": True})
+    quick = POINTS.validate_python(described["points"])
+    chosen = [p for p in quick if isinstance(p, StepPoint) and p.batch and p.context < 100]
+    chosen = [p for p in chosen if p.k or (p.batch in (1, 16, 32) and p.busy == p.layout.replicas)]
+    assert {(p.k, p.hits) for p in chosen} == {(0, False), (2, True), (MOST, True), (MOST, False)}
+
+    executor, end = scheduler_of(llm).replica_set.executor, Stream.end
+    compared: list[tuple[Any, Any]] = []
+
+    def ending(stream: Stream) -> Any:
+        """Runners and the stream have counted as many tokens of each request."""
+        names = [one.request_id for one in stream._decoding]
+        for worker in executor.collective_rpc(generated):
+            if held := {name: len(worker[name]) for name in names if name in worker}:
+                compared.append((held, stream._generated.copy()))
+        return end(stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "end", ending)
+        (answer,) = llm.collective_rpc("pat_profile", args=(POINTS.dump_python([*chosen]), True))
+    assert compared and all(held == counted for held, counted in compared)
+    assert serve(llm) == before
+
+    made = Profile(**described["header"], created="now", steps=answer["steps"])
+    assert made.key["speculation"]["draft_lengths"] == [0, 1, 2, MOST]
+    for point, sample in zip(chosen, made.steps, strict=True):
+        shape = sample.shape
+        assert (sample.layout, shape.batch, shape.busy) == (point.layout, point.batch, point.busy)
+        assert (shape.k, shape.drafts) == (point.k, point.k * point.batch * point.hits)
+        assert len(sample.times) == min(16, sample.repeats) >= 3
+        least = sum(point.contexts) + 2 * point.batch
+        assert least <= shape.context <= least + 32 * point.batch

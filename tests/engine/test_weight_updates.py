@@ -1,0 +1,317 @@
+"""New weights reach every layout, whatever layout is active and however they arrive.
+
+Engines: four ranks in place, a mixture of experts with layouts of both kinds, copies of weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import pat_vllm
+from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, MIXTURE
+from tests.engine.test_switch import PLAIN_TOLERANCE, TOLERANCE, at_steps
+from tests.support.engines import Job, Outcome, run, scheduler_of
+from tests.support.models import random_model
+from tests.support.pool import EngineSpec, go_home
+from tests.support.stock import stock_answers
+
+pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES)
+
+ENGINES = {
+    "test_an_update_under_way_is_as_in_stock_vllm": [FOUR_RANKS],
+    "test_an_update_between_sleep_and_waking_up": [FOUR_RANKS],
+    "test_what_happens_in_an_update_by_layers": [FOUR_RANKS],
+    "test_methods_that_change_the_model_run_in_every_layout": [COPIES],
+    "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
+}
+PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
+OLD, NEW = "qwen3", "qwen3_updated"
+
+
+def batch() -> dict[str, Job]:
+    rng = random.Random(0)
+    return {
+        f"r{i}": Job(
+            [rng.randrange(3, 400) for _ in range(rng.randint(3, 60))],
+            {"max_tokens": 6 + 3 * i, "temperature": 0.0, "logprobs": 0, "ignore_eos": True},
+        )
+        for i in range(5)
+    }
+
+
+class Updated:
+    """An engine that gets new weights, and what stock vLLM generates with old and new ones."""
+
+    def __init__(self, llm: Any, spec: EngineSpec) -> None:
+        self.llm = llm
+        self.old, self.new = spec.model, f"{spec.model}_updated"
+        self.layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
+        self.updates = [*UPDATES, load_fused] if spec is MIXTURE else UPDATES
+        self.tolerance = PLAIN_TOLERANCE if spec is MIXTURE else TOLERANCE
+        self.expected = {
+            model: stock_answers(model, batch(), **PLAIN) for model in (self.old, self.new)
+        }
+        assert self.expected[self.old] != self.expected[self.new]
+
+    def check(self, model: str, before_step: Callable[[int], None] = lambda step: None) -> None:
+        """A batch gives what stock vLLM gives with the weights of a model."""
+        assert_same(run(self.llm, batch(), before_step), self.expected[model], self.tolerance)
+
+
+@pytest.fixture
+def updated(llm: Any, spec: EngineSpec) -> Any:
+    """The engine has the old weights, before and after."""
+    updated = Updated(llm, spec)
+    yield updated
+    go_home(llm)
+    update(llm, updated.old)
+
+
+def load_all(llm: Any, model: str) -> None:
+    llm.collective_rpc("load_all", args=(str(random_model(model)),))
+
+
+def load_one_by_one(llm: Any, model: str) -> None:
+    from safetensors.torch import load_file
+
+    for name, weight in load_file(random_model(model) / "model.safetensors").items():
+        llm.collective_rpc("load_one", args=(name, weight))
+
+
+def call_function(llm: Any, model: str) -> None:
+    path = str(random_model(model))
+    llm.collective_rpc(lambda worker: worker.load_all(path))
+
+
+def reload(llm: Any, model: str) -> None:
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(random_model(model))})
+
+
+UPDATES = [load_all, load_one_by_one, call_function, reload]
+
+
+def load_fused(llm: Any, model: str) -> None:
+    """The experts of a layer as one tensor each of gate and up, and of down."""
+    from safetensors.torch import load_file
+
+    whole = load_file(random_model(model) / "model.safetensors")
+    fused: dict[str, torch.Tensor] = {}
+    experts = 1 + max(int(n.split(".experts.")[1].split(".")[0]) for n in whole if ".experts." in n)
+    for name, weight in whole.items():
+        layer, of_an_expert, rest = name.partition(".experts.")
+        if not of_an_expert:
+            fused[name] = weight
+        elif rest.startswith("0."):
+            gate, up, down = (
+                torch.stack(
+                    [whole[f"{layer}.experts.{i}.{kind}_proj.weight"] for i in range(experts)]
+                )
+                for kind in ("gate", "up", "down")
+            )
+            fused[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+            fused[f"{layer}.experts.down_proj"] = down
+    assert len(fused) < len(whole)
+    for name, weight in fused.items():
+        llm.collective_rpc("load_one", args=(name, weight))
+
+
+def update(llm: Any, model: str, how: Callable[[Any, str], None] = load_all) -> None:
+    how(llm, model)
+    llm.reset_prefix_cache()
+
+
+def assert_same(
+    outcomes: Mapping[str, Outcome],
+    expected: Mapping[str, Outcome],
+    tolerance: float = TOLERANCE,
+) -> None:
+    assert outcomes.keys() == expected.keys()
+    for name, outcome in outcomes.items():
+        assert outcome.token_ids == expected[name].token_ids, name
+        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=tolerance), name
+
+
+def test_an_update_reaches_every_layout(updated: Updated) -> None:
+    """It arrives in each way, in each layout in turn, and is used in all."""
+    llm, layouts = updated.llm, updated.layouts
+    for i, how in enumerate(updated.updates):
+        model = (updated.new, updated.old)[i % 2]
+        at = layouts[-1 - i % len(layouts)]
+        pat_vllm.switch(llm, tp=at)
+        update(llm, model, how)
+        assert str(pat_vllm.report(llm).layout) == at
+        for name in (at, *layouts):
+            updated.check(model, at_steps(llm, {0: name}))
+
+
+def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: Updated) -> None:
+    """Random sequences of switches, updates, sleeps of both levels, and batches with switches."""
+    llm, layouts = updated.llm, updated.layouts
+    models = (updated.old, updated.new)
+    rng = random.Random(1)
+    model = updated.old
+    for _ in range(12):
+        for _ in range(rng.randint(0, 4)):
+            match rng.choice(("switch", "switch", "update", "update", "doze", "sleep")):
+                case "switch":
+                    pat_vllm.switch(llm, tp=rng.choice(layouts))
+                case "update":
+                    model = rng.choice(models)
+                    update(llm, model, rng.choice(updated.updates))
+                case "doze":
+                    llm.sleep(level=1)
+                    llm.wake_up()
+                case "sleep":
+                    model = rng.choice(models)
+                    sleep_with_new_weights(llm, model)
+
+        def before_step(step: int) -> None:
+            if rng.random() < 0.15:
+                assert pat_vllm.switch(llm, tp=rng.choice(layouts))
+
+        updated.check(model, before_step)
+
+
+def sleep_with_new_weights(llm: Any, model: str) -> None:
+    """In the order of a trainer whose model shares the devices."""
+    llm.sleep(level=2)
+    llm.collective_rpc("lose_weights")
+    llm.wake_up(["weights"])
+    load_all(llm, model)
+    llm.wake_up(["kv_cache"])
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_between_sleep_and_waking_up(updated: Updated, level: int) -> None:
+    """While the engine sleeps, no switch is made."""
+    llm = updated.llm
+    for model in (updated.new, updated.old):
+        pat_vllm.switch(llm, tp=2)
+        llm.sleep(level=level)
+        llm.collective_rpc("lose_weights")
+        assert not pat_vllm.switch(llm, tp=4)
+        assert pat_vllm.report(llm).refused[-1].why == "the engine sleeps; wake it up first"
+        llm.wake_up(["weights"])
+        load_all(llm, model)
+        llm.wake_up(["kv_cache"])
+        for name in updated.layouts:
+            pat_vllm.switch(llm, tp=name)
+            updated.check(model)
+
+
+# ---------------------------------------------------------------- while requests run
+
+
+def generated(llm: Any) -> int | None:
+    """Tokens of the engine's only request; None while its next one is being computed."""
+    scheduler = scheduler_of(llm)
+    active = getattr(scheduler, "replica_set", None)
+    if active is not None and active.in_flight:
+        return None
+    schedulers = (
+        [scheduler] if active is None else [replica.scheduler for replica in active.replicas]
+    )
+    for scheduler in schedulers:
+        for request in scheduler.requests.values():
+            return request.num_output_tokens
+    return None
+
+
+def updated_under_way(
+    llm: Any, jobs: Mapping[str, Job], switches: Mapping[int, int] | None = None
+) -> dict[str, Outcome]:
+    """A request that gets new weights at its fifth token; `switches`: tokens generated -> tp."""
+    switches = switches or {}
+    seen = set()
+
+    def before_step(step: int) -> None:
+        tokens = 0 if step == 0 else generated(llm)
+        if tokens is None or tokens in seen:
+            return
+        seen.add(tokens)
+        if tokens in switches:
+            assert pat_vllm.switch(llm, tp=switches[tokens])
+        if tokens == 5:
+            load_all(llm, NEW)
+
+    outcomes = run(llm, jobs, before_step=before_step)
+    assert seen >= {0, 5, *switches}
+    return outcomes
+
+
+def test_an_update_under_way_is_as_in_stock_vllm(updated: Updated) -> None:
+    """Requests in flight go on with the new weights and the KV that they have."""
+    jobs = dict([max(batch().items())])
+    expected = stock_answers(OLD, jobs, how=updated_under_way, **PLAIN)
+    for switches in ({0: 1}, {0: 4}, {0: 2, 4: 4}, {0: 4, 6: 1}, {0: 1, 5: 2, 8: 4}):
+        update(updated.llm, OLD)
+        assert_same(updated_under_way(updated.llm, jobs, switches), expected)
+
+
+def test_what_happens_in_an_update_by_layers(updated: Updated) -> None:
+    """Requests that are paused go away; others ask for layouts; the engine has nothing to do."""
+    from vllm import SamplingParams
+
+    llm = updated.llm
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    llm.llm_engine.add_request("goes", {"prompt_token_ids": [5, 6, 7]}, params)
+    for _ in range(3):
+        llm.llm_engine.step()
+    assert pat_vllm.switch(llm, tp=2)
+    llm.llm_engine.step()
+    core.pause_scheduler("keep", clear_cache=False)
+    llm.collective_rpc("begin_update")
+    for half in range(2):
+        assert not pat_vllm.switch(llm, tp=4)
+        refused = pat_vllm.report(llm).refused[-1]
+        assert "finish_weight_update" in refused.why and refused.expected
+        if half == 1:
+            llm.llm_engine.abort_request(["goes"], internal=False)
+        llm.llm_engine.step()
+        assert pat_vllm.report(llm).layout.tp == 2
+        llm.collective_rpc("load_half", args=(str(random_model(NEW)), half))
+    llm.collective_rpc("end_update")
+    core.resume_scheduler()
+    llm.reset_prefix_cache()
+    for name in (2, *updated.layouts):
+        updated.check(NEW, at_steps(llm, {0: name}))
+
+
+# ---------------------------------------------------------------- what is not an update of weights
+
+
+def test_methods_that_change_the_model_run_in_every_layout(updated: Updated) -> None:
+    llm = updated.llm
+    token = next(iter(updated.expected[OLD].values())).token_ids[0]
+    llm.collective_rpc("forbid_token", args=(token,))
+    outcomes = []
+    for name in updated.layouts:
+        pat_vllm.switch(llm, tp=name)
+        outcomes.append(run(llm, batch()))
+        assert all(token not in outcome.token_ids for outcome in outcomes[-1].values())
+        assert_same(outcomes[-1], outcomes[0])
+    llm.collective_rpc("allow_token")
+    updated.check(OLD)
+
+
+def test_packed_weights_refuse_an_update_and_allow_anything_else(llm: Any) -> None:
+    """What vLLM makes of linear weights on CPU cannot be derived from."""
+    before = run(llm, batch())
+    assert llm.collective_rpc(lambda worker: worker.rank) == [0, 1]
+    for way in (
+        lambda: reload(llm, NEW),
+        lambda: llm.collective_rpc(
+            lambda worker: worker.model_runner.model.load_weights([("x", None)])
+        ),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot be updated.*layouts tp1dp2, tp2dp1"):
+            way()
+    assert_same(run(llm, batch()), before)
+    pat_vllm.switch(llm, tp=2)
+    assert_same(run(llm, batch()), before)

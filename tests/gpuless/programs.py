@@ -1,0 +1,102 @@
+"""Programs of this folder, each run as a process of its own because it changes vLLM for good.
+
+A program gets a file to write its answers to, a line of JSON each: a name and a value. Tests wait
+for the answers that they need while the program goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.child import SILENCE, Child
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+
+
+def answer(out: str, name: str, value: Any) -> None:
+    """Write an answer to a program's file."""
+    print(f"{name}: done", flush=True)
+    with open(out, "a") as file:
+        file.write(json.dumps([name, value]) + "\n")
+
+
+def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """The values of a parameter with which tests of the fixture's module will run."""
+    items = [item for item in request.session.items if item.path == request.path]
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(call[parameter] for call in calls if parameter in call))
+
+
+class Program:
+    """A program at work."""
+
+    def __init__(self, child: Child, out: Path) -> None:
+        self.child = child
+        self._out = out
+
+    def answers(self) -> list[tuple[str, Any]]:
+        """Those so far."""
+        lines = self._out.read_text().split("\n")[:-1] if self._out.exists() else []
+        return [(name, value) for name, value in map(json.loads, lines)]
+
+    def of(self, name: str) -> Any:
+        """The value of a name, when it is there.
+
+        Raises:
+            AssertionError: the program has ended without it, or is silent.
+        """
+        self.child.wait_for(lambda: name in dict(self.answers()), name)
+        return dict(self.answers())[name]
+
+    def all_of(self) -> list[tuple[str, Any]]:
+        """Every answer, after the program's end."""
+        assert self.child.wait() == 0, self.child.tail()
+        return self.answers()
+
+
+@contextmanager
+def running(
+    module: str,
+    folder: Path,
+    *args: str,
+    support: str = "v2_on_cpu",
+    silence: float = SILENCE,
+    without: tuple[str, ...] = (),
+    **environment: str,
+) -> Iterator[Program]:
+    """`python -m tests.gpuless.<module> OUT ARGS...`, which is killed at the end.
+
+    Args:
+        folder: for its log and its answers.
+        support: folder of `tests/support` that is on its path.
+        without: environment variables that it does not get.
+        environment: those that it gets beside this process's.
+    """
+    path = [os.environ.get("PYTHONPATH", ""), str(SUPPORT / support), str(ROOT)]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "TRITON_INTERPRET": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    out = folder / "answers.jsonl"
+    child = Child(
+        [sys.executable, "-m", f"tests.gpuless.{module}", str(out), *args],
+        folder / "log",
+        silence=silence,
+        cwd=ROOT,
+        env=inherited | variables | environment,
+    )
+    try:
+        yield Program(child, out)
+    finally:
+        child.kill()

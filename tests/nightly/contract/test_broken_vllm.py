@@ -1,0 +1,157 @@
+"""The contract tests notice: a doctored vLLM lacks things that we rely on, and each is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.vllm.contract.behaviour import check_texts
+from tests.vllm.contract.checker import CACHE, check
+from tests.vllm.contract.test_vllm_contract import INSTALLED, found, sources
+
+SCHEDULER = "v1/core/sched/scheduler.py"
+INTERFACE = "v1/core/sched/interface.py"
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+class Break(NamedTuple):
+    """A text of vLLM's, another in its place, and a part of the report: what, and who of us."""
+
+    path: str
+    stock: str
+    doctored: str
+    message: str
+    user: str
+
+
+BREAKS = {
+    "a method called on an object": Break(
+        "v1/core/kv_cache_manager.py",
+        "def get_block_ids(",
+        "def block_ids(",
+        '"KVCacheManager" has no attribute "get_block_ids"',
+        "pat_vllm/scheduler/",
+    ),
+    "a parameter that we pass": Break(
+        SCHEDULER,
+        "def schedule(self, throttle_prefills: bool = False)",
+        "def schedule(self)",
+        'Too many arguments for "schedule" of "Scheduler"',
+        "pat_vllm/scheduler/replica.py:",
+    ),
+    "a new parameter that we do not pass": Break(
+        "device_allocator/__init__.py",
+        "def get_mem_allocator_instance() -> MemAllocator",
+        "def get_mem_allocator_instance(device) -> MemAllocator",
+        'Missing positional argument "device" in call to "get_mem_allocator_instance"',
+        "pat_vllm/worker/gpu_worker.py:",
+    ),
+    "a private global": Break(
+        "distributed/parallel_state.py",
+        "_ETP: GroupCoordinator | None",
+        "_EMBEDDING_TP: GroupCoordinator | None",
+        'Module has no attribute "_ETP"',
+        "pat_vllm/patches/",
+    ),
+    "a member of an enumeration": Break(
+        "v1/request.py",
+        "    WAITING_FOR_REMOTE_KVS =",
+        "    WAITING_FOR_KVS =",
+        'has no attribute "WAITING_FOR_REMOTE_KVS"',
+        "pat_vllm/scheduler/",
+    ),
+    "the type of a field that we set": Break(
+        "v1/core/sched/output.py",
+        "    num_scheduled_tokens: dict[str, int]",
+        "    num_scheduled_tokens: list[int]",
+        'expression has type "dict[str, int]", variable has type "list[int]"',
+        "pat_vllm/worker/synthetic.py:",
+    ),
+    "an attribute that a constructor assigned": Break(
+        SCHEDULER,
+        "self.kv_holding_waiting =",
+        "self.kv_waiting =",
+        '"Scheduler" has no attribute "kv_holding_waiting"',
+        "pat_vllm/",
+    ),
+    "an overridden method": Break(
+        "v1/worker/gpu_worker.py",
+        "def _maybe_activate_jit_monitor(self",
+        "def _activate_jit_monitor(self",
+        "overridden: _maybe_activate_jit_monitor",
+        "pat_vllm/worker/gpu_worker.py:",
+    ),
+    "a parameter that an override does not take": Break(
+        INTERFACE,
+        "def set_pause_state(self, pause_state: PauseState)",
+        "def set_pause_state(self, pause_state: PauseState, reason: str)",
+        'Signature of "set_pause_state" incompatible with supertype',
+        "pat_vllm/scheduler/scheduler.py:",
+    ),
+    "a new abstract method": Break(
+        INTERFACE,
+        "    def finish_requests(",
+        "    def count(self): ...\n\n    @abstractmethod\n    def finish_requests(",
+        "concrete class",
+        "tests/vllm/contract/spelled.py:",
+    ),
+    "what `self` has from a base class": Break(
+        "v1/executor/multiproc_executor.py",
+        "self.rpc_broadcast_mq",
+        "self.broadcast_mq",
+        'has no attribute "rpc_broadcast_mq"',
+        "pat_vllm/executor/executor.py:",
+    ),
+    "a new question to our scheduler": Break(
+        "v1/engine/core.py",
+        "self.scheduler.has_requests()",
+        "self.scheduler.has_any_requests()",
+        '"PATScheduler" has no attribute "has_any_requests"',
+        "/engine_core.py:",
+    ),
+    "a name in a string": Break(
+        "v1/worker/gpu_worker.py",
+        "def discard(",
+        "def drop(",
+        '"Worker" has no attribute "discard"',
+        "tests/vllm/contract/spelled.py:",
+    ),
+    "how it does something": Break(
+        "v1/worker/utils.py",
+        "torch.zeros(buf_size, dtype=torch.int8",
+        "torch.empty(buf_size, dtype=torch.uint8",
+        "the one allocation that the shared buffer answers",
+        "vllm.v1.worker.utils.allocate_kv_cache",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of one vLLM that has all breaks."""
+    folder, instead = tmp_path_factory.mktemp("doctored"), dict[Path, Path]()
+    for one in BREAKS.values():
+        file = sources(INSTALLED) / "vllm" / one.path
+        text = instead.get(file, file).read_text()
+        assert one.stock in text, one
+        instead[file] = folder / one.path.replace("/", "-")
+        instead[file].write_text(text.replace(one.stock, one.doctored))
+    broken = check(sources(INSTALLED), CACHE / "doctored", instead)
+    gone = [line.replace(": ", ": overridden: ") for line in found(INSTALLED).overrides]
+    still = {line.replace(": ", ": overridden: ") for line in broken.overrides}
+    texts = check_texts(sources(INSTALLED), instead)
+    return [*broken.problems, *texts, *(line for line in gone if line not in still)]
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_break_is_reported(what: str, report: list[str]) -> None:
+    one = BREAKS[what]
+    assert any(one.user in line and one.message in line for line in report), report
+
+
+def test_nothing_is_reported_without_a_break() -> None:
+    assert found(INSTALLED).problems == ()
+    assert not list(check_texts(sources(INSTALLED)))

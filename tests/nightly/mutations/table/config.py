@@ -1,0 +1,242 @@
+# ruff: noqa: E501  # pieces of source stay whole
+"""Mistakes in options, limits, the plugin, files, memory arithmetic, layouts' configs, bundles."""
+
+from __future__ import annotations
+
+from tests.nightly.mutations.mutation import Mutation
+
+CONFIG = "pat_vllm.config"
+OPTIONS = f"{CONFIG}:PATConfig"
+LIMITS = "pat_vllm.limits"
+SUPPORT = "pat_vllm.support"
+PLUGIN = "pat_vllm.plugin"
+MIXTURE = "pat_vllm.mixture:Mixture"
+FILES = "pat_vllm.files"
+BUFFERS = "pat_vllm.memory.buffers"
+SHAPE = "pat_vllm.memory.model:ModelShape"
+SIZING = "pat_vllm.memory.sizing"
+RANK = "pat_vllm.memory.rank_memory"
+LAYOUT_CONFIG = "pat_vllm.worker.layout_config"
+BUNDLES = "pat_vllm.executor.bundles"
+LAUNCHER = "pat_vllm.executor.launcher"
+ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_computed"
+
+# Test files: functions: mistakes: what they change.
+# fmt: off
+TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
+    "tests/unit/test_config.py": {
+        f"{CONFIG}:_layout_name": {
+            "true is a layout": {"isinstance(value, bool) or ": ""},
+        },
+        f"{OPTIONS}._sizes": {
+            "layouts need not be multiples of the base layout": {"if tp % self.base_tp:": "if tp % 1:"},
+            "the base layout is not kept ready": {"{*self.layouts, self.base_tp}": "{*self.layouts}"},
+            "all ranks in one group only if they are a power of two": {"sizes = {world_size}": "sizes = set()"},
+        },
+        f"{OPTIONS}.largest_batch": {
+            "the base layout has a limit, too": {" or layout.tp == self.base_tp": ""},
+            "the smallest batch of a tp": {"return max(": "return min("},
+        },
+        f"{OPTIONS}._policy_names": {
+            "draft lengths of layouts that are not kept ready": {"(*policy.switch_at.values(), *policy.num_speculative_tokens)": "(*policy.switch_at.values(),)"},
+        },
+        f"{CONFIG}:home_layout": {
+            "every engine starts in its base layout": {"Layout.find(policy.tp, layouts)": "layouts[0]"},
+        },
+    },
+    "tests/unit/test_limits.py": {
+        f"{LIMITS}:layout_limits": {
+            "a replica's limits are a rank's": {'config.limits_per == "replica"': "True"},
+            "limits per replica are not looked at": {'config.limits_per == "replica"': "False"},
+            "requests grow without end": {"min(layout.tp * given.max_num_seqs, max(given.max_num_seqs, enough))": "layout.tp * given.max_num_seqs"},
+            "tokens grow without end": {"max(given.max_num_batched_tokens, MOST_BATCHED_TOKENS, ": "max(10**6, 1, "},
+            "fewer requests than the user gave": {"max(given.max_num_seqs, enough)": "enough"},
+            "room for requests that the policy never brings": {"MOST_SEQS if enters_with is None else min(MOST_SEQS, enters_with)": "MOST_SEQS"},
+            "drafts have no tokens": {"seqs * tokens_per_seq": "seqs"},
+        },
+        f"{LIMITS}:narrower_limit": {
+            "the narrower limit stays": {'layout.tp if config.limits_per == "rank" else 1': "1"},
+            "the narrower limit is the wider": {", limit)": ", 10**9)"},
+        },
+    },
+    "tests/unit/test_mixture.py": {
+        f"{MIXTURE}.layouts": {
+            "both kinds of layouts where no rank has a whole expert": {'wanted == "auto" and base_tp > 1': 'wanted == "auto" and base_tp > 2'},
+        },
+        f"{MIXTURE}._hindrance": {
+            "one expert for each rank is too few": {"self.num_experts < tp": "self.num_experts <= tp"},
+            "experts that a rank of the base layout lacks": {"base_tp > 1 and self.num_experts % tp": "base_tp > tp and self.num_experts % tp"},
+        },
+    },
+    "tests/unit/test_files.py": {
+        f"{FILES}:write_whole": {
+            "kept files are open to others": {"0o600 if private else 0o666": "0o666"},
+            "a file is written in place": {"os.replace(scratch, path)": "path.write_text(text)"},
+            "half a file is left behind": {"os.unlink(scratch)": "pass"},
+            "a file takes its name before it is on the disk": {"os.fsync(descriptor)": "pass"},
+            "a file is not written out": {"file.flush()": "pass"},
+            "a file is written through another's link": {" | os.O_EXCL | os.O_NOFOLLOW": ""},
+        },
+        f"{FILES}:make_private": {
+            "an open directory stays open": {"directory.chmod(0o700)": "pass"},
+        },
+        "pat_vllm.profiling.cache:keep": {
+            "cached profiles are open to others": {", private=True": ""},
+            "the cache is open to others": {"make_private(path.parent)": "path.parent.mkdir(exist_ok=True)"},
+        },
+        "pat_vllm.predictor.kept:save": {
+            "kept lengths are open to others": {", private=True": ""},
+            "kept lengths are written in place": {"write_whole(path, ": "path.write_text(", ", private=True": ""},
+        },
+    },
+    "tests/unit/memory/test_memory.py": {
+        f"{SHAPE}.weight_bytes": {
+            "the output head is forgotten": {"matrices = 1 if self.tied else 2": "matrices = 1"},
+            "norms are cut": {"of_layer += 2 * self.hidden\n": "of_layer += 2 * self.hidden // tp\n"},
+            "norms of queries and keys are forgotten": {"2 * self.head_dim * self.qk_norm": "0"},
+        },
+        f"{SHAPE}.kv_bytes_per_token": {
+            "keys without values": {"2 * self.layers": "self.layers"},
+        },
+        f"{SHAPE}._kv_heads_per_rank": {
+            "KV heads are cut beyond one": {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
+        },
+        f"{BUFFERS}:all_buffers": {
+            "a shared buffer for each layout": {"if not one.shared": ""},
+            "the smallest of shared buffers": {"max(alike": "min(alike"},
+        },
+        f"{BUFFERS}:_v1_buffers": {
+            "embeddings for each layout": {"model.dtype_bytes, shared=True": "model.dtype_bytes"},
+        },
+        f"{BUFFERS}:_attention_buffers": {
+            "an attention workspace for each layout": {"device=workspace, shared=True": "device=workspace"},
+        },
+        f"{BUFFERS}:_v2_buffers": {
+            "a bitmask of grammars for each layout": {"* mask, shared=True": "* mask"},
+            "penalty counters for each layout": {"(model.vocab + mask), shared=True": "(model.vocab + mask)"},
+            "token ids are pinned for a drafter on the device": {"pinned=not drafts": "pinned=True"},
+        },
+        f"{BUFFERS}:_v1_drafts": {
+            "tokens of the drafter for each layout": {"engine.max_model_len, shared=True": "engine.max_model_len"},
+        },
+        f"{BUFFERS}:_Made.staged": {
+            "token ids have eight bytes": {"4 * count": "8 * count"},
+            "pinned memory is counted as the device's": {"pinned=size + writes": "device=size, pinned=writes"},
+        },
+        f"{SIZING}:staged_share": {
+            "a layer is staged in both directions": {"2 / ROUNDS": "1"},
+        },
+        f"{SIZING}:kv_cache_bytes": {
+            "a switch has no memory of its own": {"available if available * staged <= activations else int(left / (1 + staged))": "available"},
+            "graphs are not subtracted": {"- graphs ": ""},
+            "activations of one layout only": {"max(one.activations for one in layouts)": "last.activations"},
+        },
+        f"{RANK}:rank_memory": {
+            "a group for each kind of experts": {"for tp in {one.tp for one in layouts if one.replicas > 1}": "for tp in [one.tp for one in layouts if one.replicas > 1]"},
+            "weights in place are counted for each layout": {"layouts[:1] if in_place else layouts": "layouts"},
+        },
+    },
+    "tests/vllm/memory/test_mixtures.py": {
+        f"{SHAPE}._expert_bytes": {
+            "spread experts are cut": {"self._mlp(one.intermediate, 1)": "self._mlp(one.intermediate, tp)"},
+            "experts that do not divide": {"one.most_on_rank(tp)": "(one.count // tp)"},
+            "shared experts are forgotten": {"self._mlp(one.shared, tp) + ": ""},
+            "the gate of shared experts is forgotten": {" + self.hidden * one.shared_gate": ""},
+            "routers are cut": {"one.count * self.dtype_bytes": "one.count // tp * self.dtype_bytes"},
+            "the bias of the router's choice is forgotten": {"(self.hidden + 1)": "self.hidden"},
+        },
+        f"{SHAPE}.weight_bytes": {
+            "dense layers have experts": {"self.dense_layers *": "0 *"},
+            "norms over all heads are forgotten": {"* self.wide_qk_norm": "* 0"},
+        },
+        f"{SHAPE}.expert_workspace_bytes": {
+            "a workspace for gate without up": {"max(2 * width,": "max(width,"},
+        },
+    },
+    f"{ALLOCATED}[copies]": {
+        f"{SHAPE}.weight_bytes": {
+            "embeddings are forgotten": {"(of_all + outside)": "of_all"},
+            "weights have two bytes": {"* self.dtype_bytes": "* 2"},
+        },
+        f"{SHAPE}.kv_bytes_per_token": {
+            "KV has two bytes": {"* self.kv_dtype_bytes": "* 2"},
+        },
+        f"{SIZING}:staged_share": {
+            "two layers are staged": {"max(1,": "max(2,"},
+        },
+        f"{BUFFERS}:_v1_buffers": {
+            "slots are forgotten": {'_mirrored("slots", 8 * tokens),': ""},
+        },
+    },
+    f"{ALLOCATED}[large V2]": {
+        f"{BUFFERS}:_v2_buffers": {
+            "block tables are forgotten": {'made.staged("block tables", width, with_kv=True),': ""},
+            "one table of biases is forgotten": {"count=3)": "count=2)"},
+        },
+    },
+    "tests/vllm/test_bad_input.py": {
+        f"{SUPPORT}:_unsupported": {
+            "prefill context parallelism is not refused": {'"prefill_context_parallel_size": parallel.prefill_context_parallel_size,': ""},
+            "KV events that are off are refused": {"events and events.enable_kv_cache_events": "events"},
+            "a disabled sliding window is refused": {" and not model.disable_sliding_window": ""},
+            "NUMA binding is refused where ranks are in order": {"parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))": "parallel.numa_bind"},
+        },
+        f"{SUPPORT}:prepare": {
+            "bad files are found by the scheduler": {"_check_files(pat_config(vllm_config).policy)": "pass"},
+        },
+        f"{SUPPORT}:_choose_experts": {
+            "packed copies of both kinds of experts": {'if (experts := pat_config(vllm_config).experts) == "auto":': 'if (experts := pat_config(vllm_config).experts) == "none":'},
+        },
+    },
+    "tests/vllm/test_plugin.py": {
+        f"{PLUGIN}:check_vllm_version": {
+            "the first untested version passes": {"first <= version < past": "first <= version <= past"},
+            "0 allows untested versions": {'os.environ.get(ALLOW_UNTESTED) == "1"': "os.environ.get(ALLOW_UNTESTED)"},
+        },
+        f"{PLUGIN}:register": {
+            "log lines go elsewhere": {"log_through_vllm()": "pass"},
+            "vLLM never looks at vision models": {"if is_without_vision_and_audio():": "if True:"},
+        },
+        f"{PLUGIN}:_executor_class": {
+            "executors given as a class are not prepared": {'getattr(chosen, "is_pat", False)': "vllm_config.parallel_config.distributed_executor_backend == BACKEND"},
+        },
+    },
+    "tests/vllm/worker/test_layout_config.py": {
+        f"{LAYOUT_CONFIG}:layout_config": {
+            "replicas share a compile cache": {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
+            "a rank is one of the engine's": {"layout.tp_rank_of(rank)": "rank"},
+            "layouts of one tp share compiled code": {', "pat_layout": str(layout)': ""},
+            "layouts share the user's folder of compiled code": {"config.compilation_config.cache_dir = folder": "pass"},
+        },
+        f"{LAYOUT_CONFIG}:_limit_cuda_graphs": {
+            "graphs for one size too many": {"if size >= tokens": "if size > tokens"},
+        },
+    },
+    "tests/unit/executor/test_bundles.py": {
+        f"{BUNDLES}:choose_bundles": {
+            "the engine's node is not preferred": {"engine_node if engine_node in enough else enough[0]": "enough[0]"},
+            "a node has one bundle more than there are ranks": {"len(bundles) >= ranks": "len(bundles) > ranks"},
+            "bundles in the order of the placement group's table": {"sorted(nodes.items())": "nodes.items()"},
+        },
+        f"{BUNDLES}:_checked": {
+            "a bundle for two ranks": {" or len(set(wanted)) != ranks": ""},
+            "wanted bundles on several nodes": {"len(by_node) > 1": "len(by_node) > ranks"},
+        },
+    },
+    "tests/vllm/executor/test_launcher.py": {
+        f"{LAUNCHER}:_in_placement_group": {
+            "Ray where its devices have no name": {"if not _platform_device():\n        return False": "pass"},
+        },
+        f"{LAUNCHER}:prepare_launch": {
+            "an executor that the option contradicts": {'launcher not in ("auto", own)': 'launcher not in ("auto", own, "ray")'},
+        },
+    },
+}
+# fmt: on
+
+MUTATIONS = [
+    Mutation(name, function, changes, (tests,))
+    for tests, functions in TABLE.items()
+    for function, mistakes in functions.items()
+    for name, changes in mistakes.items()
+]

@@ -1,0 +1,209 @@
+# ruff: noqa: E501  # pieces of source stay whole
+"""Mistakes in schedulers and switches, the executor, KV transfer, weights, kernels and patches."""
+
+from __future__ import annotations
+
+from tests.nightly.mutations.mutation import Mutation
+
+SCHEDULER = "tests/vllm/scheduler/test_scheduler.py"
+ADMISSION = "tests/vllm/scheduler/test_admission.py"
+POOLS = "tests/vllm/scheduler/test_block_pools.py"
+LIMITS = "tests/vllm/scheduler/test_limits.py"
+SPECULATION = "tests/vllm/scheduler/test_speculation.py"
+DRAFT_LENGTHS = "tests/unit/predictor/test_draft_lengths.py"
+EXECUTOR = "tests/vllm/executor/test_executor.py"
+LANES = "tests/vllm/executor/test_lanes.py"
+EXCHANGE = "tests/vllm/kv_transfer/test_exchange.py"
+ROUNDS = "tests/unit/kv_transfer/test_rounds.py"
+WEIGHTS = "tests/vllm/weights/test_weights.py"
+INPLACE = "tests/vllm/weights/test_inplace.py"
+EXPERTS = "tests/vllm/weights/test_experts.py"
+KERNELS = "tests/vllm/kernels/test_kernels.py"
+PATCHES = "tests/vllm/patches/test_patches.py"
+DRAFTS = "tests/vllm/patches/test_drafts.py"
+REJECTION = "tests/vllm/patches/test_rejection.py"
+
+Row = tuple[str, str, str, str, str]
+"""The mistake, the function, what is replaced, by what, and the tests that must see it."""
+
+# fmt: off
+_SCHEDULER: list[Row] = [
+    ("a switch loses requests that wait with their KV", "switch:_carried", "*scheduler.kv_holding_waiting, ", "", LIMITS),
+    ("new schedulers are not told of the KV that has arrived", "switch:_hand_over", "finished_recving=set(load.blocks)", "finished_recving=set()", LIMITS),
+    ("carried requests are new ones to their workers", "switch:_rewind", "request.num_preemptions += 1", "pass", SPECULATION),
+    ("drafts are kept at a switch", "switch:_rewind", "request.spec_token_ids = []", "pass", SPECULATION),
+    ("a failed plan rewinds requests", "switch:_Undo.apply", "self.request.num_computed_tokens = self.num_computed_tokens", "pass", SCHEDULER),
+    ("a failed plan loses drafts", "switch:_Undo.apply", "self.request.spec_token_ids = self.spec_token_ids", "pass", SPECULATION),
+    ("a failed plan leaves requests preempted", "switch:switch", "            one.apply()", "            pass", SCHEDULER),
+    ("a failed plan keeps its block pools", "switch:switch", "active.factory.discard(fresh)", "pass", SCHEDULER),
+    ("steps are drained before a switch is refused", "switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n", SCHEDULER),
+    ("streaming-input sessions are carried", "switch:_check", "request.resumable or ", "", SCHEDULER),
+    ("KV is looked for in the replica that it goes to", "switch:_request_blocks", "            by_id[request_id].replica,\n", "            target_replica,\n", ADMISSION),
+    ("what found no room is taken for KV that comes", "switch:_allocate", "replica.connector.withdraw()", "pass", ADMISSION),
+    ("admission counts loads again and again", "pat_vllm.patches.schedulers:linear_time_admission", "new.clear()", "pass", PATCHES),
+    ("admitted loads are forgotten", "pat_vllm.patches.schedulers:linear_time_admission", "scheduler._inflight_prefills.update(counted)", "pass", ADMISSION),
+    ("requests stay in place between layouts of different tp", "in_place:keeps_places", "source.tp == target.tp and all(", "all(", SCHEDULER),
+    ("requests stay only where blocks are left over", "in_place:keeps_places", "<= replica", "< replica", SCHEDULER),
+    ("the rest of a prompt needs no blocks", "in_place:_blocks_of_a_step", "request.num_tokens - request.num_computed_tokens + lookahead", "lookahead", SCHEDULER),
+    ("the other layout's workers are told of requests as of known ones", "pat_vllm.patches.schedulers:queue_with_blocks", "scheduler.prev_step_scheduled_req_ids.clear()", "pass", SCHEDULER),
+    ("accepted tokens are dropped at a switch", "replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n        [one.output.sampled_token_ids.__setitem__(slice(None), [t[:1] for t in one.output.sampled_token_ids]) for one in results]\n        self.finish(results)", SPECULATION),
+    ("drafts come to another replica", "replica_set:ReplicaSet.finish", "self._collect(replica.finish(result.output, result.drafts))", "self._collect(replica.finish(result.output, None))\n            if result.drafts is not None:\n                self.replicas[result.replica - 1].scheduler.update_draft_token_ids(result.drafts)", SPECULATION),
+    ("loads of replicas do not count in routing", "replica_set:ReplicaSet.add", "[one.num_seqs for one in self.replicas]", "[0 for _ in self.replicas]", SCHEDULER),
+    ("a switch forgets the outputs of steps that reached no worker", "replica_set:ReplicaSet.drain", "self.finish(())", "self._empty_steps.clear()", SCHEDULER),
+    ("drafts come to nobody", "replica:Replica.finish", "self.scheduler.update_draft_token_ids(drafts)", "pass", SPECULATION),
+    ("workers do not hear what has ended", "replica:is_empty_step", "        or step.finished_req_ids\n", "", SPECULATION),
+    ("blocks of preempted requests are held back for loads", "replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass", SCHEDULER),
+    ("a discarded scheduler's requests keep their blocks", "block_pools:BlockPools.keep", "manager.free(request)", "pass", POOLS),
+    ("a pool keeps the metrics of its last scheduler", "block_pools:BlockPools._take", "pool.metrics_collector = metrics_collector", "pass", POOLS),
+    ("live requests of the first replica only", "layout_controller:LayoutController._follow_policy", "for replica in active.replicas", "for replica in active.replicas[:1]", SCHEDULER),
+    ("live requests of the only replica, too", "layout_controller:LayoutController._follow_policy", "by_replica if len(by_replica) > 1 else ()", "by_replica", SCHEDULER),
+    ("live requests of replicas are not in the report", "layout_controller:LayoutController._follow_policy", "active.layout, num_seqs, several", "active.layout, num_seqs", SCHEDULER),
+    ("the policy overrules a user", "layout_controller:LayoutController._follow_policy", "num_seqs == 0 or self._forced or ", "num_seqs == 0 or ", SCHEDULER),
+    ("a policy is asked again at once after a refusal", "layout_controller:LayoutController._refused", "now + back_off", "now", SCHEDULER),
+    ("a withdrawn switch is made", "layout_controller:LayoutController._run_requested", "continue  # whoever asked has given up", "pass", SCHEDULER),
+    ("a step in flight hides that the work is over", "layout_controller:LayoutController.finish_work", "self._active.drain()", "pass", SCHEDULER),
+    ("a policy hears of a switch before it is made", "layout_controller:LayoutController._switch", "        active.replace(target, replicas)\n        self.costs.observe(report)\n        self._monitor.switched(report, replicas)\n", "        self._monitor.switched(report, replicas)\n        active.replace(target, replicas)\n", SCHEDULER),
+    ("an engine goes on whose hand-over has failed", "layout_controller:LayoutController._switch", "active.executor.fail()", "pass", SCHEDULER),
+    ("the end of work takes back the next work's draft length", "layout_controller:LayoutController.go_home_if_idle", "drafts.release()", "drafts.request(None)", SPECULATION),
+    ("0 is no draft length", "speculation:DraftLengths._table", "requested is not None", "requested", SPECULATION),
+    ("the policy's draft lengths are not heard", "speculation:DraftLengths._table", "planned or self", "self", SPECULATION),
+    ("draft lengths are not written after a switch", "speculation:DraftLengths.write", "self._written == (requested, of_policy, replicas)", "self._written[0] == requested", SPECULATION),
+    ("draft lengths are not written after a request", "speculation:DraftLengths.write", "self._written == (requested, of_policy, replicas)", "self._written[2] == replicas", SPECULATION),
+    ("draft lengths are not written after a plan", "speculation:DraftLengths.write", "self._written == (requested, of_policy, replicas)", "self._written[::2] == (requested, replicas)", SPECULATION),
+    ("a requested draft length holds for ever", "speculation:DraftLengths.release", "self._requested = None", "pass", SPECULATION),
+    ("a draft length is in use before a step", "speculation:DraftLengths.request", "self._asked.put(length)", "self._requested = length", SPECULATION),
+    ("what was not sampled counts as rejected", "requests:counted_drafts", "- sum(map(bool, generated))", "- len(generated)", SPECULATION),
+    ("requests with drafts do not decode", "requests:step_shape", "== 1 + len(drafts_of.get(request_id, ()))", "== 1", SPECULATION),
+    ("drafts count as prefill, too", "requests:step_shape", "tokens - len(decoding) - drafts", "tokens - len(decoding)", SPECULATION),
+    ("chunks of prompts decode", "requests:step_shape", "tokens == requests + drafts and not", "tokens >= requests + drafts and not", SPECULATION),
+    ("steps of decodes do not draft", "requests:step_shape", "0, busy, drafts, k)", "0, busy, drafts)", SPECULATION),
+    ("steps with chunks do not draft", "requests:step_shape", "prefill, busy, drafts, k)", "prefill, busy, drafts)", SPECULATION),
+    ("prompts of embeddings are alike", "requests:prompt_key", "tuple(embeds.shape), data.view(torch.uint8).numpy().tobytes()", "tuple(embeds.shape)", SCHEDULER),
+    ("a policy hears of the next drafts' length", "monitor:Monitor.stepped", "self.policy.drafted(now, asked,", "self.policy.drafted(now, shape.k,", SPECULATION),
+    ("drafts are expected after a switch", "monitor:Monitor.switched", "self._asked.clear()", "pass", SPECULATION),
+    ("merged outputs have the time of the first", "stats:merge_outputs", "max(merged.timestamp", "min(merged.timestamp", SCHEDULER),
+    ("a layout's replicas have the engine's limit", "pat_vllm.worker.layout_config:_scheduler_config", "config.max_num_seqs = limits.max_num_seqs", "pass", LIMITS),
+    ("bitmasks have the engine's size", "pat_vllm.patches.schedulers:make_room_for_grammars", "config.scheduler_config.max_num_seqs = max_num_seqs", "pass", LIMITS),
+]
+
+_POLICY: list[Row] = [
+    ("a policy begins with draft lengths", "pat_vllm.predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
+    ("draft lengths of a batch's tail hold for the next", "pat_vllm.predictor.adaptive:AdaptivePolicy.idle", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
+    ("planned draft lengths are not used", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass", DRAFT_LENGTHS),
+    ("a plan does not know what is accepted", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self._drafting = self._acceptance.expected()", "pass", DRAFT_LENGTHS),
+]
+
+_EXECUTOR: list[Row] = [
+    ("rings are kept at shutdown", "lanes:Lanes.shutdown", "rings, self._rings = self._rings, {}", "rings = self._rings", LANES),
+    ("sockets stay at shutdown", "lanes:Lanes.shutdown", "remove_sockets(ring.handle)", "pass", LANES),
+    ("a step without tokens sends the drafts of the step before", "lanes:WorkerLanes.serve", "output = worker.execute_model(payload)", "output = worker.execute_model(payload); drafts = worker.drafts_of_step(constrained=False)", LANES),
+    ("drafts are lost on their way", "lanes:WorkerLanes.serve", "self._answer(output, drafts)", "self._answer(output, None)", LANES),
+    ("every rank replies", "lanes:WorkerLanes.serve", "layout.tp_rank_of(self._rank) == 0", "True", LANES),
+    ("drafts of asynchronous steps are fetched without need", "pat_vllm.worker.worker:PATWorkerMixin.drafts_of_step", "async_scheduling and not constrained", "async_scheduling and constrained", LANES),
+    ("queues of groups are left", "leftovers:made_here", "(queue, *(mq.handle for mq in broadcasters if mq is not None))", "(queue,)", LANES),
+    ("shared memory of groups is left", "leftovers:Leftovers.remove", '(path, *_SHARED_MEMORY.glob(f"{path.name}-*"))', "(path,)", LANES),
+    ("a failed switch does not end the engine", "executor:_fatal", "self.fail()", "pass", EXECUTOR),
+    ("an update leaves other layouts' weights as they were", "executor:PATExecutorMixin.collective_rpc", "self._stale = True", "pass", EXECUTOR),
+    ("weights are derived while the engine sleeps", "executor:PATExecutorMixin.refresh_weights", "self._stale and not self.is_sleeping", "self._stale", EXECUTOR),
+    ("a switch takes replies to calls before it", "executor:PATExecutorMixin._read_earlier_replies", "if self.futures_queue:", "if False:", EXECUTOR),
+    ("the executor stays in the layout that was left", "executor:PATExecutorMixin.switch", "self.layout = command.target", "pass", EXECUTOR),
+    ("a drain ends with the first results", "executor:PATExecutorMixin.finished", "(results and not wait_for_all)", "results", EXECUTOR),
+    ("a call that failed in a worker succeeds", "calls:_checked", "isinstance(reply, CallFailed)", "False", EXECUTOR),
+    ("sleep is called on the base layout's model", "calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS", EXECUTOR),
+]
+
+_KV_TRANSFER: list[Row] = [
+    ("a round is written before all is packed", "exchange:Exchange._run_rounds", "            packs.pack(source, part)\n", "            pass\n", EXCHANGE),
+    ("all of a layer is one round", "exchange:Exchange._prepare_rounds", "moves.split(ROUNDS)", "moves.split(1)", EXCHANGE),
+    ("two layers may always be staged", "exchange:Exchange.staging", "moves.most_staged * source[0, 0].nbytes > room", "False", EXCHANGE),
+    ("buffers are not given back", "exchange:CollectiveTransport.release", "self._kept.clear()", "pass", EXCHANGE),
+    ("the last layers do not arrive", "exchange:Exchange.staging", "                self._finish_one()", "                self._begun.clear()", EXCHANGE),
+    ("bytes of rounds are not summed", "exchange:Exchange._run_rounds", "self.bytes_sent += part.nbytes", "self.bytes_sent = part.nbytes", EXCHANGE),
+    ("two layers are staged without room", "exchange:CollectiveTransport.prepare", "2 if 2 * num_bytes <= room else 1", "2", EXCHANGE),
+    ("parts of a shared segment lie over each other", "shared_memory:SharedMemoryTransport.prepare", "start += count * size", "start += count", EXCHANGE),
+    ("torch makes a shared segment larger", "shared_memory:_Segment.resize", "os.truncate(self._path, _PAGE + size)", "pass", EXCHANGE),
+    ("any file of a segment's path is opened", "shared_memory:_Segment.attach", 'os.readlink(path) == f"/memfd:{name} (deleted)"', "os.path.exists(path)", EXCHANGE),
+    ("ranks share memory where one cannot", "shared_memory:SharedMemoryTransport.connect", "all(everywhere)", "any(everywhere)", EXCHANGE),
+    ("rounds leave the rest of a move out", "plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)", ROUNDS),
+    ("a request's last block stays behind", "connector:PATConnector.update_state_after_alloc", "-(-tokens // self._block_size)", "tokens // self._block_size", ADMISSION),
+]
+
+_WEIGHTS: list[Row] = [
+    ("fused matrices begin at the same row", "shards:EvenPartition.shard", "start + tp_rank * rows", "tp_rank * rows", WEIGHTS),
+    ("replicated KV heads are those of the rank", "shards:QKVPartition.shard", "tp_rank // copies * kv_heads", "tp_rank * kv_heads % self.total_kv_heads", WEIGHTS),
+    ("heads of v have the size of those of k", "shards:QKVPartition.shard", "(v_start + first_kv_head * self.v_head_size", "(v_start + first_kv_head * self.head_size", WEIGHTS),
+    ("a shard of the vocabulary has no padding", "shards:VocabPartition.shard", ", size=rows)", ")", WEIGHTS),
+    ("later ranks do not skip the first ranks' spare experts", "shards:ExpertPartition.shard", "min(tp_rank, more)", "0", EXPERTS),
+    ("spread experts are cut, too", "shards:Cut.ways", "self.experts in (None, place.experts)", "self.experts != 'ep' or place.experts == 'ep'", EXPERTS),
+    ("padding is not written", "materialized:MaterializedShards._derive", "target.zero_()", "pass", WEIGHTS),
+    ("plain weights are kept after all layouts are filled", "materialized:MaterializedShards.release", "self._base = None", "pass", WEIGHTS),
+    ("layers without tensor parallelism are cut", "model_weights:model_weights", 'not getattr(module, "disable_tp", False)', "True", WEIGHTS),
+    ("a subclass's own weight loader is overlooked", "model_weights:_layer_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True", WEIGHTS),
+    ("weights may be tied in one layout only", "model_weights:matching_weights", "sources.setdefault(weight.storage, match.storage) != match.storage", "False", WEIGHTS),
+    ("other dtypes are overlooked", "model_weights:_check_match", "weight.cuts != base.cuts or weight.tensor.dtype != base.tensor.dtype", "weight.cuts != base.cuts", WEIGHTS),
+    ("a tied head is tied after its weights were taken", "loaders:BaseLayoutLoader.load_weights", "tie_word_embeddings(model, model_config)", "pass", WEIGHTS),
+    ("layouts compare head and embeddings for themselves", "pat_vllm.patches.weights:tie_word_embeddings", "model_config.word_embeddings_untied_by_checkpoint = False", "pass", WEIGHTS),
+    ("a parameter that an update replaced stays apart", "inplace:InPlaceShards.refresh", "weight.bind(weight.tensor)", "pass", INPLACE),
+    ("the arranged layout is not noted", "inplace:InPlaceShards.arrange", "self._arranged = layout", "pass", INPLACE),
+    ("packed weights are not noticed", "inplace:InPlaceShards.release", "weight.current.data_ptr() != view.data_ptr()", "False", INPLACE),
+    ("swaps that touch the same rows are in one round", "row_order:rounds", "any(_overlap(swap, other) for other in made[-1])", "False", INPLACE),
+    ("joined swaps overlap themselves", "row_order:_joined", "last.length < abs(last.a - last.b)", "True", INPLACE),
+    ("a block lies at its first part's row of the shard", "row_order:block_of", "piece.src - piece.dst", "piece.src", INPLACE),
+    ("gate and up are cut as one matrix", "experts:expert_cuts", "(config.intermediate_size,) * 2", "(2 * config.intermediate_size,)", EXPERTS),
+    ("spread experts are placed by the TP group", "experts:expert_place", 'Place(parallel.ep_size, parallel.ep_rank, "ep")', "Place(parallel.ep_size, parallel.ep_rank)", EXPERTS),
+    ("experts of other data-parallel ranks are overlooked", "experts:_reasons", "parallel.use_all2all_kernels or parallel.dp_size > 1 or", "parallel.use_all2all_kernels or", EXPERTS),
+    ("experts that vLLM has packed are overlooked", "experts:_reasons", "method.moe_kernel is not None", "False", EXPERTS),
+]
+
+_KERNELS: list[Row] = [
+    ("rows of the first expert only trade places", "swap:_sides", "(tensor.shape[:dim]), -1)", "(tensor.shape[:dim]), -1)[:1]", EXPERTS),
+    ("ranges that touch are refused", "swap:_check_disjoint", "< ends[order][:-1]", "<= ends[order][:-1]", KERNELS),
+    ("ranges that overlap are accepted", "swap:_check_disjoint", "(starts[order][1:] < ends[order][:-1]).any()", "False", KERNELS),
+    ("one side is overwritten", "swap:_CopyRound.__call__", "y.copy_(kept)", "y.copy_(x)", KERNELS),
+    ("bytes of one side count", "swap:prepare", "sum(2 * a.nbytes", "sum(a.nbytes", KERNELS),
+    ("every run comes from the first staged blocks", "kv:_IndexedPiece.unpack", "staged[done : done + count]", "staged[:count]", KERNELS),
+    ("blocks that ascend are one run", "kv:_runs", "sum(runs[-1]) == block", "runs[-1][0] < block", KERNELS),
+    ("pieces of a peer lie over each other", "kv:IndexedBlocks.__init__", "pieces[-1].end if pieces else 0\n                shape", "0\n                shape", KERNELS),
+    ("padding between heads is copied", "kv:TableBlocks.__init__", "self._width, self._stride = content, token_stride", "self._width, self._stride = content, content", KERNELS),
+    ("all runs begin in the first block", "kv:TableBlocks.__init__", "ids.mul_(block_stride)", "ids.mul_(0)", KERNELS),
+    ("a chunk is swapped a word too far", "device:swap_kernel", "inside = at < words", "inside = at <= words", KERNELS),
+]
+
+_PATCHES: list[Row] = [
+    ("a step of 0 drafts asks for the drafter", "drafts:skip_empty_drafts", "config if drafts or not samples else None", "config", DRAFTS),
+    ("a runner does not speculate after an empty step", "drafts:skip_empty_drafts", "config if drafts or not samples else None", "config if drafts else None", DRAFTS),
+    ("drafts are not verified in a step of 0", "drafts:skip_empty_drafts", "step.scheduled_spec_decode_tokens or step.num", "step.num", DRAFTS),
+    ("a runner does not speculate after a step of 0", "drafts:skip_empty_drafts", "                    runner.speculative_config = config\n", "                    pass\n", DRAFTS),
+    ("ngram_gpu is asked for its longest drafts", "drafts:_propose_some", "drafts[:, :num_speculative_tokens]", "drafts", DRAFTS),
+    ("no request drafts near the longest context", "drafts:draft_near_the_longest_context", 'runner.speculative_config.method == "ngram"', 'runner.speculative_config.method == "ngram_gpu"', DRAFTS),
+    ("drafts are verified by the temperature of the request before", "drafts:_of_each_token", "x.repeat", "x.roll(1).repeat", REJECTION),
+    ("greedy requests are divided by zero", "drafts:_of_each_token", "of_tokens.masked_fill(of_tokens == replace_from, replace_to)", "of_tokens", REJECTION),
+    ("the user's number of numba's threads is replaced", "drafts:keep_openmp_threads", "if name in os.environ:", "if False:", DRAFTS),
+    ("methods are replaced twice", "replacing:replace", "getattr(original, _PATCHED, False)", "False", PATCHES),
+    ("sends of two threads meet", "front_end:serialize_sends", "with lock:", "if lock:", PATCHES),
+    ("generate waits for a dead core", "front_end:fail_waits_for_a_dead_core", "client.outputs_queue.put_nowait(EngineDeadError())", "pass", PATCHES),
+    ("a narrower layout uses the last rows of counters", "runners:share_penalty_counts", "shared.output_bin_counts[:rows]", "shared.output_bin_counts[-rows:]", PATCHES),
+]
+
+# fmt: on
+
+_ROWS = {
+    "scheduler": _SCHEDULER,
+    "predictor": _POLICY,
+    "executor": _EXECUTOR,
+    "kv_transfer": _KV_TRANSFER,
+    "weights": _WEIGHTS,
+    "kernels": _KERNELS,
+    "patches": _PATCHES,
+}
+
+MUTATIONS = [
+    Mutation(
+        name,
+        function if function.startswith("pat_vllm") else f"pat_vllm.{package}.{function}",
+        {old: new},
+        (tests,),
+    )
+    for package, rows in _ROWS.items()
+    for name, function, old, new, tests in rows
+]

@@ -1,0 +1,316 @@
+"""Mistakes in the predictor, the planner, savings, shards, plans of moves, routing and layouts."""
+
+from tests.nightly.mutations.mutation import Mutation
+
+PREDICTOR = "pat_vllm.predictor"
+ACCEPTANCE = ("tests/unit/predictor/test_acceptance.py",)
+ADAPTIVE = ("tests/unit/predictor/test_adaptive.py",)
+COST = ("tests/unit/predictor/test_cost.py",)
+KEPT = ("tests/unit/predictor/test_kept.py",)
+LENGTHS = ("tests/unit/predictor/test_lengths.py",)
+PLANNER = ("tests/unit/predictor/test_planner.py",)
+SAVINGS = ("tests/unit/predictor/test_savings.py",)
+STEP_BASE = ("tests/unit/predictor/test_step_base.py",)
+STEP_TIME = ("tests/unit/predictor/test_step_time.py",)
+SHARDS = ("tests/unit/weights/test_shards.py",)
+ROW_ORDER = ("tests/unit/weights/test_row_order.py",)
+PLAN = ("tests/unit/kv_transfer/test_plan.py",)
+ROUTING = ("tests/unit/test_routing.py",)
+LAYOUT = ("tests/unit/test_layout.py",)
+
+_FADES = "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))"
+
+# What replaces what, by function and then by the mistake's name.
+_MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
+    (f"{PREDICTOR}.acceptance:Acceptance.observe", ACCEPTANCE): {
+        "evidence of drafts never fades": {_FADES: "keep = 1.0"},
+        "evidence of drafts fades at once": {_FADES: "keep = 0.95"},
+    },
+    (f"{PREDICTOR}.acceptance:Acceptance.weights_changed", ACCEPTANCE): {
+        "acceptance of old weights counts on": {"keep = ": "keep = 1.0 + 0 * "},
+    },
+    (f"{PREDICTOR}.acceptance:Acceptance._count", ACCEPTANCE): {
+        "accepted tokens are no hits": {"at_least[0] + made": "at_least[0]"},
+        "a draft counts as tried though one before it failed": {
+            "+= at_least[:-1]": "+= at_least[0]"
+        },
+    },
+    (f"{PREDICTOR}.acceptance:Acceptance._tokens", ACCEPTANCE): {
+        "the share of tokens is taken for that of steps": {
+            "1 / (1 - shares[0] + shares[0] / per_hit)": "1 + shares[0] * (per_hit - 1)"
+        },
+    },
+    (f"{PREDICTOR}.acceptance:Acceptance.expected", ACCEPTANCE): {
+        "every request has drafts": {"hits * self": "self"},
+        "nothing is hoped for": {"_HOPE * np.sqrt": "0 * np.sqrt"},
+    },
+    (f"{PREDICTOR}.kept:load", KEPT): {
+        "acceptance of another engine is as sure": {"acceptance.weights_changed()": "pass"},
+        "kept acceptance is not read": {'if "acceptance" in content': "if False"},
+    },
+    (f"{PREDICTOR}.kept:save", KEPT): {
+        "acceptance is not kept": {"if acceptance is not None": "if False"},
+    },
+    (f"{PREDICTOR}.planner:Planner._pace", PLANNER): {
+        "hope does not decide draft lengths": {"drafting.lengths[hoped]": "drafting.lengths[best]"},
+        "time per token is that of a step without drafts": {
+            "token = tokens.min(axis=0)": "token = seconds[0]"
+        },
+        "what waits for a place costs nothing": {"steps * (batch / running)": "steps"},
+        "lost KV is computed again for nothing": {
+            "token += short * course.live": "token += 0 * course.live"
+        },
+        "idle replicas count as busy": {
+            "np.minimum(layout.replicas, np.ceil(course.live))": "layout.replicas"
+        },
+    },
+    (f"{PREDICTOR}.planner:Planner._switch_seconds", PLANNER): {
+        "the first step after a switch has drafts": {"(pace.tokens - 1)": "0"},
+        "a drain waits for a token": {"(pace.token * pace.tokens)": "pace.token"},
+        "a drain waits for a whole step": {"waits = 0.5 *": "waits = 1.0 *"},
+        "the target's room is the source's": {"- room[j]": "- room[i]"},
+    },
+    (f"{PREDICTOR}.planner:Planner.outlook", PLANNER): {
+        "a step is as long as a token": {"pace.token[-1] * pace.tokens[-1]": "pace.token[-1]"},
+        "prompts are computed last": {"seconds[:, -1] +=": "seconds[:, 0] +="},
+    },
+    (f"{PREDICTOR}.planner:Planner._prefill_seconds", PLANNER): {
+        "one replica computes all prompts": {
+            "(share * layout.replicas)": "share",
+        },
+    },
+    (f"{PREDICTOR}.planner:Outlook.plan", PLANNER): {
+        "a switch of the first group is free": {
+            "cost[i] + after[i]": "after[i]",
+        },
+        "later switches are left out": {
+            "value = [min(map(add, row, after)) for row in switch]": "value = after"
+        },
+    },
+    (f"{PREDICTOR}.planner:Outlook.hoped", PLANNER): {
+        "a hope slows a layout down": {"one / factor": "one * factor"},
+    },
+    (f"{PREDICTOR}.planner:course", PLANNER): {
+        "contexts do not grow": {"alive * middle": "0 * middle"},
+        "the last response is forgotten": {
+            "before[:, :-1] = ends[:, 1:]": "before[:, :-1] = ends[:, 1:]; before[:, -1] = 1"
+        },
+    },
+    (f"{PREDICTOR}.planner:_cut", PLANNER): {
+        "parts of a group come in the wrong order": {
+            "0.5 - (part + 0.5)": "(part + 0.5)",
+        },
+    },
+    (f"{PREDICTOR}.planner:_schedule", PLANNER): {
+        "draft lengths are in the wrong order": {
+            "pace.lengths[order]": "pace.lengths[order[::-1]]"
+        },
+        "a table ends before the largest batch": {
+            "np.append(begins[1:], most)": "np.append(begins[1:], most - 1)"
+        },
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy._dwell_end", ADAPTIVE): {
+        "a switch is not held": {"_DWELL * (": "0 * ("},
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy._decide", ADAPTIVE): {
+        "a held switch waits for a review": {
+            "self._review = min(self._review, dwell)": "pass",
+        },
+        "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
+        "it plans before each step": {"> _NEWS * live": ">= 0"},
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy.stepped", ADAPTIVE): {
+        "real steps teach nothing": {"self._steps.observe(layout, shape, seconds)": "pass"},
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy.switched", ADAPTIVE): {
+        "the engine's cost model hears of switches twice": {"if self._own_costs": "if True"},
+    },
+    (f"{PREDICTOR}.probing:Prober.find", ADAPTIVE): {
+        "no layout is probed": {"hoped.best == layout": "False"},
+    },
+    (f"{PREDICTOR}.cost:CostModel.seconds", COST): {
+        "recomputing uses one replica": {
+            "np.minimum(np.maximum(num_seqs, 1), target.replicas)": "1"
+        },
+        "the correction of past switches is left out": {"fixed = correction *": "fixed = 1.0 *"},
+    },
+    (f"{PREDICTOR}.cost:CostModel.observe", COST): {
+        "drained steps are part of a switch's cost": {
+            "report.seconds - report.quiesce": "report.seconds"
+        },
+        "tiny exchanges say how fast KV moves": {">= _LEAST_EXCHANGE": ">= 0"},
+    },
+    (f"{PREDICTOR}.cost:CostModel._mode_of", COST): {
+        "KV is computed again where only experts move": {"source.tp == target.tp": "False"},
+    },
+    (f"{PREDICTOR}.lengths:LengthModel.observe_running", LENGTHS): {
+        "prescribed lengths teach": {"~live.exact & ": ""},
+    },
+    (f"{PREDICTOR}.lengths:LengthModel._refresh", LENGTHS): {
+        "earlier batches are forgotten": {" + self._history": ""},
+    },
+    (f"{PREDICTOR}.hazard:Pool.of", LENGTHS): {
+        "responses that were cut short count as ended": {"at[ended]": "at"},
+    },
+    (f"{PREDICTOR}.step_base:StepBase.extra", STEP_BASE): {
+        "verifying drafts takes no time": {
+            "drafts * (self.drafts + others": "drafts * 0 * (self.drafts + others"
+        },
+        "looking for drafts takes no time": {"(k > 0) * (self": "0 * (self"},
+        "looking for drafts takes as long for any batch": {"batch * self.drafting_batch": "0"},
+        "prompts and drafts read no experts": {
+            "self.experts * (1 - self.chosen)": "0 * (1 - self.chosen)"
+        },
+        "drafts read experts that the batch has read": {
+            "self.experts * (1 - self.chosen) ** batch": "self.experts"
+        },
+    },
+    (f"{PREDICTOR}.step_base:StepBase.decode", STEP_BASE): {
+        "decoding reads no experts": {"self.experts * (1 -": "0 * (1 -"},
+    },
+    (f"{PREDICTOR}.step_base:StepBase.fit", STEP_BASE): {
+        "looking for drafts is not fitted": {'"drafting": drafting,': '"drafting": 0 * drafting,'},
+        "only decoded tokens read experts": {"** tokens": "** batch"},
+    },
+    (f"{PREDICTOR}.correction:OnlineCorrection.observe", STEP_TIME): {
+        "outliers are believed": {
+            "trust = min(1.0, believed / distance) if distance > 0 else 1.0": "trust = 1.0"
+        },
+        "a change of the machine is taken for outliers": {">= _STREAK": ">= 10**9"},
+    },
+    (f"{PREDICTOR}.step_time:StepTimeModel.seconds", STEP_TIME): {
+        "predictions of many steps are not corrected": {
+            " * self._correction.factors(layout, np.asarray(batch))": ""
+        },
+    },
+    ("pat_vllm.reporting.savings:Savings.switched", SAVINGS): {
+        "a drain is part of the stall": {"report.seconds - report.quiesce": "report.seconds"},
+        "tokens after a switch count for the old layout": {"self._layout = report.target": "pass"},
+    },
+    ("pat_vllm.reporting.savings:Savings.arrived", SAVINGS): {
+        "arrivals are not counted": {"+= 1": "+= 0"},
+    },
+    ("pat_vllm.reporting.savings:Savings.drafted", SAVINGS): {
+        "steps with drafts count as plain": {"length > 0": "False"},
+    },
+    ("pat_vllm.reporting.savings:Savings._new_stretch", SAVINGS): {
+        "every stretch has drafts": {"self._drafts = False": "self._drafts = True"},
+    },
+    ("pat_vllm.reporting.savings:Savings._close", SAVINGS): {
+        "nobody generates the last tokens": {"max(1, now.num_seqs)": "now.num_seqs"},
+        "contexts of a stretch are empty": {"begin.context / begin.num_seqs + 0.5 * tokens": "0.0"},
+    },
+    ("pat_vllm.reporting.savings:Savings._fold", SAVINGS): {
+        "a fixed layout has the stalls of switches": {"taken - stalled - sum": "taken - sum"},
+        "without drafts a batch has no stalls": {
+            "taken - sum(s.seconds - s.stall for": "taken - sum(s.seconds for"
+        },
+        "another layout without drafts saves nothing": {"s.drafts or s.layout != base": "s.drafts"},
+        "without drafts everything is in the base layout": {
+            "self.plain_seconds(layout, here)": "self.plain_seconds(base, here)"
+        },
+    },
+    ("pat_vllm.reporting.savings:Savings.end", SAVINGS): {
+        "requests with drafts are taken to advance alike": {"in_step(counted, lengths)": "counted"},
+    },
+    ("pat_vllm.weights.shards:QKVPartition.shard", SHARDS): {
+        "replicated KV heads alternate over ranks": {
+            "tp_rank // copies * kv_heads": "tp_rank % self.total_kv_heads * kv_heads"
+        },
+        "values lie where keys have the values' size": {
+            "self.total_kv_heads * self.head_size": "self.total_kv_heads * self.v_head_size"
+        },
+    },
+    ("pat_vllm.weights.shards:VocabPartition.shard", SHARDS): {
+        "padding is cut off": {"size=rows": "size=stop - start"},
+    },
+    ("pat_vllm.weights.shards:ExpertPartition.shard", SHARDS): {
+        "the last ranks have the odd experts": {"min(tp_rank, more)": "0"},
+    },
+    ("pat_vllm.weights.shards:Cut.ways", SHARDS): {
+        "every dimension is cut in every layout": {
+            "if self.experts in (None, place.experts) else 1": ""
+        },
+    },
+    ("pat_vllm.weights.shards:pieces_of", SHARDS): {
+        "a copy begins at the start of the base's piece": {"source.dst + skip": "source.dst"},
+    },
+    ("pat_vllm.weights.row_order:RowOrder.swaps_to", ROW_ORDER): {
+        "swaps lead the other way": {
+            "list(self.units), dict(enumerate(other.units))": (
+                "list(other.units), dict(enumerate(self.units))"
+            )
+        },
+    },
+    ("pat_vllm.weights.row_order:_joined", ROW_ORDER): {
+        "joined swaps overlap": {"last.length < abs(last.a - last.b)": "True"},
+    },
+    ("pat_vllm.weights.row_order:rounds", ROW_ORDER): {
+        "swaps of the same rows share a round": {
+            "any(_overlap(swap, other) for other in made[-1])": "False"
+        },
+    },
+    ("pat_vllm.weights.row_order:block_of", ROW_ORDER): {
+        "a block lies where most rows move": {"return min(blocks": "return max(blocks"},
+    },
+    ("pat_vllm.kv_transfer.plan:head_routes", PLAN): {
+        "heads are read from the start of the source": {
+            "held.index(wanted[start])": "0",
+        },
+        "the last head is left out": {"range(1, len(wanted) + 1)": "range(1, len(wanted))"},
+    },
+    ("pat_vllm.kv_transfer.plan:_pick_holder", PLAN): {
+        "a head is fetched though the rank holds it": {
+            "target_rank if target_rank in holders else ": ""
+        },
+        "one holder sends a replicated head to all": {"target_rank % len(holders)": "0"},
+    },
+    ("pat_vllm.kv_transfer.plan:plan_moves", PLAN): {
+        "only the first pair of replicas is planned for": {
+            "for pair in sorted(source_blocks)": "for pair in sorted(source_blocks)[:1]"
+        },
+    },
+    ("pat_vllm.kv_transfer.plan:RankMoves.of", PLAN): {
+        "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
+        "only senders stage": {
+            "(move.route.source_rank, move.route.target_rank):": "(move.route.source_rank,):"
+        },
+    },
+    ("pat_vllm.routing:Router.route", ROUTING): {
+        "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
+        "the shortest prefix decides": {"chosen = known\n                break": "chosen = known"},
+        "prefixes that are used are forgotten first": {"popitem(last=False)": "popitem()"},
+    },
+    ("pat_vllm.routing:spread", ROUTING): {
+        "a replica may get more than its share": {
+            "open_near or [r for r in range(target.replicas) if count[r] < share]": (
+                "near or [*range(target.replicas)]"
+            )
+        },
+        "the shortest request chooses first": {"(-r.context, r": "(r.context, r"},
+        "contexts are not balanced": {"(count[r], context[r], r)": "(count[r], r)"},
+        "requests move where experts alone lie otherwise": {"source.tp == target.tp": "False"},
+    },
+    ("pat_vllm.layout:Layout.replica_of", LAYOUT): {
+        "groups are neighbouring ranks": {"rank % self.replicas": "rank // self.tp"},
+    },
+    ("pat_vllm.layout:Layout.kv_heads_of", LAYOUT): {
+        "replicated heads alternate": {
+            "tp_rank // (self.tp // num_kv_heads)": "tp_rank % num_kv_heads"
+        },
+    },
+    ("pat_vllm.layout:Layout.find", LAYOUT): {
+        "whole experts are preferred": {'layout.experts == "ep"': 'layout.experts == "tp"'},
+    },
+    ("pat_vllm.layout:device_of", LAYOUT): {
+        "devices are in the order of ranks": {"% factor * place": "% factor * block"},
+    },
+}
+
+MUTATIONS = [
+    Mutation(name, function, changes, tests)
+    for (function, tests), mistakes in _MISTAKES.items()
+    for name, changes in mistakes.items()
+]

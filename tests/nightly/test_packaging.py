@@ -1,0 +1,212 @@
+"""What is shipped to users: the source distribution, the wheel, and what runs from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from typing import Any
+
+import pytest
+
+from pat_vllm import text_only
+from pat_vllm.simulator.modelled.hardware import named_profile
+from tests.support.models import random_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "pat_vllm": ROOT,
+    "pat_verl": ROOT / "integrations" / "verl",
+    "pat_openrlhf": ROOT / "integrations" / "openrlhf",
+}
+
+BUILD = [*(sys.executable, "-m", "build"), *("--no-isolation", "--outdir", "../dist")]
+"""What `make wheel` does, but with the setuptools that is installed, so that nothing is downloaded.
+It makes a source distribution, and the wheel out of that."""
+
+LEFT_OUT = ignore_patterns("__pycache__", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what is built from a copy, as building writes into the sources."""
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
+    (source / "integrations").mkdir(parents=True)
+    for path in (ROOT / "pat_vllm", PACKAGES["pat_verl"], PACKAGES["pat_openrlhf"]):
+        copytree(path, source / path.relative_to(ROOT), ignore=LEFT_OUT)
+    for name in ("pyproject.toml", "LICENSE", "README.md", "MANIFEST.in"):
+        (source / name).write_text((ROOT / name).read_text())
+    # What lies beside the packages is not part of them.
+    for name in ("tests", "benchmarks", "docs"):
+        (source / name).mkdir()
+        (source / name / "__init__.py").touch()
+        (source / name / "test_some.py").touch()
+    done = subprocess.run(BUILD, cwd=source, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
+    return directory / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    (wheel,) = dist.glob("*.whl")
+    return wheel
+
+
+def files_of_packages() -> set[str]:
+    """Paths from the folder that has a package."""
+    return {
+        str(path.relative_to(directory))
+        for package, directory in PACKAGES.items()
+        for path in (directory / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_source_distribution_holds_the_packages_and_what_builds_them(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if "egg-info" not in name}
+        without_suffix = {"LICENSE", "PKG-INFO"}
+        files = {n for n in names if "." in n.rpartition("/")[2] or n in without_suffix}
+    homes = ("integrations/verl/", "integrations/openrlhf/")
+    packaged = {next((name[len(h) :] for h in homes if name.startswith(h)), name) for name in files}
+    beside = {"pyproject.toml", "LICENSE", "README.md", "MANIFEST.in", "PKG-INFO", "setup.cfg"}
+    assert packaged - beside == files_of_packages()
+    assert beside <= packaged
+
+
+def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        assert {name for name in names if not name.startswith(info)} == files_of_packages()
+        points = archive.read(f"{info}/entry_points.txt").decode()
+        metadata = archive.read(f"{info}/METADATA").decode()
+        assert f"{info}/licenses/LICENSE" in names
+    for line in (
+        "pat-vllm = pat_vllm.cli:app",
+        "[vllm.general_plugins]\npat = pat_vllm.plugin:register",
+        "[verl.plugins]\npat = pat_verl.plugin",
+    ):
+        assert line in points
+    for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
+        assert f"Provides-Extra: {extra}\n" in metadata
+
+
+# ---------------------------------------------------------------- without the repository
+
+SCRIPT = """
+import os
+import pat_vllm
+assert pat_vllm.__file__.startswith(os.environ["PYTHONPATH"]), pat_vllm.__file__
+from pat_vllm.cli import app
+if __name__ == "__main__":
+    app()
+"""
+"""As pip writes it: the processes of an engine import it, too."""
+
+
+@pytest.fixture(scope="module")
+def as_pip_installs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheel's packages, and with those that pip installs with vLLM's CPU build.
+
+    They were made for another torch.
+    """
+    directory = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:  # which for a wheel of pure Python is to install it
+        archive.extractall(directory)
+    for name in text_only.PACKAGES:
+        (directory / name).mkdir()
+        broken = f"raise RuntimeError('operator {name}::nms does not exist')"
+        (directory / name / "__init__.py").write_text(broken)
+    return directory
+
+
+def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
+    """Run `python COMMAND` in a folder, with the packages that are installed in another one."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "VLLM_CACHE_ROOT": str(directory / "cache"),  # so vLLM has not met the model before
+    }
+    (directory / "pat-vllm").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "file"),
+    [
+        pytest.param(
+            "simulate --profile profile.json --requests 8 --iterations 1 --max-tokens 256 "
+            "--output-dir out",
+            "",
+            "out/simulate.png",
+            id="simulate",
+        ),
+        pytest.param(
+            "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
+            "Outputs of all three runs agree",
+            "demo.png",
+            id="demo",
+        ),
+        pytest.param(
+            "profile MODEL --enforce-eager --kv-cache-memory-bytes 33554432 --quick --budget 5 "
+            "--output it.json",
+            "",
+            "it.json",
+            id="profile",
+        ),
+    ],
+)
+def test_commands(
+    command: str, words: str, file: str, as_pip_installs: Path, tmp_path: Path
+) -> None:
+    """Their engines, too, which are processes of their own."""
+    named_profile("llama-3.1-8b", "H100", 4).save(tmp_path / "profile.json")
+    arguments = command.replace("MODEL", str(random_model("qwen3"))).split()
+    assert words in run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
+    assert (tmp_path / file).stat().st_size > 2_000
+
+
+def test_the_doctor(as_pip_installs: Path, tmp_path: Path) -> None:
+    """Its processes, too: the one that asks vLLM, and the one that measures devices."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["doctor", "--model", tmp_path / "config.json", "--gpu", "H100"]
+    arguments += ["--ranks", "8", "--pat", '{"base_tp": 4}', "--output-dir", tmp_path / "out"]
+    run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
+    assert "KV cache" in (tmp_path / "out" / "doctor.json").read_text()
+
+    scale = dict(copies=[1 << 20], weights=1, kv=1, requests=1, tokens=64, repeats=1)
+    request = {"model": None, "ranks": 2, "tps": [1, 2], "scale": scale}
+    (tmp_path / "request").write_text(json.dumps(request))
+    (tmp_path / "journal").touch()
+    files = [tmp_path / name for name in ("request", "answer", "journal")]
+    run_from(as_pip_installs, tmp_path, ["-m", "pat_vllm.doctor.device", *files])
+    assert "% of a copy" in (tmp_path / "journal").read_text()

@@ -1,0 +1,71 @@
+"""The tests of switches on many engines: models, ranks, ways to hold weights, kinds of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, IN_PLACE, MIXTURE, WHOLE_PROMPTS
+from tests.engine.test_switch import (  # noqa: F401
+    case,
+    test_a_layout_asked_for_after_a_batch_holds_for_the_next,
+    test_an_idle_engine_returns_to_its_base_layout,
+    test_blocks_are_short_between_kinds_of_one_tp,
+    test_every_ordered_pair_of_layouts,
+    test_half_prefilled_and_waiting_requests_are_carried,
+    test_one_group_is_a_stock_engine,
+    test_random_switch_storm,
+    test_recomputing_gives_the_same,
+    test_single_layouts_agree_and_differ_by_request,
+    test_teacher_forced_log_probabilities_after_a_switch,
+    test_the_layouts_take_the_memory_of_one,
+)
+from tests.support.pool import EngineSpec
+
+
+def switching(model: str, ranks: int, runner: int = 1, **pat: Any) -> EngineSpec:
+    """An engine for these tests, which count steps: with V2, too, one of them is in flight."""
+    name = "-".join([model, str(ranks), *map(str, pat.values()), *["v2"] * (runner == 2)])
+    return EngineSpec(
+        name,
+        model,
+        ranks,
+        IN_PLACE | pat,
+        WHOLE_PROMPTS,
+        model_runner_v2=runner == 2,
+        without_async_scheduling=runner == 2,
+    )
+
+
+BLOCKS_ARE_SHORT = [MIXTURE, FOUR_OF_MIXTURE := switching("qwen3_moe", 4)]
+GROUPED = switching("qwen2", 2)
+COPIED_MIXTURES = [switching("qwen3_moe", ranks, weights="materialized") for ranks in (2, 4)]
+IN_PLACE_ENGINES = [
+    MIXTURE,
+    FOUR_RANKS,
+    FEW_KV_HEADS,
+    FOUR_OF_MIXTURE,
+    GROUPED,
+    switching("llama_gqa", 2),
+    switching("qwen3_tied", 2),
+    # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
+    switching("qwen2_moe", 2),
+    switching("qwen2_moe", 4),
+    # Names, norms and routers of their own.
+    switching("mixtral", 2),
+    switching("olmoe", 2),
+    switching("glm4_moe", 2),
+    # Experts of one kind, as where no rank has any whole.
+    switching("qwen3_moe", 4, base_tp=2, experts="tp"),
+    switching("qwen3_moe", 4, base_tp=2, experts="ep"),
+    switching("qwen2", 2, runner=2),
+    switching("llama_few_kv", 4, runner=2, base_tp=2),
+    switching("qwen3_moe", 2, runner=2),
+]
+pytestmark = pytest.mark.engine(*IN_PLACE_ENGINES, COPIES, *COPIED_MIXTURES)
+ENGINES = {
+    "test_blocks_are_short_between_kinds_of_one_tp": BLOCKS_ARE_SHORT,
+    "test_the_layouts_take_the_memory_of_one": IN_PLACE_ENGINES,
+    "test_one_group_is_a_stock_engine": [GROUPED],
+}

@@ -1,0 +1,30 @@
+"""Weight updates on further engines: copies over four ranks, Model Runner V2."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.specs import MIGRATE, UPDATES, WHOLE_PROMPTS
+from tests.engine.test_weight_updates import (  # noqa: F401
+    test_an_update_between_sleep_and_waking_up,
+    test_an_update_reaches_every_layout,
+    test_an_update_under_way_is_as_in_stock_vllm,
+    test_methods_that_change_the_model_run_in_every_layout,
+    test_nothing_that_happens_between_two_batches_leaves_stale_weights,
+    test_what_happens_in_an_update_by_layers,
+    updated,
+)
+from tests.support.pool import EngineSpec
+
+OPTIONS = UPDATES | WHOLE_PROMPTS
+COPIES = EngineSpec("four copies", "qwen3", 4, MIGRATE | {"weights": "materialized"}, OPTIONS)
+RUNNER_V2 = EngineSpec(
+    "four, V2",
+    "qwen3",
+    4,
+    MIGRATE | {"weights": "inplace"},
+    OPTIONS,
+    model_runner_v2=True,
+    without_async_scheduling=True,
+)
+pytestmark = pytest.mark.engine(COPIES, RUNNER_V2)

@@ -1,0 +1,33 @@
+"""The tests of Model Runner V2 on two ranks with copies of weights, and a long storm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.specs import MIGRATE, V2
+from tests.engine.v2 import test_pairs
+from tests.engine.v2.batch import Served
+from tests.engine.v2.test_pairs import (  # noqa: F401
+    test_an_update_between_switches_reaches_every_layout,
+    test_every_ordered_pair_of_layouts,
+    test_every_ordered_pair_when_kv_is_computed_again,
+    test_new_weights_come_while_the_engine_sleeps,
+    test_sleep_and_wake_up_around_switches,
+)
+from tests.support.pool import EngineSpec
+
+TWO = EngineSpec(
+    "V2, two",
+    V2.model,
+    2,
+    MIGRATE | {"weights": "materialized"},
+    V2.options,
+    model_runner_v2=True,
+)
+pytestmark = pytest.mark.engine(TWO)
+ENGINES = {"test_storm": [TWO, V2]}
+
+
+@pytest.mark.parametrize("copies", [2, 16])
+def test_storm(served: Served, copies: int) -> None:
+    test_pairs.test_storm(served, copies)

@@ -1,0 +1,95 @@
+"""verl's real GRPO trainer, the example of the docs, with the layout changing in each rollout.
+
+In float32 the probabilities that the rollout and the actor give to the same tokens differ by
+rounding only, unless a weight that the rollout used was not the actor's.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+pytest.importorskip("verl")
+
+from tests.nightly.verl.trainer import GRPO, grpo
+from tests.verl.models import mixture_chat, repeating_chat
+
+pytestmark = pytest.mark.timeout(2400)
+
+PAT = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.pat"
+SCHEDULE = f"{PAT}.policy={{kind:schedule,switch_at:{{4:2}}}}"
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=pat",
+)
+DRAFTS = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config="
+    "{method:ngram,num_speculative_tokens:4,prompt_lookup_min:2,prompt_lookup_max:4}"
+)
+
+
+def check_steps(
+    run: GRPO, tolerance: float = 1e-5, long_tail: bool = True, wide: str = "tp2dp1"
+) -> None:
+    """Three steps were made, with a regroup in each rollout and the actor's weights in each."""
+    steps, rollouts = run.steps()[:3], run.rollouts()[:3]
+    assert len(steps) == len(rollouts) == 3
+    for step, rollout in zip(steps, rollouts, strict=True):
+        assert step.probs_diff_max < tolerance
+        assert not long_tail or step.longest > 2 * step.mean_length
+        assert rollout.startswith("16 responses")
+        live = re.findall(rf"tp1dp2 -> {wide} at \S+ s, (\d+) live", rollout)
+        assert live
+        assert all(1 <= int(number) <= 4 for number in live)
+
+
+def check_drafts(run: GRPO) -> None:
+    """Each rollout had drafts, and some were accepted. Training may break the model's phrase."""
+    counts = [re.findall(r"(\d+) of (\d+) draft tokens accepted", o) for o in run.rollouts()[:3]]
+    accepted = [int(number) for ((number, _),) in counts]
+    assert len(accepted) == 3 and any(accepted), counts
+
+
+def test_three_steps() -> None:
+    with grpo(SCHEDULE) as run:
+        run.succeed()
+        check_steps(run)
+        run.leaves_nothing()
+
+
+def test_a_mixture_of_experts() -> None:
+    """Experts whole in replicas, spread in the group. New weights come to both."""
+    schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
+    model = f"actor_rollout_ref.model.path={mixture_chat()}"
+    with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
+        run.succeed()
+        check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
+        run.leaves_nothing()
+
+
+def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
+    """The other way to ask for PAT; and what happens when an engine is killed in a rollout.
+
+    The layouts share one copy of the weights, as on GPUs, and the engine speculates.
+    """
+    inplace = f"{PAT}.weights=inplace"
+    model = f"actor_rollout_ref.model.path={repeating_chat()}"
+    steps = "trainer.total_training_steps=100"
+    with grpo(*VLLM, SCHEDULE, inplace, DRAFTS, model, steps) as run:
+        run.wait_for(lambda: "step:3 - " in run.printed_by_workers(), "step 3")
+        victim = run.processes("VLLM::Worker")[-1]
+        # The next rollout begins, and cannot end before the worker is killed.
+        victim.suspend()
+        time.sleep(4)
+        victim.kill()
+
+        assert run.child.wait() != 0
+        # Steps that verify drafts compute other shapes, also of the same tokens. And the model
+        # ends its phrases when it likes.
+        check_steps(run, tolerance=1e-4, long_tail=False)
+        check_drafts(run)
+        assert len(run.steps()) == 3
+        assert "the PAT engine of rollout replica 0 has died" in run.output
+        run.leaves_nothing()

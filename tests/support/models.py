@@ -1,0 +1,123 @@
+"""Tiny random checkpoints, built once per machine and shared by all tests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pat_vllm.cli import random_model as builder
+
+WIDE: dict[str, Any] = dict(
+    arch="qwen3",
+    dtype="bfloat16",
+    hidden=512,
+    heads=8,
+    kv_heads=4,
+    head_dim=128,
+    layers=4,
+    repeat=1.2,
+)
+
+# What each one is for: see the comment. Everything not named is `make_model`'s default.
+SPECS: dict[str, dict[str, Any]] = {
+    # Normalised queries and keys; at tp=4 each rank has one of the 4 KV heads.
+    "qwen3": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4),
+    # The same model with other weights.
+    "qwen3_updated": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, seed=1),
+    # The same heads without norms or biases.
+    "llama_gqa": dict(arch="llama", hidden=128, heads=8, kv_heads=4),
+    # Fewer KV heads than 4 ranks, so vLLM replicates them; a vocabulary that vLLM must pad.
+    "llama_few_kv": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500),
+    # One KV head for all: every rank of a wider layout stores a copy of the same KV.
+    "llama_one_kv": dict(arch="llama", hidden=64, heads=4, kv_heads=1),
+    # Biases on q, k and v, which are sharded (tp=2) and replicated (tp=4) like the KV heads.
+    "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
+    # The output head is the embedding matrix.
+    "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
+    # Mixtures of experts: one KV head for two ranks at tp=4, ...
+    "qwen3_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2),
+    "qwen3_moe_updated": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, seed=1),
+    # ... shared experts with a gate, and experts that do not divide by four, ...
+    "qwen2_moe": dict(
+        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, gain=3.0
+    ),
+    # ... names of its own in checkpoints, ...
+    "mixtral": dict(arch="mixtral", hidden=128, heads=4, kv_heads=4, layers=2),
+    # ... norms over all heads, ...
+    "olmoe": dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2),
+    # ... a first layer without experts, shared experts, and a bias of the router's choice.
+    "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
+    # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
+    # drafts are accepted, but not all (see `tests/support/ngram.py`).
+    "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
+    # The same with replicated KV heads and a padded vocabulary.
+    "repeating_llama": dict(arch="llama", hidden=96, heads=8, kv_heads=2, vocab=500, repeat=1.25),
+    # And a mixture of experts.
+    "repeating_moe": dict(arch="qwen3_moe", hidden=128, heads=4, kv_heads=2, layers=2, repeat=1.2),
+    "repeating_shared": dict(
+        arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, repeat=1.3
+    ),
+    # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
+    "wide": dict(WIDE, seed=0),
+    "wide_updated": dict(WIDE, seed=1),
+    # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
+    "vocab16": dict(
+        arch="qwen3",
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        intermediate=128,
+        vocab=16,
+        max_position_embeddings=64,
+        gain=1.5,
+        repeat=1.8,
+        phrase=8,
+    ),
+}
+REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
+
+
+def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
+    """So many tokens of the phrase of a model in `REPEATING`, from its token number `start` on."""
+    first, size = len(builder.SPECIAL_TOKENS), SPECS[name].get("phrase", 16)
+    return [first + (start + i) % size for i in range(tokens)]
+
+
+def random_model(name: str) -> Path:
+    """Directory of the checkpoint `SPECS[name]`, built on the first call.
+
+    It is kept under `PAT_TEST_MODELS`, or in a directory of this user's under the system's
+    temporary one. Several processes may ask for the same model at once.
+    """
+    if name not in SPECS:
+        raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
+    # The builder's source is part of the key: a change of it must not meet an old checkpoint.
+    key = json.dumps(SPECS[name], sort_keys=True).encode() + Path(builder.__file__).read_bytes()
+    target = cache_dir() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    try:
+        builder.make_model(scratch, **SPECS[name])
+        scratch.rename(target)
+    except OSError:
+        # Another process was first: a directory can't be renamed onto one that is not empty.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def cache_dir() -> Path:
+    """Where test models are kept, and what stock vLLM generated with them."""
+    default = Path(tempfile.gettempdir()) / f"pat-vllm-models-{os.getuid()}"
+    path = Path(os.environ.get("PAT_TEST_MODELS") or default)
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return path.resolve()

@@ -1,0 +1,374 @@
+"""`pat-vllm advise`: the verdict where the answer is known, settings to paste, errors, output."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pat_vllm.advice.settings import pat_options, settings
+from pat_vllm.advice.sides import Side, Task
+from pat_vllm.advice.text import percents, rows, verdict
+from pat_vllm.advice.verdict import OWN_WORK, Advice, Gain
+from pat_vllm.cli import app
+from pat_vllm.cli.advise import Question, answer, run_advise
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile, named_profile
+
+SMALL = Question("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
+
+
+@pytest.fixture(scope="module")
+def equal(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    file = tmp_path_factory.mktemp("lengths") / "equal.txt"
+    file.write_text("400\n" * 64)
+    return answer(Question("llama-3.1-8b", "A40", 4, responses=64, lengths=file, iterations=4))
+
+
+@pytest.fixture(scope="module")
+def tail() -> Advice:
+    """Nearly all responses end early, one is 16 times as long; NVLink."""
+    of = {"max_tokens": 1024, "shape": "straggler", "iterations": 3}
+    return answer(Question("llama-3.1-8b", "H100", 4, responses=1024, **of))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def accepted() -> Advice:
+    """Four of five drafts are accepted."""
+    return answer(replace(SMALL, gpus=4, shape="log-normal", acceptance=0.8, iterations=3))
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Advice:
+    of = {"max_tokens": 128, "shape": "log-normal", "iterations": 2}
+    return answer(Question("qwen3-30b-a3b", "H200", 4, responses=32, **of))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def test_gain_and_its_interval() -> None:
+    same = Gain.of([2.0, 3.0], [2.0, 3.0])
+    assert (same.mean, same.low, same.high, same.reaches) == (0, 0, 0, 0)
+    half = Gain.of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    assert half.mean == half.low == half.high == pytest.approx(0.5) and half.reaches is None
+    spread = Gain.of([0.8, 1.0], [1.0, 1.0])
+    assert spread.low < 0 < spread.mean < spread.high and spread.reaches == 0
+    assert (spread.least, spread.most) == (0, pytest.approx(0.2))
+    little = Gain.of([0.997, 0.997], [1.0, 1.0])
+    assert little.low > 0 and little.reaches == OWN_WORK
+    shown = percents(Gain(0.1234, -0.0001, 0.2, 0.1, 0.3))
+    assert shown == ["12.3%", "0.0%", "20.0%", "10.0%", "30.0%"]
+
+
+def test_equal_lengths_or_luck_are_no_gain(equal: Advice) -> None:
+    luck = replace(equal, gain=Gain.of([0.9, 1.04, 0.95, 1.0], [1.0] * 4))
+    for advice in (equal, luck):
+        assert not advice.pays and "Nothing to gain here" in verdict(advice)
+        assert "the interval reaches 0" in verdict(advice)
+
+
+def test_long_tail_on_fast_links_gains(tail: Advice) -> None:
+    assert tail.pays and "Nothing" not in verdict(tail)
+    assert 0.05 < tail.gain.low < tail.gain.mean < tail.gain.high < 0.3
+    by_name = {source.name: source.gain for source in tail.sources}
+    assert set(by_name) == {"concurrency", "layout"}  # no drafts are accepted
+    # Without drafts, all that is gained at equal concurrency is the layouts'.
+    assert by_name["layout"] == tail.gain and not tail.drafts
+    assert "tp4dp1" in tail.path
+
+
+def test_accepted_drafts_are_advised(accepted: Advice) -> None:
+    assert accepted.drafts and accepted.ours is accepted.sides.pat
+    by_name = {source.name: source.gain for source in accepted.sources}
+    assert by_name["draft length"].low > 0.2
+    assert accepted.sides.static.side.drafts != "k = 0"
+    assert accepted.sides.static.result.seconds <= accepted.sides.plain.result.seconds
+    # The parts multiply to the whole.
+    left = 1.0
+    for source in accepted.sources:
+        left *= 1 - source.gain.mean
+    whole = Gain.of(accepted.sides.pat.seconds, accepted.sides.own.seconds)
+    assert left == pytest.approx(1 - whole.mean)
+
+
+@pytest.mark.parametrize("name", ["tail", "mixture"])
+def test_best_static_side_is_the_fastest(name: str, request: pytest.FixtureRequest) -> None:
+    advice: Advice = request.getfixturevalue(name)
+    rollouts, static = advice.rollouts, advice.sides.static
+    for layout in rollouts.static.layouts:
+        chains = range(len(rollouts.chains))
+        runs = [run for i in chains for run in rollouts.replay(Task(Side(layout), i))]
+        assert static.result.seconds <= sum(run.seconds for run in runs)
+        if layout == static.side.layout:
+            assert static.seconds == tuple(run.seconds for run in runs)
+
+
+def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None:
+    rollouts = tail.rollouts
+    assert rollouts.profile.max_num_seqs == {1: 256, 2: 512, 4: 1024}
+    assert rollouts.with_own_limits.max_num_seqs == {1: 256, 2: 256, 4: 256}
+    # 1,024 responses do not fit into one group of 256 at once.
+    narrow = Side(Layout(4, 1), own_limits=True)
+    at_once, in_turns = (rollouts.replay(Task(s, 0)) for s in (Side(Layout(4, 1)), narrow))
+    assert sum(run.seconds for run in in_turns) > sum(run.seconds for run in at_once)
+
+
+def test_measured_profile_is_not_called_modelled(tmp_path: Path) -> None:
+    measured_noise().save(tmp_path / "mine.json")
+    question = Question(profile=tmp_path / "mine.json", responses=32, max_tokens=64, iterations=2)
+    text = io.StringIO()
+    advice = run_advise(Console(file=text, width=200), question, processes=1)
+    assert "modelled" not in text.getvalue() and "seconds, simulated" in text.getvalue()
+    assert not advice.modelled and "modelled" not in verdict(advice)
+    assert advice.to_json()["step_and_switch_times"] == "measured"
+
+
+def test_every_row_has_a_label_of_its_own(accepted: Advice, tail: Advice) -> None:
+    for advice in (accepted, tail):
+        labels = [label for label, _ in rows(advice)]
+        assert len(labels) == len(set(labels)) >= 3
+        sides = [side for _, side in rows(advice)]
+        assert advice.sides.static in sides and advice.ours in sides
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+def sizes(profile: Profile) -> tuple[int, ...]:
+    return tuple(layout.tp for layout in profile.layouts)
+
+
+def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
+    question = replace(SMALL, gpus=4, responses=8)
+    everything = question.engine()
+    assert sizes(everything) == (1, 2, 4)
+    short = replace(question, max_tokens=everything.kv_tokens[1] // 2).rollouts()
+    long = replace(question, max_tokens=everything.kv_tokens[1], shape="straggler").rollouts()
+    assert short.profile == everything
+    assert sizes(long.profile) == (2, 4)
+    assert long.replay(Task(Side(long.profile.layouts[0]), 0))
+
+
+def test_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"w": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_SHAPES["llama-3.1-8b"]))
+    (tmp_path / "7.jsonl").write_text('{"input": "what is it", "output": "w w w w"}\n')
+    question = replace(SMALL, model=str(tmp_path), lengths=tmp_path / "7.jsonl", max_tokens=None)
+    rollouts = question.rollouts()
+    assert set(rollouts.batches[0].lengths) == {4}
+    assert set(rollouts.batches[0].num_prompt_tokens) == {3}
+    assert sizes(rollouts.profile) == (1, 2) and tmp_path.name in rollouts.profile.title
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json cannot be read"):
+        question.rollouts()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_experts", "has num_experts: .* model_type 'qwen3' cannot be modelled"),
+        ("kv_lora_rank", "has kv_lora_rank: .* PAT does not serve it"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(tmp_path: Path, field: str, message: str) -> None:
+    config = {**MODEL_SHAPES["qwen3-14b"], field: 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, model=str(tmp_path)).rollouts()
+
+
+def test_engines_of_mixtures(mixture: Advice) -> None:
+    """Static engines have both kinds, and more memory for KV than PAT's."""
+    rollouts = mixture.rollouts
+    names = [str(layout) for layout in rollouts.static.layouts]
+    assert names == ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
+    assert not rollouts.static.key.get("in_place") and rollouts.profile.key["in_place"]
+    assert rollouts.profile.kv_tokens[4] < rollouts.static.kv_tokens[4]
+    assert {*rollouts.profile.layouts} <= {*rollouts.static.layouts}
+
+
+def test_base_layout_of_a_mixture_is_the_one_with_which_pat_is_fastest() -> None:
+    """On 80 GB all experts leave a tenth of the memory to KV, which a full batch does not fit."""
+    of = {"max_tokens": 4096, "shape": "uniform", "iterations": 2}
+    many, few = (
+        Question("qwen3-30b-a3b", "H100", 4, responses=n, **of).rollouts()  # type: ignore[arg-type]
+        for n in (256, 8)
+    )
+    assert many.profile.layouts[0].tp > 1 == few.profile.layouts[0].tp
+
+
+# ---------------------------------------------------------------- settings
+
+
+def arguments_of(call: str) -> dict[str, Any]:
+    """The keyword arguments of `LLM(...)`."""
+    node = ast.parse(call).body[0].value  # type: ignore[attr-defined]
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+
+
+def option(command: str, name: str) -> Any:
+    words = shlex.split(command.replace("\\\n", " "))
+    return json.loads(words[words.index(name) + 1])
+
+
+def test_settings_with_pat_are_what_pat_reads(tail: Advice) -> None:
+    forms = settings(tail, "MODEL", 256)
+    given = arguments_of(forms["LLM"])
+    pat = given["additional_config"]["pat"]
+    layouts = PATConfig.parse(pat).resolve_layouts(given["tensor_parallel_size"])
+    assert layouts == tail.rollouts.profile.layouts
+    assert given["distributed_executor_backend"] == "pat" and given["max_num_seqs"] == 256
+    assert "speculative_config" not in given
+    assert option(forms["vllm serve"], "--additional-config") == {"pat": pat}
+    assert option(forms["OpenRLHF"], "--vllm.pat") == pat
+    assert "actor_rollout_ref.rollout.name=pat" in forms["VeRL"]
+    assert "policy='{kind:predictor,lengths_file:/PATH/lengths.json}'" in forms["VeRL"]
+
+
+def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
+    layout = equal.sides.static.side.layout
+    assert layout is not None
+    for name, text in settings(equal, "MODEL", 256).items():
+        assert "pat" not in text.lower().replace("/path", ""), name
+        assert str(layout.tp) in text
+
+
+def test_settings_with_drafts(accepted: Advice) -> None:
+    assert accepted.pays
+    forms = settings(accepted, "MODEL", 256)
+    assert all("ngram" in text for text in forms.values())
+    assert arguments_of(forms["LLM"])["speculative_config"]["num_speculative_tokens"] == 7
+    plain = settings(replace(accepted, gain=Gain(0, 0, 0, 0, 0)), "MODEL")
+    assert "speculative_config" in plain["LLM"]
+    assert "speculative" not in plain["OpenRLHF"]  # it has no such option
+
+
+def test_layouts_that_do_not_fit_are_left_out_of_the_settings(tail: Advice) -> None:
+    """A model of 34B does not fit on an A40 alone."""
+    shape = {**MODEL_SHAPES["llama-3.1-8b"], "num_hidden_layers": 60, "hidden_size": 7168}
+    shape |= {"num_attention_heads": 56, "intermediate_size": 20480}
+    profile = modelled_profile(shape, "A40", 8)
+    assert sizes(profile) == (2, 4, 8)
+    advice = replace(tail, rollouts=replace(tail.rollouts, profile=profile))
+    options = pat_options(advice, "mine.json")
+    assert options["base_tp"] == 2 and options["policy"]["profile"] == "mine.json"
+    assert PATConfig.parse(options).resolve_layouts(8) == profile.layouts
+
+
+@pytest.mark.parametrize(
+    ("layouts", "expected"),
+    [
+        ("tp1dp4 tp2dp2 tp2dp2ep tp4dp1 tp4dp1ep", {}),
+        ("tp1dp4 tp2dp2 tp4dp1", {"experts": "tp"}),
+        ("tp1dp4 tp2dp2ep tp4dp1ep", {"experts": "ep"}),
+        ("tp1dp4 tp4dp1 tp4dp1ep", {"layouts": [1, 4]}),
+        ("tp2dp2 tp4dp1", {"base_tp": 2}),
+        ("tp2dp2ep tp4dp1ep", {"base_tp": 2, "experts": "ep"}),
+    ],
+)
+def test_options_of_mixtures_name_base_and_kind(
+    mixture: Advice, layouts: str, expected: dict[str, Any]
+) -> None:
+    engine = mixture.rollouts.static.model_copy(
+        update={"layouts": tuple(map(Layout.parse, layouts.split()))}
+    )
+    options = pat_options(replace(mixture, rollouts=replace(mixture.rollouts, profile=engine)))
+    del options["policy"]
+    assert options == expected
+
+
+@pytest.mark.parametrize("name", ["tp2dp2", "tp2dp2ep", "tp4dp1ep"])
+def test_static_settings_keep_experts_where_they_were_simulated(mixture: Advice, name: str) -> None:
+    layout = Layout.parse(name)
+    sides = replace(mixture.sides, static=replace(mixture.sides.static, side=Side(layout)))
+    forms = settings(replace(mixture, sides=sides, gain=Gain(0, 0, 0, 0, 0)), "MODEL", 256)
+    spread = layout.experts == "ep"
+    assert arguments_of(forms["LLM"]).get("enable_expert_parallel", False) == spread
+    assert ("--enable-expert-parallel" in forms["vllm serve"]) == spread
+    assert (f"expert_parallel_size={layout.tp}" in forms["VeRL"]) == spread
+    # vLLM would cut or spread experts over data-parallel ranks, too.
+    assert "data-parallel" not in forms["vllm serve"]
+    assert forms["vllm serve"].startswith("# 2 engines" if layout.replicas == 2 else "vllm")
+
+
+# ---------------------------------------------------------------- the command
+
+ARGUMENTS = (
+    *("advise", "--model", "llama-3.1-8b", "--gpu", "A40", "--gpus", "2", "--responses", "32"),
+    *("--max-tokens", "256", "--iterations", "2"),
+)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+
+
+def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
+    output, plot = tmp_path / "advice.json", tmp_path / "advice.png"
+    files = ("--output", str(output), "--plot", str(plot))
+    code, text = invoke(*ARGUMENTS, "--acceptance", "0.5", "--processes", "2", *files)
+    assert code == 0, text
+    content = json.loads(output.read_text())
+    # Processes change nothing in the answer.
+    alone = answer(replace(SMALL, acceptance=0.5, shape="deepscaler"))
+    assert content["pat"]["seconds"] == pytest.approx(alone.ours.seconds)
+    assert content["best_static"]["seconds"] == pytest.approx(alone.sides.static.seconds)
+    assert content["step_and_switch_times"] == "modelled" and content["responses"] == 32
+    assert set(content["comes_from"]) == {"concurrency", "layout", "draft length"}
+    assert len(content["pat"]["seconds"]) == len(content["best_static"]["seconds"]) == 2
+    assert set(content["settings"]) == {"LLM", "vllm serve", "VeRL", "OpenRLHF"}
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+    for expected in ("MODELLED, not measured", "seconds, modelled", "concurrency", "Simulated in"):
+        assert expected in text
+    assert re.search(r"PAT saves -?\d[^;]*; [^)]*\), modelled", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "B200"), "gpu 'B200' is unknown; allowed are A40, H100, H200"),
+        (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-14b"),
+        (("--model", "/nowhere/config.json"), "/nowhere/config.json cannot be read"),
+        (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
+        (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
+        (("--gpus", "1"), "--gpus is 1; allowed is 2 to 8"),
+        (("--acceptance", "1.5"), "--acceptance is 1.5; allowed is 0 to 1"),
+        (("--responses", "0"), "--responses is 0; allowed is at least 2"),
+        (("--iterations", "1"), "--iterations is 1; allowed is at least 2"),
+        (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png; /nowhere is no directory"),
+        (("--max-tokens", "9000000"), "has no layout but tp=2 with memory for"),
+        (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
+    ],
+)
+def test_errors_name_option_value_and_what_is_allowed(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    code, text = invoke(*ARGUMENTS, *arguments)
+    assert code == 2 and message in text
+
+
+def test_missing_options_and_steps_are_named(tmp_path: Path) -> None:
+    for arguments, missing in (((), "--gpu"), (("--gpu", "H100"), "--model")):
+        code, text = invoke("advise", *arguments)
+        assert code == 2 and f"{missing} is missing; name a modelled GPU" in text
+    named_profile("llama-3.1-8b", "H100", 2).save(tmp_path / "plain.json")
+    code, text = invoke("advise", "--profile", str(tmp_path / "plain.json"), "--acceptance", "0.5")
+    assert code == 2 and "has no steps with drafts" in text

@@ -1,0 +1,129 @@
+"""Files of earlier rollouts, as people and trainers have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pat_vllm.advice.lengths import read_rollouts
+from pat_vllm.predictor import kept
+from pat_vllm.predictor.lengths import LengthModel
+
+
+def words(texts: list[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+VERL = (
+    '{"input": "what is it", "output": "a b c", "gts": "c", "score": 1, "step": 7, "uid": "0_0"}\n'
+    '{"input": "what is it", "output": "", "gts": "c", "score": 0, "step": 7, "uid": "0_1"}\n'
+)
+"""As `trainer.rollout_data_dir` has it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lengths", "prompts"),
+    [
+        ("array.json", "[120, 4000.0, 7]", (120, 4000, 7), ()),
+        ("lines.txt", "length\n120\n# old\n4000\n", (120, 4000), ()),
+        ("lines.json", "120\n4000\n", (120, 4000), ()),
+        ("trace.json", '{"lengths": [3, 9], "num_prompt_tokens": [5, 6]}', (3, 9), (5, 6)),
+        ("trace.json", '{"lengths": [3, 9], "max_tokens": 16}', (3, 9), ()),
+        ("records.jsonl", '{"response_length": 12}\n\n{"response_length": 9}\n', (12, 9), ()),
+        ("single.jsonl", '{"response_length": 12}', (12,), ()),
+        (
+            "openrlhf.jsonl",
+            '{"response_length": [12, 9], "total_length": [20, 17], "reward": [0, 1]}\n'
+            '{"response_length": [3.0], "total_length": [11.0], "reward": [0]}\n',
+            (12, 9, 3),
+            (8, 8, 8),
+        ),
+        ("prompts.jsonl", '{"response_length": 12, "prompt_length": 4}\n', (12,), (4,)),
+        ("7.jsonl", VERL, (3, 1), (3, 3)),
+        ("records.json", '[{"output": "a b"}]', (2,), ()),
+    ],
+)
+def test_every_format_is_read(
+    tmp_path: Path, name: str, text: str, lengths: tuple[int, ...], prompts: tuple[int, ...]
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    rollouts = read_rollouts(file, words)
+    assert (rollouts.lengths, rollouts.num_prompt_tokens) == (lengths, prompts)
+    assert rollouts.counted == ("output" in text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "[]", "empty array"),
+        ("a.json", "", "is empty"),
+        ("a.json", "[3, 0]", "entry 2: a length must be a whole number .* got 0; leave out"),
+        ("a.json", "[3, 2.5]", "got 2.5"),
+        ("a.json", "[3, true]", "got True"),
+        ("a.json", "[3, NaN]", "got nan"),
+        ("a.json", '["3"]', "got '3'"),
+        ("a.json", "[3, 4", "line 1 is no JSON .* expected a JSON array"),
+        ("a.txt", "12\ntwelve\n", "line 2 must be one length in tokens, got 'twelve'"),
+        ("a.txt", "12\n-3\n", "lengths of trace 'a' must be 1 to"),
+        ("a.jsonl", '{"response_length": 3}\n{"response', "line 2 is no JSON"),
+        ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
+        ("a.jsonl", '{"response_length": "3"}\n', "line 1: response_length must be .* got '3'"),
+        ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
+        ("a.jsonl", '{"output": "a"}\n{"output": 3}\n', "line 2 has 'output'; expected"),
+        ("a.jsonl", '{"output": "a"}\n', "holds text .* --model DIRECTORY"),
+        ("a.json", '{"lengths": ["a"]}', "lengths must be a list of whole numbers"),
+        ("a.json", '{"ends": [1], "tokens": "x"}', "holds no length history"),
+        ("a.parquet", b"PAR1\xff\xfe\x00", "is no text file; expected a JSON array"),
+    ],
+)
+def test_other_files_are_errors(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    count = None if "--model" in message else words
+    with pytest.raises(ValueError, match=message) as error:
+        read_rollouts(file, count)
+    assert str(file) in str(error.value)
+
+
+def test_directory_of_verl_is_read_by_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no \*\.jsonl file"):
+        read_rollouts(tmp_path)
+    for step in (10, 2):
+        text = json.dumps({"input": "x", "output": " ".join("w" * step), "step": step})
+        (tmp_path / f"{step}.jsonl").write_text(text)
+    assert read_rollouts(tmp_path, words).lengths == (2, 10)
+
+
+def test_history_of_an_engine_is_read(tmp_path: Path) -> None:
+    model = LengthModel(4096)
+    file = tmp_path / "lengths.json"
+    kept.save(file, model)
+    with pytest.raises(ValueError, match="has seen no response"):
+        read_rollouts(file)
+    seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
+    for length in seen.tolist():
+        model.finished(length, complete=True)
+    model.end_of_batch()
+    kept.save(file, model)
+    expected = read_rollouts(file).lengths
+    quantiles = [0.1, 0.5, 0.9, 0.99]
+    assert np.quantile(expected, quantiles) == pytest.approx(np.quantile(seen, quantiles), rel=0.1)
+
+
+def test_batches_are_drawn_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    prompts = {10: 3, 500: 4, 9000: 5}
+    file.write_text(
+        "".join(f'{{"response_length": {a}, "prompt_length": {b}}}\n' for a, b in prompts.items())
+    )
+    batch = read_rollouts(file).draw(200, 1000, seed=1)
+    assert len(batch) == 200 and set(batch.lengths) == {10, 500, 1000}, "long ones are cut short"
+    expected = {min(length, 1000): tokens for length, tokens in prompts.items()}
+    assert batch.num_prompt_tokens == tuple(expected[length] for length in batch.lengths)
+    assert batch.lengths != read_rollouts(file).draw(200, 1000, seed=2).lengths

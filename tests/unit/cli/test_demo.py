@@ -1,0 +1,233 @@
+"""`pat-vllm demo` without engines: its batch, its engines' options, and what it shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.cli.demo import (
+    Contender,
+    contenders,
+    disagreement,
+    make_batch,
+    response_lengths,
+    run_spec,
+    table_rows,
+    verdict,
+)
+from pat_vllm.cli.demo_timeline import draw_timeline
+from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec, environment
+from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
+from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture
+from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from tests.unit.reporting.samples import ONE, TWO, switch_report
+
+BEGAN = 100.0
+CONFIG = dict(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, vocab_size=300)
+Timeline = list[tuple[float, Layout, int]]
+
+
+def a_result(seconds: float, timeline: Timeline, *switches: SwitchReport) -> RunResult:
+    """A run as it would be recorded: JSON there and back."""
+    samples = tuple(LiveSample(BEGAN + at, layout, live) for at, layout, live in timeline)
+    moved = tuple(dataclasses.replace(s, at=BEGAN + s.at) for s in switches)
+    report = Report(ONE, (ONE, TWO), moved, (), samples)
+    result = RunResult(20.0, BEGAN, seconds, ((5, 6), (7, 8, 9, 10)), report)
+    return RunResult.from_json(result.to_json())
+
+
+WARM_UP: Timeline = [(-2.0, ONE, 8), (-1.0, TWO, 3), (-0.5, TWO, 0)]
+SWITCHING: Timeline = [(0.0, ONE, 8), (4.0, ONE, 2), (4.5, TWO, 2), (6.0, TWO, 1), (8.1, TWO, 0)]
+RESULTS = (
+    a_result(12.0, [(-2.0, ONE, 8), (0.0, ONE, 8), (6.0, ONE, 2), (8.0, ONE, 1), (12, ONE, 0)]),
+    a_result(10.0, [(-2.0, TWO, 8), (0.0, TWO, 8), (7.0, TWO, 2), (8.0, TWO, 1), (10, TWO, 0)]),
+    a_result(
+        8.0,
+        WARM_UP + SWITCHING,
+        switch_report(-1.5),
+        switch_report(-0.4, TWO, ONE, "idle"),
+        switch_report(4.0, num_seqs=2),
+        switch_report(7.99, TWO, ONE, "idle"),
+    ),
+)
+
+
+def runs(last: RunResult = RESULTS[2]) -> list[tuple[Contender, RunResult]]:
+    """The three contenders and their runs."""
+    return [*zip(contenders(2, switch_at=2), (*RESULTS[:2], last), strict=True)]
+
+
+def a_batch(longest: int = 9, seed: int = 5) -> Batch:
+    return make_batch((4, longest), vocab=300, temperature=1.0, seed=seed)
+
+
+def test_batches_are_heavy_tailed_and_repeatable() -> None:
+    lengths = response_lengths(200, 400, seed=3)
+    assert lengths == response_lengths(200, 400, seed=3) != response_lengths(200, 400, seed=4)
+    ordered = sorted(lengths)
+    assert ordered[0] >= 4 and ordered[-1] == 400
+    # Half of the requests are short, and a few run alone for long.
+    assert ordered[100] < 400 / 8
+    assert 2 <= sum(length > 400 / 3 for length in lengths) <= 30
+    batch = a_batch()
+    assert batch == a_batch() and batch.prompts != a_batch(seed=6).prompts
+    assert all(3 <= token < 300 for prompt in batch.prompts for token in prompt)
+    assert batch.tokens == 13
+    assert batch.longest == max(len(batch.prompts[0]) + 4, len(batch.prompts[1]) + 9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("mixture", [None, Mixture(num_experts=24, intermediate=384)])
+def test_contenders_are_valid_options(ranks: int, mixture: Mixture | None) -> None:
+    configs = [PATConfig.parse(one.options) for one in contenders(ranks, 16, mixture)]
+    replicas, group, switching = (config.policy for config in configs)
+    assert replicas == StaticPolicyConfig(kind="static", tp=1)
+    assert group == StaticPolicyConfig(kind="static", tp=ranks)
+    assert isinstance(switching, SchedulePolicyConfig)
+    # The schedule goes from the narrowest layout through all to the widest.
+    layouts = configs[2].resolve_layouts(ranks, mixture)
+    entered = [Layout.find(name, layouts) for _, name in sorted(switching.switch_at.items())]
+    assert entered == [*sorted(layouts[1:], key=lambda one: (-one.tp, one.experts == "ep"))]
+    if mixture is not None:
+        assert {config.weights for config in configs} == {"inplace"}
+
+
+def specs(folder: Path, batch: Batch, drafts: int = 0) -> list[RunSpec]:
+    return [run_spec(folder, 2, one, batch, batch, drafts) for one in contenders(2, switch_at=2)]
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_contenders_differ_in_nothing_but_the_policy(drafts: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    made = specs(tmp_path, a_batch(), drafts)
+    policies = [spec.engine["additional_config"]["pat"].pop("policy") for spec in made]
+    assert len({json.dumps(policy, sort_keys=True) for policy in policies}) == 3
+    assert made[0] == made[1] == made[2]
+    speculative = made[0].engine.get("speculative_config", {})
+    assert speculative.get("num_speculative_tokens", 0) == drafts
+
+
+def test_too_long_a_batch_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
+    with pytest.raises(ValueError, match="--max-tokens 32 or less"):
+        specs(tmp_path, a_batch(longest=90))
+
+
+def test_environment_binds_ranks_and_respects_the_user() -> None:
+    assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
+    crowded = environment(100_000, {})
+    assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert crowded["OMP_NUM_THREADS"] == "1"
+    mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in mine
+
+
+def test_what_is_shown() -> None:
+    """Of the batch, without the warm-up."""
+    assert RESULTS[2].live == ((0.0, 8), (4.0, 2), (4.5, 2), (6.0, 1), (8.0, 0))
+    assert RESULTS[2].spans == ((ONE, 0.0, 4.0), (TWO, 4.0, 8.0))
+    assert RESULTS[1].spans == ((TWO, 0.0, 10.0),)
+    assert table_rows(runs()) == [
+        ("replicas", "tp1dp2", "12.00", "0", "1.20", "0", "-"),
+        ("one group", "tp2dp1", "10.00", "1", "1.00", "0", "-"),
+        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "1", "0.80", "1", "250"),
+    ]
+    assert "20.0% less" in verdict(runs())
+    loses = verdict(runs(dataclasses.replace(RESULTS[2], seconds=11.0)))
+    assert "10.0% more" in loses and "did not pay" in loses
+    assert "did not happen" in verdict(runs(RESULTS[1]))
+    lines = draw_timeline(RESULTS[2], width=16)
+    assert lines[:4] == [
+        "     8 |::::::::",
+        "     4 |::::::::",
+        "     2 |::::::::####",
+        "     1 |::::::::########",
+    ]
+    assert "layout tp1dp2: 2 replicas of tp=1" in lines[6]
+    assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1] and "250 ms" in lines[-1]
+    odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]), width=4)
+    assert odd[:4] == ["     5 |::", "     4 |::", "     2 |::", "     1 |::::"]
+
+
+def test_agreement() -> None:
+    assert disagreement(runs()) is None
+    for outputs, words in (
+        (((5, 6), (7, 8, 1, 2)), "differ in 1 of 2 requests; request 1 differs first at token 2"),
+        (((5,), (7, 8, 9, 10)), "has 2 and 1 tokens"),
+    ):
+        other = dataclasses.replace(RESULTS[2], outputs=outputs)
+        assert words in (disagreement(runs(other)) or "")
+
+
+def with_drafts(result: RunResult) -> RunResult:
+    """A run that speculated: 7 of 10 draft tokens were accepted in its batch."""
+    drafts = (
+        DraftSample(BEGAN - 1.0, ONE, 0, 4, 5, 90, 1),  # in the warm-up
+        DraftSample(BEGAN + 1.0, ONE, 0, 4, 3, 8, 6),
+        DraftSample(BEGAN + 2.0, TWO, 0, 4, 3, 2, 1),
+    )
+    return dataclasses.replace(result, report=dataclasses.replace(result.report, drafts=drafts))
+
+
+def demo_command(folder: Path, model: Path | str, *options: str) -> tuple[int, str, Path]:
+    """Exit status, what was printed, and the picture."""
+    output = folder / "out.png"
+    arguments = ["demo", "--model", str(model), "--output", str(output), *options]
+    outcome = CliRunner().invoke(app, arguments)
+    return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split()), output
+
+
+def recorded_demo(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: RunResult
+) -> tuple[int, str, Path]:
+    """The demo, whose engines answer so."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    left = iter(answers)
+    monkeypatch.setattr("pat_vllm.cli.demo.run", lambda spec: next(left))
+    return demo_command(folder, folder, "--requests", "2", "--switch-at", "2")
+
+
+def test_a_demo_that_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a picture that has draft lengths."""
+    code, text, image = recorded_demo(tmp_path, monkeypatch, *map(with_drafts, RESULTS))
+    assert code == 0, text
+    assert "Outputs of all three runs agree" in text
+    assert "n-gram drafts, k = 4: accepted in 'replicas' 70% of 10" in text
+    assert image.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_what_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different outputs, or an engine that ends."""
+    other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
+    monkeypatch.setattr("pat_vllm.cli.demo_plot.plot", lambda results, path: None)
+    code, text, _ = recorded_demo(tmp_path, monkeypatch, *RESULTS[:2], other)
+    assert code == 1 and "DIFFERENT OUTPUTS" in text and "agree" not in text
+    assert "request 1 differs first at token 3: 10 and 11" in text
+
+    def fail(spec: RunSpec) -> RunResult:
+        raise RunFailed("the engine's process ended with exit code 1:\nlast words")
+
+    monkeypatch.setattr("pat_vllm.cli.demo.run", fail)
+    code, text, _ = demo_command(tmp_path, tmp_path, "--requests", "2")
+    assert code == 1 and "last words" in text
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "words"),
+    [
+        ("nowhere", (), "is no directory with a checkpoint"),
+        ("repeating", ("--speculate", "--temperature", "1"), "--temperature 1 does not go with"),
+    ],
+)
+def test_what_a_user_got_wrong(
+    model: str, options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    code, text, _ = demo_command(tmp_path, model, *options)
+    assert code == 2 and words in text

@@ -1,0 +1,137 @@
+"""`pat-vllm doctor`: its options, its models, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import pat_vllm.cli.doctor as command
+from pat_vllm.cli import app, doctor_models
+from pat_vllm.cli.doctor_plot import _measured
+from pat_vllm.doctor.plan import Plan
+from pat_vllm.doctor.values import Check, Stage, Verdict, without_names
+from pat_vllm.model_size import MODEL_SHAPES
+
+STAGES = (
+    Stage.of("environment", [Check("versions", "[vllm] $0_32$")], 3.0),
+    Stage.of("eager", [Check("start", problem="rank 1 died")], 60.0, "one\nlast words"),
+    Stage.skipped("piecewise", "'eager' failed"),
+)
+SLOWEST = [{"label": "tp=1 to tp=2", "bytes": 9, "ms": 2.0, "share_of_copy": 0.5}]
+STEPS = {"1": {"ms": [1.0, 2.0, 3.0], "stock_ms": [1.0, 1.9, 3.0], "ratio": 2.0 / 1.9}}
+FIGURES = Stage.of(
+    "figures",
+    [
+        Check("copies", values={"bytes_per_second": {}}),
+        Check("rows of weights", values={"slowest": SLOWEST, "moves": []}),
+        Check("decode step tp1dp4", values=STEPS),
+        Check("model", f"in {Path.cwd()}/here"),
+    ],
+    1.0,
+)
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    """Exit status, and what was printed."""
+    outcome = CliRunner().invoke(app, ["doctor", *arguments])
+    return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split())
+
+
+def test_names_of_users_and_folders_are_left_out() -> None:
+    names = {"/home/ann": "~", "ann": "<user>", "/home/ann/venv": "<python>", "box": "<host>"}
+    text = "/home/ann/venv/lib /home/ann/x ann@box annual boxes /home/anna"
+    cleaned = without_names(text, names)
+    assert cleaned == "<python>/lib ~/x <user>@<host> annual boxes /home/anna"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpu", "H100"), "name one by --model"),
+        (("--shape", "huge"), "allowed: tiny, moe, large, model"),
+        (("--shape", "model"), "name one by --model"),
+        (("--engine", "[1]"), "--engine takes a JSON object"),
+        (("--model", "nowhere"), "neither a config.json nor a folder"),
+        (("--pat", '{"layouts": [3]}'), "tp=3, which does not divide"),
+    ],
+)
+def test_what_a_user_got_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
+    code, text = doctor(*arguments)
+    assert code == 2 and words in text
+
+
+@pytest.mark.parametrize(("stages", "code"), [(STAGES, 1), (STAGES[:1], 0)], ids=["no", "fit"])
+def test_exit_status_table_and_files(
+    stages: tuple[Stage, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Plan] = []
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL_SHAPES["llama-3.1-8b"]))
+
+    def run_stages(plan: Plan, *_: Any) -> Iterator[Stage]:
+        plans.append(plan)
+        assert plan.model is not None and (plan.model / "config.json").exists()
+        return iter((*stages, FIGURES))
+
+    monkeypatch.setattr(command, "run_stages", run_stages)
+    if not code:  # one picture is enough
+        monkeypatch.setattr("pat_vllm.cli.doctor_plot.plot", lambda *_: None)
+    options = ("--ranks", "8", "--gpu", "H100", "--model", str(config))
+    status, text = doctor("--output-dir", str(tmp_path / "out"), *options)
+    assert status == code, text
+    assert "[vllm] $0_32$" in text
+    assert ("last words" in text and "Not fit" in text) == bool(code)
+    written = (tmp_path / "out" / "doctor.json").read_text()
+    verdict = Verdict.from_json(written)
+    assert verdict.stages[:-1] == stages and verdict.stages[-1].name == "figures"
+    # What its picture shows: the slowest moves, and a layout's steps beside stock vLLM's.
+    moves, times = _measured(verdict.stages)
+    assert moves == [("rows of weights: tp=1 to tp=2", 0.5)]
+    assert times == [("tp1dp4, 1", 2.0, 1.9)]
+    assert "in ./here" in written and str(Path.cwd()) not in written
+    assert (tmp_path / "out" / "doctor.png").exists() == bool(code)
+    assert (plans[0].ranks, plans[0].machine) == (8, False)
+
+
+def test_only_stages_that_compile_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    assert command._environment(2, False)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in command._environment(2, True)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert command._environment(2, True)["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        doctor_models.random_model, "make_model", lambda path, **sizes: made.append(sizes)
+    )
+    for ranks in (2, 3, 8):
+        sizes = doctor_models.sizes_of("tiny", None, ranks)
+        models = doctor_models.self_test_models(tmp_path, sizes, 5)
+        assert made[-1].get("heads", 8) % ranks == 0 == made[-1]["intermediate"] % ranks
+        assert models.draft_lengths == (5, 0, 1, 2, 4, 5)
+    assert [one["seed"] for one in made[:2]] == [0, 1]
+    assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_model_of_a_users_shape(kind: str, tmp_path: Path) -> None:
+    def sizes(ranks: int, **changed: Any) -> dict[str, Any]:
+        config = {**MODEL_SHAPES["llama-3.1-8b"], "model_type": kind, **changed}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return doctor_models.sizes_of("model", tmp_path, ranks)
+
+    large = sizes(8, tie_word_embeddings=True)
+    assert (large["arch"], large["heads"], large["kv_heads"], large["layers"]) == (kind, 32, 8, 2)
+    assert large["intermediate"] % 8 == 0 and large["vocab"] == 32000 and large["tie"] is True
+    assert (large["hidden"] == 32 * large["head_dim"]) == (kind == "qwen2")
+    small = {"hidden_size": 96, "head_dim": 32, "intermediate_size": 80, "vocab_size": 9}
+    assert sizes(2, **small)["hidden"] == 96
+    with pytest.raises(ValueError, match="makes random models of qwen3, qwen2, llama, not of"):
+        sizes(2, model_type="mixtral")

@@ -1,0 +1,132 @@
+"""What the doctor says of a machine, of packages in vLLM's way, and of a model's memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm.config import PATConfig
+from pat_vllm.doctor import environment
+from pat_vllm.doctor.arithmetic import check_memory, engine_shape, gpu_named
+from pat_vllm.doctor.environment import Device, Facts, environment_checks
+from pat_vllm.doctor.journal import Ended, Journal
+from pat_vllm.doctor.packages import unfit
+from pat_vllm.doctor.values import Check
+from pat_vllm.model_size import MODEL_SHAPES
+
+LLAMA_70B = {
+    **{"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672},
+    **{"vocab_size": 128256, "max_position_embeddings": 131072},
+}
+GPU = Device("H100", "9.0", 80 << 30, 79 << 30)
+ON_CPU = Facts(
+    {"vllm": "0.32.0"},
+    "cpu",
+    {"kind": "a CPU", "cores": 2, "numa_nodes": 1},
+    24 << 30,
+    20 << 30,
+    graphs={"piecewise": "NONE", "full": "NONE"},
+)
+ON_GPUS = dataclasses.replace(
+    ON_CPU,
+    platform="cuda",
+    graphs={"piecewise": "PIECEWISE", "full": "FULL"},
+    devices=(GPU, GPU),
+    peers=((True, True), (True, True)),
+    attention="FLASH_ATTN",
+    runner="V2",
+    config=LLAMA_70B,
+)
+
+
+def checks_of(facts: Facts, ranks: int = 2, machine: bool = True) -> dict[str, Check]:
+    return {one.name: one for one in environment_checks(facts, ranks, machine)}
+
+
+def problems(facts: Facts, ranks: int = 2, machine: bool = True) -> dict[str, str]:
+    checks = checks_of(facts, ranks, machine)
+    return {name: one.problem for name, one in checks.items() if one.problem is not None}
+
+
+def test_a_machine_with_what_the_ranks_need() -> None:
+    assert not problems(ON_CPU) and not problems(ON_GPUS)
+    poor = dataclasses.replace(ON_CPU, free=1 << 30)
+    assert "too little memory: 2 ranks on CPU need about" in problems(poor)["host memory"]
+    assert "--ranks 4 needs as many GPUs, 2 are here" in problems(ON_GPUS, ranks=4)["GPUs"]
+    # To compute for another machine, this one needs nothing.
+    for facts in (poor, ON_GPUS):
+        assert not problems(facts, ranks=4, machine=False)
+
+
+def test_links_and_busy_gpus_are_told() -> None:
+    apart = dataclasses.replace(ON_GPUS, peers=((True, False), (True, True)))
+    links = checks_of(apart)["links"]
+    assert links.problem is None and "no peer access between 0-1" in links.found
+    assert links.values["peer_access"] == [[1, 0], [1, 1]]
+    busy = dataclasses.replace(ON_GPUS, devices=(GPU, dataclasses.replace(GPU, free=9 << 30)))
+    assert "GPU 1: 9.0 GiB free" in checks_of(busy)["GPUs"].found
+
+
+def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = "raise RuntimeError('operator nms\\ndoes not exist')"
+    (tmp_path / "pat_test_vision.py").write_text(fails)
+    (tmp_path / "pat_test_audio.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = unfit(("pat_test_vision", "pat_test_audio", "pat_test_absent"))
+    assert broken == {"pat_test_vision": "RuntimeError: operator nms"}
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(environment, "unfit", lambda: broken)
+    file = StringIO()
+    with pytest.raises(Ended):
+        environment._import_vllm(Journal(file), "2.13.0+cpu")
+    check = json.loads(file.getvalue().splitlines()[-1])["check"]
+    assert check["name"] == "pat_test_vision"
+    assert "do not fit torch 2.13.0+cpu" in check["problem"]
+    assert "pip uninstall torchvision torchaudio torchcodec" in check["problem"]
+    # What has nothing to do with them is told as it is.
+    monkeypatch.setattr(environment, "unfit", dict)
+    with pytest.raises(ImportError):
+        environment._import_vllm(Journal(file), "2.13.0+cpu")
+
+
+def memory_of(base_tp: int, **config: Any) -> Check:
+    model = {**LLAMA_70B, **config}
+    shape = engine_shape(model, PATConfig(base_tp=base_tp), 8, {"max_num_seqs": 128, "seed": 1})
+    assert shape.max_num_seqs == 128 and shape.max_model_len == 32768
+    return check_memory(model, gpu_named("H100"), shape)
+
+
+def test_a_model_that_has_no_room_is_told_with_the_way_out() -> None:
+    problem = memory_of(1).problem or ""
+    assert "too little memory: at base layout tp1dp8 weights take 131." in problem
+    assert "base_tp=4 has room for" in problem
+    fits = memory_of(4)
+    assert fits.problem is None
+    assert fits.values["kv_tokens_per_replica"] > 400_000
+    assert fits.values["computed"] is True
+
+
+def test_memory_of_a_mixture() -> None:
+    """All experts of Qwen3-30B-A3B leave a GPU of 80 GB some KV, which half of them triple."""
+    mixture = {**MODEL_SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+    found = [memory_of(base_tp, **mixture) for base_tp in (1, 2)]
+    assert all(one.problem is None for one in found)
+    whole, half = (one.values["kv_tokens_per_replica"] for one in found)
+    assert 32768 < whole < half / 3
+
+
+def test_what_cannot_be_computed_is_said() -> None:
+    check = memory_of(1, model_type="mamba")
+    assert check.problem is None and "not computed" in check.found
+    with pytest.raises(ValueError, match="--gpu 'H900' is not known; allowed: H100, H200"):
+        gpu_named("H900")

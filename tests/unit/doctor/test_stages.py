@@ -1,0 +1,215 @@
+"""The stages of `pat-vllm doctor`, without their processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm.doctor import stages
+from pat_vllm.doctor.arithmetic import gpu_named
+from pat_vllm.doctor.child import Run
+from pat_vllm.doctor.environment import FACTS, Facts
+from pat_vllm.doctor.in_workers import EXTENSION
+from pat_vllm.doctor.plan import Models, Plan
+from pat_vllm.doctor.session import REFERENCES, SESSION
+from pat_vllm.doctor.stages import run_stages
+from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, StepTime
+from pat_vllm.doctor.values import Check, Stage
+from tests.unit.doctor.test_compare import REFERENCE
+from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
+
+
+class Children:
+    """In the place of `run_module`: answers that a process would give.
+
+    Attributes:
+        sessions, timed: what engines were asked to do, and to be timed with.
+        modules, environments: of all processes.
+    """
+
+    def __init__(
+        self, facts: Facts, ends: Mapping[int, str] | None = None, wrong: str = ""
+    ) -> None:
+        """`ends` says what is wrong with the n-th session, `wrong` names a module that fails."""
+        self.sessions: list[Any] = []
+        self.timed: list[Any] = []
+        self.modules: list[str] = []
+        self.environments: list[Any] = []
+        self._facts, self._ends, self._wrong = facts, ends or {}, wrong
+
+    def __call__(self, module: str, request: str, environment: Any, *_: Any) -> Run:
+        self.modules.append(module.rpartition(".")[2])
+        self.environments.append(environment)
+        match self.modules[-1]:
+            case self._wrong:
+                return Run(None, "the log", (Check("copies", problem="torch copies wrongly"),))
+            case "environment":
+                return Run(FACTS.dump_json(self._facts).decode(), "", ())
+            case "device":
+                return Run(None, "", (Check("copies", "9 GB/s"),))
+            case "steps":
+                self.timed.append(STEPS.validate_json(request))
+                return Run(MEASURED.dump_json(measured(self.timed[-1].engine)).decode(), "", ())
+        session = SESSION.validate_json(request)
+        self.sessions.append(session)
+        problem = self._ends.get(len(self.sessions))
+        if problem is not None:
+            return Run(None, "the log\nits end", (Check("start", problem=problem),))
+        made = None if session.references else REFERENCES.dump_json((REFERENCE,) * 2).decode()
+        return Run(made, "", (Check("start"),))
+
+
+def measured(engine: dict[str, Any]) -> Measured:
+    """Steps of PAT are a tenth slower than stock vLLM's in this."""
+    tp = engine["tensor_parallel_size"]
+    ms, slow = {"stock": 1.0 + tp}, 1.0
+    if engine["distributed_executor_backend"] == "pat":
+        ms, slow = {"tp1dp2": 2.0, "tp2dp1": 3.0}, 1.1
+    steps = [
+        StepTime(name, requests, slow * requests * one, 1.0, 99.0)
+        for name, one in ms.items()
+        for requests in (1, 8)
+    ]
+    weights = dict.fromkeys(ms, 1 << 20)
+    facts = {"weights": weights, "held": 2 << 20, "memory": int(slow * (512 << 20))}
+    return Measured(tuple(steps), (facts,) * tp)
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch, children: Children, **options: Any
+) -> dict[str, Stage]:
+    monkeypatch.setattr(stages, "run_module", children)
+    plan: dict[str, Any] = dict(
+        ranks=2,
+        pat={"base_tp": 1},
+        engine={"worker_extension_cls": "x.Y", "block_size": 32},
+        model=None,
+        gpu=None,
+        machine=True,
+        dtype=None,
+        all=False,
+        figures=False,
+        environment=lambda ranks, may_compile: {"ranks": ranks, "compiles": may_compile},
+    )
+    models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
+    found = run_stages(Plan(**{**plan, **options}), lambda: models, lambda what: None)
+    return {stage.name: stage for stage in found}
+
+
+def status_of(found: dict[str, Stage]) -> str:
+    """A letter for each of the seven stages: passed, failed or skipped."""
+    return "".join(stage.status[0] for stage in found.values())
+
+
+def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(ON_CPU)
+    found = run_with(monkeypatch, children)
+    assert status_of(found) == "psspsss"
+    assert found["figures"].why == "only with --all or --figures"
+    stock, pat = children.sessions
+    assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
+    assert "distributed_executor_backend" not in stock.engine
+    assert pat.engine["additional_config"]["pat"] == {
+        "base_tp": 1,
+        "policy": {"kind": "static", "tp": 1},
+        "weights": "inplace",
+        "kv_transfer": "migrate",
+    }
+    assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
+    assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
+    assert pat.references == (REFERENCE, REFERENCE)
+
+
+def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(ON_CPU)
+    found = run_with(monkeypatch, children, all=True)
+    assert status_of(found) == "psspssp"
+    assert "of cudagraph_mode PIECEWISE, vLLM makes NONE on cpu" in found["piecewise"].why
+    assert not any(one["compiles"] for one in children.environments[1:])
+    children = Children(ON_GPUS)
+    found = run_with(monkeypatch, children, all=True)
+    assert status_of(found) == "psspppp"
+    modes = [one.engine.get("compilation_config") for one in children.sessions]
+    assert modes == [None, None, {"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
+    last = children.sessions[-1].engine
+    assert "enforce_eager" not in last and last["enable_sleep_mode"] is True
+    assert last["dtype"] == "bfloat16"
+    # The stages that capture also compile.
+    assert [one["compiles"] for one in children.environments[1:5]] == [False, False, True, True]
+    # A user's own extension cannot tell whether graphs were captured.
+    assert not any(one.graphs for one in children.sessions)
+    children = Children(ON_GPUS)
+    run_with(monkeypatch, children, all=True, engine={})
+    assert [one.graphs for one in children.sessions] == [False, False, True, True]
+    assert children.sessions[-1].engine["worker_extension_cls"] == EXTENSION
+
+
+def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(ON_CPU)
+    found = run_with(monkeypatch, children, figures=True)
+    assert status_of(found) == "psspssp"
+    assert children.modules[3:] == ["device", "steps", "steps", "steps"]
+    assert [one["ranks"] for one in children.environments[3:]] == [2, 1, 2, 2]
+    assert [one.label for one in children.timed] == ["stock vLLM tp=1", "stock vLLM tp=2", "PAT"]
+    stock, _, pat = (one.engine for one in children.timed)
+    assert stock["distributed_executor_backend"] == "mp" and "additional_config" not in stock
+    assert pat["distributed_executor_backend"] == "pat" and pat["enforce_eager"] is True
+    assert {one["worker_extension_cls"] for one in (stock, pat)} == {EXTENSION}
+    assert len(children.timed[0].prompts) == 16
+    checks = {one.name: one for one in found["figures"].checks}
+    layouts = ("tp1dp2", "tp2dp1")
+    steps, memory = ([f"{what} {one}" for one in layouts] for what in ("decode step", "memory"))
+    assert [*checks] == ["copies", *steps, *memory]
+    wide = checks["decode step tp2dp1"]
+    assert "1 request alone 3.30 ms, stock 3.00 ms (1.10x)" in wide.found
+    assert wide.values["8"]["ratio"] == pytest.approx(1.1)
+    assert "a process 563 MiB with all layouts, stock 512 MiB" in checks["memory tp1dp2"].found
+    # On GPUs, of engines as vLLM runs them by default, or as the user has them.
+    for engine in ({}, {"enforce_eager": True}):
+        children = Children(ON_GPUS)
+        run_with(monkeypatch, children, figures=True, engine=engine)
+        assert all(engine.items() <= one.engine.items() for one in children.timed)
+        assert ["enforce_eager" in one.engine for one in children.timed] == [bool(engine)] * 3
+        assert all(one["compiles"] for one in children.environments[3:])
+
+
+@pytest.mark.parametrize("module", ["device", "steps"])
+def test_figures_that_are_wrong_fail(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(ON_CPU, wrong=module)
+    failed = run_with(monkeypatch, children, figures=True)["figures"]
+    assert failed.status == "failed" and failed.log == ("the log",)
+    assert "torch copies wrongly" in failed.why and not children.timed
+
+
+def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(ON_GPUS, {3: "rank 1 died"})
+    found = run_with(monkeypatch, children, all=True)
+    assert status_of(found) == "psspfss"
+    assert found["piecewise"].why == "start: rank 1 died"
+    assert found["piecewise"].log == ("the log", "its end")
+    assert found["full"].why == "'piecewise' failed"
+    assert len(children.sessions) == 3
+
+
+def test_too_little_memory_and_refusals_are_stages_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = dict(ranks=8, gpu=gpu_named("H100"), machine=False, model=Path("m"))
+    found = run_with(monkeypatch, Children(ON_GPUS), **options)
+    assert status_of(found) == "ppfssss"
+    assert "too little memory" in found["memory"].why
+    # Without --gpu, memory is computed for the smallest that is here.
+    small = dataclasses.replace(GPU, memory=40 << 30)
+    here = dataclasses.replace(ON_GPUS, devices=(GPU, small) * 4)
+    found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
+    assert "weights take 32.9 GiB of the 36.0 GiB" in found["memory"].why
+    refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
+    found = run_with(monkeypatch, Children(refused), **options)
+    assert status_of(found) == "pfsssss"
+    assert "quantization='fp8'" in found["model"].why
+    # Without --model it is the self-test's own engine that is refused: the environment's affair.
+    assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"

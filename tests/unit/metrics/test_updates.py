@@ -1,0 +1,128 @@
+"""Metrics before they reach a registry: their names, updates on their way, and the dashboard."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+
+from pat_vllm.layout import Layout
+from pat_vllm.metrics import names
+from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
+from pat_vllm.metrics.updates import Update, Updates, updates_of
+from pat_vllm.reporting import REFUSALS, SWITCH_REASONS, BatchSavings, BatchTimes
+
+DOCS = Path(__file__).parents[3] / "docs"
+DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
+LAYOUTS = [Layout(1, 4), Layout(2, 2), Layout(4, 1)]
+BY_NAME = {one.name: one for one in METRICS}
+OF_VLLM = ("model_name", "engine")
+"""Labels that vLLM gives each metric."""
+
+
+def taken(updates: Updates) -> list[Update]:
+    """What is taken, after it has travelled as vLLM's statistics do."""
+    data = updates.take()
+    if data is None:
+        return []
+    assert json.loads(json.dumps(data)) == data
+    found = updates_of(msgspec.msgpack.decode(msgspec.msgpack.encode(data)))
+    assert all(len(one.labels) == len(BY_NAME[one.name].labels) for one in found)
+    return found
+
+
+def values_of(found: list[Update], metric: Metric) -> dict[tuple[str, ...], float]:
+    """The values of a metric by its labels."""
+    return {tuple(one.labels): one.value for one in found if one.name == metric.name}
+
+
+def test_gauges_travel_when_they_change() -> None:
+    updates = Updates()
+    assert updates.take() is None
+    updates.state(LAYOUTS[0], [3, 2, 0, 1])
+    found = taken(updates)
+    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 1}
+    assert values_of(found, names.NUM_REPLICAS) == {(): 4}
+    assert values_of(found, names.NUM_REQUESTS) == {("0",): 3, ("1",): 2, ("2",): 0, ("3",): 1}
+    updates.state(LAYOUTS[0], [3, 2, 0, 1])
+    assert updates.take() is None
+    updates.draft_length(1, 4)
+    updates.draft_length(1, 2)
+    updates.state(LAYOUTS[0], [3, 1, 0, 1])
+    assert not updates.has_events
+    assert taken(updates) == [
+        Update(names.DRAFT_LENGTH.name, ["1"], 2),
+        Update(names.NUM_REQUESTS.name, ["1"], 1),
+    ]
+    # Replicas that are gone have no requests and no drafts.
+    updates.state(LAYOUTS[2], [5])
+    found = taken(updates)
+    assert values_of(found, names.NUM_REQUESTS) == {("0",): 5, ("1",): 0, ("3",): 0}
+    assert values_of(found, names.DRAFT_LENGTH) == {("1",): 0}
+    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 4}
+
+
+def test_a_counter_never_falls() -> None:
+    updates = Updates()
+    predicted, realised = BatchTimes(-1e-9, 2.0, 1.0), BatchTimes(4.0, 3.0, float("nan"))
+    updates.saved(BatchSavings(1.0, LAYOUTS[0], predicted, realised))
+    assert updates.has_events
+    assert [one.value for one in taken(updates)] == [1, 0.0, 2.0, 1.0, 4.0, 3.0, 0.0]
+
+
+def test_metrics_are_named_as_vllms_are() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    for one in METRICS:
+        assert re.fullmatch(r"vllm:pat_[a-z_]+", one.name) and not one.name.endswith("_total")
+        assert one.documentation.endswith(".")
+        assert not {*one.labels} & {*OF_VLLM, "le"}
+        assert list(one.buckets) == sorted(one.buckets)
+    assert all(len(labels) == len(one.labels) for one, labels in known_series(LAYOUTS))
+
+
+def expressions() -> list[tuple[str, str]]:
+    """The dashboard's expressions, and the legend of each."""
+    dashboard = json.loads(DASHBOARD.read_text())
+    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    variables = [one for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    return [
+        *((target["expr"], target["legendFormat"]) for target in targets),
+        *((one["query"]["query"], "") for one in variables),
+    ]
+
+
+def names_in(text: str) -> set[str]:
+    """The metrics of vLLM and PAT that a text names."""
+    return set(re.findall(r"vllm:\w+", text))
+
+
+def test_dashboard_and_docs_name_every_metric() -> None:
+    ours = {name for one in METRICS for name in one.exported}
+    used = {name for expr, _ in expressions() for name in names_in(expr) if "vllm:pat_" in name}
+    assert used <= ours
+    assert all(used & {*one.exported} for one in METRICS)
+    named = {one for one in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in one}
+    counters = {f"{one.name}_total" for one in METRICS if one.kind is Kind.COUNTER}
+    assert named == counters | {one.name for one in METRICS if one.kind is not Kind.COUNTER}
+
+
+def test_the_dashboard_asks_for_labels_that_are_there() -> None:
+    labels_of = {name: {*one.labels, *OF_VLLM} for one in METRICS for name in one.exported}
+    for expr, legend in expressions():
+        assert expr.count("(") == expr.count(")") and expr.count("{") == expr.count("}")
+        for name, selector in re.findall(r"(vllm:\w+)\{([^}]*)\}", expr):
+            asked = dict(re.findall(r'(\w+)[!=]~?"([^"]*)"', selector))
+            assert asked.keys() <= labels_of.get(name, {*OF_VLLM}), expr
+            for label, values in (
+                ("way", names.WAYS),
+                ("estimate", names.ESTIMATES),
+                ("reason", (*SWITCH_REASONS, *REFUSALS)),
+            ):
+                assert asked.get(label, values[0]) in values
+        shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
+        kept = [{*part.split(", ")} for part in re.findall(r"by \(([^)]*)\)", expr)]
+        there = [labels_of.get(name, {*OF_VLLM}) | {"le"} for name in names_in(expr)]
+        assert all(shown <= one for one in (kept or there)), expr
+        assert all(one <= labels for one in kept for labels in there), expr

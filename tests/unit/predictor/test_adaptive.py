@@ -1,0 +1,263 @@
+"""The predictor policy in the simulator: what it gains, and what wrong predictions cost it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from benchmarks.paper.clairvoyant import clairvoyant
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.adaptive import _DWELL, AdaptivePolicy
+from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.policy import Policy, StayPolicy
+from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.reporting import SwitchReport
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth, Truth
+from tests.unit.predictor.examples import (
+    BOUND,
+    GROUP,
+    REPLICAS,
+    WORKLOADS,
+    batches,
+    live_requests,
+    policy_of,
+    switch_report,
+    two_ranks,
+)
+
+PROFILE = two_ranks()
+TRUTH = ReplayedTruth(PROFILE)
+CAPACITY = ReplicaCapacity.of(PROFILE)
+
+
+def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedRun]:
+    return simulate_batches(traces, policy, truth, CAPACITY)
+
+
+def seconds(runs: list[SimulatedRun]) -> float:
+    """Mean seconds of a batch."""
+    return fmean(run.generation_seconds for run in runs)
+
+
+def best_static(traces: list[LengthTrace], truth: Truth = TRUTH) -> float:
+    """Mean seconds of a batch in the better static layout."""
+    return min(seconds(run(StayPolicy(layout), traces, truth)) for layout in PROFILE.layouts)
+
+
+@functools.cache
+def static(name: str) -> float:
+    return best_static(batches(name))
+
+
+@functools.cache
+def adaptive(name: str) -> list[SimulatedRun]:
+    """A new engine's first batches."""
+    return run(policy_of(PROFILE), batches(name))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_within_three_percent_of_the_clairvoyant_and_never_worse_than_static(name: str) -> None:
+    """The first batch, of whose lengths nothing is known, included and left out."""
+    ours = adaptive(name)
+    best = [clairvoyant(trace, PROFILE.layouts, TRUTH, CAPACITY) for trace in batches(name)]
+    assert seconds(ours) < 1.03 * seconds(best)
+    assert seconds(ours[1:]) < 1.03 * seconds(best[1:])
+    assert seconds(ours) < 1.02 * static(name)
+    if name in ("long tail", "two modes", "straggler"):
+        assert seconds(ours) < 0.92 * static(name)
+        assert all(one.switches_on_the_way for one in ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *(("long tail", {tp: factor}) for tp in (1, 2) for factor in (2, 0.5)),
+        *(("two modes", {1: factor, 2: factor}) for factor in (2, 0.5)),
+        *(("short", {tp: 0.5}) for tp in (1, 2)),
+        ("long", {1: 2}),
+        ("straggler", {2: 2}),
+    ],
+)
+def test_a_profile_that_is_wrong_by_two_costs_at_most_five_percent(
+    name: str, wrong: dict[int, float]
+) -> None:
+    """Over the first batches of an engine, the very first included: relative to the right profile,
+    and to the better static layout."""
+    misled = seconds(run(policy_of(two_ranks(wrong)), batches(name)))
+    assert misled < 1.05 * seconds(adaptive(name))
+    assert misled < 1.05 * static(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "truth"),
+    [
+        ("short", ReplayedTruth(PROFILE, PROFILE)),
+        ("long tail", DriftingTruth(TRUTH, slowdown=1.0, over=60.0)),
+        ("long tail", ScaledTruth(TRUTH, switches=20.0)),
+    ],
+    ids=["noise", "drift", "dear switches"],
+)
+def test_a_machine_that_the_profile_does_not_describe(name: str, truth: Truth) -> None:
+    ours = seconds(run(policy_of(PROFILE), batches(name), truth))
+    assert ours < 1.03 * best_static(batches(name), truth)
+
+
+@pytest.mark.parametrize("gap", [0.1, 1.0])
+def test_staggered_arrivals_do_not_make_it_thrash(gap: float) -> None:
+    trace = traces.uniform(40, 60, 120, BOUND, seed=1)
+    trace = replace(trace, arrivals=tuple(gap * i for i in range(40)))
+    (ours,) = run(policy_of(PROFILE), [trace])
+    assert ours.generation_seconds < 1.03 * best_static([trace])
+    stalls = sum(switch.seconds - switch.quiesce for switch in ours.switches_on_the_way)
+    assert stalls < 0.035 * ours.generation_seconds
+
+
+def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
+    tail = traces.uniform(2, 380, 384, BOUND, seed=1)
+    burst = traces.uniform(100, 80, 120, BOUND, seed=2)
+    trace = replace(
+        burst,
+        lengths=tail.lengths + burst.lengths,
+        arrivals=(0.0,) * 2 + (3.0,) * 100,
+        groups=tuple(range(102)),
+        num_prompt_tokens=(20,) * 102,
+    )
+    policy = policy_of(PROFILE)
+    run(policy, batches("long"))
+    (ours,) = run(policy, [trace])
+    targets = [(switch.num_seqs, switch.target) for switch in ours.switches_on_the_way]
+    assert any(live > 90 and target == REPLICAS for live, target in targets), targets
+    assert ours.timeline[0].num_seqs == 2
+    assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
+
+
+def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
+    """What was predicted and what became of it; what is learnt is kept for the next engine."""
+    path = tmp_path / "lengths.json"
+    policy = policy_of(PROFILE, lengths_file=path)
+    runs = run(policy, batches("long tail"))
+    report = policy.report()
+    fired = [decision for decision in report.decisions if decision.fired]
+    assert len(fired) == sum(len(one.switches_on_the_way) for one in runs)
+    assert len(fired) < len(report.decisions), "nearly taken ones are noted, too"
+    for decision in fired:
+        assert decision.real_cost is not None and decision.real_cost >= 0
+        assert decision.real_after is not None and decision.real_after > 0
+        assert decision.why in ("saving", "probe")
+    last = [decision for decision in fired if decision.why == "saving"][-1]
+    assert last.saving > 0
+    assert last.real_cost == pytest.approx(last.cost, rel=0.5, abs=0.02)
+    for count, error in report.step_error.values():
+        assert count > 10 and error < 0.04
+    assert report.batches == policy_of(PROFILE, lengths_file=path).report().batches == 3
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"lengths\.json"):
+        policy_of(PROFILE, lengths_file=path)
+
+
+def test_a_file_of_lengths_that_cannot_be_written_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "gone" / "lengths.json"
+    policy = policy_of(PROFILE, lengths_file=path)
+    for batch in range(3):
+        policy.finished(batch, 0, 50, True)
+        policy.idle(batch)
+    assert policy.report().batches == 3
+    (warning,) = (one.message for one in caplog.records if one.levelno == logging.WARNING)
+    for part in ("pat.policy.lengths_file", str(path), "No such file"):
+        assert part in warning
+
+
+def test_it_plans_only_when_something_has_changed() -> None:
+    """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
+    policy = policy_of(PROFILE)
+    trace = traces.uniform(64, 200, 200, BOUND, seed=0)
+    (ours,) = simulate_batches([trace], policy, TRUTH, CAPACITY, chunk=1)
+    assert sum(one.steps for one in ours.steps.values()) > 300
+    assert policy.report().plans < 60
+
+
+def test_a_report_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be asked for from another thread, while the engine's is estimating."""
+    policy = policy_of(PROFILE)
+    policy.finished(0.0, 1, 50, True)
+
+    def estimate(model: LengthModel) -> None:
+        raise AssertionError("a report estimates")
+
+    monkeypatch.setattr(LengthModel, "_refresh", estimate)
+    assert policy.report().responses == 1
+
+
+def test_the_owner_of_the_cost_model_tells_it_of_switches() -> None:
+    """The engine where the model is the engine's; the policy where it is its own."""
+    reports = []
+
+    class Costs(CostModel):
+        def observe(self, report: SwitchReport) -> None:
+            reports.append(report)
+
+    costs = Costs()
+    policy = policy_of(PROFILE, costs=costs)
+    assert costs.seconds(REPLICAS, GROUP, 8, 800) > 0, "it has the profile"
+    report = switch_report(REPLICAS, GROUP, seconds=1.0, num_seqs=8, migrated=8, tokens=800)
+    policy.switched(report)
+    assert reports == []
+    own = policy_of(PROFILE)
+    before = own._costs.seconds(REPLICAS, GROUP, 8, 800)
+    own.switched(report)
+    assert own._costs.seconds(REPLICAS, GROUP, 8, 800) > before
+
+
+def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though nothing ends meanwhile, and the next review is far."""
+    policy = policy_of(PROFILE, bound=8000)
+    observed: list[LiveRequests] = []
+    monkeypatch.setattr(policy._lengths, "observe_running", observed.append)
+    policy.arrived(0.0, 1)
+    policy.switched(switch_report(GROUP, REPLICAS, seconds=1.0, num_seqs=4, migrated=4, tokens=400))
+    for _ in range(20):
+        policy.stepped(1.0, REPLICAS, StepShape(2, 200, 100, busy=2), 0.039)
+    live = live_requests([100] * 4, max_tokens=8000, exact=True, replicas=2)
+
+    def choice(now: float) -> Layout:
+        return policy.choose(LiveState(now, REPLICAS, len(live), 100.0, lambda: live))
+
+    soonest = 1.0 + _DWELL * 1.0
+    assert [choice(now) for now in (1.1, 2.0, soonest - 0.1)] == [REPLICAS] * 3
+    (decision,) = policy.report().decisions
+    assert (decision.why, decision.target) == ("hysteresis", GROUP)
+    assert choice(soonest) == GROUP
+    assert observed and all(requests is live for requests in observed)
+
+
+def test_a_refusal_leaves_the_back_off_to_the_engine() -> None:
+    """Asked again, the policy asks for the same switch again."""
+    asked = []
+
+    class Refusing(AdaptivePolicy):
+        def choose(self, state: LiveState) -> Layout:
+            if super().choose(state) != state.layout:
+                asked.append(state.now)
+                self.refused(state.now)
+            return state.layout
+
+    runs = run(Refusing(PROFILE, bound=BOUND, timer=lambda: 0.0), batches("long tail")[:1])
+    assert not [switch for one in runs for switch in one.switches if switch.reason == "policy"]
+    assert min(after - before for before, after in pairwise(asked)) < 0.5

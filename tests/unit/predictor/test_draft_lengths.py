@@ -1,0 +1,93 @@
+"""The policy that predicts chooses draft lengths, by layout and by number of requests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.simulator.modelled.hardware import named_profile
+
+LENGTHS = (0, 1, 2, 4)
+BOUND = 4096
+
+
+class Driven:
+    """A policy, by modelled step times, with live requests that decode in the base layout."""
+
+    def __init__(self, lengths: tuple[int, ...] = LENGTHS, requests: int = 8) -> None:
+        profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
+        self.policy = AdaptivePolicy(profile, bound=BOUND, draft_lengths=lengths, timer=lambda: 0.0)
+        self.requests, self.now = requests, 0.0
+        self.layout: Layout = self.policy.home
+        for request in range(requests):
+            self.policy.arrived(0.0, request)
+
+    def steps(self, count: int, k: int, accepted: int | None) -> None:
+        """Steps of a replica with all requests; None: no draft was found for any."""
+        batch = self.requests
+        hits = 0 if accepted is None else batch
+        shape = StepShape(batch, 500 * batch, 500, drafts=hits * k, k=k)
+        for _ in range(count):
+            self.now += 0.01
+            self.policy.stepped(self.now, self.layout, shape, 0.01)
+            self.policy.drafted(self.now, k, batch, np.full(hits, accepted or 0))
+
+    def plan(self) -> dict[int, int]:
+        """`table` after a plan."""
+        self.now += 100.0
+        count = np.full(self.requests, 1)
+        live = LiveRequests(
+            num_prompt_tokens=100 * count,
+            num_output_tokens=400 * count,
+            max_tokens=BOUND * count,
+            exact=count < 0,
+            group=count.cumsum(),
+            replica=0 * count,
+            num_computed_tokens=500 * count,
+        )
+        self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))
+        return self.table()
+
+    def table(self) -> dict[int, int]:
+        """The draft length of the layout by requests of a replica."""
+        schedule = self.policy.drafts.get(self.layout, ())
+        return {batch: k for first, last, k in schedule for batch in range(first, last + 1)}
+
+
+def test_a_batch_begins_without_drafts() -> None:
+    """And not with the lengths of the last one's tail."""
+    one = Driven()
+    assert {*one.table().values()} == {0}
+    one.steps(70, 4, 4)
+    assert one.plan()[1] == 4
+    one.policy.idle(one.now)
+    assert {*one.table().values()} == {0}
+    assert one.plan()[1] == 4
+
+
+def test_draft_lengths_follow_what_is_accepted() -> None:
+    one = Driven()
+    one.steps(70, 4, 4)
+    planned = one.plan()
+    assert planned[1] == planned[2] == 4, "drafts that are all accepted"
+    one.steps(3000, 4, 0)
+    assert one.plan()[1] == 0, "drafts that are never accepted"
+    one.policy.weights_changed()
+    assert one.plan()[1] > 0, "with other weights they may be"
+
+
+def test_where_nothing_is_found_it_hardly_matters_what_is_asked_for() -> None:
+    one = Driven()
+    one.steps(2000, 4, None)
+    one.plan()
+    drafting = one.policy._drafting
+    assert drafting.tokens[-1] < 1.02 and drafting.drafts[-1] < 0.1
+
+
+def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:
+    one = Driven((0,))
+    one.steps(70, 4, 4)
+    assert one.plan() == {} == one.policy.drafts

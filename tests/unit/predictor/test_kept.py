@@ -1,0 +1,92 @@
+"""What engines keep between them: lengths, and what drafts were worth, in one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pat_vllm.predictor import kept
+from pat_vllm.predictor.acceptance import Acceptance
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.simulator.modelled.hardware import named_profile
+
+LENGTHS = (0, 1, 2, 4)
+
+
+def tokens_of(model: Acceptance) -> float:
+    """Tokens per step that the longest draft length is expected to give."""
+    return float(model.expected().tokens[-1])
+
+
+def learnt(accepted: int) -> Acceptance:
+    """After steps of 8 requests, of whose 4 drafts so many each were accepted."""
+    model = Acceptance(LENGTHS)
+    for _ in range(2000):
+        model.observe(4, 8, np.full(8, accepted))
+    return model
+
+
+def length_model() -> LengthModel:
+    model = LengthModel(1000)
+    for length in range(1, 33):
+        model.finished(10 * length, True)
+    model.end_of_batch()
+    return model
+
+
+@pytest.mark.parametrize("accepted", [4, 0])
+def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
+    accepted: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "lengths.json"
+    before = learnt(accepted)
+    kept.save(path, length_model(), before)
+    lengths, after = kept.load(path, draft_lengths=LENGTHS)
+    assert (lengths.batches, lengths.responses) == (1, 32)
+    # In the direction of what was seen, and less sure of it.
+    low, high = sorted((tokens_of(before), tokens_of(Acceptance(LENGTHS))))
+    assert low < tokens_of(after) < high
+    # Some steps with the new weights correct it.
+    for _ in range(30):
+        after.observe(4, 8, np.full(8, 4 - accepted))
+    assert abs(tokens_of(after) - tokens_of(learnt(4 - accepted))) < 0.5
+
+
+def test_older_files_and_engines_without_drafts(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(length_model().to_json()))
+    lengths, acceptance = kept.load(path, draft_lengths=LENGTHS)
+    assert lengths.responses == 32
+    assert tokens_of(acceptance) == tokens_of(Acceptance(LENGTHS))
+    # A file with more in it is still one of lengths, for older versions too.
+    kept.save(path, lengths, learnt(4))
+    assert LengthModel.from_json(json.loads(path.read_text())).responses == 32
+    assert tokens_of(kept.load(path)[1]) == 1.0
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 9}', b'{"format": 1}', b"\xff\xfe"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "lengths.json"
+    part = json.dumps({**length_model().to_json(), "acceptance": {"format": 1}}).encode()
+    for damaged in (content, part):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"lengths\.json holds no length history.*delete it"):
+            kept.load(path, draft_lengths=LENGTHS)
+
+
+def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])  # modelled
+    first = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
+    for step in range(500):
+        first.drafted(float(step), 4, 8, np.full(8, 4))
+    first.finished(2000.0, 0, 50, True)
+    first.idle(2000.0)
+    second = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
+    assert second._acceptance is not None
+    assert tokens_of(second._acceptance) > tokens_of(Acceptance(LENGTHS))
+    assert second.report().responses == 1

@@ -1,0 +1,260 @@
+"""The length model: bounds, estimator, calibration, persistence."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
+from pat_vllm.predictor import kept
+from pat_vllm.predictor.hazard import EDGES, Collector, Pool, cumulative_hazard
+from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.state import LiveRequests
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.traces import LengthTrace
+from tests.unit.predictor.examples import live_requests
+
+
+def running(generated: list[int], bound: Any, exact: Any = False) -> LiveRequests:
+    return live_requests([10] * len(generated), generated, bound, exact)
+
+
+def survival_of(model: LengthModel, lengths: Any) -> Any:
+    """Share of responses that are longer than each of `lengths`, as the model sees it now."""
+    model._refresh()
+    return np.exp(-np.interp(lengths, EDGES, model._hazard))
+
+
+def learnt(bound: int, *batches: LengthTrace) -> LengthModel:
+    """A model that has seen these batches."""
+    model = LengthModel(bound)
+    for batch in batches:
+        for index in range(len(batch)):
+            tell(model, batch, index)
+        model.end_of_batch()
+    return model
+
+
+# Estimator
+
+
+def test_kaplan_meier_by_hand() -> None:
+    lengths = np.array([2, 3, 4, 4, 5, 7])
+    ended = np.array([True, False, True, True, False, True])
+    survival = np.exp(-cumulative_hazard(Pool.of(lengths, ended)))
+    assert EDGES[:9].tolist() == [*range(9)] and (EDGES[17:] / EDGES[16:-1] < 1.15).all()
+    # At risk: 6 at 2, 5 at 3, 4 at 4, 2 at 5, 1 at 7.
+    expected = [1, 1, 5 / 6, 5 / 6, 5 / 6 * 2 / 4, 5 / 12, 5 / 12, 0]
+    np.testing.assert_allclose(survival[:8], expected, atol=1e-11)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=50))
+def test_responses_are_pooled_one_by_one_or_at_once(responses: list[tuple[int, bool]]) -> None:
+    lengths, ended = (np.array(values) for values in zip(*responses, strict=True))
+    pool, collector = Pool.of(lengths, ended), Collector()
+    for length, end in responses:
+        collector.add(length, end)
+    np.testing.assert_allclose(pool.tokens, collector.pool().tokens)
+    np.testing.assert_allclose(pool.ends, collector.pool().ends)
+    assert pool.tokens.sum() == lengths.sum()
+    assert (pool.ends <= pool.tokens).all()
+
+
+def test_heavy_censoring_is_unbiased_and_a_small_bound_is_not_an_end() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.maximum(1, np.round(1000 * np.exp(random.standard_normal(20000))))
+    cut = random.integers(1, 3000, len(lengths))
+    ended = lengths <= cut
+    assert 0.3 < ended.mean() < 0.7
+    hazard = cumulative_hazard(Pool.of(np.minimum(lengths, cut).astype(np.int64), ended))
+    for length in (100, 500, 1000, 2000):
+        survival = np.exp(-np.interp(length, EDGES, hazard))
+        assert survival == pytest.approx((lengths > length).mean(), abs=0.02)
+    model = LengthModel(8192)
+    for _ in range(600):
+        model.finished(500, complete=False)
+    model.end_of_batch()
+    assert survival_of(model, 500) > 0.95
+
+
+# Samples
+
+
+@settings(max_examples=40)
+@given(bound=st.sampled_from([8, 2048, 131072]), futures=st.integers(1, 20), data=st.data())
+def test_samples_are_within_bounds_and_repeatable(
+    bound: int, futures: int, data: st.DataObject
+) -> None:
+    model, other = LengthModel(bound, seed=3), LengthModel(bound, seed=3)
+    response = st.tuples(st.integers(0, 2 * bound), st.booleans())
+    for _ in range(data.draw(st.integers(1, 3))):
+        for length, complete in data.draw(st.lists(response, max_size=30)):
+            for one in (model, other):
+                one.finished(length, complete)
+        for one in (model, other):
+            one.end_of_batch()
+    requests = st.tuples(st.integers(0, bound - 1), st.integers(bound, 4 * bound), st.booleans())
+    generated, bounds, exact = [
+        list(values)
+        for values in zip(*data.draw(st.lists(requests, min_size=1, max_size=20)), strict=True)
+    ]
+    live = running(generated, bounds, exact)
+    for one in (model, other):
+        one.observe_running(live)
+    remaining = model.sample(live, futures)
+    assert remaining.shape == (len(live), futures) and remaining.dtype == np.int64
+    room = (live.max_tokens - live.num_output_tokens)[:, None]
+    assert (remaining >= 1).all() and (remaining <= room).all()
+    assert (remaining == room)[live.exact].all()
+    np.testing.assert_array_equal(remaining, model.sample(live, futures))
+    np.testing.assert_array_equal(remaining, other.sample(live, futures))
+    survival = survival_of(model, np.arange(0, 2 * bound, max(1, bound // 50)))
+    assert survival[0] == 1 and (np.diff(survival) <= 0).all() and (survival >= 0).all()
+
+
+def test_samples_follow_the_survival_are_stratified_and_futures_exchangeable() -> None:
+    model = learnt(8192, *(traces.lognormal(256, 800, 0.8, 8192, seed) for seed in range(4)))
+    remaining = model.sample(running([400] * 2000, 8192), 16)
+    for ahead in (1, 100, 400, 1600):
+        expected = survival_of(model, 400 + ahead) / survival_of(model, 400)
+        assert (remaining > ahead).mean() == pytest.approx(expected, abs=0.02)
+    remaining = model.sample(running([0] * 512, 8192), 16)
+    assert np.median(remaining, axis=1).std() < 0.2 * remaining.std()
+    assert remaining.mean(axis=0).std() < 0.15 * remaining.mean()
+    assert len(np.unique(np.argmax(remaining, axis=1))) == 16
+    live = running([100] * 8, 8192)
+    first, second = (LengthModel(8192, seed).sample(live, 16) for seed in (0, 1))
+    assert (first != second).any(), "a seed changes the futures"
+
+
+def test_without_data_what_ran_long_runs_long() -> None:
+    model = LengthModel(24576)
+    assert 0.4 < survival_of(model, 24576 / 8) < 0.6
+    samples = [model.sample(running([length] * 64, 131072), 64) for length in (10, 3000, 12000)]
+    assert samples[0].mean() < samples[1].mean() < samples[2].mean()
+    assert 6000 < np.median(samples[2]) < 24000, "about as much again"
+
+
+def test_what_runs_is_seen_unless_its_length_is_prescribed() -> None:
+    early = live_at(traces.lognormal(128, 4000, 0.3, 16384), 2000)
+    model = LengthModel(16384)
+    before = survival_of(model, 2000)
+    model.observe_running(running([2000] * 100, 4096, exact=True))
+    assert survival_of(model, 2000) == before
+    model.observe_running(early)
+    once = survival_of(model, 2000)
+    assert once > before
+    model.observe_running(early)
+    assert survival_of(model, 2000) == once, "replaced, not added"
+
+
+def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -> None:
+    model = learnt(1000, traces.uniform(64, 10, 900, 1000))
+    before = survival_of(model, np.arange(1000))
+    model.end_of_batch()
+    model.finished(0, False)
+    model.end_of_batch()
+    assert (model.batches, model.responses) == (1, 64)
+    np.testing.assert_array_equal(survival_of(model, np.arange(1000)), before)
+    assert model.sample(running([], 1), 16).shape == (0, 16)
+    model = LengthModel(8192)
+    for length in traces.lognormal(300, 300, 0.5, 8192).lengths:
+        model.finished(length, True)
+        model.end_of_batch()
+    assert survival_of(model, 300) == pytest.approx(0.5, abs=0.12)
+
+
+# Calibration
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
+        lambda seed: traces.two_mode(128, seed=seed),
+        lambda seed: traces.uniform(128, 500, 4000, max_tokens=8192, seed=seed),
+        lambda seed: traces.deepscaler(seed=seed),
+        lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
+    ],
+    ids=["log-normal", "two modes", "uniform", "deepscaler", "grpo"],
+)
+def test_calibrated_after_three_batches(make: Callable[[int], LengthTrace]) -> None:
+    batches = [make(seed) for seed in range(12)]
+    predictions = [one for one in replay(batches) if one.batch >= 3 or one.batch == 0]
+    result = calibration(batches, predictions)
+    assert result.later is not None
+    assert 0.74 < result.later.coverage_80 < 0.86
+    assert 0.7 < result.later.live_coverage < 1
+    assert result.later.live_error < 0.025
+    assert result.first.live_error < 0.12
+
+
+def test_drift_is_followed() -> None:
+    batches = traces.shifted([500 * 1.1**number for number in range(20)], 128, 0.8, 32768)
+    later = [one for one in replay(batches) if one.batch >= 10 or one.batch == 0]
+    result = calibration(batches, later).later
+    assert result is not None
+    assert 0.7 < result.coverage_80 < 0.9
+    assert result.live_error < 0.03
+
+
+def test_calibration_figure(tmp_path: Path) -> None:
+    result = calibration_figure(
+        [traces.deepscaler(seed=seed) for seed in range(2)], tmp_path / "calibration.png"
+    )
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    assert result.later is not None and result.later.live_error < 0.05
+
+
+# Persistence
+
+
+def test_history_survives_saving(tmp_path: Path) -> None:
+    model = learnt(16384, *(traces.grpo(16, 8, 0.5, 1.0, seed=seed) for seed in range(3)))
+    path = tmp_path / "history.json"
+    kept.save(path, model)
+    assert list(tmp_path.iterdir()) == [path]
+    loaded, _ = kept.load(path)
+    assert (loaded.batches, loaded.responses) == (3, 384)
+    live = running([10, 2000], 16384)
+    np.testing.assert_array_equal(loaded.sample(live, 16), model.sample(live, 16))
+    for bound in (8, 131072):
+        other, _ = kept.load(path, bound)
+        assert other.bound == bound
+        np.testing.assert_allclose(survival_of(other, 1000), survival_of(model, 1000), atol=0.03)
+
+
+def test_a_response_longer_than_the_bound_counts() -> None:
+    model = learnt(100, traces.uniform(64, 10, 90))
+    before = survival_of(model, 50)
+    model.finished(5000, True)
+    assert model.sample(running([6000], 50000), 4).max() <= 44000
+    assert survival_of(model, 50) == pytest.approx(before, abs=0.05)
+    model.end_of_batch()
+    assert survival_of(LengthModel.from_json(model.to_json()), 50) == survival_of(model, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ends", [-1.0]), ("ends", [float("nan")]), ("tokens", []), ("batches", -1), ("bound", 0)],
+)
+def test_history_out_of_range_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError):
+        LengthModel.from_json({**LengthModel(100).to_json(), name: value})
+
+
+def test_memory_does_not_grow_with_responses() -> None:
+    model, sizes = LengthModel(16384), []
+    for index in range(5_000):
+        model.finished(1 + index % 5000, True)
+        if index % 2_000 == 0:
+            sizes.append(len(pickle.dumps(model)))
+    assert max(sizes) < 1.01 * min(sizes)

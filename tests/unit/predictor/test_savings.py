@@ -1,0 +1,339 @@
+"""What layouts and drafts saved: the arithmetic, and against batches that were really done so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.policy import StayPolicy
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.reporting import BatchSavings, BatchTimes, Look, Savings, Stretch, total
+from pat_vllm.reporting import savings as savings_module
+from pat_vllm.reporting.savings import in_step
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.truth import ReplayedTruth
+from tests.unit.predictor.examples import (
+    batches,
+    live_requests,
+    policy_of,
+    switch_report,
+    two_ranks,
+)
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+LENGTHS = (0, 1, 2, 4)
+
+
+def pace(layout: Layout, live: float, context: float) -> float:
+    """Seconds in which every live request gets a token; linear, so that means are exact."""
+    return 0.01 / layout.tp + 0.002 * live + 1e-7 * context
+
+
+class Known(Savings):
+    """Savings by a model that is right."""
+
+    def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
+        return [s.tokens * pace(layout, s.live, s.context) for s in stretches]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch to be.
+
+    Attributes:
+        stall: seconds of a switch to `layout` at its beginning; None for no switch.
+        left: requests that are left at its end.
+        tokens: that each request gets.
+        faster: what drafts make of a token's time; None for no drafts.
+        arrivals: whether a request with a long prompt arrives in it.
+    """
+
+    layout: Layout = ONE
+    stall: float | None = None
+    left: int = 8
+    tokens: int = 100
+    faster: float | None = None
+    arrivals: bool = False
+
+
+def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, BatchTimes]:
+    """What is estimated for a batch of these parts, and what is true.
+
+    Args:
+        slower: than its model the engine is.
+    """
+    savings, now, made, live, length = Known(ONE), 5.0, 0, 8, 20.0
+    fixed = switching = 0.0
+    savings.arrived()
+    for part in parts:
+        left = 0 if part is parts[-1] else min(part.left, live)
+        begin = Look(now, part.layout, live, round(live * length), round(length), made, prompt=1e6)
+        if part.stall is None:
+            savings.look(begin)
+        else:
+            source = ONE if part.layout == TWO else TWO
+            savings.look(replace(begin, layout=source))
+            stall = {"seconds": part.stall + 0.5, "quiesce": 0.5}
+            savings.switched(switch_report(source, part.layout, **stall))
+            now += part.stall
+            switching += part.stall
+        mean = 0.5 * (live + max(1, left))
+        tokens = part.tokens * 2  # times a mean that may be half a request, a whole number
+        context = mean * (length + 0.5 * tokens)
+        plain = tokens * pace(part.layout, mean, context) * slower
+        real = plain * (part.faster or 1.0)
+        savings.drafted(0)
+        if part.faster is not None:
+            savings.drafted(4)
+        if part.arrivals:
+            savings.arrived()
+            fixed += real
+            switching += real
+        else:
+            fixed += plain if part.layout == ONE else tokens * pace(ONE, mean, context)
+            switching += plain
+        now += real
+        made += round(mean * tokens)
+        length += tokens
+        live = left
+    savings.end(now, made)
+    (record,) = savings.since()
+    return record, BatchTimes(fixed, switching, now - 5.0)
+
+
+PARTS = st.builds(
+    Part,
+    layout=st.sampled_from([ONE, TWO]),
+    stall=st.sampled_from([None, 0.25]),
+    left=st.integers(1, 8),
+    tokens=st.integers(1, 200),
+    faster=st.none() | st.floats(0.2, 1.5),
+    arrivals=st.booleans(),
+)
+ALL = [
+    Part(),
+    Part(faster=0.7, left=6),
+    Part(TWO, 0.25, 4),
+    Part(TWO, None, 2, faster=0.5),
+    Part(TWO, None, 2, arrivals=True, faster=0.5),
+    Part(ONE, 0.25, 1, faster=0.8),
+]
+
+
+def close_to(times: BatchTimes) -> BatchTimes:
+    """Equal but for contexts, which are counted in whole tokens."""
+    names = BatchTimes.__dataclass_fields__
+    about: dict[str, Any] = {name: pytest.approx(getattr(times, name), rel=1e-3) for name in names}
+    return BatchTimes(**about)
+
+
+@settings(max_examples=60)
+@given(st.lists(PARTS, min_size=1, max_size=6))
+def test_by_a_model_that_is_right_the_estimate_is(parts: list[Part]) -> None:
+    parts[0] = replace(parts[0], stall=None)
+    record, truth = replayed(parts)
+    assert record.layout == ONE
+    assert record.realised == close_to(truth)
+
+
+@pytest.mark.parametrize("fold", [20_000, 3])
+def test_every_kind_of_stretch_also_where_they_are_folded_on_the_way(
+    fold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(savings_module, "_FOLD", fold)
+    record, truth = replayed(ALL)
+    assert record.realised == close_to(truth)
+
+
+def test_nothing_is_saved_by_nothing_whatever_the_model_says() -> None:
+    times = replayed([Part(left=5), Part(left=2)], slower=3.0)[0].realised
+    assert times.fixed == times.switching == times.drafting
+    assert times.saved_by_layouts == times.saved_by_drafts == 0.0
+    # Where no draft was asked for, none saved anything.
+    times = replayed([Part(left=5), Part(TWO, 0.25, 2)], slower=3.0)[0].realised
+    assert times.switching == times.drafting
+
+
+def test_shares() -> None:
+    times = BatchTimes(10.0, 8.0, 5.0)
+    assert (times.saved_by_layouts, times.saved_by_drafts) == pytest.approx((0.2, 0.3))
+    assert BatchTimes(0.0, 0.0, 0.0).saved_by_drafts == 0.0
+    assert total([times, BatchTimes(1.0, 2.0, 3.0)]) == BatchTimes(11.0, 10.0, 8.0)
+    assert total([]) == BatchTimes(0, 0, 0)
+
+
+def test_what_is_not_counted() -> None:
+    """Many prompts, a layout that a user asked for, batches without a plan."""
+    savings = Known(ONE)
+    savings.end(1.0, 0)
+    assert not savings.since()
+
+    def switch(reason: str = "policy") -> None:
+        savings.switched(switch_report(ONE, TWO, reason=reason, seconds=0.75, quiesce=0.5))
+
+    for reason, prompts in (("policy", 900), ("forced", 0)):
+        savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompts))
+        switch(reason)
+        savings.end(3.0, 800)
+        last = savings.since()[-1]
+        assert last.realised == BatchTimes(1.75, 2.0, 2.0), "but for the switch as it was"
+    assert [record.at for record in savings.since(3.0)] == [3.0, 3.0]
+    for prompt, counts in ((300.0, True), (500.0, False), (math.inf, False)):
+        savings.look(Look(1.0, ONE, 8, 800, 100, 0, prompt=prompt))
+        switch()
+        for _ in range(2):
+            savings.arrived()
+        savings.end(3.0, 800)
+        assert (savings.since()[-1].realised.fixed != 1.75) == counts
+    # Everybody was aborted before the next step ended.
+    savings.look(Look(5.0, ONE, 8, 800, 100, 0))
+    savings.end(3.0, 0)
+    assert (savings.since()[-1].at, savings.since()[-1].realised.drafting) == (5.0, 0.0)
+    assert not savings.since(5.1)
+
+
+def test_the_prediction_is_of_the_most_requests() -> None:
+    savings = Known(ONE)
+    asked = []
+    for number, live in enumerate((4, 8, 8, 6)):
+        if savings.look(Look(float(number), ONE, live, 100, 20, 0)):
+            asked.append(live)
+            savings.predicted(BatchTimes(live, live, live))
+    savings.end(9.0, 0)
+    assert asked == [4, 8]
+    assert savings.since()[0].predicted == BatchTimes(8, 8, 8)
+    savings.look(Look(10.0, ONE, 2, 100, 20, 0))
+    savings.end(11.0, 0)
+    assert savings.since()[1].predicted == BatchTimes(0, 0, 0)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=12),
+    st.lists(st.sampled_from([1.0, 1.5, 3.0, 8.0, 12.0]), min_size=1, max_size=8),
+)
+def test_requests_that_advance_alike(lengths: list[int], lives: list[float]) -> None:
+    parts = [Stretch(ONE, 1.0, 0.0, True, True, 10.0 + i, m, 9, 9) for i, m in enumerate(lives)]
+    moved = in_step(parts, lengths)
+    assert [replace(one, tokens=0) for one in moved] == [replace(one, tokens=0) for one in parts]
+    # Somebody generates until the longest response ends.
+    assert sum(one.tokens for one in moved) == pytest.approx(max(lengths))
+
+
+def test_tokens_come_where_as_many_are_live() -> None:
+    # Three are live for 10 tokens, two for 20 and one for 70.
+    parts = [Stretch(ONE, 1.0, 0.0, True, True, t, m, 9, 9) for t, m in ((5, 3), (15, 3), (9, 1.4))]
+    assert [one.tokens for one in in_step(parts, [10, 30, 100])] == [2.5, 7.5, 90.0]
+    assert in_step([], [10]) == []
+
+
+# In batches
+
+
+@pytest.mark.parametrize("name", ["long tail", "short", "straggler"])
+def test_estimates_of_simulated_batches(name: str) -> None:
+    """Against the same batches in the layout in which they began, under the same truth."""
+    profile = two_ranks()
+    truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
+    policy = policy_of(profile)
+    ours = simulate_batches(batches(name), policy, truth, capacity)
+    static = simulate_batches(batches(name), StayPolicy(profile.layouts[0]), truth, capacity)
+    records = policy.report().savings
+    assert len(records) == len(ours)
+    for record, run, fixed in zip(records, ours, static, strict=True):
+        saved = 1 - run.generation_seconds / fixed.generation_seconds
+        assert record.layout == profile.layouts[0]
+        assert record.realised.saved_by_layouts == pytest.approx(saved, abs=0.05)
+        assert record.realised.saved_by_drafts == 0.0
+        assert record.realised.drafting == pytest.approx(run.generation_seconds, rel=0.1)
+    # Lengths are learnt from batch to batch.
+    expected = pytest.approx(records[-1].realised.saved_by_layouts, abs=0.12)
+    assert records[-1].predicted.saved_by_layouts == expected
+
+
+def with_drafts(ranks: int) -> tuple[Profile, AdaptivePolicy]:
+    """A modelled profile, and a policy that chooses draft lengths."""
+    profile = named_profile("llama-3.1-8b", "H100", ranks, draft_lengths=LENGTHS[1:])
+    return profile, policy_of(profile, bound=2048, draft_lengths=LENGTHS)
+
+
+def test_estimates_of_simulated_batches_with_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests advance at paces of their own there, so that other ones are left at the end."""
+    profile, policy = with_drafts(4)
+    outlook, calls = policy._planner.outlook, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append("drafting" in options)
+        return outlook(*args, **options)
+
+    monkeypatch.setattr(policy._planner, "outlook", counted)
+    truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
+    trace = replace(traces.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
+    ours = simulate_batches([trace, trace], policy, truth, capacity)
+    assert calls.count(False) == 2 and calls.count(True) > 6, "without drafts once a batch"
+    fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, capacity)[0]
+    for run, record in zip(ours, policy.report().savings, strict=True):
+        saved = 1 - run.generation_seconds / fixed.generation_seconds
+        times = record.realised
+        assert times.saved_by_drafts > 0.1
+        assert 1 - times.drafting / times.fixed == pytest.approx(saved, abs=0.03)
+        assert times.fixed == pytest.approx(fixed.generation_seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("hit", [0.6, 0.0])
+def test_estimates_where_lengths_are_prescribed(hit: float) -> None:
+    """Of requests that get drafts in a share of their steps, all of them accepted."""
+    _, policy = with_drafts(1)
+    layout, length, count = policy.home, 1200, 8
+    for batch in range(2):
+        random = np.random.default_rng(0)
+        now, made, plain, k = 1000.0 * (1 + batch), 0.0, 0.0, 0
+        for request in range(count):
+            policy.arrived(now, request)
+        while made < length:
+            live = live_requests([100] * count, round(made), length, exact=True, replicas=1)
+            policy.choose(LiveState(now, layout, count, 10.0, lambda live=live: live))  # type: ignore[misc]
+            hits = int((random.random(count) < hit).sum())
+            none = StepShape(count, round(count * (100 + made)), round(100 + made))
+            shape = replace(none, drafts=k * hits, k=k)
+            tokens = 1 + k * hits / count
+            plain += tokens * policy._steps.step(layout, none)
+            seconds = policy._steps.step(layout, shape)
+            now += seconds
+            made += tokens
+            policy.drafted(now, k, count, np.full(hits, k))
+            policy.stepped(now, layout, shape, seconds)
+            table = policy.drafts.get(layout, ((1, count, 0),))
+            k = next((k for first, last, k in table if first <= count <= last), 0)
+        policy.idle(now + 500.0)  # called long afterwards
+    record = policy.report().savings[-1]
+    assert record.realised.drafting == pytest.approx(now - 2000.0, rel=0.02)
+    assert record.realised.saved_by_layouts == 0.0
+    saved = 1 - (now - 2000.0) / plain
+    assert saved > 0.4 if hit else abs(saved) < 0.05
+    assert record.realised.saved_by_drafts == pytest.approx(saved, abs=0.02)
+    assert record.predicted.saved_by_drafts == pytest.approx(saved, abs=0.1)
+
+
+def test_a_policy_that_does_not_choose_draft_lengths_still_notes_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the user's: what drafts save is not credited to switching."""
+    noted: list[int] = []
+    policy = policy_of(two_ranks())
+    monkeypatch.setattr(policy._savings, "drafted", noted.append)
+    policy.drafted(1.0, 3, 4, np.zeros(4, np.int64))
+    assert noted == [3]

@@ -1,0 +1,321 @@
+"""The step-time model: accuracy, and what it learns from real steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.cli.held_out import held_out_error
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
+from tests.unit.predictor.examples import decode, profile_of
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 512, 2048)
+LAYOUTS = ONE, TWO, FOUR, EIGHT = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
+Truth = Callable[[Layout, StepShape], float]
+
+
+def roofline(layout: Layout, shape: StepShape) -> float:
+    """A GPU: weights and KV are read while the tokens are computed."""
+    tp = layout.tp
+    tokens = shape.batch + shape.prefill
+    reading = 0.006 / tp + 1.5e-8 * shape.context / tp
+    return float(1e-3 + 2e-4 * np.log2(tp) + max(reading, 3e-5 * tokens / tp) + 2e-6 * shape.batch)
+
+
+def saturating(layout: Layout, shape: StepShape) -> float:
+    """A CPU: batches get cheaper per request, replicas contend until the machine is saturated."""
+    contention = 1 + 0.6 * min(1, (shape.busy - 1) / 3)
+    work = 0.012 + 0.004 * shape.batch**0.75 + 4e-7 * shape.context + 2.5e-4 * shape.prefill
+    tp = layout.tp
+    return float(3e-3 + 5e-4 * (tp - 1) + (work / tp + 3e-7 * shape.longest) * contention)
+
+
+def make_profile(
+    truth: Truth,
+    *,
+    noise: float = 0.02,
+    layouts: Sequence[Layout] = LAYOUTS,
+    scale: Mapping[Layout, float] | None = None,
+    shapes: Sequence[StepShape] = (),
+) -> Profile:
+    """A profile of steps that take their true time but for some noise.
+
+    Args:
+        scale: factor by which the steps of a layout are wrong.
+        shapes: of the steps (default: a grid, and prefills).
+    """
+    rng = np.random.default_rng(0)
+    prefills = [StepShape(0, 0, 0, tokens) for tokens in (64, 256, 1024, 4096)]
+    steps = []
+    for layout in layouts:
+        grid = [
+            decode(batch, each, busy)
+            for batch in BATCHES
+            for each in CONTEXTS
+            for busy in sorted({1, layout.replicas})
+        ]
+        for shape in shapes or grid + prefills:
+            factor = float(np.exp(noise * rng.standard_normal())) * (scale or {}).get(layout, 1.0)
+            steps.append(StepSample.of(layout, shape, [truth(layout, shape) * factor]))
+    return profile_of(layouts, steps)
+
+
+@pytest.fixture(scope="module")
+def fitted() -> StepTimeModel:
+    return StepTimeModel.fit(make_profile(saturating))
+
+
+@pytest.fixture
+def model(fitted: StepTimeModel) -> StepTimeModel:
+    return copy.deepcopy(fitted)
+
+
+def observe(
+    model: StepTimeModel,
+    layout: Layout,
+    shape: StepShape,
+    factor: float,
+    count: int,
+    *,
+    noise: float = 0.05,
+    outlier_every: int = 0,
+    seed: int = 0,
+) -> None:
+    """Steps that take `factor` times what the uncorrected model predicts."""
+    rng = np.random.default_rng(seed)
+    expected = model.step(layout, shape) / model.correction(layout, shape.batch)
+    for i in range(count):
+        seconds = expected * factor * float(np.exp(noise * rng.standard_normal()))
+        if outlier_every and i % outlier_every == outlier_every - 1:
+            seconds *= 10
+        model.observe(layout, shape, seconds)
+
+
+# Accuracy
+
+
+def test_held_out_error_is_small_and_the_residual_learns_what_the_linear_base_cannot() -> None:
+    profiles = {truth: make_profile(truth) for truth in (roofline, saturating)}
+    errors = {truth: held_out_error(profile) for truth, profile in profiles.items()}
+    for of_truth in errors.values():
+        assert set(of_truth) == set(LAYOUTS)
+        for layout, error in of_truth.items():
+            assert error.mean() <= 0.04, (layout, error)
+            assert len(error) == len(BATCHES) * len(CONTEXTS) * len({1, layout.replicas})
+    with patch("pat_vllm.predictor.step_time._fit_residual", lambda *_: None):
+        linear = held_out_error(profiles[saturating])
+    for layout, error in errors[saturating].items():
+        assert error.mean() < 0.7 * linear[layout].mean()
+
+
+def test_shapes_are_held_out_at_random_all_repeats_of_one_together() -> None:
+    # Each shape has a factor of its own, which only its own samples could teach.
+    def odd(layout: Layout, shape: StepShape) -> float:
+        doubled = (shape.batch.bit_length() + shape.longest) % 2
+        return roofline(layout, shape) * (1.5 if doubled else 1)
+
+    shapes = [decode(b, each + b % 3) for b in range(1, 40, 2) for each in (500, 900)]
+    once, thrice = (
+        make_profile(odd, noise=0, layouts=(ONE,), shapes=shapes * repeats) for repeats in (1, 3)
+    )
+    with patch("pat_vllm.predictor.step_time._fit_residual", lambda *_: None):
+        first, again, other = (held_out_error(once, seed=seed)[ONE] for seed in (0, 0, 2))
+        repeated = held_out_error(thrice)[ONE]
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    assert repeated.mean() > 0.8 * first.mean()
+    assert len(repeated) == 3 * len(first)
+
+
+def test_profiled_points_are_hit_and_fitting_is_deterministic() -> None:
+    profile = make_profile(saturating, noise=0)
+    first, second = (StepTimeModel.fit(profile) for _ in range(2))
+    for sample in profile.steps:
+        if sample.batch:
+            seconds = first.step(sample.layout, sample.shape)
+            assert seconds == pytest.approx(sample.seconds, rel=0.08)
+    batch = np.array([0, 1, 5.5, 30, 3000])
+    for layout in LAYOUTS:
+        one, other = (m.seconds(layout, batch, batch * 700, 900, 10, 2) for m in (first, second))
+        assert np.array_equal(one, other)
+
+
+def test_sizes_up_to_sixteen() -> None:
+    layouts = tuple(Layout.of(tp, 16) for tp in (1, 2, 4, 8, 16))
+    model = StepTimeModel.fit(make_profile(roofline, layouts=layouts))
+    for layout in layouts:
+        shape = decode(12, 700)
+        assert model.step(layout, shape) == pytest.approx(roofline(layout, shape), rel=0.08)
+    with pytest.raises(KeyError):
+        model.step(Layout(16, 1, "ep"), decode(1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_few_samples_give_sane_times(count: int) -> None:
+    shapes = [decode(b) for b in (1, 64, 8, 2, 32, 4, 16)[:count]]
+    model = StepTimeModel.fit(make_profile(roofline, noise=0, layouts=(TWO,), shapes=shapes))
+    for shape in shapes:
+        assert model.step(TWO, shape) == pytest.approx(roofline(TWO, shape), rel=0.1)
+    between = model.seconds(TWO, [1, 3, 24, 64], [512, 1536, 12288, 32768], 512)
+    assert np.all((between > 1e-3) & (between < 0.05))
+
+
+def test_prefills_mixed_steps_and_large_batches_follow_the_base(model: StepTimeModel) -> None:
+    for shape in (StepShape(0, 0, 0, 1024), StepShape(0, 0, 0, 2000), StepShape(8, 4096, 512, 512)):
+        assert model.step(TWO, shape) == pytest.approx(saturating(TWO, shape), rel=0.15)
+
+    def linear(layout: Layout, shape: StepShape) -> float:
+        return 5e-3 + 1e-4 * shape.batch + 1e-7 * shape.context
+
+    far = StepTimeModel.fit(make_profile(linear, layouts=(EIGHT,)))
+    for shape in (decode(64, 20000), decode(400, 500), decode(400, 5000), decode(3000, 2000)):
+        assert far.step(EIGHT, shape) == pytest.approx(linear(EIGHT, shape), rel=0.1)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> StepTimeModel:
+    """Models of samples that need not make sense, and observations that do not either."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    sizes = st.tuples(st.integers(1, 200), st.integers(0, 10**5), st.integers(1, 2))
+    shapes = [
+        StepShape(batch, context, min(context, draw(st.integers(1, 4000))), 0, busy)
+        for batch, context, busy in draw(st.lists(sizes, min_size=1, max_size=40))
+    ]
+    profile = make_profile(
+        lambda layout, shape: float(np.exp(rng.normal(-4, 1))), layouts=(ONE, TWO), shapes=shapes
+    )
+    model = StepTimeModel.fit(profile)
+    for _ in range(draw(st.sampled_from([0, 0, 3, 60]))):
+        shape = decode(int(2 ** rng.uniform(0, 8)), int(rng.uniform(1, 4000)))
+        model.observe((ONE, TWO)[rng.integers(2)], shape, float(np.exp(rng.normal(-4, 2))))
+    return model
+
+
+@settings(max_examples=25)
+@given(models(), st.integers(0, 2**32), st.data())
+def test_times_are_finite_and_positive_and_arguments_broadcast(
+    model: StepTimeModel, seed: int, data: st.DataObject
+) -> None:
+    rng = np.random.default_rng(seed)
+    batch, context = 2 ** rng.uniform(0, 16, 400), 2 ** rng.uniform(0, 26, 400)
+    longest, prefill = rng.uniform(0, 10**5, 400), rng.integers(0, 9000, 400)
+    for layout in (ONE, TWO):
+        seconds = model.seconds(layout, batch, context, longest, prefill, rng.integers(1, 6, 400))
+        assert np.all(np.isfinite(seconds)) and np.all(seconds > 0)
+    most = st.tuples(*(st.integers(0, limit) for limit in (5000, 10**7, 10**5)))
+    fields = (
+        *data.draw(most),
+        data.draw(st.sampled_from([0, 1, 700, 9000])),
+        int(rng.integers(1, 6)),
+    )
+    fields = tuple(int(field) for field in fields)
+    one = model.step(TWO, StepShape(*fields))
+    assert one == pytest.approx(float(model.seconds(TWO, *fields)), rel=1e-9)
+    arrays = [np.array([field, field]) for field in fields]
+    assert model.seconds(TWO, *arrays) == pytest.approx([one, one], rel=1e-9)
+    mixed = model.seconds(TWO, fields[0], arrays[1][:, None], fields[2], arrays[3], fields[4])
+    assert mixed == pytest.approx(np.full((2, 2), one), rel=1e-9)
+
+
+# Online
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_change_of_the_machine_is_followed_within_twenty_steps(
+    model: StepTimeModel, factor: float
+) -> None:
+    assert model.correction(ONE, 16) == 1.0 and model.correction_version == 0
+    observe(model, ONE, decode(16), 1.0, 100)
+    before = model.step(ONE, decode(16))
+    observe(model, ONE, decode(16), factor, 20, seed=1)
+    assert model.correction(ONE, 16) == pytest.approx(factor, rel=0.1)
+    assert model.step(ONE, decode(16)) / before == pytest.approx(factor, rel=0.12)
+    # It is taken for the machine's, so the other layouts change, too.
+    assert (model.correction(FOUR, 16) - 1) / (factor - 1) > 0.5
+
+
+def test_slow_drift_is_followed(model: StepTimeModel) -> None:
+    plain = model.step(ONE, decode(16))
+    for i in range(300):
+        observe(model, ONE, decode(16), 1 + i / 300, 1, seed=i)
+        assert model.step(ONE, decode(16)) / plain == pytest.approx(model.correction(ONE, 16))
+    assert model.correction(ONE, 16) == pytest.approx(2.0, rel=0.1)
+
+
+def test_outliers_hardly_move_it_and_noise_does_not_bias(fitted: StepTimeModel) -> None:
+    first, later, noisy = (copy.deepcopy(fitted) for _ in range(3))
+    observe(first, ONE, decode(16), 10.0, 1)
+    assert first.correction(ONE, 16) < 1.25, "even the very first step"
+    observe(first, ONE, decode(16), 1.0, 10)
+    assert first.correction(ONE, 16) == pytest.approx(1.0, abs=0.1)
+    observe(later, ONE, decode(16), 1.0, 30)
+    before = later.correction(ONE, 16)
+    observe(later, ONE, decode(16), 10.0, 1)
+    assert later.correction(ONE, 16) == pytest.approx(before, rel=0.03)
+    observe(later, ONE, decode(16), 1.0, 200, outlier_every=10)
+    assert later.correction(ONE, 16) == pytest.approx(1.0, abs=0.05)
+    observe(noisy, ONE, decode(16), 1.0, 400, noise=0.25)
+    assert noisy.correction(ONE, 16) == pytest.approx(1.0, abs=0.12)
+
+
+def test_other_layouts_and_batches_take_the_machines_part(model: StepTimeModel) -> None:
+    observe(model, ONE, decode(16), 2.0, 40)
+    assert model.correction(FOUR, 16) == pytest.approx(2.0, rel=0.15)
+    assert model.correction(ONE, 64) == pytest.approx(2.0, rel=0.1)
+
+
+def test_one_wrong_layout_is_corrected_without_spoiling_the_others() -> None:
+    right = {layout: saturating(layout, decode(4)) for layout in LAYOUTS}
+    model = StepTimeModel.fit(make_profile(saturating, scale={FOUR: 0.5}))
+    rng = np.random.default_rng(0)
+    for layout, count in ((ONE, 40), (TWO, 40), (FOUR, 20)):
+        for _ in range(count):
+            noise = float(np.exp(0.05 * rng.standard_normal()))
+            model.observe(layout, decode(4), right[layout] * noise)
+    # One of three that is wrong by two casts a little doubt on the one never seen.
+    for layout in LAYOUTS:
+        rel = 0.27 if layout == EIGHT else 0.1
+        assert model.step(layout, decode(4)) == pytest.approx(right[layout], rel=rel)
+
+
+def test_a_correction_of_one_request_does_not_reach_a_large_batch_of_equal_total_context() -> None:
+    def reading(layout: Layout, shape: StepShape) -> float:
+        return 1e-3 + 1e-7 * shape.context
+
+    model = StepTimeModel.fit(make_profile(reading, layouts=(EIGHT,)))
+    before = model.step(EIGHT, decode(64, 2000))
+    for seed in range(10):
+        observe(model, EIGHT, decode(1), 2.0, 10, seed=seed)
+        observe(model, EIGHT, decode(64, 2000), 1.0, 10, seed=seed)
+    assert model.correction(EIGHT, 1) > 1.8
+    assert model.step(EIGHT, decode(64, 2000)) == pytest.approx(before, rel=0.08)
+
+
+def test_only_decode_steps_teach_and_corrections_stay_within_a_factor_of_eight(
+    model: StepTimeModel,
+) -> None:
+    for shape in (StepShape(4, 2048, 512, 300), StepShape(0, 0, 0, 300)):
+        model.observe(ONE, shape, 100.0)
+    assert model.correction(ONE, 4) == 1.0
+    observe(model, ONE, decode(4), 1000.0, 100)
+    assert model.correction(ONE, 4) == pytest.approx(8.0, rel=0.01)
+    observe(model, ONE, decode(4), 1e-3, 100)
+    assert model.correction(ONE, 4) == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_the_version_grows_with_corrections_that_matter(model: StepTimeModel) -> None:
+    observe(model, ONE, decode(16), 1.0, 50, noise=0.005)
+    assert model.correction_version == 0
+    observe(model, ONE, decode(16), 1.5, 30, noise=0.005)
+    grown = model.correction_version
+    assert 1 <= grown <= 20
+    observe(model, ONE, decode(16), 1.5, 100, noise=0.005)
+    assert model.correction_version <= grown + 2

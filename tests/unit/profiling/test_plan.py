@@ -1,0 +1,165 @@
+"""What a profile measures, in which order, and what a point may take."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.plan import ProfilePlan, estimate
+from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint, SwitchPoint
+from pat_vllm.profiling.profile import StepSample, StepShape
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+LIMITS = EngineLimits(
+    layouts=(ONE, TWO),
+    max_num_seqs={1: 64, 2: 128},
+    max_batch_tokens={1: 512, 2: 1024},
+    max_model_len=4096,
+    block_size=16,
+    blocks={1: 2000, 2: 4000},
+    draft_lengths=(1, 2, 4, 7),
+    misses=True,
+)
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> EngineLimits:
+    ranks = draw(st.sampled_from([1, 2, 4, 8]))
+    layouts = tuple(Layout.of(tp, ranks) for tp in (1, 2, 4, 8) if tp <= ranks)
+    block_size = draw(st.sampled_from([16, 32, 128]))
+    max_model_len = draw(st.integers(16, 40_000))
+    # vLLM refuses to start when not even one longest context fits.
+    blocks = -(-max_model_len // block_size) + draw(st.integers(1, 5000))
+    lengths = draw(st.sets(st.integers(1, 16), max_size=4))
+    return EngineLimits(
+        layouts=layouts,
+        max_num_seqs={layout.tp: draw(st.integers(1, 512)) for layout in layouts},
+        max_batch_tokens={layout.tp: draw(st.integers(16, 16_384)) for layout in layouts},
+        max_model_len=max_model_len,
+        block_size=block_size,
+        blocks={layout.tp: blocks * layout.tp for layout in layouts},
+        draft_lengths=tuple(sorted(lengths)),
+        misses=draw(st.booleans()),
+    )
+
+
+def check_possible(limits: EngineLimits, point: StepPoint) -> None:
+    """A replica can make such a step, as often as is needed to measure it."""
+    tp = point.layout.tp
+    assert 1 <= point.busy <= point.layout.replicas
+    assert point.batch + point.prefill >= 1
+    lengths = [c + limits.room_for(point.drafts) + 1 for c in point.contexts]
+    lengths += [p + 1 for p in limits.prompts(point.prefill)]
+    assert min(lengths) > 1 and max(lengths) <= limits.max_model_len
+    assert len(lengths) <= limits.max_num_seqs[tp]
+    assert point.batch * (1 + point.drafts) + point.prefill <= limits.max_batch_tokens[tp]
+    assert sum(-(-n // limits.block_size) for n in lengths) <= limits.blocks[tp]
+
+
+@settings(max_examples=30)
+@given(limits())
+def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
+    quick, full = ProfilePlan.quick(limits), ProfilePlan.full(limits)
+    assert full.points[: len(quick.points)] == quick.points
+    assert len({*quick.points} - {*drafting(quick)}) <= 40 * len(limits.layouts)
+    for plan in (quick, full):
+        assert len(set(plan.points)) == len(plan.points)
+        first = plan.points[: plan.essential]
+        assert all(isinstance(point, StepPoint) and point.batch for point in first)
+        in_first = {point.layout for point in first if isinstance(point, StepPoint)}
+        assert in_first == {*limits.layouts}
+        pairs = {(p.source, p.target) for p in plan.points if isinstance(p, SwitchPoint)}
+        assert pairs == {*itertools.permutations(limits.layouts, 2)}
+    for point in full.points:
+        if isinstance(point, StepPoint):
+            check_possible(limits, point)
+            assert limits.misses or point.hits or not point.k
+    values = json.loads(json.dumps(POINTS.dump_python([*full.points])))
+    assert POINTS.validate_python(values) == [*full.points]
+
+
+def drafting(plan: ProfilePlan) -> list[StepPoint]:
+    return [point for point in plan.points if isinstance(point, StepPoint) and point.k]
+
+
+@pytest.mark.parametrize("make", [ProfilePlan.quick, ProfilePlan.full], ids=["quick", "full"])
+def test_without_drafts_the_other_points_are_the_same(
+    make: Callable[[EngineLimits], ProfilePlan],
+) -> None:
+    with_drafts, without = make(LIMITS), make(replace(LIMITS, draft_lengths=()))
+    assert not drafting(without)
+    assert {*without.points} == {*with_drafts.points} - {*drafting(with_drafts)}
+    first = with_drafts.points[: with_drafts.essential]
+    assert without.points[: without.essential] == tuple(p for p in first if not p.k)
+
+
+def test_no_layout_is_without_drafts_however_slow_the_machine() -> None:
+    """Drafts would seem to cost nothing in it, and real steps could not tell."""
+    plan = ProfilePlan.quick(LIMITS)
+    first = drafting(replace(plan, points=plan.points[: plan.essential]))
+    assert {(p.layout, p.hits) for p in first} == {*itertools.product((ONE, TWO), (True, False))}
+
+
+def test_points_with_drafts() -> None:
+    """The longest length and one in the middle, for one request and for many; in a full plan all
+    lengths with short contexts."""
+    quick = ProfilePlan.quick(LIMITS)
+    found = {(p.layout, p.batch, p.k, p.hits) for p in drafting(quick)}
+    assert found == {
+        (layout, number, k, hits)
+        for layout, many in ((ONE, 64), (TWO, 128))
+        for number in (1, 8, many)
+        for k, hits in ((7, True), (7, False), (2, True))
+        if number != 8 or k == 7
+    }
+    # So many requests are measured without drafts, too, to compare with; and all are early.
+    plain = {(p.layout, p.batch) for p in quick.points if isinstance(p, StepPoint) and not p.k}
+    assert {(layout, number) for layout, number, _, _ in found} <= plain
+    assert quick.points.index(drafting(quick)[-1]) <= len(quick.points) / 2
+    full = drafting(ProfilePlan.full(LIMITS))
+    for layout, most in ((ONE, 64), (TWO, 128)):
+        short = {(p.k, p.hits, p.batch) for p in full if (p.layout, p.context) == (layout, 64)}
+        batches = [1 << n for n in range(most.bit_length())]
+        kinds = [*((k, True) for k in LIMITS.draft_lengths), (7, False)]
+        assert short == {(*kind, batch) for kind in kinds for batch in batches}
+        # The drafter searches the whole context.
+        far = [p for p in full if p.layout == layout and p.context > 4 * LIMITS.short]
+        assert {(p.k, p.hits) for p in far} == {(7, True), (7, False), (2, True)}
+
+
+def sample(seconds: float, batch: int, context: int, prefill: int = 0, k: int = 0) -> StepSample:
+    shape = StepShape(batch, context, context, prefill, k=k)
+    return StepSample.of(ONE, shape, [seconds])
+
+
+KNOWN = [sample(0.1, 8, 64), sample(0.3, 0, 0, prefill=100)]
+
+
+@pytest.mark.parametrize(
+    ("point", "seconds"),
+    [
+        # Twice the batch may take twice the time; half of it may take as long.
+        (StepPoint(ONE, 16, 8, 2), 0.2),
+        (StepPoint(ONE, 4, 8, 2), 0.1),
+        # So may four times the contexts, beyond a quarter.
+        (StepPoint(ONE, 8, 64, 2), 0.2),
+        # Nothing is known of this layout.
+        (StepPoint(TWO, 8, 8, 1), 0.1),
+        (StepPoint(ONE, 0, 0, 2, prefill=200), 0.6),
+        # Drafts are tokens.
+        (StepPoint(ONE, 8, 8, 2, k=4, hits=True), 0.5),
+        (StepPoint(ONE, 8, 8, 2, k=4), 0.1),
+    ],
+)
+def test_estimates_do_not_promise_too_much(point: StepPoint, seconds: float) -> None:
+    assert estimate(point, KNOWN) == pytest.approx(seconds)
+    if not point.k:
+        # What a step with drafts takes says little of one without.
+        assert estimate(point, [*KNOWN, sample(1e-3, 8, 64, k=4)]) == pytest.approx(seconds)

@@ -1,0 +1,254 @@
+"""Profiles: samples, files of this and older formats, the cache, and unfinished runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import stat
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.cli import profile as command
+from pat_vllm.cli.profile import Partial, draft_lines, table_rows
+from pat_vllm.layout import Layout
+from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling import profile as profile_module
+from pat_vllm.profiling.points import POINTS, StepPoint, SwitchPoint
+from pat_vllm.profiling.profile import (
+    Profile,
+    ProfileError,
+    StepSample,
+    StepShape,
+    SwitchSample,
+    thinned,
+)
+
+KEY = {"model": {"hidden_size": 8}, "ranks": 2}
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+
+
+def step(layout: Layout = ONE, **values: Any) -> StepSample:
+    defaults = dict(batch=1, context=8, longest=8, seconds=0.1, low=0.1, high=0.1, repeats=3)
+    return StepSample(layout=layout, **{**defaults, **values})
+
+
+BOTH = (step(ONE), step(TWO))
+
+
+def profile(key: dict[str, Any] = KEY, **values: Any) -> Profile:
+    defaults: dict[str, Any] = dict(
+        kind="measured",
+        title="test",
+        created="2000-01-01",
+        key=key,
+        ranks=2,
+        layouts=(ONE, TWO),
+        max_num_seqs={1: 4, 2: 8},
+        max_batch_tokens={1: 8, 2: 16},
+        kv_tokens={1: 64, 2: 128},
+        kv_bytes_per_token=4,
+        steps=BOTH,
+    )
+    return Profile(**{**defaults, **values})
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(1e-6, 10), min_size=1, max_size=60))
+def test_a_sample_of_measured_times(times: list[float]) -> None:
+    """It keeps some of them, evenly spread; the first and the last are among them."""
+    shape = StepShape(4, 100, 30, 0, 2, drafts=8, k=2)
+    sample = StepSample.of(TWO, shape, times)
+    assert sample.shape == shape and sample.repeats == len(times)
+    assert (sample.low, sample.high) == (min(times), max(times))
+    assert sample.seconds == statistics.median(times)
+    assert StepSample.model_validate_json(sample.model_dump_json()) == sample
+    if len(times) == 1:
+        assert sample.times == ()
+        return
+    places = [int(place) for place in thinned([float(i) for i in range(len(times))])]
+    assert sample.times == tuple(times[place] for place in places)
+    assert len(places) == min(len(times), 16)
+    assert (places[0], places[-1]) == (0, len(times) - 1)
+    gaps = {b - a for a, b in itertools.pairwise(places)}
+    assert min(gaps) >= max(1, max(gaps) - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: profile(layouts=(TWO, ONE)), "must ascend in tp"),
+        (lambda: profile(ranks=4), "is not one of 4 ranks"),
+        (lambda: profile(max_num_seqs={1: 4}), "max_num_seqs has no entry for tp=2"),
+        (lambda: profile(steps=(step(ONE),)), "no decode step of layout tp2dp1"),
+        (lambda: profile(steps=(*BOTH, step(Layout(4, 1)))), "is not among layouts"),
+        (lambda: profile(steps=(*BOTH, step(TWO, low=0.2))), "not between its low and high"),
+        (lambda: step(times=(0.1, 0.1, 0.2)), "not those of its times"),
+        (lambda: step(times=(0.1, 0.2, 0.2)), "not those of its times"),
+        (lambda: step(times=(0.1,) * 4), "4 times and 3 repeats"),
+        (lambda: step(times=(0.1, 0.11)), "not between its low and high"),
+        (lambda: step(times=(0.1,) * 17), "at most 16 items"),
+    ],
+)
+def test_profiles_and_samples_are_consistent(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def older(path: Path, content: dict[str, Any]) -> Profile:
+    """What is read from a file with this content."""
+    path.write_text(json.dumps({"digest": profile_module._digest(content), **content}))
+    return Profile.load(path)
+
+
+def test_files_of_older_formats_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    switch = SwitchSample(
+        source=ONE, target=TWO, num_seqs=3, tokens=8, kv_bytes=0, seconds=0.1, kv=0, weights=0
+    )
+    expected = profile({**KEY, "layouts": ["tp1dp2", "tp2dp1"]}, switches=(switch,))
+    content = expected.model_dump(mode="json")
+    # One limit for all layouts, and samples without drafts and times.
+    one = {"max_num_seqs": 4, "max_batch_tokens": 8}
+    for sample in content["steps"]:
+        for name in ("drafts", "k", "times"):
+            del sample[name]
+    # Another name for the requests of a switch.
+    content["switches"][0]["live"] = content["switches"][0].pop("num_seqs")
+    limits = {"max_num_seqs": {1: 4, 2: 4}, "max_batch_tokens": {1: 8, 2: 8}}
+    alike = expected.model_copy(update=limits)
+    assert older(path, content | one) == alike
+    # Format 1, which names layouts by their tp.
+    first = json.loads(json.dumps(content | one))
+    first |= {"format": 1, "layouts": [1, 2]}
+    first["key"]["layouts"] = [1, 2]
+    for sample, tp in zip(first["steps"], (1, 2), strict=True):
+        sample["tp"] = tp
+        del sample["layout"]
+    first["switches"][0] |= {"source": 1, "target": 2}
+    assert older(path, first) == alike
+    alike.save(path)
+    assert Profile.load(path) == alike
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_cache_keeps_and_finds_for_its_user_alone(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert profile_cache.find(KEY) is None
+    path = profile_cache.keep(profile())
+    assert path is not None and path.is_relative_to(cache)
+    assert profile_cache.find(KEY) == profile()
+    assert profile_cache.find({**KEY, "ranks": 4}) is None
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    monkeypatch.delenv("PAT_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert profile_cache.cache_path(KEY).parent == tmp_path / "xdg" / "pat-vllm" / "profiles"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profile_cache.cache_dir() == tmp_path / ".cache" / "pat-vllm"
+
+
+def test_a_damaged_or_unwritable_cache_is_a_warning(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = profile_cache.keep(profile())
+    assert path is not None
+    whole, other = path.read_text(), cache / "other.json"
+    profile({"ranks": 2}).save(other)
+    for content in ("", "{", whole.replace("0.1", "0.2"), other.read_text()):
+        path.write_text(content)
+        caplog.clear()
+        assert profile_cache.find(KEY) is None
+        assert str(path) in caplog.text
+    path.unlink()
+    path.mkdir()
+    assert profile_cache.keep(profile()) is None
+    assert "PAT_CACHE_DIR" in caplog.text
+
+
+def header(**key: Any) -> dict[str, Any]:
+    values = profile().model_dump(exclude={"created", "steps", "switches", "note", "format"})
+    return {**values, "key": {**KEY, **key}}
+
+
+def test_an_unfinished_profile_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "p.json.part"
+    points = POINTS.dump_python(
+        [StepPoint(ONE, 1, 8, 1), StepPoint(TWO, 1, 8, 1), SwitchPoint(ONE, TWO, 0, 0)]
+    )
+    partial = Partial.open(path, header())
+    assert partial.missing(points) == points
+    partial.add(points[:1], {"steps": [step(ONE).model_dump()], "switches": []})
+    partial.add(points[1:2], {"steps": [step(TWO).model_dump()], "switches": []})
+    whole = path.read_text()
+    path.write_text(whole + '{"points": [')  # stopped while writing
+
+    again = Partial.open(path, header())
+    assert path.read_text() == whole
+    assert again.missing(points) == points[2:]
+    assert again.profile("").steps == profile().steps
+
+    with pytest.raises(ProfileError, match="ranks is 4 now and 2 there"):
+        Partial.open(path, header(ranks=4))
+    path.write_text("no profile\n")
+    with pytest.raises(ProfileError, match="--output"):
+        Partial.open(path, header())
+
+
+def test_a_profile_is_shown_by_layout() -> None:
+    def sample(layout: Layout, batch: int, k: int, seconds: float, **values: Any) -> StepSample:
+        shape = StepShape(batch, 64 * batch, 64, 0, layout.replicas, k=k, **values)
+        return StepSample.of(layout, shape, [seconds])
+
+    steps = [sample(TWO, 1, 0, 0.001)]
+    for number in (1, 8):
+        for k in (0, 2, 4):
+            seconds = 0.01 + 0.001 * k * number
+            steps.append(sample(ONE, number, k, seconds, drafts=k * number))
+    steps += [sample(ONE, 8, 4, 0.5, drafts=0), sample(ONE, 16, 0, 0.5)]
+    made = profile(steps=tuple(steps))
+    # Drafts are compared at the largest batch that has all draft lengths.
+    assert [*draft_lines(made)] == [
+        "tp1dp2: ms of a step at batch 8, by drafts of a request: 0: 10.0, 2: 26.0, 4: 42.0"
+    ]
+    assert table_rows(made) == [
+        ("tp1dp2", "8", "1-16", "64-64", "10.0", "500.0", "-"),
+        ("tp2dp1", "1", "1-1", "64-64", "1.0", "1.0", "-"),
+    ]
+
+
+def test_command_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[dict[str, Any]] = []
+    monkeypatch.setattr(command, "take_profile", lambda console, engine, *_: engines.append(engine))
+
+    def run(*options: str) -> tuple[int, str]:
+        outcome = CliRunner().invoke(app, ["profile", "nowhere", *options])
+        return outcome.exit_code, " ".join(outcome.output.split())
+
+    assert run()[0] == 0
+    assert run("--speculative-config", '{"num_speculative_tokens": 4}')[0] == 0
+    plain, speculating = engines
+    assert speculating["speculative_config"] == {"num_speculative_tokens": 4}
+    assert "speculative_config" not in plain and plain["tensor_parallel_size"] == 2
+    assert plain["additional_config"]["pat"]["policy"] == {"kind": "static", "tp": 1}
+    for option, value, words in (
+        ("--pat", '{"layouts": [3]}', "tp=3"),
+        ("--pat", "[1, 2]", "--pat takes a JSON object"),
+        ("--speculative-config", "{", "--speculative-config takes a JSON object"),
+    ):
+        code, text = run(option, value)
+        assert code == 2 and words in text

@@ -1,0 +1,168 @@
+"""The history behind a report: bounded, complete, and read while it grows."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
+from pat_vllm.reporting import MAX_RECORDS, DraftSample, History, RefusedSwitch, drafts_over_time
+from pat_vllm.reporting import history as history_module
+from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
+
+
+def test_changes_and_first_steps_are_kept() -> None:
+    history = History()
+    for by_replica in ((3, 2), (3, 2), (2, 3), (2, 2)):
+        history.live(ONE, sum(by_replica), by_replica)
+    history.step(ONE, 0.25)
+    for at in (1.0, 2.0):
+        history.switch(switch_report(at))
+    history.refused(RefusedSwitch(2.5, TWO, ONE, "because"))
+    for seconds in (0.5, 0.125, 0.125):
+        history.step(TWO, seconds)
+    report = history.report(TWO, [ONE, TWO])
+    assert [one.by_replica for one in report.timeline] == [(3, 2), (2, 3), (2, 2)]
+    assert [one.first_step for one in report.switches] == [None, 0.5]
+    steps = report.steps[TWO]
+    assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
+    assert (len(report.refused), report.errors) == (1, 0)
+
+
+def test_a_long_history_is_bounded_and_is_sent_since_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A record of each kind every second, from 0 s on, and more than fit."""
+    now = 0.0
+    monkeypatch.setattr(history_module.time, "monotonic", lambda: now)
+    history = History()
+    for second in range(MAX_RECORDS + 10):
+        now = float(second)
+        history.live(ONE, second)
+        history.switch(switch_report(now))
+        history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", expected=bool(second % 2)))
+        history.step(ONE, 0.5)
+    last = MAX_RECORDS + 9.0
+    for since, times in (
+        (last - 2, [last - 2, last - 1, last]),
+        (last - 1.5, [last - 1, last]),
+        (last + 1, []),
+        (-math.inf, [float(second) for second in range(10, MAX_RECORDS + 10)]),
+    ):
+        report = history.report(ONE, [ONE, TWO], since)
+        for records in (report.switches, report.refused, report.timeline):
+            assert [record.at for record in records] == times
+        # Totals stay whole.
+        assert report.steps[ONE].steps == MAX_RECORDS + 10
+        assert report.errors == MAX_RECORDS / 2 + 5
+    assert len(history.report(ONE, [ONE, TWO], last - 9).to_json()) < 20_000
+
+
+def test_drafts_of_two_batches_are_counted_apart() -> None:
+    history = History()
+    for at, replica, length, drafted, accepted in (
+        (10.1, 1, 4, 8, 3),
+        (10.2, 0, 4, 16, 7),
+        (10.3, 0, 1, 4, 4),
+        (11.2, 1, 4, 8, 2),
+        (11.3, 1, 4, 8, 1),
+    ):
+        history.drafts(at, ONE, replica, length, drafted, accepted)
+    history.idle()
+    history.drafts(11.4, ONE, 1, 4, 8, 8)
+    assert history.report(ONE, [ONE]).drafts == (
+        DraftSample(10.1, ONE, 1, 4, 1, 8, 3),
+        DraftSample(10.2, ONE, 0, 4, 1, 16, 7),
+        DraftSample(10.3, ONE, 0, 1, 1, 4, 4),
+        DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
+        DraftSample(11.4, ONE, 1, 4, 1, 8, 8),
+    )
+    assert [one.at for one in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
+
+
+SAMPLES = st.builds(
+    DraftSample,
+    at=st.floats(10.0, 20.0),
+    layout=st.sampled_from([ONE, TWO]),
+    replica=st.integers(0, 1),
+    num_speculative_tokens=st.integers(0, 7),
+    steps=st.integers(1, 50),
+    drafted=st.integers(50, 100),
+    accepted=st.integers(0, 50),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(SAMPLES, max_size=20), st.sampled_from([1.0, 2.0, 4.0]))
+def test_drafts_over_time(samples: list[DraftSample], width: float) -> None:
+    means = drafts_over_time(samples, 12.0, width)
+    assert list(means) == sorted(means, key=lambda one: one.start)
+    covered = 0
+    for mean in means:
+        inside = [s for s in samples if s.at >= 12 and mean.start <= s.at - 12.0 < mean.end]
+        covered += len(inside)
+        assert mean.end - mean.start == pytest.approx(width)
+        tokens = sum(s.steps * s.num_speculative_tokens for s in inside)
+        assert mean.num_speculative_tokens == tokens / sum(s.steps for s in inside)
+        assert mean.acceptance == sum(s.accepted for s in inside) / sum(s.drafted for s in inside)
+    assert covered == sum(one.at >= 12.0 for one in samples)
+    (nothing,) = drafts_over_time([DraftSample(6.2, TWO, 0, 0, 9, 0, 0)], 3.0)
+    assert (nothing.start, nothing.acceptance) == (3.0, None)
+
+
+def test_decisions_are_bounded_and_completed_by_what_follows() -> None:
+    """However many were nearly made since, until it is not kept any more."""
+    decisions = Decisions()
+    decisions.add(decision_report(0.0))
+    for at in range(1, MAX_DECISIONS):
+        decisions.add(decision_report(float(at), fired=False, why="later"))
+    decisions.switched(switch_report(1.0, seconds=0.08))
+    fired, *others = decisions.since()
+    assert fired.real_cost == pytest.approx(0.07)  # less the time to drain steps in flight
+    assert decisions.since(MAX_DECISIONS - 1.5) == tuple(others[-1:])
+    decisions.add(decision_report(1e4, fired=False, why="later"))
+    decisions.switched(switch_report(1.0))
+    assert decisions.since()[:-1] == tuple(others)
+
+
+def test_a_history_is_read_while_it_grows() -> None:
+    history = History()
+    layouts = [Layout(1, 1 + replicas) for replicas in range(500)]
+    read, failed = threading.Event(), []
+
+    def write() -> None:
+        try:
+            for index, layout in enumerate(layouts):
+                if index == 250:
+                    read.wait()
+                for _ in range(3):
+                    history.step(layout, 1.0)
+                history.switch(switch_report(float(index)))
+                history.drafts(float(index), ONE, 0, 4, 8, 8)
+        except BaseException as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    writer = threading.Thread(target=write)
+    try:
+        writer.start()
+        while writer.is_alive():
+            report = history.report(ONE, [ONE], since=0.0)
+            # Of each layout a sum and a count that belong together; of each record all.
+            assert all(one.seconds == one.steps for one in report.steps.values())
+            for records in (report.switches, report.drafts):
+                assert [one.at for one in records] == list(range(len(records)))
+            read.set()
+    finally:
+        read.set()
+        writer.join()
+        sys.setswitchinterval(interval)
+    assert not failed, failed
+    assert sum(one.steps for one in history.report(ONE, [ONE]).steps.values()) == 1_500

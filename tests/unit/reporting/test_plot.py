@@ -1,0 +1,163 @@
+"""The picture of what an engine did, and `pat-vllm plot`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.layout import Layout
+from pat_vllm.reporting import (
+    BatchSavings,
+    BatchTimes,
+    DecisionReport,
+    DraftSample,
+    LiveSample,
+    PredictorReport,
+    Report,
+    plot,
+)
+from tests.unit.reporting.samples import switch_report
+
+ONE, TWO, FOUR = Layout(1, 4), Layout(2, 2), Layout(4, 1)
+BEGAN = 100.0
+
+
+def report_to_draw() -> Report:
+    """Two batches. The engine switches twice in the first, once in the second."""
+    timeline = [LiveSample(BEGAN - 5.0, ONE, 0)]
+    for start, wide_at in ((0.0, 6.0), (20.0, 28.0)):
+        for step in range(20):
+            at, live = start + 0.5 * step, max(1, 64 >> step // 3)
+            layout = FOUR if at >= wide_at else TWO if 4 <= at < 6 else ONE
+            each, left = divmod(live, layout.replicas)
+            by_replica = (each + left, *[each] * (layout.replicas - 1))
+            sample = LiveSample(BEGAN + at, layout, live, by_replica if each < live else ())
+            timeline.append(sample)
+    switches = (
+        switch_report(BEGAN + 3.75, ONE, TWO, "policy", 16),
+        switch_report(BEGAN + 5.75, TWO, FOUR, "policy", 4),
+        switch_report(BEGAN + 10.75, FOUR, ONE, "idle", 0),
+        switch_report(BEGAN + 27.75, ONE, FOUR, "forced", 4),
+    )
+    decisions = tuple(
+        DecisionReport(s.at, s.source, s.target, 8, 9.0, go, 0.2, True, "saving", 0.03, 0.02)
+        for s, go in zip(switches[:2], (7.5, 8.6), strict=True)
+    )
+    savings = tuple(
+        BatchSavings(BEGAN + at, ONE, BatchTimes(14.0, 11.0, 10.0), BatchTimes(14.5, 11.5, real))
+        for at, real in ((10.25, 10.4), (30.25, 14.6))
+    )
+    drafts = tuple(
+        DraftSample(BEGAN + at, ONE, 0, at % 5, 10, 40 * (at % 5), 20 * (at % 5))
+        for at in range(30)
+        if not 11 < at < 20
+    )
+    predictor = PredictorReport(decisions=decisions, savings=savings)
+    return Report(
+        ONE, (ONE, TWO, FOUR), switches, (), tuple(timeline), predictor=predictor, drafts=drafts
+    )
+
+
+def drawn(report: Report, monkeypatch: pytest.MonkeyPatch) -> list[Axes]:
+    """The panels of the picture, from above; behind them second axes of the same."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: figures.append(self))
+    report.plot("unused.png")
+    (figure,) = figures
+    return figure.axes
+
+
+def lines_of(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    return {
+        str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata()))  # type: ignore[arg-type]
+        for line in axes.lines
+    }
+
+
+def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    above, drafts, costs, _ = drawn(report_to_draw(), monkeypatch)
+    lines = lines_of(above)
+    counts = dict(zip(*lines["live requests"], strict=True))
+    assert counts[0.0] == 64 and counts[20.0] == 64
+    # The engine is idle between batches: the batch ended, or it went home.
+    assert counts[10.25] == plot.FLOOR
+    assert lines["of each replica"][1][1] == 16
+    (legend,) = above.get_figure(root=True).legends  # type: ignore[union-attr]
+    bands = [text.get_text() for text in legend.get_texts()]
+    assert len(bands) == 9
+    assert [b.split(":")[0] for b in bands[-3:]] == [f"layout {one}" for one in (ONE, TWO, FOUR)]
+    assert [text.get_text() for text in above.texts] == [
+        "tp1dp4 → tp2dp2\n16 live, 250 ms",
+        "tp2dp2 → tp4dp1\n4 live, 250 ms",
+        "tp1dp4 → tp4dp1\n4 live, 250 ms",
+    ]
+    bounds = [(one.get_x(), one.get_width()) for one in above.patches[:5]]
+    # A layout lasts until a switch, also while there is no request.
+    assert bounds == [(0.0, 3.75), (3.75, 2.0), (5.75, 5.0), (10.75, 17.0), (27.75, 2.5)]
+    assert drafts.get_ylabel() == "draft length k"
+    points = lines_of(costs)
+    assert points["switch: what it took"][1] == [0.25] * 3
+    assert points["switch: predicted saving, its cost paid"][1] == pytest.approx([1.5, 0.4])
+    assert points["batch: predicted saving"][1] == [4.0, 4.0]
+    assert points["batch: saving as it came (estimated)"][1] == pytest.approx([4.1, -0.1])
+
+
+def test_what_is_not_known_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = (LiveSample(BEGAN, ONE, 1), LiveSample(BEGAN + 2, ONE, 0))
+    (only,) = drawn(Report(ONE, (ONE,), (), (), timeline), monkeypatch)
+    assert only.get_xlim() == (0, 2)
+    assert set(lines_of(only)) == {"live requests"}
+    # With many switches, none is described in words.
+    many = tuple(switch_report(BEGAN + at, ONE, TWO) for at in range(20))
+    report = replace(report_to_draw(), switches=many, drafts=(), timeline=timeline)
+    above, _ = drawn(report, monkeypatch)
+    assert not above.texts
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    for timeline in ((), (LiveSample(1.0, ONE, 0),)):
+        with pytest.raises(ValueError, match="no requests to draw"):
+            Report(ONE, (ONE,), (), (), timeline).plot(tmp_path / "rollout.png")
+
+
+def test_command(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report_to_draw().save(path)
+    outcome = CliRunner().invoke(app, ["plot", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert (
+        "64 requests at most, 4 ranks, 30.2 s; 3 switches in 0.75 s; saved 4.0 of 29.0 s in "
+        "tp1dp4 without drafts (estimated; predicted 8.0 s)\n"
+    ) in outcome.output
+    picture = (tmp_path / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("report", "words"),
+    [("[1]", "no format"), (report_to_draw().to_json(), "doc")],
+    ids=["file", "suffix"],
+)
+def test_command_says_what_is_wrong(report: str, words: str, tmp_path: Path) -> None:
+    path, picture = tmp_path / "report.json", tmp_path / "rollout.doc"
+    path.write_text(report.replace("{", '{"format":1,', 1))
+    outcome = CliRunner().invoke(app, ["plot", str(path), "--output", str(picture)])
+    assert outcome.exit_code == 2
+    assert words in outcome.output
+    assert not picture.exists()
+
+
+def test_command_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.json"
+    report_to_draw().save(path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it was not installed
+    outcome = CliRunner().invoke(app, ["plot", str(path)])
+    assert outcome.exit_code == 1
+    assert "pip install 'matplotlib" in outcome.output

@@ -1,0 +1,92 @@
+"""A report travels as JSON, is kept in a file, and is asked for by users."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import stat
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pat_vllm.reporting import (
+    BatchSavings,
+    BatchTimes,
+    DraftSample,
+    LayoutSteps,
+    LiveSample,
+    PredictorReport,
+    RefusedSwitch,
+    Report,
+)
+from pat_vllm.reporting.values import FORMAT
+from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
+
+PREDICTOR = PredictorReport(
+    (replace(decision_report(0.1 + 0.2), stay=math.inf, go=-math.inf, cost=5e-324),),
+    {ONE: (7, 0.03)},
+    savings=(BatchSavings(2.0, ONE, BatchTimes(3.0, 2.5, 1.5), BatchTimes(3.0, 2.0, 1.0)),),
+)
+REPORT = Report(
+    TWO,
+    (ONE, TWO),
+    (switch_report(1.0), replace(switch_report(2.0, TWO, ONE, "idle"), first_step=0.5)),
+    (RefusedSwitch(3.0, TWO, ONE, "because", reason="asleep"),),
+    (LiveSample(1e300, ONE, 2**40), LiveSample(4.0, ONE, 5, (3, 2))),
+    {ONE: LayoutSteps(3, 0.75, 0.125)},
+    PREDICTOR,
+    errors=2,
+    drafts=(DraftSample(3.5, ONE, 0, 4, 3, 12, 6),),
+)
+
+
+def test_a_report_survives_json_and_pickle() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # pydantic warns of a value that has not its field's type
+        text = REPORT.to_json()
+    assert Report.from_json(text) == pickle.loads(pickle.dumps(REPORT)) == REPORT
+    values = json.loads(text)
+    assert values["layouts"] == ["tp1dp2", "tp2dp1"] and list(values["steps"]) == ["tp1dp2"]
+    odd = replace(REPORT, predictor=PredictorReport(slowest_plan=math.nan))
+    assert math.isnan(Report.from_json(odd.to_json()).predictor.slowest_plan)
+    del values["timeline"][1]["by_replica"]  # as in older versions
+    assert Report.from_json(json.dumps(values)).timeline[1].by_replica == ()
+
+
+def test_a_file_is_replaced_whole_and_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("what was there before")
+    before = path.stat().st_ino
+    umask = os.umask(0o027)
+    try:
+        REPORT.save(path)
+    finally:
+        os.umask(umask)
+    assert Report.load(path) == REPORT
+    assert path.stat().st_ino != before and os.listdir(tmp_path) == ["report.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", "is no JSON"),
+        (b"[" * 100_000, "is no JSON"),
+        (b"[1, 2]", "is no report"),
+        (b'{"format": 2}', f"format 2, this version reads {FORMAT}"),
+        (b'{"format": 1, "layout": "tp0dp1", "layouts": []}', "is damaged: layout"),
+        (None, "cannot be read: No such file"),
+    ],
+    ids=["bytes", "too deep", "a list", "format", "a layout", "missing"],
+)
+def test_a_bad_file_is_named(content: bytes | None, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=words) as error:
+        Report.load(path)
+    assert str(path) in str(error.value)

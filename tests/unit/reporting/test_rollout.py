@@ -1,0 +1,104 @@
+"""The line that trainers log after each rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pat_vllm.reporting import (
+    BatchSavings,
+    BatchTimes,
+    DraftSample,
+    PredictorReport,
+    RefusedSwitch,
+    Report,
+    describe,
+    describe_awaited,
+    rollout,
+)
+from tests.unit.reporting.samples import ONE, TWO, switch_report
+
+REFUSED = RefusedSwitch(22.0, ONE, TWO, "no room")
+FAILED = RefusedSwitch(23.0, ONE, TWO, "KeyError('r1')", expected=False)
+QUIET = Report(ONE, (ONE, TWO), (), (), ())
+SWITCHES = (
+    switch_report(13.0, seconds=0.02),
+    switch_report(23.0, seconds=0.02),
+    switch_report(25.0, TWO, ONE, "idle", 0),
+    switch_report(33.5, ONE, TWO, "forced", 2, 0.02),
+)
+BEFORE, BOTH, SWITCHED, NEITHER = (
+    BatchSavings(at, ONE, BatchTimes(*predicted), BatchTimes(*realised))
+    for at, predicted, realised in (
+        (19.0, (9.0, 1.0, 1.0), (9.0, 1.0, 1.0)),
+        (21.0, (5.0, 4.3, 3.3), (5.0, 4.4, 3.35)),
+        # Without drafts nothing is said of them; what loses is negative.
+        (22.0, (5.0, 4.5, 4.5), (5.0, 5.2, 5.2)),
+        (22.0, (5.0, 4.5, 4.5), (5.0, 5.0, 5.0)),
+    )
+)
+OVER = "over tp1dp2 without drafts (estimated; predicted"
+
+
+def saved(*savings: BatchSavings) -> dict[str, Any]:
+    return {"predictor": PredictorReport(savings=savings)}
+
+
+def drafts(*counts: tuple[float, int, int, int]) -> dict[str, Any]:
+    samples = (DraftSample(at, ONE, 0, k, 7, drafted, right) for at, k, drafted, right in counts)
+    return {"drafts": tuple(samples)}
+
+
+@pytest.mark.parametrize(
+    ("happened", "text"),
+    [
+        (
+            {"switches": SWITCHES, "refused": (REFUSED,)},
+            "tp1dp2 -> tp2dp1 at 3.00 s, 4 live, 20 ms; "
+            "tp1dp2 -> tp2dp1 at 13.50 s, 2 live, 20 ms; 1 refused",
+        ),
+        (
+            {"switches": SWITCHES[:1], "predictor": PredictorReport(batches=3, responses=48)},
+            "no switch; learnt from 48 responses in 3 batches",
+        ),
+        ({"refused": (REFUSED, FAILED, FAILED)}, "no switch; 1 refused, 2 failed to plan"),
+        (saved(BEFORE, BOTH), f"no switch; saved 12% by layouts, 21% by drafts {OVER} 14%, 20%)"),
+        (saved(SWITCHED), f"no switch; saved -4% by layouts {OVER} 10%)"),
+        (saved(BOTH, SWITCHED), f"no switch; saved 4% by layouts, 11% by drafts {OVER} 12%, 10%)"),
+        (saved(BEFORE, NEITHER), "no switch"),
+        (
+            drafts((19.0, 4, 50, 50), (20.5, 4, 100, 30), (21.5, 4, 60, 12)),
+            "no switch; k 4, 42 of 160 draft tokens accepted",
+        ),
+        (
+            drafts((20.5, 4, 100, 30), (21.5, 0, 0, 0)),
+            "no switch; k 0 to 4, mean 2.0, 30 of 100 draft tokens accepted",
+        ),
+        (drafts((19.0, 4, 50, 50), (20.5, 0, 0, 0)), "no switch"),
+    ],
+)
+def test_what_is_said_of_a_rollout(happened: dict[str, Any], text: str) -> None:
+    said = describe(replace(QUIET, **happened), started=20.0, seconds=2.0, responses=8)
+    assert said == f"8 responses in 2.00 s; {text}"
+
+
+def test_a_rollout_does_without_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def arrives() -> Report:
+        return replace(QUIET, switches=SWITCHES)
+
+    async def fails() -> Report:
+        raise RuntimeError("no engine")
+
+    async def never_comes() -> Any:
+        await asyncio.Event().wait()
+
+    def said(report: Any) -> str:
+        return asyncio.run(describe_awaited(report, 20.0, 2.0, 8)).partition("; ")[2]
+
+    assert said(arrives()).startswith("tp1dp2 -> tp2dp1 at 3.00 s")
+    assert said(fails()) == "no report of the engine: RuntimeError('no engine')"
+    monkeypatch.setattr(rollout, "REPORT_SECONDS", 0.01)
+    assert said(never_comes()) == "no report of the engine: TimeoutError()"

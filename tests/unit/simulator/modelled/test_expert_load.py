@@ -1,0 +1,213 @@
+"""Modelled mixtures: which experts a step reads, and what that makes of steps and switches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.cli.held_out import held_out_error
+from pat_vllm.layout import Layout
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.expert_load import Load, Routing
+from pat_vllm.simulator.modelled.figures import GPUS
+from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.simulator.modelled.roofline import Machine
+
+H200 = Machine(ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"], "nvlink", 2)
+EIGHT = [
+    Layout.parse(name)
+    for name in ("tp1dp8", "tp2dp4", "tp2dp4ep", "tp4dp2", "tp4dp2ep", "tp8dp1", "tp8dp1ep")
+]
+routings = st.builds(
+    lambda count, share, skew: Routing(count, max(1, round(count * share)), skew),
+    st.integers(1, 64),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+)
+
+
+# -------------------------------------------------------------------- which experts
+
+
+@settings(max_examples=50)
+@given(routings, st.integers(0, 5000), st.integers(0, 500))
+def test_popular_and_hot_experts(routing: Routing, tokens: int, more: int) -> None:
+    """Every token goes to as many experts, and more tokens make no fewer experts hot."""
+    popularity = routing.popularity()
+    assert popularity.sum() == pytest.approx(routing.per_token)
+    assert ((popularity >= 0) & (popularity <= 1)).all() and (np.diff(popularity) <= 0).all()
+    uniform = Routing(routing.count, routing.per_token)
+    share = routing.per_token / routing.count
+    assert uniform.hot(tokens) == pytest.approx(routing.count * (1 - (1 - share) ** tokens))
+    hot = routing.hot(tokens)
+    assert 0 <= hot <= routing.hot(tokens + more) + 1e-9 <= routing.count + 2e-9
+    assert hot <= tokens * routing.per_token + 1e-9
+    assert routing.hot(1) == pytest.approx(routing.per_token)
+    assert hot <= uniform.hot(tokens) + 1e-6, "skew makes fewer"
+
+
+@settings(max_examples=50)
+@given(routings, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3000), st.integers(0, 500))
+def test_busiest_rank(routing: Routing, ranks: int, tokens: int, more: int) -> None:
+    if ranks > routing.count:
+        return
+    load, grown = (routing.busiest(some, ranks) for some in (tokens, tokens + more))
+    most = -(-routing.count // ranks)
+    assert load.hot <= grown.hot <= most and load.work <= grown.work + 1e-6
+    assert load.work >= tokens * routing.per_token / ranks - 1e-6, "less than the mean"
+    assert load.work <= tokens * routing.per_token
+    # The 64 drawn layers have some more or fewer than the mean: four standard deviations.
+    hot = routing.hot(tokens)
+    assert load.hot >= (hot - 4 * (hot / 64) ** 0.5) / ranks
+    if ranks == 1:
+        assert load.work == pytest.approx(tokens * routing.per_token)
+
+
+def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> Load:
+    """By drawing every token's experts."""
+    random = np.random.default_rng(1)
+    weights = np.log(np.arange(1.0, routing.count + 1) ** -routing.skew)
+    hot = work = 0.0
+    for _ in range(draws):
+        keys = random.permutation(weights) + random.gumbel(size=(tokens, routing.count))
+        chosen = np.argpartition(-keys, routing.per_token - 1)[:, : routing.per_token]
+        of_expert = np.bincount(chosen.ravel(), minlength=routing.count)
+        of_rank = of_expert.reshape(ranks, -1)
+        hot += float((of_rank > 0).sum(1).max()) / draws
+        work += float(of_rank.sum(1).max()) / draws
+    return Load(hot, work)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+@pytest.mark.parametrize(("tokens", "ranks"), [(2, 4), (16, 8), (128, 4)])
+def test_loads_are_those_of_tokens_that_choose(skew: float, tokens: int, ranks: int) -> None:
+    routing = Routing(64, 4, skew)
+    load, expected = routing.busiest(tokens, ranks), counted(routing, tokens, ranks)
+    assert load.hot == pytest.approx(expected.hot, rel=0.07)
+    # Of few tokens, which are no work, it says somewhat too little.
+    assert load.work == pytest.approx(expected.work, rel=0.06 if tokens > 2 else 0.12)
+
+
+@pytest.mark.parametrize("numbers", [(8, 9), (8, 0), (8, 2, -1.0), (8, 2, float("nan"))])
+def test_impossible_routing(numbers: Any) -> None:
+    with pytest.raises(ValueError, match=r"goes to 1 to 8 experts|at least 0"):
+        Routing(*numbers)
+
+
+# -------------------------------------------------------------------- steps
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(EIGHT), st.integers(1, 2000), st.integers(0, 300))
+def test_steps_take_longer_with_more_tokens(layout: Layout, batch: int, more: int) -> None:
+    once = H200.step(layout, batch, 1000 * batch, 0)
+    assert once <= H200.step(layout, batch + more, 1000 * (batch + more), 0) + 1e-12
+    assert once <= H200.step(layout, batch, 1000 * batch, more) + 1e-12
+    assert once <= H200.step(layout, batch, 1000 * batch, 0, drafts=more) + 1e-12
+
+
+def test_rank_reads_its_part_of_hot_experts() -> None:
+    for layout in EIGHT:
+        for tokens in (1, 16, 4096):
+            load = H200.expert_load(layout, tokens)
+            assert load.hot * layout.tp >= Routing(128, 8).hot(tokens) * 0.98
+            assert load.hot <= 128 / layout.tp
+            if layout.experts == "tp":
+                assert load.hot * layout.tp == pytest.approx(Routing(128, 8).hot(tokens))
+                assert load.work * layout.tp == pytest.approx(8 * tokens)
+    assert H200.expert_load(EIGHT[-1], 4096).hot == 16
+    times = [H200.step(layout, 64, 64_000, 0) for layout in (EIGHT[0], *EIGHT[1::2])]
+    assert all(wide < 0.85 * narrow for narrow, wide in pairwise(times))
+    # Three billion parameters of thirty for a single token; all of them for many.
+    few, every = (
+        H200.model.layer_weights(1)
+        + H200.expert_load(EIGHT[0], tokens).hot * H200.model.expert_weights
+        for tokens in (1, 4096)
+    )
+    assert 2.5e9 < few < 3.5e9 and 29e9 < every < 31e9
+
+
+def test_tokens_of_drafts_read_more_experts() -> None:
+    dense = Machine(ModelSize.of(MODEL_SHAPES["qwen3-14b"]), GPUS["H200"], "nvlink", 2)
+    for machine, least, most in ((dense, 1.0, 1.01), (H200, 1.6, 3.5)):
+        alone, drafted = (machine.step(EIGHT[0], 1, 2048, 0, drafts=d) for d in (0, 4))
+        assert least <= drafted / alone <= most
+
+
+def test_spread_experts_wait_for_the_busiest_rank() -> None:
+    for cut, spread in zip(EIGHT[1::2], EIGHT[2::2], strict=True):
+        for batch in (1, 8, 256):
+            assert H200.step(cut, batch, 500 * batch, 0) <= H200.step(spread, batch, 500 * batch, 0)
+    skewed = Machine(H200.model, H200.gpu, "nvlink", 2, skew=1.0)
+    prompts = {"batch": 0, "context": 0, "prefill": 16384}
+    assert skewed.step(EIGHT[-1], **prompts) > 1.05 * H200.step(EIGHT[-1], **prompts)
+    assert skewed.step(EIGHT[-2], **prompts) == pytest.approx(H200.step(EIGHT[-2], **prompts))
+
+
+# -------------------------------------------------------------------- profiles
+
+
+@pytest.fixture(scope="module")
+def both() -> Profile:
+    return modelled_profile("qwen3-30b-a3b", "H200", 8)
+
+
+def test_profile_of_both_kinds_says_what_it_assumes(both: Profile) -> None:
+    assert list(both.layouts) == EIGHT and both.experts == (128, 8)
+    assert "modelled" in both.title and "equally popular" in both.note
+    assert (both.key["experts"], both.key["skew"]) == ("auto", 0.0)
+    skewed = modelled_profile("qwen3-30b-a3b", "H200", 8, skew=1.0, experts="ep")
+    assert list(skewed.layouts) == [EIGHT[0], *EIGHT[2::2]]
+    assert "Zipf's law of exponent 1" in skewed.note and skewed.key != both.key
+    dense = modelled_profile("llama-3.1-8b", "H100", 8)
+    assert dense.experts is None and "xperts" not in dense.note
+    assert not {"experts", "skew", "in_place"} & dense.key.keys()
+
+
+def test_layouts_without_memory_for_all_experts() -> None:
+    profile = modelled_profile("qwen3-30b-a3b", "A40", 8)
+    assert [str(layout) for layout in profile.layouts] == ["tp2dp4", "tp4dp2", "tp8dp1"]
+    spread = modelled_profile("qwen3-30b-a3b", "A40", 8, experts="ep")
+    assert [str(layout) for layout in spread.layouts] == ["tp2dp4ep", "tp4dp2ep", "tp8dp1ep"]
+
+
+def test_ranks_that_hold_the_base_layouts_weights_have_less_memory_for_kv(both: Profile) -> None:
+    ours = modelled_profile("qwen3-30b-a3b", "H200", 8, in_place=True)
+    assert ours.kv_tokens[1] == both.kv_tokens[1] and ours.key["in_place"]
+    for tp in (2, 4, 8):
+        heads = min(tp, 4)  # more ranks replicate the four
+        assert ours.kv_tokens[tp] == pytest.approx(heads * ours.kv_tokens[1], rel=1e-3)
+        assert ours.kv_tokens[tp] < both.kv_tokens[tp]
+
+
+def test_switches_move_the_rows_of_cut_experts_only(both: Profile) -> None:
+    rows = 768 * 2048 * 128 * 48
+    base = EIGHT[0]
+    for source in EIGHT:
+        for target in EIGHT:
+            moved = H200.moved_experts(source, target, base)
+            assert moved == H200.moved_experts(target, source, base)
+            cut = [end.tp for end in (source, target) if end.tp > 1 and end.experts == "tp"]
+            assert moved == pytest.approx(sum(2 * rows / tp for tp in cut))
+    # 19.3 GB to two ranks: read, and written.
+    assert 2 * H200.moved_experts(base, EIGHT[1], base) == pytest.approx(19.3e9, rel=0.01)
+    at_half = H200.moved_experts(EIGHT[1], EIGHT[5], EIGHT[1])
+    assert at_half == pytest.approx(2 * rows / 8), "nothing has to be undone"
+    for sample in both.switches:
+        if sample.source.tp == sample.target.tp:
+            assert sample.kv_bytes == 0
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_steps_are_predicted_because_the_base_knows_hot_experts(skew: float) -> None:
+    profile = modelled_profile("qwen3-30b-a3b", "H200", 4, skew=skew)
+    blind = profile.model_copy(update={"experts": None})
+    known, unknown = (held_out_error(each) for each in (profile, blind))
+    for layout, errors in known.items():
+        assert errors.mean() < 0.015 and errors.mean() < 0.5 * unknown[layout].mean()

@@ -1,0 +1,190 @@
+"""Modelled profiles: possible, labelled, and ordered as hardware is."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm.cli.held_out import held_out_error
+from pat_vllm.layout import Layout
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator.modelled.figures import GPUS, gpu_names
+from pat_vllm.simulator.modelled.hardware import modelled_profile
+from pat_vllm.simulator.modelled.roofline import Machine
+
+
+def sizes(profile: Profile) -> tuple[int, ...]:
+    return tuple(layout.tp for layout in profile.layouts)
+
+
+def seconds(
+    profile: Profile, tp: int, batch: int, each: int, prefill: int = 0, k: int = 0, drafts: int = 0
+) -> float:
+    (time,) = (
+        s.seconds
+        for s in profile.steps
+        if (s.layout.tp, s.batch, s.context, s.prefill, s.k, s.drafts)
+        == (tp, batch, batch * each, prefill, k, drafts)
+    )
+    return time
+
+
+@pytest.fixture(scope="module")
+def h100() -> Profile:
+    return modelled_profile("llama-3.1-8b", "H100", 8)
+
+
+@pytest.mark.parametrize("gpu", gpu_names())
+@pytest.mark.parametrize("model", MODEL_SHAPES)
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_every_combination_is_a_valid_labelled_profile(
+    model: str, gpu: str, ranks: int, tmp_path: Path
+) -> None:
+    profile = modelled_profile(MODEL_SHAPES[model], gpu, ranks)
+    assert profile.kind == "modelled" and profile.key["modelled"] is True
+    assert "modelled" in profile.title and model in profile.title and gpu in profile.title
+    assert (profile.key["gpu"], profile.key["model"]) == (gpu, model)
+    assert "not measured" in profile.note and "datasheet" in profile.note
+    assert max(profile.layouts).tp <= 8
+    pairs = {(s.source, s.target) for s in profile.switches}
+    assert pairs == {*permutations(profile.layouts, 2)}
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert Profile.load(path) == profile
+
+
+def test_steps_are_ordered_as_hardware_is(h100: Profile) -> None:
+    """One request is served faster by more ranks, many by replicas; more work takes longer."""
+    alone = [seconds(h100, tp, 1, 2048) for tp in (1, 2, 4, 8)]
+    assert alone == sorted(alone, reverse=True)
+    assert alone[0] / alone[-1] > 2
+    # 1024 requests: 128 on each of eight replicas are faster than two rounds of 256 on four ranks.
+    assert 8 * 128 / seconds(h100, 1, 128, 512) > 256 / seconds(h100, 8, 256, 512)
+    for s in h100.steps:
+        assert s.context + s.prefill <= h100.kv_tokens[s.layout.tp]
+        assert s.batch + s.prefill <= h100.max_batch_tokens[s.layout.tp]
+        assert s.batch <= h100.max_num_seqs[s.layout.tp]
+    assert seconds(h100, 1, 8, 512) < seconds(h100, 1, 8, 2048) < seconds(h100, 1, 64, 2048)
+    assert seconds(h100, 2, 0, 0, 512) < seconds(h100, 2, 0, 0, 8192)
+    assert seconds(h100, 2, 8, 1024) < seconds(h100, 2, 8, 1024, 512)
+    # Reading 15 GB of weights at 3.35 TB/s takes 4.5 ms; nothing is faster, and no engine is
+    # twice as slow.
+    assert 4.5e-3 < seconds(h100, 1, 1, 512) < 9e-3
+    assert 21e-3 < seconds(modelled_profile("llama-3.1-8b", "A40", 8), 1, 1, 512) < 42e-3
+
+
+def test_kv_memory(h100: Profile) -> None:
+    """It grows faster than the ranks, until KV heads are replicated."""
+    for tp in (1, 2, 4):
+        assert h100.kv_tokens[2 * tp] > 2 * h100.kv_tokens[tp]
+    assert h100.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
+    few_heads = {**MODEL_SHAPES["llama-3.1-8b"], "num_key_value_heads": 2}
+    profile = modelled_profile(few_heads, "H100", 8)
+    # From tp=2 on every rank holds one head; only the weights shrink.
+    assert profile.kv_tokens[4] < 1.3 * profile.kv_tokens[2]
+
+
+def test_impossible_layouts_are_left_out() -> None:
+    qwen, llama = MODEL_SHAPES["qwen3-14b"], MODEL_SHAPES["llama-3.1-8b"]
+    assert sizes(modelled_profile(qwen, "H100", 16, node_size=16)) == (1, 2, 4, 8)
+    assert sizes(modelled_profile(llama, "H100", 16)) == (1, 2, 4, 8)
+    assert sizes(modelled_profile(llama, "H100", 16, node_size=16)) == (1, 2, 4, 8, 16)
+    assert sizes(modelled_profile(llama, "H100", 8, layouts=[8, 2])) == (2, 8)
+    big = {**llama, "num_hidden_layers": 200}
+    assert sizes(modelled_profile(big, "H100", 8)) == (2, 4, 8)
+
+
+def test_switches_move_what_changes_ranks(h100: Profile) -> None:
+    moved = {
+        (s.source.tp, s.target.tp): s.kv_bytes / s.tokens / h100.kv_bytes_per_token
+        for s in h100.switches
+    }
+    for wide in (2, 4, 8):
+        # The rank that held a request keeps its share of the heads; the others leave it.
+        assert moved[1, wide] == pytest.approx(1 - 1 / wide, abs=1e-6)
+    for (source, target), share in moved.items():
+        assert 1 - min(source, target) / max(source, target) - 1e-6 <= share < 1
+        assert share == pytest.approx(moved[target, source], abs=1e-6)
+    for s in h100.switches:
+        assert s.seconds == pytest.approx(h100.key["switch_fixed"] + s.kv + s.weights)
+
+
+def test_steps_and_switches_in_milliseconds() -> None:
+    """As they were modelled when results were published."""
+    machine = Machine(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink", 2)
+    steps = [
+        machine.step(Layout(1, 8), 1, 512, 0),
+        machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
+        machine.step(Layout(8, 1), 0, 0, 8192),
+        machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, 0.03).seconds,
+    ]
+    assert [1e3 * seconds for seconds in steps] == pytest.approx(
+        [7.265532, 9.697137, 71.958367, 34.785837], rel=1e-6
+    )
+
+
+def test_slower_link_makes_wide_steps_and_switches_slower(h100: Profile) -> None:
+    pcie = modelled_profile("llama-3.1-8b", "H100", 8, link="pcie")
+    assert seconds(pcie, 8, 1, 512) > seconds(h100, 8, 1, 512)
+    assert seconds(pcie, 1, 1, 512) == seconds(h100, 1, 1, 512)
+    for slow, fast in zip(pcie.switches, h100.switches, strict=True):
+        assert slow.kv > fast.kv and slow.weights == fast.weights
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "ranks", "options", "message"),
+    [
+        ("llama-3.1-8b", "B9000", 8, {}, "A40, H100, H200"),
+        ("gpt-5", "H100", 8, {}, "llama-3.1-8b, qwen3-14b"),
+        ({"hidden_size": 8}, "H100", 8, {}, "num_hidden_layers"),
+        ("llama-3.1-8b", "H100", 0, {}, "ranks"),
+        ("llama-3.1-8b", "A40", 8, {"link": "nvlink"}, "nvlink"),
+        ("llama-3.1-8b", "A40", 8, {"memory_fraction": 0.1, "layouts": [1, 3]}, "no layout"),
+        ("llama-3.1-8b", "H100", 8, {"draft_lengths": (4,), "drafting": -1e-3}, "not below 0"),
+        ("qwen3-30b-a3b", "A40", 1, {}, "no layout"),
+    ],
+)
+def test_wrong_options_are_errors_that_list_the_allowed(
+    model: Any, gpu: str, ranks: int, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        modelled_profile(model, gpu, ranks, **options)
+
+
+@pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "H100"), ("qwen3-14b", "A40")])
+def test_step_time_model_fits(model: str, gpu: str) -> None:
+    profile = modelled_profile(model, gpu, 8)
+    for error in held_out_error(profile).values():
+        assert error.mean() <= 0.03
+    times = StepTimeModel.fit(profile)
+    steps = [times.step(layout, StepShape(1, 3000, 3000)) for layout in profile.layouts]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes(h100: Profile) -> None:
+    lengths = (1, 2, 4, 7)
+    free, dear = (
+        modelled_profile("llama-3.1-8b", "H100", 8, draft_lengths=lengths, drafting=cost)
+        for cost in (0.0, 1e-3)
+    )
+    assert tuple(s for s in free.steps if not s.k) == h100.steps
+    assert "A drafter takes 0.0 ms" in free.note and "A drafter takes 1.0 ms" in dear.note
+    assert dear.key != free.key
+    for cheap, slow in zip(free.steps, dear.steps, strict=True):
+        expected = 1e-3 if cheap.k else 0.0
+        assert slow.seconds - cheap.seconds == pytest.approx(expected, abs=1e-9)
+    for tp in sizes(free):
+        alone = seconds(free, tp, 1, 2048)
+        for k in lengths:
+            assert seconds(free, tp, 1, 2048, k=k) == alone
+            assert seconds(free, tp, 1, 2048, k=k, drafts=k) == pytest.approx(alone, rel=0.02)
+    # 1024 tokens are more than the 200 or so for which reading the weights takes as long.
+    times = [seconds(free, 1, 128, 512, k=k, drafts=k * 128) for k in (0, *lengths)]
+    assert times == sorted(times) and times[-1] > 1.5 * times[0]
+    # The context is read once and attended to by each token.
+    assert seconds(free, 1, 8, 16384, k=1, drafts=8) < 1.1 * seconds(free, 1, 8, 16384)

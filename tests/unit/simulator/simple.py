@@ -1,0 +1,119 @@
+"""Durations simple enough to compute runs by hand, batches, and a policy that takes notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import Policy
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.reporting import SwitchReport
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.traces import LengthTrace
+from tests.support.schedules import FollowSchedule, LayoutSchedule
+
+ONE, TWO = Layout(1, 2), Layout(2, 1)
+LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
+FREE = ReplicaCapacity()
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A step takes 1 s in tp=1 and less with more ranks, whatever it computes."""
+
+    switch: float = 2.0
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return {1: 1.0, 2: 0.75, 4: 0.5}[layout.tp]
+
+    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
+        return self.switch if source != target else 0.0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A step reads weights and KV and pays for every request; communication grows with tp."""
+
+    request: float = 0.3
+    switch: float = 1.0
+    token: float = 1e-4
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        tp = layout.tp
+        read = (1.0 + self.token * shape.context) / tp
+        work = self.request * shape.batch / tp**0.3 + 1e-3 * shape.prefill / tp
+        return float(read + work + 0.05 * tp + 0.02 * shape.busy)
+
+    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
+        return (self.switch + 1e-3 * tokens) if source != target else 0.0
+
+
+@dataclass(frozen=True)
+class Verifying:
+    """A step takes 1 s, and a little for drafts and context."""
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return float((1.0 + 0.01 * shape.drafts + 1e-4 * shape.context) / layout.tp**0.5)
+
+    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
+        return 0.5
+
+
+def batch(
+    *lengths: int,
+    prompt: int = 4,
+    arrivals: Iterable[float] | None = None,
+    groups: Iterable[int] | None = None,
+    max_tokens: int = 100_000,
+    acceptance: float = 0.0,
+) -> LengthTrace:
+    """Requests of these lengths, all at once and with prompts of their own by default."""
+    count = len(lengths)
+    return LengthTrace(
+        name="test",
+        lengths=lengths,
+        arrivals=(0.0,) * count if arrivals is None else tuple(arrivals),
+        groups=tuple(range(count) if groups is None else groups),
+        num_prompt_tokens=(prompt,) * count,
+        max_tokens=max_tokens,
+        acceptance=acceptance,
+    )
+
+
+def follow(start: Layout, *switches: tuple[int, Layout]) -> FollowSchedule:
+    """A policy that begins in `start` and switches after so many responses."""
+    return FollowSchedule(LayoutSchedule(start, switches))
+
+
+@dataclass
+class Recorder(Policy):
+    """Follows a schedule, and notes every event."""
+
+    schedule: LayoutSchedule
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    learns = True
+
+    def __post_init__(self) -> None:
+        self.home = self.schedule.start
+        self.inner = FollowSchedule(self.schedule)
+
+    def choose(self, state: LiveState) -> Layout:
+        assert len(state.requests()) == state.num_seqs
+        return self.inner.choose(state)
+
+    def arrived(self, now: float, group: int) -> None:
+        self.events.append(("arrived", now, group))
+
+    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+        self.inner.finished(now, group, num_output_tokens, complete)
+        self.events.append(("finished", now, group, num_output_tokens, complete))
+
+    def switched(self, report: SwitchReport) -> None:
+        self.events.append(("switched", report.at, str(report.target), report.num_seqs))
+
+    def idle(self, now: float) -> None:
+        self.inner.idle(now)
+        self.events.append(("idle", now))

@@ -1,0 +1,183 @@
+"""Simulated drafts: steps by draft length against brute force, and engines that verify them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.paper.clairvoyant import ClairvoyantPolicy
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.policy import Policy, SchedulePolicy
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.guesses import GuessedTokens
+from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.replay import simulate, simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.traces import LengthTrace
+from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.tuned import tuned_schedule
+from tests.unit.simulator.simple import FREE, ONE, TWO, Verifying, batch
+
+LENGTHS = (0, 1, 2, 4)
+
+
+def token_counts(guessed: list[bool], k: int) -> list[int]:
+    """Tokens of a response before each of its steps, and its length: by brute force."""
+    at, counts = 0, [0]
+    while at < len(guessed):
+        accepted = 0
+        while accepted < k and at + accepted < len(guessed) and guessed[at + accepted]:
+            accepted += 1
+        at = min(at + accepted + 1, len(guessed))
+        counts.append(at)
+    return counts
+
+
+RESPONSES = st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=5)
+
+
+@settings(max_examples=60)
+@given(RESPONSES, st.integers(0, 8))
+def test_steps_are_those_of_verification(responses: list[list[bool]], k: int) -> None:
+    guesses = GuessedTokens([len(each) for each in responses], np.concatenate(responses))
+    every = np.arange(len(responses))
+    expected = [token_counts(each, k) for each in responses]
+    assert guesses.steps_in_all(every, k).tolist() == [len(each) - 1 for each in expected]
+    for request, tokens in enumerate(expected):
+        index, steps = np.full(len(tokens), request), np.arange(len(tokens))
+        assert guesses.outputs(index, steps, k).tolist() == tokens
+        before = np.array(tokens[:-1])
+        assert guesses.steps_made(index[:-1], before, k).tolist() == steps[:-1].tolist()
+        # Of the last step, its response may end before its drafts do.
+        accepted = guesses.accepted(index[:-1], before, k)
+        assert accepted[:-1].tolist() == (np.diff(tokens) - 1)[:-1].tolist()
+
+
+@settings(max_examples=60)
+@given(RESPONSES, st.integers(0, 8), st.data())
+def test_every_step_generates_a_token_wherever_it_begins(
+    responses: list[list[bool]], k: int, data: st.DataObject
+) -> None:
+    guesses = GuessedTokens([len(each) for each in responses], np.concatenate(responses))
+    request = data.draw(st.integers(0, len(responses) - 1))
+    at = data.draw(st.integers(0, len(responses[request]) - 1))
+    index, outputs = np.array([request]), np.array([at])
+    steps = guesses.steps_made(index, outputs, k)
+    assert at < guesses.outputs(index, steps + 1, k) <= at + k + 1
+    assert guesses.steps_in_all(index, k) > steps
+
+
+def test_acceptance_is_that_of_the_trace() -> None:
+    trace = replace(traces.uniform(300, 200, 400, seed=1), acceptance=0.5)
+    guesses, every = GuessedTokens.of(trace), np.arange(300)
+    expected = guesses.drafting(every, np.zeros(300, np.int64), LENGTHS)
+    assert expected.tokens[0] == 1
+    assert expected.tokens[1] == pytest.approx(1.5, abs=0.02)
+    assert guesses is GuessedTokens.of(replace(trace, name="again"))
+    none = GuessedTokens.of(replace(trace, acceptance=0.0))
+    assert none.drafting(every, np.zeros(300, np.int64), LENGTHS).tokens.tolist() == [1] * 4
+
+
+def fixed(layout: Layout, k: int) -> SchedulePolicy:
+    return SchedulePolicy(layout, (), {layout: ((1, 512, k),)})
+
+
+@pytest.mark.parametrize("k", LENGTHS)
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_response_takes_the_steps_of_its_guesses(k: int, acceptance: float) -> None:
+    trace = batch(101, max_tokens=101, acceptance=acceptance)
+    run = simulate(trace, fixed(TWO, k), Verifying(), FREE)
+    guesses, index = GuessedTokens.of(trace), np.zeros(1, np.int64)
+    # The prefill gives a token; every other step verifies.
+    before = guesses.steps_made(index, np.ones(1, np.int64), k)
+    assert run.tokens == 101
+    assert run.steps[TWO].steps == 1 + int((guesses.steps_in_all(index, k) - before)[0])
+
+
+def test_unused_draft_lengths_change_nothing() -> None:
+    for layout in (ONE, TWO):
+        ends = {
+            simulate(
+                batch(5, 40, 100, 300, acceptance=acceptance), policy, Verifying(), FREE
+            ).finished
+            for acceptance in (0.0, 0.7)
+            for policy in (fixed(layout, 0), SchedulePolicy(layout, ()))
+        }
+        assert len(ends) == 1
+
+
+class Changing(Policy):
+    """Switches and changes its draft lengths all the time."""
+
+    home = ONE
+
+    def __init__(self) -> None:
+        self._asked = 0
+
+    def choose(self, state: LiveState) -> Layout:
+        self._asked += 1
+        k = LENGTHS[self._asked % 4]
+        self.drafts = {ONE: ((1, 2, k), (3, 512, 1)), TWO: ((1, 512, k),)}
+        return (ONE, TWO)[self._asked // 3 % 2]
+
+
+@pytest.mark.parametrize("capacity", [FREE, ReplicaCapacity(3, 64, {1: 700, 2: 1500})])
+def test_every_response_has_its_length_however_k_changes(capacity: ReplicaCapacity) -> None:
+    lengths = [1, 5, 40, 100, 300, 299, 41, 7]
+    run = simulate(batch(*lengths, acceptance=0.6), Changing(), Verifying(), capacity)
+    assert run.tokens == sum(lengths)
+    assert len(run.switches) >= 2
+    assert not np.isnan(run.finished).any()
+
+
+@pytest.mark.parametrize("layout", [ONE, TWO])
+def test_chunks_with_drafts_are_exact_enough(layout: Layout) -> None:
+    trace = batch(5, 40, 100, 300, 250, 120, acceptance=0.6)
+    policy = SchedulePolicy(layout, (), {layout: ((1, 2, 4), (3, 512, 1))})
+    steps, chunks = (simulate(trace, policy, Verifying(), FREE, chunk=chunk) for chunk in (1, 32))
+    assert steps.seconds == pytest.approx(chunks.seconds, rel=2e-3)
+    assert steps.steps[layout].steps == chunks.steps[layout].steps
+
+
+PROFILE = named_profile("llama-3.1-8b", "A40", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
+
+
+def long_tail(seed: int, acceptance: float) -> LengthTrace:
+    return replace(traces.lognormal(64, 200, 1.0, 2048, seed), acceptance=acceptance)
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.7])
+def test_pat_learns_what_drafts_are_worth(acceptance: float) -> None:
+    """Against no drafts; close to the clairvoyant, which chooses among the same lengths."""
+    truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
+    batches = [long_tail(seed, acceptance) for seed in range(2)]
+    seconds = {}
+    for lengths in ((0,), LENGTHS):
+        policy = AdaptivePolicy(PROFILE, bound=2048, draft_lengths=lengths, timer=lambda: 0.0)
+        *_, run = simulate_batches(batches, policy, truth, capacity)
+        seconds[lengths] = run.seconds
+    assert all(sample.drafted >= sample.accepted >= 0 for sample in run.drafts)
+    accepted = sum(sample.accepted for sample in run.drafts)
+    assert (accepted > 0.5 * sum(sample.steps for sample in run.drafts)) == (acceptance > 0.5)
+    clairvoyant = ClairvoyantPolicy(batches, PROFILE.layouts, truth, capacity, LENGTHS)
+    *_, best = simulate_batches(batches, clairvoyant, truth, capacity)
+    assert seconds[LENGTHS] < (0.75 if acceptance > 0.5 else 1.03) * seconds[0,]
+    assert seconds[LENGTHS] < 1.06 * best.seconds
+
+
+def test_tuned_schedule_drafts_less_for_more_requests() -> None:
+    truth = ReplayedTruth(PROFILE)
+    layout = PROFILE.layouts[-1]
+    schedule = tuned_schedule(truth, layout, 512, [long_tail(0, 0.5)], LENGTHS)
+    assert schedule[0][0] == 1 and schedule[-1][1] == 512
+    assert all(last + 1 == first for (_, last, _), (first, _, _) in pairwise(schedule))
+    assert schedule[0][2] > schedule[-1][2]
+    nothing = tuned_schedule(truth, layout, 512, [long_tail(0, 0.0)], LENGTHS)
+    assert {k for _, _, k in nothing} == {0}

@@ -1,0 +1,113 @@
+"""Length traces: generators and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pat_vllm.simulator import traces
+from pat_vllm.simulator.traces import LengthTrace, load_trace
+
+GENERATORS: dict[str, Callable[[int], LengthTrace]] = {
+    "lognormal": lambda seed: traces.lognormal(100, 1000, 1.0, 8192, seed),
+    "two_mode": lambda seed: traces.two_mode(100, seed=seed),
+    "uniform": lambda seed: traces.uniform(100, 10, 500, seed=seed),
+    "straggler": lambda seed: traces.straggler(100, 300, 9000, seed=seed),
+    "staggered": lambda seed: traces.staggered(100, 1000, 1.0, 8192, 0.5, seed=seed),
+    "grpo": lambda seed: traces.grpo(25, 4, 0.5, 0.8, seed=seed),
+    "deepscaler": lambda seed: traces.deepscaler(100, seed=seed),
+    "shifted": lambda seed: traces.shifted([500, 900], 100, 0.5, 8192, seed)[1],
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_are_seeded_and_files_round_trip(tmp_path: Path, name: str) -> None:
+    trace = GENERATORS[name](1)
+    assert trace == GENERATORS[name](1)
+    assert trace.lengths != GENERATORS[name](2).lengths
+    assert len(trace) == 100
+    trace.save(tmp_path / "trace.json")
+    assert load_trace(tmp_path / "trace.json") == trace
+
+
+def test_lengths_have_the_distribution_of_their_generator() -> None:
+    logs = np.log(traces.lognormal(20000, 1000, 0.7, 1_000_000).lengths)
+    assert np.exp(np.median(logs)) == pytest.approx(1000, rel=0.03)
+    assert logs.std() == pytest.approx(0.7, rel=0.03)
+
+    two_mode = np.array(traces.two_mode(20000).lengths)
+    assert (two_mode > 10000).mean() == pytest.approx(0.1, abs=0.01)
+    assert ((two_mode > 6000) & (two_mode < 10000)).mean() < 0.01
+    assert (two_mode == 16384).mean() == pytest.approx(0.01, abs=0.004)
+
+    uniform = traces.uniform(2000, 5, 9)
+    assert set(uniform.lengths) == {5, 6, 7, 8, 9} and uniform.max_tokens == 9
+
+    straggler = sorted(traces.straggler(64, 200, 8000).lengths)
+    assert straggler[-1] == 8000 and straggler[0] >= 190 and straggler[-2] <= 210
+
+    batches = traces.shifted([500, 2000], 4000, 0.5, 100_000)
+    assert [np.median(batch.lengths) for batch in batches] == pytest.approx([500, 2000], rel=0.05)
+
+    deepscaler = np.array(traces.deepscaler(100_000).lengths)  # the shares that PAT reports
+    assert (deepscaler > 8192).mean() == pytest.approx(0.1085, abs=0.003)
+    assert 2.6 < 128 * (deepscaler == 24576).mean() < 3.0
+    assert len(traces.deepscaler()) == 128
+
+
+def test_arrivals_and_groups() -> None:
+    poisson = traces.staggered(2000, 100, 1.0, 8192, 0.5)
+    assert poisson.arrivals[0] == 0 and list(poisson.arrivals) == sorted(poisson.arrivals)
+    assert np.diff(poisson.arrivals).mean() == pytest.approx(0.5, rel=0.1)
+    spaced = traces.staggered(4, 100, 1.0, 8192, 0.5, poisson=False)
+    assert spaced.arrivals == (0.0, 0.5, 1.0, 1.5)
+    trace = traces.grpo(2000, 4, 0.5, 1.0, max_tokens=10_000_000)
+    assert trace.groups[:5] == (0, 0, 0, 0, 1)
+    assert len(set(trace.num_prompt_tokens[:4])) == 1
+    logs = np.log(trace.lengths).reshape(2000, 4)
+    assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(0.8, abs=0.03)
+
+
+def test_files_of_users(tmp_path: Path) -> None:
+    path = tmp_path / "measured.csv"
+    expected = LengthTrace("measured", (3, 70, 5), (0.0,) * 3, (0, 1, 2), (256,) * 3, 70)
+    for text in ("3\n70\n5\n", "length\n3\n\n70  # long\n5,\n", "# a\n3\n70\n5"):
+        path.write_text(text)
+        assert load_trace(path) == expected
+    path = tmp_path / "some.json"
+    path.write_text('{"lengths": [4, 9], "max_tokens": 12, "arrivals": [0, 1.5]}')
+    trace = load_trace(path)
+    assert (trace.name, trace.max_tokens, trace.arrivals) == ("some", 12, (0.0, 1.5))
+    # Fields were called otherwise before.
+    path.write_text('{"lengths": [4, 9], "prompts": [7, 8], "bound": 12}')
+    trace = load_trace(path)
+    assert (trace.max_tokens, trace.num_prompt_tokens) == (12, (7, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "no lengths"),
+        ("a.txt", "length\n3\nmany\n", "line 3 must be one length in tokens, got 'many'"),
+        ("a.txt", "3 4\n5 6\n", "line 2"),
+        ("a.txt", "0\n", "must be 1 to max_tokens"),
+        ("a.json", "{", "Expecting"),
+        ("a.json", "[1]", "expected a JSON object"),
+        ("a.json", '{"lengths": [1.5]}', "lengths must be a list of whole numbers"),
+        ("a.json", '{"lengths": [1], "colour": 1}', "unknown"),
+        ("a.json", '{"lengths": [9], "max_tokens": 8}', "max_tokens=8"),
+        ("a.json", '{"lengths": [9], "max_tokens": "8"}', "max_tokens must be"),
+        ("a.json", '{"lengths": [9], "groups": [1, 2]}', "1 lengths but 2 groups"),
+        ("a.json", '{"lengths": [9], "arrivals": [-1]}', "0 or more seconds"),
+        ("a.json", '{"lengths": [9], "num_prompt_tokens": [0]}', "at least 1"),
+    ],
+)
+def test_wrong_files_are_errors(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a length trace") as caught:
+        load_trace(path)
+    assert message in str(caught.value) and str(path) in str(caught.value)

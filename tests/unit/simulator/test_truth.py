@@ -1,0 +1,92 @@
+"""Durations of simulated steps and switches: those of a profile, scaled, drifting, with noise."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import pytest
+
+from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile, named_profile
+from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, ReplayedTruth, ScaledTruth
+from tests.unit.simulator.simple import ONE, TWO, Constant
+
+
+def test_truths_derived_from_another() -> None:
+    shape, base = StepShape(1, 10, 10), Constant()
+    assert ScaledTruth(base, {TWO: 2.0}, 3.0).step_seconds(TWO, shape, 0) == 1.5
+    assert ScaledTruth(base, {TWO: 2.0}, 3.0).switch_seconds(ONE, TWO, 1, 1) == 6.0
+    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 50) == 1.25
+    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 500) == 1.5
+    fixed = FixedSwitches(base, 9.0)
+    assert fixed.switch_seconds(ONE, TWO, 1, 1) == 9.0
+    assert fixed.switch_seconds(ONE, TWO, 0, 0) == 2.0
+
+
+def noisy_profile(*ratios: float) -> Profile:
+    """A modelled profile each of whose steps was repeated, in `ratios` of its time."""
+    profile = modelled_profile("llama-3.1-8b", "H100", 2)
+    low, high = min(ratios), max(ratios)
+    steps = tuple(
+        s.model_copy(
+            update={"low": low * s.seconds, "high": high * s.seconds, "repeats": len(ratios)}
+        )
+        for s in profile.steps
+    )
+    return profile.model_copy(update={"steps": steps})
+
+
+def test_measured_steps_are_replayed() -> None:
+    profile = noisy_profile(1.0)
+    truth = ReplayedTruth(profile)
+    for s in profile.steps:
+        if not (s.batch and s.prefill):
+            assert truth.step_seconds(s.layout, s.shape, 0) == pytest.approx(s.seconds, rel=0.01)
+
+    def seconds(batch: int, prefill: int = 0) -> float:
+        context, longest = (batch * 1024, 1024) if batch else (0, 0)
+        return truth.step_seconds(ONE, StepShape(batch, context, longest, prefill=prefill), 0)
+
+    assert seconds(96) < seconds(112) < seconds(128), "between two samples"
+    assert seconds(1024) == pytest.approx(4 * seconds(256)), "beyond the largest batch"
+    # A prompt beside a batch reads the weights once.
+    assert seconds(8) < seconds(8, prefill=512) < seconds(8) + seconds(0, prefill=512)
+
+
+def test_noise_is_that_of_single_steps() -> None:
+    profile = noisy_profile(0.8, 1.0, 1.0, 1.3)
+    plain, noisy = ReplayedTruth(profile), ReplayedTruth(profile, profile)
+    shapes = [StepShape(4, 4 * n, n) for n in range(512, 2048)]
+
+    def ratios(steps: int) -> Sequence[float]:
+        return [
+            noisy.step_seconds(TWO, shape, 0, steps) / plain.step_seconds(TWO, shape, 0)
+            for shape in shapes
+        ]
+
+    single, chunks = ratios(1), ratios(32)
+    assert {round(ratio, 6) for ratio in single} == {0.8, 1.0, 1.3}
+    assert single == ratios(1)
+    assert statistics.mean(single) == pytest.approx(1.025, abs=0.01)
+    assert statistics.mean(chunks) == pytest.approx(1.025, abs=0.01)
+    assert statistics.stdev(chunks) == pytest.approx(statistics.stdev(single) / 32**0.5, rel=0.2)
+    other = ReplayedTruth(profile, profile, seed=1)
+    assert other.step_seconds(TWO, shapes[0], 0, 7) != noisy.step_seconds(TWO, shapes[0], 0, 7)
+    assert isinstance(measured_noise(), Profile), "the noise of an engine is shipped"
+
+
+def test_steps_with_drafts_are_replayed() -> None:
+    profile = named_profile("llama-3.1-8b", "A40", 4, draft_lengths=(1, 2, 4), drafting=1e-3)
+    truth = ReplayedTruth(profile)
+    for sample in profile.steps:
+        if sample.k and sample.batch:
+            seconds = truth.step_seconds(sample.layout, sample.shape, 0.0)
+            assert seconds == pytest.approx(sample.seconds, rel=1e-6)
+    half, none, every = (
+        truth.step_seconds(profile.layouts[0], StepShape(8, 8000, 1000, drafts=drafts, k=4), 0.0)
+        for drafts in (16, 0, 32)
+    )
+    assert half == pytest.approx((none + every) / 2)
+    with pytest.raises(ValueError, match="draft length 3"):
+        truth.step_seconds(profile.layouts[0], StepShape(8, 8000, 1000, drafts=24, k=3), 0.0)

@@ -1,0 +1,187 @@
+"""Options: every mistake is a ValueError that names the option, its value and what is allowed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pat_vllm.config import PATConfig, home_layout
+from pat_vllm.layout import Layout
+from pat_vllm.mixture import Mixture
+from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.state import LiveState
+from pat_vllm.scheduler.make_policy import make_policy
+
+MIXTURE = Mixture(num_experts=8, intermediate=64)
+ALL = "allowed: layouts, base_tp"
+
+
+def layouts(options: Any, ranks: int = 4, mixture: Mixture | None = None) -> list[str]:
+    config = PATConfig.parse(options)
+    config.check_layouts(ranks)
+    return [str(layout) for layout in config.resolve_layouts(ranks, mixture)]
+
+
+def static(tp: Any, **more: Any) -> dict[str, Any]:
+    return {"policy": {"kind": "static", "tp": tp, **more}}
+
+
+def schedule(**fields: Any) -> dict[str, Any]:
+    return {"policy": {"kind": "schedule", **fields}}
+
+
+# What a user may get wrong: options, number of ranks, and what the message has.
+REFUSED: list[tuple[Any, int, list[str]]] = [
+    (7, 4, ['additional_config["pat"]', "a dict", "7", "layouts, base_tp"]),
+    ({"layout": [1, 2]}, 4, ["'layout'", "[1, 2]", ALL]),
+    ({"base_tp": 0}, 4, ["'base_tp'", "0", "greater than or equal to 1"]),
+    ({"layouts": "x"}, 4, ["'layouts'", "'x'", "tuple"]),
+    ({"kv_transfer": "move"}, 4, ["'kv_transfer'", "'move'", "'auto', 'migrate' or 'recompute'"]),
+    ({"weights": "lazy"}, 4, ["'weights'", "'lazy'", "'auto', 'inplace' or 'materialized'"]),
+    ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp' or 'ep'"]),
+    ({"limits_per": "engine"}, 4, ["'limits_per'", "'engine'", "'rank' or 'replica'"]),
+    ({"launcher": "slurm"}, 4, ["'launcher'", "'slurm'", "'auto', 'mp' or 'ray'"]),
+    ({"policy": "static"}, 4, ["'policy'", "'static'", "dictionary"]),
+    ({"policy": {"tp": 2}}, 4, ["'policy'", "'tp': 2", "'kind'"]),
+    ({"policy": {"kind": "magic"}}, 4, ["'policy'", "magic", "'static', 'schedule', 'predictor'"]),
+    ({"policy": {"kind": "static"}}, 4, ["policy.static.tp", "required"]),
+    (static(2, at=1), 4, ["'policy.static.at'", "1", "allowed"]),
+    (schedule(), 4, ["policy.schedule.switch_at", "required"]),
+    (schedule(switch_at={}), 4, ["policy.schedule.switch_at", "{}", "at least 1"]),
+    (schedule(switch_at={"0": 2}), 4, ["switch_at", "live requests (>= 1)", "{0: 2}"]),
+    (schedule(switch_at={"few": 2}), 4, ["switch_at", "'few'", "integer"]),
+    (
+        schedule(switch_at={2: 2}, num_speculative_tokens={2: -1}),
+        4,
+        ["num_speculative_tokens", "-1", "greater than or equal to 0"],
+    ),
+    ({"policy": {"kind": "predictor", "length_bound": 0}}, 4, ["length_bound", "0", "equal to 1"]),
+    ({"layouts": [3]}, 4, ["pat.layouts", "tp=3", "tensor_parallel_size=4", "[1, 2, 4]"]),
+    ({"layouts": [0]}, 6, ["pat.layouts", "tp=0", "[1, 2, 3, 6]"]),
+    ({"layouts": []}, 4, ["pat.layouts", "empty", "at least one"]),
+    ({"base_tp": 3}, 4, ["pat.base_tp", "tp=3", "tensor_parallel_size=4", "[1, 2, 4]"]),
+    ({"base_tp": 8}, 4, ["pat.base_tp", "tp=8", "[1, 2, 4]"]),
+    ({"base_tp": 2, "layouts": [1, 4]}, 4, ["pat.layouts", "tp=1", "pat.base_tp=2", "smallest"]),
+    ({"base_tp": 2, "layouts": [3]}, 6, ["pat.layouts", "tp=3", "multiple of pat.base_tp=2"]),
+    (static(3), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
+    (static(2) | {"layouts": [4]}, 4, ["pat.policy", "tp=2", "tp1dp4, tp4dp1", "pat.layouts"]),
+    (schedule(switch_at={2: 3}), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
+    (
+        schedule(switch_at={2: 2}, num_speculative_tokens={8: 1}),
+        4,
+        ["pat.policy", "tp=8", "tp1dp4, tp2dp2, tp4dp1"],
+    ),
+    *((static(name), 4, ["policy", str(name)]) for name in ("wide", "tp4dp2", "tp1dp4ep", 0, True)),
+]
+
+
+@pytest.mark.parametrize(("options", "ranks", "words"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refused(options: Any, ranks: int, words: list[str]) -> None:
+    """As soon as the options are known, and again when the model is."""
+    for check in ("check_layouts", "resolve_layouts"):
+        with pytest.raises(ValueError) as error:
+            getattr(PATConfig.parse(options), check)(ranks)
+        assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "mixture", "words"),
+    [
+        ({"experts": "ep"}, None, ["pat.experts", "'ep'", "no experts", "'auto'"]),
+        (static("tp4dp1ep") | {"experts": "tp"}, MIXTURE, ["tp4dp1ep", "tp1dp4, tp2dp2, tp4dp1"]),
+        (static("tp4dp1ep") | {"base_tp": 2}, MIXTURE, ["tp4dp1ep", "pat.base_tp=2", "'ep'"]),
+    ],
+)
+def test_refused_when_the_model_is_known(
+    options: Any, mixture: Mixture | None, words: list[str]
+) -> None:
+    config = PATConfig.parse(options)
+    config.check_layouts(4)
+    with pytest.raises(ValueError) as error:
+        config.resolve_layouts(4, mixture)
+    assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+def test_default_layouts_are_the_powers_of_two_and_the_whole_group() -> None:
+    assert layouts(None) == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    assert layouts({}, 6) == ["tp1dp6", "tp2dp3", "tp6dp1"]
+    assert layouts({"base_tp": 2}) == ["tp2dp2", "tp4dp1"]
+    assert layouts({"layouts": [4, 1]}) == ["tp1dp4", "tp4dp1"]
+    assert layouts({"layouts": [3]}, 6) == ["tp1dp6", "tp3dp2"]
+
+
+def test_experts_cut_spread_or_either() -> None:
+    both = ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
+    assert layouts({}, mixture=MIXTURE) == layouts(static("tp4dp1ep"), mixture=MIXTURE) == both
+    assert layouts({"experts": "tp"}, mixture=MIXTURE) == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    assert layouts({"experts": "ep", "layouts": [4]}, mixture=MIXTURE) == ["tp1dp4", "tp4dp1ep"]
+
+
+def test_a_number_stands_for_cut_experts_where_there_are_both() -> None:
+    for experts, expected in (("auto", ["tp2dp2", "tp4dp1"]), ("ep", ["tp2dp2ep", "tp4dp1ep"])):
+        ready = PATConfig.parse({"experts": experts}).resolve_layouts(4, MIXTURE)
+        assert [str(Layout.find(tp, ready)) for tp in (1, 2, 4)] == ["tp1dp4", *expected]
+
+
+def test_an_engine_starts_in_its_base_layout_or_where_it_stays() -> None:
+    def home(options: dict[str, Any]) -> str:
+        config: Any = SimpleNamespace(
+            additional_config={"pat": options},
+            parallel_config=SimpleNamespace(tensor_parallel_size=4),
+            model_config=None,
+        )
+        return str(home_layout(config))
+
+    assert home({}) == home(schedule(switch_at={4: 4})) == "tp1dp4"
+    assert home({"base_tp": 2}) == home(static(2)) == "tp2dp2"
+
+
+# ---------------------------------------------------------------- what the policies do
+
+
+def unused(*_: Any) -> Any:
+    raise AssertionError("only a predicting policy asks for this")
+
+
+def state(tp: int, live: int, quiet: float = 1.0) -> LiveState:
+    return LiveState(0.0, Layout.of(tp, 4), live, quiet, requests=unused)
+
+
+def policy_of(options: dict[str, Any], mixture: Mixture | None = None) -> Any:
+    config = PATConfig.parse(options)
+    ready = config.resolve_layouts(4, mixture)
+    return make_policy(config, ready, profile=unused, costs=CostModel(), bound=512)
+
+
+def test_schedule_policy_follows_its_table_both_ways() -> None:
+    policy = policy_of(schedule(switch_at={"8": 2, "2": 4}))
+    assert str(policy.home) == "tp1dp4"
+    chosen = [policy.choose(state(1, live)).tp for live in (100, 9, 8, 3, 2, 1)]
+    assert chosen == [1, 1, 2, 2, 4, 4]
+    assert policy.choose(state(4, 50)).tp == 1
+
+
+def test_schedule_policy_takes_names_of_layouts() -> None:
+    options = schedule(switch_at={64: 1, 8: "tp2dp2ep", 4: 2, 2: 4})
+    policy = policy_of(options, MIXTURE)
+    chosen = [str(policy.choose(state(1, live))) for live in (9, 8, 5, 4, 3, 2)]
+    assert chosen == ["tp1dp4", *["tp2dp2ep"] * 2, *["tp2dp2"] * 2, "tp4dp1"]
+    config = PATConfig.parse(options)
+    limits = [config.largest_batch(one) for one in config.resolve_layouts(4, MIXTURE)]
+    assert limits == [None, 8, 8, 2, 2], "none for the base layout, the larger of a tp's two kinds"
+
+
+def test_schedule_policy_waits_for_the_batch_to_be_complete() -> None:
+    policy = policy_of(schedule(switch_at={"8": 4}))
+    assert policy.choose(state(1, 1, quiet=0.001)).tp == 1
+    assert policy.choose(state(4, 100, quiet=0.001)).tp == 4
+    assert policy.choose(state(1, 1, quiet=0.2)).tp == 4
+
+
+def test_static_policy_stays_at_its_layout() -> None:
+    policy = policy_of(static(2))
+    assert policy.home.tp == 2
+    assert policy.choose(state(2, 1)).tp == 2
+    assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"

@@ -1,0 +1,18 @@
+"""`make test-gpu` has tests to run: a mark that no test has would make it stop."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_makefile_selects_tests() -> None:
+    (arguments,) = re.findall(r"-m pytest (-m gpu .*)", (ROOT / "Makefile").read_text())
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments.split()]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    assert listed.stdout.count("::test_") >= 5, listed.stdout

@@ -1,0 +1,56 @@
+"""Sizes of models from their config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+
+QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
+PARAMETERS = 30_532_122_624
+"""As the checkpoint of Qwen3-30B-A3B has them."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 48),
+        ({"mlp_only_layers": [0, 5, 47]}, 45),
+        ({"decoder_sparse_step": 2}, 24),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 23),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": 3}, 45),
+    ],
+)
+def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
+    size = ModelSize.of({**QWEN3, **fields})
+    assert size.experts is not None
+    assert (size.experts.layers, size.dense_layers) == (expected, 48 - expected)
+
+
+def test_weights_in_memory_are_those_of_the_checkpoint() -> None:
+    size = ModelSize.of(QWEN3)
+    assert size.resident_weights(1) == pytest.approx(PARAMETERS, rel=1e-4)
+    assert size.resident_weights(8, spread=True) == size.resident_weights(8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kv_lora_rank": 512}, "has kv_lora_rank: latent attention cannot be modelled"),
+        ({"model_type": "gpt_oss"}, "has num_experts: .* model_type 'gpt_oss' .*qwen3_moe"),
+        ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
+        ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
+    ],
+)
+def test_what_cannot_be_modelled_is_named(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelSize.of({**QWEN3, **fields})
+
+
+def test_what_ranks_can_share() -> None:
+    assert ModelSize.of({**QWEN3, "intermediate_size": 6}).divides(8), "no layer has an MLP"
+    assert not ModelSize.of({**QWEN3, "intermediate_size": 6, "mlp_only_layers": [0]}).divides(8)
+    shared = ModelSize.of({**QWEN3, "shared_expert_intermediate_size": 12})
+    assert shared.divides(4) and not shared.divides(8)

@@ -1,0 +1,88 @@
+"""What importing the package costs, and what it must not need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+STAGES = """
+import sys
+
+def imported():
+    print(*sorted({name.split(".")[0] for name in sys.modules}))
+
+import pat_vllm.cli
+imported()
+import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate, pat_vllm.cli.doctor
+import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
+import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
+import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
+imported()
+import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
+import benchmarks.paper.__main__, benchmarks.paper.tables, benchmarks.paper.plot
+imported()
+"""
+ENGINE_AND_PLOTS = {"matplotlib", "vllm", "torch", "transformers", "tests"}
+
+
+def test_imports_bring_in_neither_engine_nor_plots() -> None:
+    """So that `pat-vllm --help` answers at once, and what predicts runs where vLLM is not."""
+    command = [sys.executable, "-c", STAGES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    of_help, of_commands, of_benchmarks = (set(line.split()) for line in done.stdout.splitlines())
+    assert not of_help & {"numpy", "pydantic", "benchmarks", *ENGINE_AND_PLOTS}
+    assert {"pat_vllm", "numpy", "typer"} <= of_commands
+    assert not of_commands & {"benchmarks", *ENGINE_AND_PLOTS}
+    assert "benchmarks" in of_benchmarks
+    assert not of_benchmarks & ENGINE_AND_PLOTS
+
+
+def test_no_integration_imports_the_benchmarks() -> None:
+    """Nor the tests. import-linter sees to `pat_vllm` itself."""
+    for path in (ROOT / "integrations").rglob("*.py"):
+        lines = map(str.strip, path.read_text().splitlines())
+        imports = [line for line in lines if line.startswith(("import ", "from "))]
+        assert not [line for line in imports if line.split()[1].startswith(("benchmarks", "tests"))]
+
+
+def test_every_file_of_the_packages_is_shipped() -> None:
+    """As pyproject.toml says. That setuptools does so is in tests/nightly/test_packaging.py."""
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    options = project["tool"]["setuptools"]
+    homes, names = options["packages"]["find"]["where"], options["packages"]["find"]["include"]
+    data: dict[str, list[str]] = options["package-data"]
+    shipped = set()
+    for package in (path for home in homes for path in (ROOT / home).iterdir()):
+        if not any(fnmatch(package.name, name) for name in names) or "." in package.name:
+            continue
+        shipped.add(package.name)
+        for path in package.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert (path.parent / "__init__.py").exists(), path
+                module = ".".join(path.parent.relative_to(package.parent).parts)
+                wanted = ["*.py", *data["*"], *data.get(module, [])]
+                assert any(fnmatch(path.name, pattern) for pattern in wanted), path
+    assert {"pat_vllm", "pat_verl", "pat_openrlhf"} <= shipped
+    extras = project["project"]["optional-dependencies"]
+    assert {"cpu", "cuda", "ray", "verl", "openrlhf"} <= extras.keys()
+
+
+def test_entry_points_lead_somewhere() -> None:
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {**project["entry-points"], "scripts": project["scripts"]}
+    assert {*groups} == {"vllm.general_plugins", "verl.plugins", "scripts"}
+    for group in groups.values():
+        for point in group.values():
+            module, _, name = point.partition(":")
+            path = ROOT if module.startswith("pat_vllm") else ROOT / "integrations" / "verl"
+            file = path.joinpath(*module.split("."))
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            assert re.search(rf"^(def )?{name}\b", file.read_text(), re.MULTILINE), point

@@ -1,0 +1,149 @@
+"""`benchmarks.gpu` on the CPU: tiny shapes through all of it, and its kernels interpreted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import permutations, product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import decode, profiles, report, torch_ops
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.figures import GPUS, STEP_OVERHEAD
+from pat_vllm.simulator.modelled.roofline import layer_communication
+from tests.vllm.kernels.triton_kernels import hopper_code, in_interpreter, needs_triton
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = main(["--device", "cpu", "--quick", "--out", str(tmp_path_factory.mktemp("results"))])
+    assert path.with_suffix(".md").read_text().count("## ") == 4
+    content: dict[str, Any] = json.loads(path.read_text())
+    assert json.loads(report.to_json(content)) == content
+    return content
+
+
+def test_every_part_is_measured_for_every_shape(results: dict[str, Any]) -> None:
+    for part in ("ceiling", "reshard", "kv", "decode"):
+        for row in results[part]["rows"]:
+            assert "ms" not in row or 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
+    assert results["ceiling"]["copy_bytes_per_second"] > 0
+    ways = {(r["source"], r["target"]) for r in results["reshard"]["rows"]}
+    assert ways == {*permutations((1, 2, 4, 8), 2)}
+    assert {r["what"] for r in results["kv"]["rows"]} == {"pack", "unpack"}
+    steps = {(r["tp"], r["batch"], r["context"]) for r in results["decode"]["rows"]}
+    assert steps == {*product((1, 2, 4, 8), (1, 3), (32, 80))}
+
+
+def test_bytes_are_those_counted_by_hand(results: dict[str, Any]) -> None:
+    reshard = next(r for r in results["reshard"]["rows"] if (r["walk"], r["rank"]) == ("1-2-1", 0))
+    # Rank 0 of two keeps its gate rows and half of q, k, v: up comes to gate, k to q, v to k.
+    # Each of these ranges is read and written, and so is what it trades places with.
+    up, k = TINY.intermediate // 2, TINY.kv_heads // 2 * TINY.head_dim
+    rows = 2 * (up + k) + 2 * k
+    assert reshard["bytes_read_and_written"] == 2 * TINY.layers * rows * TINY.hidden * 2
+
+    token = 2 * TINY.layers * TINY.kv_heads * TINY.head_dim * 2
+    pack = next(r for r in results["kv"]["rows"] if (r["requests"], r["tokens"]) == (3, 64))
+    assert pack["bytes_read_and_written"] == 2 * 3 * 64 * token
+    step = next(r for r in results["decode"]["rows"] if (r["tp"], r["batch"]) == (2, 3))
+    attention = TINY.hidden * TINY.head_dim * (2 * TINY.heads + 2 * TINY.kv_heads) // 2
+    mlp = 3 * TINY.hidden * TINY.intermediate // 2
+    weights = TINY.layers * (attention + mlp) + TINY.vocab * TINY.hidden // 2
+    assert step["bytes_read"] == 2 * weights + 3 * step["context"] * token // 2
+
+
+def test_measuring_needs_neither_vllm_nor_pydantic() -> None:
+    code = (
+        "import sys, benchmarks.gpu.__main__\n"
+        "assert not {'vllm', 'pydantic', 'typer', 'psutil', 'triton'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, check=True)
+
+
+# -------------------------------------------------------------------- profiles
+
+
+def as_if_on(device: str, results: dict[str, Any]) -> dict[str, Any]:
+    return {**results, "machine": {**results["machine"], "device": device}}
+
+
+def test_profile_says_what_was_measured_and_what_was_modelled(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
+    profile = profiles.profile_of(as_if_on("NVIDIA H200", results), TINY)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    assert profile.kind == "modelled" and profile.key["modelled"] is True
+    for text in (profile.title, profile.note):
+        assert "measured on NVIDIA H200" in text and "modelled" in text
+    decodes = [s for s in profile.steps if not s.prefill]
+    for sample, row in zip(decodes, results["decode"]["rows"], strict=True):
+        added = STEP_OVERHEAD + TINY.layers * layer_communication(
+            GPUS["H200"], "nvlink", row["tp"], row["batch"] * TINY.hidden * 2
+        )
+        assert sample.seconds == pytest.approx(row["ms"] / 1e3 + added)
+        assert (sample.context, sample.longest) == (row["batch"] * row["context"], row["context"])
+    assert any(s.prefill for s in profile.steps) and profile.switches
+    for shape in (LLAMA_8B, QWEN_14B):
+        assert shape.config() == MODEL_SHAPES[shape.name]
+    with pytest.raises(ValueError, match="between B1s cannot be modelled"):
+        profiles.profile_of(as_if_on("B1", results), TINY)
+
+
+# -------------------------------------------------------------------- kernels
+
+
+def test_wrong_kernels_are_noticed() -> None:
+    def no_positions(qkv: Any, cache: Any, tables: Any, lengths: Any, rotary: Any, *rest: Any):
+        torch_ops.rotate_and_cache(qkv, cache, tables, lengths, rotary[:1].expand_as(rotary), *rest)
+
+    ops = ModuleType("ops")
+    vars(ops).update(vars(torch_ops), rotate_and_cache=no_positions)
+    with pytest.raises(AssertionError, match="logits are off by"):
+        decode.check_ops(CPU, ops)
+
+
+@needs_triton
+def test_interpreted_triton_kernels_compute_what_torch_does() -> None:
+    errors = [float(error) for error in in_interpreter("tests.vllm.benchmarks.test_gpu").split()]
+    assert errors[0] < 1e-5 and errors[1] < 5e-3
+
+
+def _in_interpreter() -> None:
+    """Errors of the kernels in float32 and float16; the interpreter's dot takes no bfloat16."""
+    from benchmarks.gpu import triton_ops
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16):
+        print(decode.check_ops(CPU, triton_ops, dtype))
+
+
+@needs_triton
+def test_attention_reads_kv_16_bytes_at_a_time_on_hopper() -> None:
+    from benchmarks.gpu import triton_ops
+
+    pointers = {name: "*bf16" for name in ("qkv", "cache")}
+    pointers |= {"tables": "*i32", "lengths": "*i32", "partial": "*fp32", "sums": "*fp32"}
+    sizes = dict(KV_HEADS=8, GROUP=4, PADDED=16, DIM=128, TOKENS=16, KEYS=64, SPLITS=16)
+    code = hopper_code(
+        triton_ops._attend, {**pointers, "scale": "fp32", "table_stride": "i32"}, sizes
+    )
+    # Asynchronously, into shared memory: the next keys and values while these are computed with.
+    assert code.count("cp.async.cg.shared.global") >= 16
+
+
+if __name__ == "__main__":
+    _in_interpreter()

@@ -1,0 +1,158 @@
+"""Random checkpoints: what a spec asks for, with text that tells models and contexts apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.cli.random_model import make_model
+from tests.support import ngram
+from tests.support.models import SPECS, random_model
+
+TEXTS = ["The answer is 42.", "  two  spaces,\ttabs\nand lines", "naïve façade: 東京 🙂", ""]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> None:
+    spec = SPECS[name]
+    path = random_model(name)
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values()), info  # every weight and no other
+    config, attention = model.config, model.model.layers[0].self_attn
+
+    assert config.model_type == spec["arch"]
+    assert config.architectures == [type(model).__name__]
+    assert model.dtype == torch.float32
+    assert len(model.model.layers) == spec.get("layers", 3)
+    vocab = spec.get("vocab", 512)
+    assert config.vocab_size == vocab == model.lm_head.out_features
+    assert config.max_position_embeddings == spec.get("max_position_embeddings", 2048)
+    assert attention.q_proj.weight.shape == (spec["heads"] * 32, spec["hidden"])
+    assert attention.k_proj.weight.shape == (spec["kv_heads"] * 32, spec["hidden"])
+    assert (attention.q_proj.bias is not None) == spec["arch"].startswith("qwen2")
+    assert hasattr(attention, "q_norm") == (spec["arch"] in ("qwen3", "qwen3_moe", "olmoe"))
+    tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert tied == (name == "qwen3_tied")
+
+    # A KV cache that lost old tokens must not go unnoticed.
+    tokens = torch.arange(3, 259).repeat(2, 1) % vocab
+    tokens[1, 0] = 300 % vocab
+    with torch.no_grad():
+        a, b = model(tokens).logits[:, -1]
+    assert (a - b).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_few_kv", "qwen3_moe"])
+def test_greedy_text_varies_and_is_not_decided_by_rounding(name: str) -> None:
+    path = random_model(name)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = []
+    for question in ("Write a short story about a river.", "Explain why the sky is blue."):
+        prompt = tokenizer.encode(question)
+        (output,) = ngram.generate(model, [prompt], 48)
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        best, second = logits.topk(2).values.T
+        # Tensor-parallel layouts agree to about 1e-5; see the gap against that.
+        assert (best - second).min() > 1e-3
+        assert len(set(output)) > 12, output
+        texts.append(output)
+    # Different contexts lead to different continuations, not to one common loop.
+    assert sum(a != b for a, b in zip(*texts, strict=True)) > 36, texts
+
+
+@pytest.mark.parametrize("name", ["repeating", "repeating_shared"])
+def test_a_repeating_models_drafts_are_accepted_and_refused(name: str) -> None:
+    """Among 16 prompts of random tokens, none is always right or always wrong."""
+    model = AutoModelForCausalLM.from_pretrained(random_model(name))
+    generator = torch.Generator().manual_seed(5)
+    vocab = SPECS[name].get("vocab", 512)
+    prompts = torch.randint(3, vocab, (16, 24), generator=generator).tolist()
+    for seed in (None, 1):
+        outputs = ngram.generate(model, prompts, 200, seed)
+        shares = ngram.acceptance(zip(prompts, outputs, strict=True), 2, 4, 4)
+        assert min(shares) > 0.2 and max(shares) < 0.9, shares
+        assert 0.4 < sum(shares) / 16 < 0.7, shares
+        # No text ends in a loop.
+        assert min(len(set(output[-100:])) for output in outputs) > 16
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_few_kv"])
+def test_tokenizer(name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(random_model(name))
+    size = SPECS[name].get("vocab", 512)
+    assert len(tokenizer) == size
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert all(tokenizer.decode([token]) for token in range(size))
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert special == (0, 1, 2)
+    assert tokenizer.decode([0, 1, 2], skip_special_tokens=True) == ""
+    # Merges are in use.
+    assert len(tokenizer.encode("the number of apples")) < 12
+    chat = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<bos>user: Hello\nassistant:"
+
+
+def test_tokenizer_of_a_few_words() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(random_model("vocab16"))
+    assert len(tokenizer) == 16
+    assert tokenizer.encode("w3 w15 else") == [3, 15, 2]
+    assert tokenizer.decode([0, 3, 15, 1]) == "<bos> w3 w15 <eos>"
+    assert tokenizer.decode([0, 3, 15, 1], skip_special_tokens=True) == "w3 w15"
+
+
+def test_two_builds_are_equal_and_seeds_differ(tmp_path: Path) -> None:
+    """With a vocabulary beyond the tokens of bytes and merges: all of it decodes."""
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        make_model(tmp_path / name, layers=1, vocab=4096, dtype="bfloat16", seed=seed)
+    files = {file.name for file in (tmp_path / "a").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+    a, c = (load_file(tmp_path / name / "model.safetensors") for name in "ac")
+    assert not any(torch.equal(a[name], c[name]) for name in a)
+    assert {weight.dtype for weight in a.values()} == {torch.bfloat16}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert len(tokenizer) == 4096 and tokenizer.decode([4000, 4095]) == " w4000 w4095"
+    assert max(tokenizer.encode(" w4000 w4095")) < 512
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(arch="bert"),
+        dict(dtype="int8"),
+        dict(vocab=3),
+        dict(repeat=-1),
+        dict(repeat=1, phrase=1),
+        dict(repeat=1, vocab=16, phrase=14),
+        dict(repeat=1, tie=True),
+        dict(heads=8, kv_heads=3),
+        dict(arch="qwen2", hidden=100),
+    ],
+)
+def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(wrong))):
+        make_model(tmp_path / "model", **wrong)
+    assert not (tmp_path / "model").exists()
+
+
+def test_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    done = CliRunner().invoke(app, ["random-model", str(path), "--layers", "1", "--hidden", "64"])
+    assert done.exit_code == 0, done.output
+    assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 64
+
+    again = CliRunner().invoke(app, ["random-model", str(path)])
+    assert again.exit_code == 2
+    assert "empty directory" in again.output

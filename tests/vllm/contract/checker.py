@@ -1,0 +1,104 @@
+"""Our code against the types of a vLLM, by mypy. vLLM's source is analysed, and never imported.
+
+`make lint` takes whatever comes from vLLM for `Any`; here it has the types that it has there. torch
+stays `Any`, except for `torch.nn.Module` (`stubs/`).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+CACHE = ROOT / ".cache" / "vllm-types"
+FOLDERS = (ROOT, ROOT / "integrations" / "verl", ROOT / "integrations" / "openrlhf")
+_CONFIG = """
+[mypy]
+python_version = 3.11
+mypy_path = {path}
+explicit_package_bases = true
+check_untyped_defs = true
+ignore_missing_imports = true
+sqlite_cache = true
+enable_error_code = explicit-override
+
+[mypy-vllm.*]
+ignore_errors = true
+check_untyped_defs = false
+
+[mypy-{others}]
+follow_imports = skip
+follow_imports_for_stubs = true
+"""
+_OTHERS = (
+    "transformers tokenizers ray openai verl openrlhf hydra tensordict datasets pandas triton "
+    "scipy matplotlib lightgbm fastapi starlette PIL cv2 sympy huggingface_hub xgrammar "
+    "mistral_common anthropic numba opentelemetry aiohttp uvicorn rich typer mcp"
+)
+"""Packages that are `Any`, for speed."""
+_ERROR = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.*)  \[(?P<code>[a-z-]+)\]")
+
+_ENGINE_CORE = Path("vllm/v1/engine/core.py")
+_ASKED = """
+from pat_vllm.executor.executor import PATExecutor
+from pat_vllm.scheduler.scheduler import PATScheduler
+
+def asked(scheduler: PATScheduler, model_executor: PATExecutor) -> tuple[object, ...]:
+    return ({names},)
+"""
+"""A module that asks our objects for what vLLM's engine core asks them for."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What mypy makes of our code with a vLLM.
+
+    Attributes:
+        problems: lines: file and line of ours, and what does not fit.
+        overrides: methods of ours that replace one of vLLM's: file, line and name.
+    """
+
+    problems: tuple[str, ...]
+    overrides: frozenset[str]
+
+
+def check(root: Path, cache: Path, instead: Mapping[Path, Path] | None = None) -> Found:
+    """Check our code against the vLLM in the folder `root`.
+
+    Args:
+        cache: folder that makes the next run of the same kind faster.
+        instead: files to be read in the place of vLLM's own.
+    """
+    instead = instead or {}
+    core = instead.get(root / _ENGINE_CORE, root / _ENGINE_CORE).read_text()
+    asked = sorted(set(re.findall(r"\bself\.((?:scheduler|model_executor)\.\w+)", core)))
+    made = cache / "made"  # mypy knows files by their paths
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "engine_core.py").write_text(_ASKED.format(names=", ".join(asked)))
+    config = made / "mypy.ini"
+    path = (Path(__file__).parent / "stubs", made, root, *FOLDERS)
+    others = ",".join(f"{name}.*" for name in _OTHERS.split())
+    config.write_text(_CONFIG.format(path=":".join(map(str, path)), others=others))
+    command = [sys.executable, "-m", "mypy", "--config-file", str(config)]
+    command += ["--cache-dir", str(cache)]
+    for stock, doctored in instead.items():
+        command += ["--shadow-file", str(stock), str(doctored)]
+    command += ["-p", "pat_vllm", "-p", "pat_verl", "-p", "pat_openrlhf"]
+    command += ["-m", "tests.vllm.contract.spelled", "-m", "engine_core"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode in (0, 1) and not ran.stderr, ran.stderr or ran.stdout
+    problems: list[str] = []
+    overrides: set[str] = set()
+    for line in ran.stdout.splitlines():
+        if (error := _ERROR.fullmatch(line)) is None:
+            continue
+        where = f"{error['path']}:{error['line']}"
+        if error["code"] != "explicit-override":
+            problems.append(f"{where}: {error['text']}")
+        elif override := re.search(r'Method "(\w+)" .* in class "vllm\.', error["text"]):
+            overrides.add(f"{where}: {override[1]}")
+    return Found(tuple(problems), frozenset(overrides))

@@ -1,0 +1,118 @@
+"""Our code fits each vLLM that we support: its types, and what it does that no type says.
+
+vLLM's source is read, never imported, so this also covers versions and builds that cannot be
+installed here. mypy finds our uses by itself, wherever our code says of which class of vLLM's an
+object is; where it cannot, `spelled.py` and `behaviour.py` list them.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pat_vllm.plugin import TESTED_VLLM
+from tests.vllm.contract.behaviour import check_texts
+from tests.vllm.contract.checker import CACHE, FOLDERS, Found, check
+from tests.vllm.contract.wheels import Unavailable, vllm_sources
+
+INSTALLED = "installed"
+PUBLISHED = ("0.32.0", "0.33.0")
+
+
+def number(version: str) -> str:
+    if version != INSTALLED:
+        return version
+    return importlib.metadata.version(importlib.metadata.packages_distributions()["vllm"][0])
+
+
+SUPPORTED = (INSTALLED, *(one for one in PUBLISHED if one != number(INSTALLED)))
+
+NOT_OVERRIDDEN = {
+    ("0.32.0", "has_request"): "new in 0.33; 0.32 does not ask `PATScheduler.has_request`"
+}
+"""Methods of ours that replace one of vLLM's in other versions than this one."""
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@cache
+def sources(version: str) -> Path:
+    """The folder that holds a vLLM.
+
+    Raises:
+        Unavailable: it is neither cached nor to be had.
+    """
+    if version != INSTALLED:
+        return vllm_sources(version)
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    # mypy wants nothing of site-packages on its path.
+    link = CACHE / "sources" / "vllm"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(spec.origin).parent)
+    return link.parent
+
+
+@cache
+def found(version: str) -> Found:
+    return check(sources(version), CACHE / version)
+
+
+def available(version: str) -> str:
+    """The version, whose test is skipped if its source is not to be had."""
+    try:
+        sources(version)
+    except Unavailable as why:
+        pytest.skip(f"vLLM {version} was NOT checked: {why}")
+    return version
+
+
+@pytest.fixture(params=SUPPORTED)
+def version(request: pytest.FixtureRequest) -> str:
+    return available(request.param)
+
+
+def test_our_code_has_the_types_of_vllm(version: str) -> None:
+    problems = found(version).problems
+    assert not problems, f"vLLM {version} does not have what PAT uses:\n" + "\n".join(problems)
+
+
+def test_vllm_does_what_we_rely_on(version: str) -> None:
+    problems = list(check_texts(sources(version)))
+    assert not problems, f"vLLM {version} does something else:\n" + "\n".join(problems)
+
+
+def test_what_we_override_is_called_so(version: str) -> None:
+    """A method that replaces one of vLLM's in another version would not be called in this one."""
+    anywhere: frozenset[str] = frozenset()
+    for other in SUPPORTED:
+        try:
+            anywhere |= found(other).overrides
+        except Unavailable:
+            continue
+    gone = {line.rpartition(" ")[2]: line for line in anywhere - found(version).overrides}
+    known = {name for of, name in NOT_OVERRIDDEN if number(version).startswith(of)}
+    assert gone.keys() == known, f"vLLM {version} has none of {list(gone.values())}"
+
+
+def test_every_tested_version_is_read() -> None:
+    first, past = (tuple(map(int, version.split("."))) for version in TESTED_VLLM)
+    supported = {(first[0], minor) for minor in range(first[1], past[1])}
+    assert {tuple(map(int, v.split(".")[:2])) for v in PUBLISHED} == supported
+
+
+def test_what_is_listed_is_used() -> None:
+    """`spelled.py` has no name that our code does not have any more."""
+    ours = "\n".join(f.read_text() for folder in FOLDERS for f in folder.glob("pat_*/**/*.py"))
+    used = set(re.findall(r"\w+", ours))
+    listed = ast.parse(Path(__file__).with_name("spelled.py").read_text())
+    names = {n.attr for n in ast.walk(listed) if isinstance(n, ast.Attribute)}
+    names |= {k.arg for k in ast.walk(listed) if isinstance(k, ast.keyword) and k.arg}
+    assert names <= used

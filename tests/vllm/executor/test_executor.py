@@ -1,0 +1,340 @@
+"""What the executor does when a worker fails or its memory is away, without workers."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import vllm.envs as envs
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import WorkerProc
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from pat_vllm import commands
+from pat_vllm.executor import executor as executor_module
+from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
+from pat_vllm.executor.lanes import reader_of
+from pat_vllm.executor.leftovers import Leftovers
+from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
+from pat_vllm.layout import Layout
+from pat_vllm.worker.worker import PATWorkerMixin
+
+SUCCESS, FAILURE = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+COMMAND = SwitchCommand(1, Layout.of(1, 2), Layout.of(2, 2))
+
+
+def begin(executor: Any) -> None:
+    """In the first layout, with its lanes open."""
+    executor.layout = COMMAND.source
+    executor._lanes = Mock()
+    executor._in_lanes = False
+    executor._pending = {}
+    executor._commands = {}
+    executor._stale = False
+    executor.is_failed = False
+    executor.failure_callback = Mock()
+    executor.rpc_broadcast_mq = Mock()
+
+
+class Stock:
+    """As much of vLLM's executor as is asked for."""
+
+    is_sleeping = False
+    vllm_config = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing to do."""
+
+    def collective_rpc(self, method: str, *args: Any, **options: Any) -> Any:
+        self.calls.append(method)
+        return Future() if options else []
+
+
+class Executor(PATExecutorMixin, Stock):
+    def __init__(self) -> None:
+        Stock.__init__(self)
+        begin(self)
+        self._leftovers = Leftovers([])
+
+
+class RealExecutor(PATExecutor):
+    """The same over vLLM's executor, whose way to read replies it is."""
+
+    def __init__(self) -> None:
+        begin(self)
+        self.futures_queue: deque[Any] = deque()
+
+
+@pytest.fixture(params=["multiproc", "ray", "ray, another node"])
+def rings(request: Any) -> Iterator[tuple[RealExecutor, list[MessageQueue]]]:
+    """An executor, and the ends from which two ranks reply."""
+    executor = RealExecutor()
+    local = request.param != "ray, another node"
+    writers = [MessageQueue(1, int(local), connect_ip="127.0.0.1") for _ in range(2)]
+    executor.response_mqs = [MessageQueue.create_from_handle(w.export_handle(), 0) for w in writers]
+    if request.param != "multiproc":
+        executor.response_mqs = [reader_of(mq) for mq in executor.response_mqs]
+    for writer, reader in zip(writers, executor.response_mqs, strict=True):
+        other = threading.Thread(target=reader.wait_until_ready)
+        other.start()
+        writer.wait_until_ready()
+        other.join()
+    yield executor, writers
+    for ring in (*writers, *executor.response_mqs):
+        ring.shutdown()
+
+
+# -------------------------------------------------------------------- switches
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_replies_come_back_by_rank(rings: Any, first: int) -> None:
+    executor, writers = rings
+    for rank in (first, 1 - first):
+        writers[rank].enqueue((SUCCESS, f"of {rank}"))
+    assert executor.switch(COMMAND) == ["of 0", "of 1"]
+    assert executor.layout == COMMAND.target
+    executor.rpc_broadcast_mq.enqueue.assert_called_once_with(("pat_switch", (COMMAND,), {}, None))
+    executor.failure_callback.assert_not_called()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_is_heard_while_the_other_waits_for_it(rings: Any, rank: int) -> None:
+    executor, writers = rings
+    callback = executor.failure_callback
+    writers[rank].enqueue((FAILURE, "no memory left"))
+    for _ in range(2):  # once failed, it stays so
+        with pytest.raises(
+            RuntimeError, match=r"rank \d with error 'no memory left'|Executor failed"
+        ):
+            executor.switch(COMMAND)
+    assert executor.layout == COMMAND.source
+    callback.assert_called_once_with()
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.finished()
+
+
+def test_a_rank_that_never_replies_fails_the_engine(
+    rings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, writers = rings
+    callback = executor.failure_callback
+    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.1)
+    writers[0].enqueue((SUCCESS, "of 0"))
+    with pytest.raises(TimeoutError, match=r"pat_switch timed out on the ranks \[.*1\]"):
+        executor.switch(COMMAND)
+    callback.assert_called_once_with()
+
+
+# -------------------------------------------------------------------- calls of users
+
+
+CALL: Any = "load_my_weights"
+"""A worker method that PAT knows nothing of."""
+FAILED = CallFailed("no such file")
+
+
+def test_replies_of_a_call_that_does_not_block(rings: Any) -> None:
+    executor, writers = rings
+    future = executor.collective_rpc(CALL, non_block=True)
+    heard: list[Any] = []
+    future.add_done_callback(lambda done: heard.append(done.result()))
+    for rank, writer in enumerate(writers):
+        writer.enqueue((SUCCESS, rank))
+    assert future.result() == [0, 1]
+    assert future.done() and heard == [[0, 1]]
+
+
+@pytest.mark.parametrize(("block", "rank"), [(True, 0), (False, 1)])
+def test_a_failure_of_a_call_is_heard_and_later_replies_are_not_mixed_up(
+    rings: Any, block: bool, rank: int
+) -> None:
+    executor, writers = rings
+    writers[rank].enqueue((SUCCESS, FAILED))
+    writers[1 - rank].enqueue((SUCCESS, "fine"))
+    with pytest.raises(RuntimeError, match="no such file"):
+        if block:
+            executor.collective_rpc(CALL)
+        else:
+            executor.collective_rpc(CALL, non_block=True).result()
+    for writer in writers:
+        writer.enqueue((SUCCESS, "later"))
+    assert executor.collective_rpc(CALL) == ["later", "later"]
+    executor.failure_callback.assert_not_called()
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_failure_of_the_one_rank_that_replies(rings: Any, block: bool) -> None:
+    executor, writers = rings
+
+    def call() -> Any:
+        result = executor.collective_rpc(CALL, None, (), {}, not block, 1)
+        return result if block else result.result()
+
+    for reply in ("fine", FAILED):
+        writers[1].enqueue((SUCCESS, reply))
+    assert call() == "fine"
+    with pytest.raises(RuntimeError, match="no such file"):
+        call()
+
+
+@pytest.mark.parametrize("switches", [False, True], ids=["call", "switch"])
+def test_replies_to_earlier_calls_are_not_lost(rings: Any, switches: bool) -> None:
+    """Which a later call, or a switch, has read."""
+    executor, writers = rings
+    fine, failed = (executor.collective_rpc(CALL, non_block=True) for _ in range(2))
+    executor._stale = False
+    for writer in writers:
+        for reply in ("before", FAILED, "later"):
+            writer.enqueue((SUCCESS, reply))
+    later = executor.switch(COMMAND) if switches else executor.collective_rpc(CALL)
+    assert later == ["later", "later"]
+    assert fine.done() and fine.result() == ["before", "before"]
+    with pytest.raises(RuntimeError, match="no such file"):
+        failed.result()
+    assert isinstance(failed.exception(), RuntimeError)
+    executor.failure_callback.assert_not_called()
+
+
+def test_an_executor_that_gives_a_future_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's interface says of `non_block`."""
+    futures: list[Future[Any]] = [Future(), Future()]
+    monkeypatch.setattr(Stock, "collective_rpc", lambda *args, **options: list(futures))
+    replies = Executor().collective_rpc(CALL, non_block=True)
+    futures[0].set_result("fine")
+    futures[1].set_result(FAILED)
+    assert replies[0].result() == "fine"
+    with pytest.raises(RuntimeError, match="no such file"):
+        replies[1].result()
+
+
+def test_commands_answer_as_workers_would() -> None:
+    executor = Executor()
+    executor.register_command("pat_report", lambda x=1: 2 * x)
+    assert executor.collective_rpc("pat_report", args=(4,)) == [8]
+    assert executor.collective_rpc("pat_report", non_block=True).result() == [2]
+    assert executor.collective_rpc("pat_report", unique_reply_rank=0) == 2
+
+
+def test_workers_have_the_methods_that_are_called() -> None:
+    """Calls go by name; `commands.py` is where both ends find it."""
+    constants = {value for name, value in vars(commands).items() if name.isupper()}
+    workers = {value for value in constants if isinstance(value, str)}
+    front_ends = {
+        commands.SWITCH_COMMAND,
+        commands.SPECULATE_COMMAND,
+        commands.REPORT_COMMAND,
+        commands.PROFILE_COMMAND,
+    }
+    assert workers - front_ends == commands.WORKER_METHODS
+    methods = {name for name in vars(PATWorkerMixin) if name.startswith("pat_")}
+    assert methods == commands.WORKER_METHODS
+
+
+# -------------------------------------------------------------------- lanes and weights
+
+
+def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's rings would wait for it without end."""
+    released = threading.Event()
+    lanes = SimpleNamespace(handles=list, connect=list, wait_until_ready=released.wait)
+    monkeypatch.setattr(executor_module, "Lanes", lambda *args: lanes)
+    monkeypatch.setattr(executor_module, "layouts_of", lambda config: [])
+    executor = Executor()
+    executor._lanes = None
+    died: Future[Any] = Future()
+    died.set_exception(RuntimeError("cancelled"))
+    monkeypatch.setattr(
+        Stock,
+        "collective_rpc",
+        lambda self, method, *args, non_block=False: died if non_block else [],
+    )
+    with pytest.raises(RuntimeError, match="cancelled"):
+        executor.compile_or_warm_up_model()
+    # Or just after its reply.
+    died = Future()
+    died.set_result([])
+    executor.is_failed = True
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        executor.compile_or_warm_up_model()
+    released.set()
+
+
+def test_weights_are_not_touched_while_they_are_away() -> None:
+    """A step while the engine sleeps only ends requests. The first one afterwards derives them."""
+    executor = Executor()
+    executor.layout = COMMAND.target
+    executor.collective_rpc("sleep")
+    executor.is_sleeping = True
+    executor._enter_lanes()
+    executor.collective_rpc("wake_up")
+    assert "pat_refresh_weights" not in executor.calls
+    executor.is_sleeping = False
+    executor._enter_lanes()
+    assert executor.calls == ["sleep", "wake_up", "pat_refresh_weights"]
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "version"),
+    [
+        ("profile", "profile", 0),
+        ("sleep", "sleep", 1),
+        ("load_my_weights", "pat_call_in_base", 1),
+        (print, "pat_call_in_base", 1),
+    ],
+)
+def test_which_calls_may_change_weights(method: Any, call: str, version: int) -> None:
+    executor = Executor()
+    executor.collective_rpc(method)
+    assert (executor.calls, executor.weights_version) == ([call], version)
+    assert executor._stale == bool(version)
+
+
+class PlayedLanes:
+    """Replies of leaders, by rank."""
+
+    def __init__(self) -> None:
+        self.replies: dict[int, deque[Any]] = {0: deque(), 1: deque()}
+
+    def has_reply(self, rank: int) -> bool:
+        return bool(self.replies[rank])
+
+    def receive(self, rank: int, timeout: float) -> StepReply:
+        if not self.replies[rank]:
+            raise TimeoutError
+        return StepReply(self.replies[rank].popleft())
+
+    def wait(self, ranks: Any, timeout: float) -> None:
+        """Some more reply meanwhile."""
+        for rank in list(ranks)[:1]:
+            self.replies[rank].append(EMPTY_MODEL_RUNNER_OUTPUT)
+
+
+def test_steps_finish_in_each_replicas_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them, or all; one that takes too long ends the engine."""
+    executor: Any = Executor()
+    executor._lanes = lanes = PlayedLanes()
+    executor._pending = {0: deque([1e12, 1e12]), 1: deque([1e12])}
+    lanes.replies[1].append("of 1")
+    assert [(one.replica, one.output) for one in executor.finished()] == [(1, "of 1")]
+    lanes.replies[0].append("first")
+    executor._pending[1].append(1e12)
+    every = executor.finished(wait_for_all=True)
+    assert sorted(one.replica for one in every) == [0, 0, 1]
+    assert next(one.output for one in every if one.replica == 0) == "first"
+    assert not any(executor._pending.values())
+    executor._pending[0].append(0.0)  # was sent long ago
+    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0)
+    callback = executor.failure_callback
+    with pytest.raises(TimeoutError, match="replica 0 timed out"):
+        executor.finished()
+    callback.assert_called_once_with()

@@ -1,0 +1,117 @@
+"""What mixtures of experts take, against vLLM: weights, tables of swaps, workspaces, configs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+from pat_vllm.layout import Layout
+from pat_vllm.memory.model import ModelShape, _swapped
+from pat_vllm.mixture import Mixture
+from pat_vllm.model_size import MODEL_SHAPES, ExpertSizes, ModelSize
+from pat_vllm.weights.inplace import InPlaceShards
+from tests.support.models import random_model
+from tests.vllm.weights.test_experts import LAYOUTS, MODELS, ONE, WIDER, loaded
+from tests.vllm.weights.test_weights import build, shared, vllm_config_for
+
+QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+
+
+@pytest.fixture(autouse=True)
+def current_vllm_config() -> Iterator[None]:
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+def config_of(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(random_model(name)) / "config.json").read_text())
+    return config
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Of parameters that are in two modules, once."""
+    sizes = {one.untyped_storage().data_ptr(): one.nbytes for one in model.parameters()}
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_those_that_vllm_makes(name: str) -> None:
+    """To the byte, with the most that a rank of a layout has."""
+    shape = ModelShape.from_config(config_of(name), dtype_bytes=4)
+    vllm_config = vllm_config_for(random_model(name), tp=1)
+    for layout in LAYOUTS:
+        sizes = [
+            parameter_bytes(build(vllm_config, layout.place_of(rank)))
+            for rank in layout.ranks_of(0)
+        ]
+        assert max(sizes) == shape.weight_bytes(layout.tp, layout.experts == "ep"), layout
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (ONE, *WIDER),
+        tuple(layout for layout in WIDER if layout.experts == "tp"),
+        tuple(layout for layout in WIDER if layout.experts == "ep"),
+    ],
+    ids=["both kinds", "cut, from two", "spread, from two"],
+)
+def test_tables_list_the_swaps_of_every_expert(layouts: tuple[Layout, ...]) -> None:
+    """A swap of rows of one expert is in one chunk here, and moves bytes in both directions."""
+    shape = ModelShape.from_config(  # of the layer that `loaded` makes, and next to nothing else
+        {
+            "model_type": "mixtral",
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": 64,
+            "max_position_embeddings": 64,
+        },
+        dtype_bytes=4,
+    )
+    (experts, held), *_ = [cut for cut in shape._row_cuts(layouts[0]) if cut[0].experts == "tp"]
+    for rank in range(layouts[0].world_size):
+        models = [loaded(layout.place_of(rank)) for layout in layouts]
+        strategy = shared(models[0], models[1:], list(layouts), rank)
+        assert isinstance(strategy, InPlaceShards)
+        rows = sum(move.num_bytes for move in strategy._moves.values())
+        lengths = _swapped(experts, layouts, rank)
+        assert sum(2 * held * length * 32 * 4 for length in lengths) == rows
+
+
+def test_a_workspace_is_what_vllms_experts_ask_for() -> None:
+    """Of one layer's shapes in every layout: the two buffers, of which one becomes the output."""
+    experts = TritonExperts.__new__(TritonExperts)
+    for intermediate in (768, 4096):
+        model = ModelShape.from_config({**QWEN3, "moe_intermediate_size": intermediate})
+        for layout in Mixture(128, intermediate).layouts((1, 2, 4, 8), 8, "auto"):
+            spread = layout.experts == "ep"
+            width = intermediate if spread else intermediate // layout.tp
+            sizes = (8192, 2 * width, model.hidden, 8, 128, 128)
+            shapes = experts.workspace_shapes(*sizes, None, MoEActivation.SILU)
+            first, second, output = map(math.prod, shapes)
+            expected = 2 * (max(first, output) + second)
+            assert model.expert_workspace_bytes(layout.tp, spread, 8192) == expected
+
+
+def test_experts_of_the_configs_that_transformers_writes() -> None:
+    expected = {name: ExpertSizes(8, 2, 64, 0, False, layers=2) for name in MODELS}
+    expected["qwen2_moe"] = ExpertSizes(6, 2, 64, 256, True, layers=2)
+    expected["glm4_moe"] = ExpertSizes(8, 2, 64, 64, False, layers=1)
+    for name, sizes in expected.items():
+        size = ModelSize.of(config_of(name))
+        assert size.experts == sizes, name
+        assert size.dense_layers == 2 - sizes.layers
+        assert Mixture.from_config(config_of(name)) == Mixture(sizes.count, sizes.intermediate)

@@ -1,0 +1,250 @@
+"""Metrics from the scheduler through vLLM's statistics to the registry, without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter as Sums
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import values as prometheus_values
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm.v1.request import RequestStatus
+
+from benchmarks.without_workers import engine_config
+from pat_vllm import plugin
+from pat_vllm.kv_transfer.connector import PATConnector
+from pat_vllm.metrics import names
+from pat_vllm.metrics.names import METRICS
+from pat_vllm.metrics.prometheus import PATMetrics, naming_connector
+from pat_vllm.metrics.updates import Update, Updates, updates_of
+from pat_vllm.patches.front_end import tell_loggers
+from pat_vllm.reporting import (
+    REFUSALS,
+    SWITCH_REASONS,
+    BatchSavings,
+    BatchTimes,
+    PredictorReport,
+    RefusedSwitch,
+)
+from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.monitor import Monitor
+from pat_vllm.scheduler.scheduler import PATScheduler
+from tests.unit.metrics.test_updates import (
+    LAYOUTS,
+    OF_VLLM,
+    expressions,
+    names_in,
+    taken,
+    values_of,
+)
+from tests.unit.reporting.samples import switch_report
+from tests.vllm.metrics.exported import Series, samples, series
+from tests.vllm.scheduler.test_scheduler import add, no_plan, scheduler, step
+
+__all__ = ["scheduler"]
+
+
+def registered(registry: CollectorRegistry, tp: int = 2) -> PATMetrics:
+    """As vLLM's Prometheus logger makes them, for four ranks of which `tp` are a group."""
+    config: Any = SimpleNamespace(
+        additional_config={"pat": {"policy": {"kind": "static", "tp": tp}}},
+        model_config=None,
+        parallel_config=SimpleNamespace(world_size=4, tensor_parallel_size=4),
+        kv_transfer_config=None,
+    )
+
+    def of(kind: Any) -> Callable[..., Any]:
+        return lambda **options: kind(registry=registry, **options)
+
+    types = {kind: of(kind) for kind in (Gauge, Counter, Histogram)}
+    return PATMetrics(config, types, list(OF_VLLM), {0: ["model", "0"]})
+
+
+def test_metrics_begin_at_zero_and_in_the_home_layout() -> None:
+    registry = CollectorRegistry()
+    registered(registry)
+    found = samples(registry)
+    # An engine that does not speculate has no draft lengths.
+    exported = {name for one in METRICS for name in one.exported} - {names.DRAFT_LENGTH.name}
+    assert {name for name, _ in found} == exported
+    assert series(names.SWITCHES, source="tp1dp4", target="tp4dp1", reason="policy") in found
+    assert series(names.REFUSED, reason="planning_failed") in found
+    assert found.pop(series(names.TENSOR_PARALLEL_SIZE)) == 2
+    assert found.pop(series(names.NUM_REPLICAS)) == 2
+    assert set(found.values()) == {0.0}
+
+
+def test_the_registry_adds_up_what_happened() -> None:
+    registry, rng = CollectorRegistry(), Random(0)
+    metrics, updates = registered(registry), Updates()
+    before = samples(registry)
+    expected: Sums[Series] = Sums(before)
+    for _ in range(200):
+        source, target = rng.sample(LAYOUTS, 2)
+        reason, refusal, seconds = rng.choice(SWITCH_REASONS), rng.choice(REFUSALS), rng.random()
+        times = [BatchTimes(*(rng.random() for _ in names.WAYS)) for _ in names.ESTIMATES]
+        updates.switched(switch_report(1.0, source, target, reason, seconds=seconds))
+        updates.refused(RefusedSwitch(1.0, source, target, "", reason=refusal))
+        updates.saved(BatchSavings(1.0, source, *times))
+        if rng.random() < 0.5:
+            metrics.observe({"updates": taken(updates)})
+        _, total, count = names.STALL.exported
+        expected[series(names.SWITCHES, source=source, target=target, reason=reason)] += 1
+        expected[total, (("reason", reason),)] += seconds
+        expected[count, (("reason", reason),)] += 1
+        for bound in (*names.STALL.buckets, "+Inf"):
+            one = series(names.STALL, reason=reason, le=bound)
+            expected[one] += seconds <= float(bound)
+        expected[series(names.REFUSED, reason=refusal)] += 1
+        expected[series(names.BATCHES)] += 1
+        for estimate, of_batch in zip(names.ESTIMATES, times, strict=True):
+            for way in names.WAYS:
+                one = series(names.BATCH_SECONDS, estimate=estimate, way=way)
+                expected[one] += getattr(of_batch, way)
+    metrics.observe({"updates": taken(updates)})
+    found = samples(registry)
+    assert found.keys() == before.keys()  # each series was known at start
+    assert found == pytest.approx(dict(expected))
+
+
+def test_several_api_servers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM has them write: each to its files, counters are summed, of gauges the last counts."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    switch = switch_report(1.0)
+    for process in (1, 2):
+        to_files = prometheus_values.MultiProcessValue(
+            process_identifier=lambda process=process: process
+        )
+        monkeypatch.setattr(prometheus_values, "ValueClass", to_files)
+        metrics, updates = registered(CollectorRegistry()), Updates()
+        for _ in range(process):
+            updates.switched(switch)
+        updates.state(LAYOUTS[0], [process] * 4)
+        metrics.observe({"updates": taken(updates)})
+    found = samples(get_prometheus_registry())
+    pair = {"source": switch.source, "target": switch.target, "reason": switch.reason}
+    assert found[series(names.SWITCHES, **pair)] == 3
+    assert found[names.STALL.exported[2], (("reason", switch.reason),)] == 3
+    assert found[series(names.NUM_REQUESTS, replica=3)] == 2
+    assert found[series(names.TENSOR_PARALLEL_SIZE)] == 1
+
+
+def test_only_loggers_of_engines_with_pat_see_the_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def stock(self: Any, vllm_config: Any, engine_idxs: Any = None) -> None:
+        seen.append((vllm_config, engine_idxs))
+
+    monkeypatch.setattr(StatLoggerManager, "__init__", stock)
+    for _ in range(2):  # each engine of a process does it
+        tell_loggers(plugin._config_for_loggers)
+    pat, _ = engine_config(8, num_blocks=80)
+    other: Any = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    StatLoggerManager(vllm_config=pat, engine_idxs=[0])
+    StatLoggerManager(vllm_config=other, engine_idxs=[1])
+    (first, _), second = seen
+    assert second == (other, [1])
+    assert KVConnectorFactory.get_connector_class(first.kv_transfer_config) is PATConnector
+    assert pat.kv_transfer_config is None and first.cache_config is pat.cache_config
+
+
+def test_the_dashboard_asks_for_what_vllms_logger_exports() -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
+    config, _ = engine_config(8, num_blocks=80, speculative_config=drafts)
+    PrometheusStatLogger(naming_connector(config), [0])
+    exported = {name for family in REGISTRY.collect() for name in _exported(family)}
+    for expr, _ in expressions():
+        assert names_in(expr) <= exported
+
+
+def _exported(family: Any) -> set[str]:
+    """The names of a family, also where it has no sample yet."""
+    suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+    return {f"{family.name}{suffix}" for suffix in suffixes.get(family.type, [""])}
+
+
+def carried(outputs: dict[int, Any]) -> list[Update]:
+    """The updates in the outputs of a step: of one client at most."""
+    parts = [
+        one.scheduler_stats.kv_connector_stats
+        for one in outputs.values()
+        if one.scheduler_stats is not None and one.scheduler_stats.kv_connector_stats
+    ]
+    assert len(parts) <= 1
+    return [update for part in parts for update in updates_of(part)]
+
+
+def test_updates_travel_with_statistics(scheduler: Any) -> None:
+    add(scheduler, 5)
+    assert values_of(carried(step(scheduler)), names.NUM_REQUESTS) == {("0",): 5}
+    assert carried(step(scheduler)) == []
+    assert scheduler.controller.request(2) is True
+    found = carried(step(scheduler))
+    assert values_of(found, names.SWITCHES) == {("tp8dp1", "tp2dp4", "forced"): 1}
+    (stall,) = scheduler.controller.report().switches
+    assert values_of(found, names.STALL) == {("forced",): stall.seconds}
+    assert values_of(found, names.NUM_REPLICAS) == {(): 4}
+    assert sum(values_of(found, names.NUM_REQUESTS).values()) == 5
+    # Home again, with nobody left whose output the statistics could go with.
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    found = carried(step(scheduler))
+    assert values_of(found, names.SWITCHES) == {("tp2dp4", "tp8dp1", "idle"): 1}
+    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 8}
+    assert {*values_of(found, names.NUM_REQUESTS).values()} == {0}
+    assert carried(step(scheduler)) == []
+
+
+def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(scheduler, 2)
+    step(scheduler)
+    executor = scheduler.replica_set.executor
+    for name, value in (("is_sleeping", True), ("refresh_weights", lambda: False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, name, value)
+            assert scheduler.controller.request(2) is False
+    with monkeypatch.context() as patch:
+        patch.setattr(switch_module, "plan_moves", no_plan)
+        with pytest.raises(switch_module.PlanningFailed):
+            scheduler.controller.request(2)
+    next(iter(scheduler.replica_set.replicas[0].scheduler.requests.values())).resumable = True
+    assert scheduler.controller.request(2) is False
+    refused = scheduler.controller.report().refused
+    assert tuple(one.reason for one in refused[:2]) == REFUSALS[:2]
+    assert {one.reason for one in refused} == {*REFUSALS}
+    assert values_of(carried(step(scheduler)), names.REFUSED) == {(one,): 1 for one in REFUSALS}
+
+
+def test_without_statistics_nothing_is_kept() -> None:
+    config, stock = engine_config(8, num_blocks=80)
+    scheduler = PATScheduler(vllm_config=config, **{**stock, "log_stats": False})
+    add(scheduler, 2)
+    assert scheduler.monitor.metrics is None
+    assert all(one.scheduler_stats is None for one in step(scheduler).values())
+
+
+def test_each_batch_is_counted_once() -> None:
+    times = BatchTimes(4.0, 3.0, 2.0)
+    batches = [BatchSavings(at, LAYOUTS[0], times, times) for at in (10.0, 10.0, 20.0)]
+    ended: list[BatchSavings] = []
+
+    def report(since: float) -> PredictorReport:
+        return PredictorReport(savings=tuple(b for b in ended if b.at >= since))
+
+    quiet: Any = SimpleNamespace(idle=lambda *now: None, report=report)
+    updates = Updates()
+    monitor = Monitor(quiet, quiet, None, speculates=False, metrics=updates)  # type: ignore[arg-type]
+    counts = []
+    for more in (0, 2, 0, 1):
+        ended += batches[len(ended) : len(ended) + more]
+        monitor.idle()
+        counts.append(sum(one.name == names.BATCHES.name for one in taken(updates)))
+    assert counts == [0, 2, 0, 1]

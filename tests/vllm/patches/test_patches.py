@@ -1,0 +1,230 @@
+"""Patches: applied twice they do no harm, and the originals come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.v1.engine.utils as engine_cores
+from torch import nn
+from vllm.v1.engine.core_client import AsyncMPClient, MPClient, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from pat_vllm.patches import front_end, runners, schedulers, weights
+
+
+def test_a_method_is_replaced_once_and_kept() -> None:
+    calls: list[str] = []
+
+    class Executor:
+        @staticmethod
+        def get_class(vllm_config: Any) -> type:
+            return dict
+
+    def resolve(vllm_config: Any, original: Any) -> type:
+        calls.append(vllm_config)
+        return original(vllm_config)  # type: ignore[no-any-return]
+
+    stock = Executor.get_class
+    for _ in range(2):
+        front_end.patch_get_class(Executor, resolve)
+    assert Executor.get_class("a config") is dict
+    assert Executor().get_class("from an instance") is dict
+    assert calls == ["a config", "from an instance"], "resolved once per call"
+    assert Executor.get_class.__wrapped__ is stock  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------- the front end
+
+
+def dead_client(outputs: Any) -> Any:
+    """A client whose monitor is about to shut it down; no process, no sockets."""
+    client: Any = object.__new__(SyncMPClient)
+    client._finalizer = SimpleNamespace(detach=lambda: None)
+    client.resources = SimpleNamespace(engine_dead=True)
+    client.outputs_queue = outputs
+    client.utility_results = {}
+    return client
+
+
+@pytest.fixture
+def failing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MPClient, "shutdown", MPClient.shutdown)
+    front_end.fail_waits_for_a_dead_core()
+
+
+@pytest.mark.usefixtures("failing_waits")
+def test_who_waits_for_a_dead_core_is_told() -> None:
+    """vLLM's own client leaves `generate` and calls waiting for good."""
+    client = dead_client(queue.Queue())
+    call: Future[Any] = Future()
+    answered: Future[Any] = Future()
+    client.utility_results.update({1: call, 2: answered})
+    answered.set_result("before")
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(client.get_output)
+        client.shutdown()
+        # Ends the thread also where nobody was told.
+        client.outputs_queue.put_nowait(ValueError("not told"))
+        with pytest.raises(EngineDeadError):
+            output.result(60)
+    assert client.outputs_queue.get_nowait().args == ("not told",)
+    assert isinstance(call.exception(0), EngineDeadError)
+    assert answered.result(0) == "before"
+
+
+@pytest.mark.usefixtures("failing_waits")
+def test_a_coroutine_that_waits_for_a_dead_core_is_told() -> None:
+    client = dead_client(None)
+    client.__class__ = AsyncMPClient
+
+    async def wait() -> None:
+        call = client.utility_results[1] = asyncio.get_running_loop().create_future()
+        await asyncio.to_thread(client.shutdown)
+        await asyncio.wait_for(call, 60)
+
+    with pytest.raises(EngineDeadError):
+        asyncio.run(wait())
+
+
+def test_engine_cores_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM kills them after 5 s, before they have removed what their workers leave."""
+    asked = []
+    monkeypatch.setattr(
+        engine_cores, "shutdown", lambda processes, timeout=None: asked.append(timeout)
+    )
+    front_end.let_engine_cores_end()
+    engine_cores.shutdown([])
+    engine_cores.shutdown([], timeout=0.0)
+    assert asked == [front_end.ENDS_WITHIN, 0.0]
+
+
+def test_sends_of_two_threads_do_not_meet() -> None:
+    inside, most = [0], [0]
+    together = threading.Barrier(2)
+
+    class Client:
+        def _send_input(self, request: str) -> str:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            # Without the lock, the other thread comes in here.
+            threading.Event().wait(0.05)
+            inside[0] -= 1
+            return request
+
+    client = Client()
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=client))
+    front_end.serialize_sends(llm)
+    once = client._send_input
+    front_end.serialize_sends(llm)
+    assert client._send_input is once
+
+    def send() -> str:
+        together.wait()
+        return client._send_input("abort")
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [one.result() for one in [pool.submit(send) for _ in range(2)]] == ["abort"] * 2
+    assert most == [1]
+    # An engine in this process sends nothing.
+    llm.llm_engine.engine_core = SimpleNamespace()
+    front_end.serialize_sends(llm)
+    assert not vars(llm.llm_engine.engine_core)
+
+
+def test_a_ray_cluster_is_noted_in_the_config() -> None:
+    parallel: Any = SimpleNamespace()
+    assert front_end.noted_ray_address(parallel) is None
+    front_end.note_ray_address(parallel, "10.0.0.1:6379")
+    assert front_end.noted_ray_address(parallel) == "10.0.0.1:6379"
+
+
+# -------------------------------------------------------------------- schedulers
+
+
+def test_admission_counts_each_load_once_and_gives_them_back() -> None:
+    asked: list[str] = []
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self._inflight_prefills = {"a", "b"}
+            self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace(enable_caching=True))
+
+        def _request_remaining_blocks(self, request: str) -> int:
+            asked.append(request)
+            return 5
+
+        def _inflight_prefill_reserved_blocks(self) -> int:
+            return -1
+
+    scheduler: Any = Scheduler()
+    pool = scheduler.kv_cache_manager.block_pool
+    with schedulers.linear_time_admission(scheduler), schedulers.linear_time_admission(scheduler):
+        assert not pool.enable_caching
+        assert scheduler._inflight_prefill_reserved_blocks() == 10
+        scheduler._inflight_prefills.add("c")
+        assert scheduler._inflight_prefill_reserved_blocks() == 15
+    assert sorted(asked) == ["a", "b", "c"]
+    assert scheduler._inflight_prefills == {"a", "b", "c"}
+    assert scheduler._inflight_prefill_reserved_blocks() == -1
+    assert pool.enable_caching
+
+
+def test_pool_resets_are_quiet_inside() -> None:
+    logger = logging.getLogger("vllm.v1.core.block_pool")
+    before = logger.level
+    with schedulers.quiet_pool_resets(), schedulers.quiet_pool_resets():
+        assert not logger.isEnabledFor(logging.INFO)
+        assert logger.isEnabledFor(logging.WARNING)
+    assert logger.level == before
+
+
+# -------------------------------------------------------------------- workers
+
+
+def test_weights_are_refused_where_the_model_is_asked_itself() -> None:
+    class Model(nn.Module):
+        def load_weights(self, weights: Any) -> str:
+            return "loaded"
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("cannot be updated")
+
+    model: Any = Model()
+    for _ in range(2):
+        weights.refuse_load_weights(model, refuse)
+    with pytest.raises(RuntimeError, match="cannot be updated"):
+        model.load_weights([])
+    assert model.load_weights.__wrapped__([]) == "loaded"
+    assert Model().load_weights([]) == "loaded", "other models are as they were"
+
+
+def test_a_narrower_layout_uses_the_first_rows_of_counters_and_bitmasks() -> None:
+    def runner(rows: int) -> Any:
+        counts = torch.zeros(rows, 5, dtype=torch.int32)
+        return SimpleNamespace(
+            sampler=SimpleNamespace(
+                penalties_state=SimpleNamespace(
+                    output_bin_counts=counts, prompt_bin_mask=counts.clone()
+                )
+            ),
+            structured_outputs_worker=SimpleNamespace(grammar_bitmask=counts.clone()),
+        )
+
+    def buffers(runner: Any) -> list[torch.Tensor]:
+        state = runner.sampler.penalties_state
+        bitmask = runner.structured_outputs_worker.grammar_bitmask
+        return [state.output_bin_counts, state.prompt_bin_mask, bitmask]
+
+    host, other = runner(8), runner(2)
+    runners.share_penalty_counts(other, host)
+    runners.share_grammar_bitmask(other, host)
+    for own, shared in zip(buffers(other), buffers(host), strict=True):
+        assert len(own) == 2 and own.data_ptr() == shared.data_ptr()

@@ -1,0 +1,103 @@
+"""A wider layout runs as many requests in fewer replicas, unless limits are of a replica."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.without_workers import engine_config
+from pat_vllm.patches.schedulers import make_room_for_grammars
+from pat_vllm.scheduler.scheduler import PATScheduler
+from tests.vllm.scheduler.test_scheduler import add, step
+
+RANKS = 8
+SEQS = 4
+"""`max_num_seqs` of these engines."""
+
+
+def scheduler_in(tp: int, **options: Any) -> Any:
+    """A scheduler of eight ranks, without workers, in the layout of this tp."""
+    config, stock = engine_config(tp, num_blocks=200)
+    config.scheduler_config.max_num_seqs = SEQS
+    config.additional_config["pat"].update(kv_transfer="migrate", **options)
+    return PATScheduler(vllm_config=config, **stock)
+
+
+def counts(scheduler: Any) -> tuple[int, int]:
+    """Requests that run and that wait, after a step."""
+    step(scheduler)
+    running, waiting = scheduler.get_request_counts()
+    return running, waiting
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("per", ["rank", "replica"])
+def test_how_many_requests_a_layout_runs(tp: int, per: str) -> None:
+    scheduler = scheduler_in(tp, limits_per=per)
+    add(scheduler, RANKS * SEQS + 3)
+    running = RANKS * SEQS if per == "rank" else RANKS // tp * SEQS
+    assert counts(scheduler) == (running, RANKS * SEQS + 3 - running)
+
+
+def test_a_switch_leaves_none_queued() -> None:
+    scheduler = scheduler_in(1)
+    add(scheduler, RANKS * SEQS)
+    assert counts(scheduler) == (RANKS * SEQS, 0)
+    for tp in (2, 8, 1, 4):
+        assert scheduler.controller.request(tp) is True
+        assert counts(scheduler) == (RANKS * SEQS, 0)
+
+
+def test_what_finds_no_place_after_a_switch_waits_with_its_kv() -> None:
+    scheduler = scheduler_in(1, limits_per="replica")
+    add(scheduler, RANKS * SEQS)
+    assert counts(scheduler) == (RANKS * SEQS, 0)
+    assert scheduler.controller.request(8) is True
+    assert counts(scheduler) == (SEQS, (RANKS - 1) * SEQS)
+    assert scheduler.controller.report().switches[-1].migrated == RANKS * SEQS
+    assert scheduler.controller.request(1) is True
+    assert counts(scheduler) == (RANKS * SEQS, 0)
+
+
+def test_a_layout_runs_no_more_than_the_policy_enters_it_with() -> None:
+    policy = {"kind": "schedule", "switch_at": {"20": 4, "2": 8}}
+    scheduler = scheduler_in(1, policy=policy)
+    for tp, most in ((4, 16), (8, SEQS), (2, 2 * SEQS), (1, SEQS)):
+        scheduler.controller.request(tp)
+        assert scheduler.replica_set.layout.tp == tp
+        for replica in scheduler.replica_set.replicas:
+            assert replica.scheduler.max_num_running_reqs == most
+
+
+class Backend:
+    """Of grammars, which allow everything."""
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        return torch.zeros(max_num_seqs, 1, dtype=torch.int32)
+
+    def destroy(self) -> None: ...
+
+
+@pytest.mark.parametrize("seqs, most, requests", [(4, 32, 32), (100, 800, 300)])
+def test_every_request_of_a_layout_may_have_a_grammar(seqs: int, most: int, requests: int) -> None:
+    """With more than 128, vLLM fills bitmasks in threads that it has for large engines."""
+    config, _ = engine_config(8)
+    config.scheduler_config.max_num_seqs = seqs
+    manager: Any = StructuredOutputManager(config)
+    make_room_for_grammars(manager, most)
+    manager.backend = Backend()
+    grammar = SimpleNamespace(
+        is_terminated=lambda: False, fill_bitmask=lambda mask, index: mask[index].fill_(index)
+    )
+    one = SimpleNamespace(
+        structured_output_request=SimpleNamespace(grammar=grammar, reasoning_ended=True),
+        use_structured_output=True,
+    )
+    ids = [f"r{i}" for i in range(requests)]
+    mask = manager.grammar_bitmask(dict.fromkeys(ids, one), ids, {})
+    manager.clear_backend()
+    assert mask[:, 0].tolist() == list(range(requests))

@@ -1,0 +1,403 @@
+"""The scheduler of schedulers, without workers: what a switch does to requests and pools."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
+
+from benchmarks.without_workers import EXECUTOR, answer, engine_config, request
+from pat_vllm.executor.executor import StepResult
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import Policy
+from pat_vllm.reporting import SwitchReport
+from pat_vllm.scheduler import block_pools, layout_controller, monitor
+from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler.in_place import keeps_places
+from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.scheduler.stats import merge_outputs
+from pat_vllm.scheduler.switch import PlanningFailed
+
+
+@pytest.fixture
+def scheduler() -> Any:
+    """For eight ranks, in the layout tp8dp1."""
+    config, stock = engine_config(8, num_blocks=80)
+    return PATScheduler(vllm_config=config, **stock)
+
+
+def add(scheduler: Any, number: int, first: int = 0) -> None:
+    for index in range(first, first + number):
+        scheduler.add_request(request(f"r{index}", index))
+
+
+def results_of(output: Any) -> list[StepResult]:
+    return [StepResult(i, answer(one), 0.01) for i, one in output.steps.items()]
+
+
+def step(scheduler: Any) -> dict[int, Any]:
+    output = scheduler.schedule()
+    outputs: dict[int, Any] = scheduler.update_from_output(output, results_of(output))
+    return outputs
+
+
+def no_plan(*args: Any) -> None:
+    raise RuntimeError("no plan today")
+
+
+def refusals(scheduler: Any) -> int:
+    return len(scheduler.controller.report().refused)
+
+
+class Restless(Policy):
+    """Asks for a layout that the engine is not in, and fails when it gets it."""
+
+    def __init__(self, home: Layout, wanted: Layout) -> None:
+        self.home = home
+        self.wanted = wanted
+
+    def choose(self, state: Any) -> Layout:
+        return self.wanted
+
+    def switched(self, report: SwitchReport) -> None:
+        raise RuntimeError("a policy's mistake")
+
+
+def make_restless(scheduler: Any) -> Layout:
+    home, _, wanted, *_ = scheduler.controller.layouts
+    scheduler.monitor.policy = Restless(home, wanted)
+    return wanted
+
+
+# -------------------------------------------------------------------- switches that are not made
+
+
+def request_states(scheduler: Any) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (
+            one.status,
+            one.num_computed_tokens,
+            one.num_preemptions,
+            one.skip_reading_prefix_cache,
+            replica.scheduler.kv_cache_manager.get_block_ids(name),
+        )
+        for replica in scheduler.replica_set.replicas
+        for name, one in replica.scheduler.requests.items()
+    }
+
+
+def test_a_failed_plan_is_undone_and_gives_its_block_pools_back(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_pools = []
+
+    def make(*args: Any, **options: Any) -> BlockPool:
+        new_pools.append(args)
+        return BlockPool(*args, **options)
+
+    monkeypatch.setattr(block_pools, "BlockPool", make)
+    scheduler.controller.costs.mode = "migrate"
+    add(scheduler, 4)
+    step(scheduler)
+    before = request_states(scheduler)
+    with monkeypatch.context() as failing:
+        failing.setattr(switch_module, "plan_moves", no_plan)
+        for _ in range(3):
+            with pytest.raises(PlanningFailed, match="no plan today"):
+                scheduler.controller.request(2)
+            assert request_states(scheduler) == before
+    assert refusals(scheduler) == 3
+    assert scheduler.controller.request(2) is True
+    assert new_pools == []
+    for replica in scheduler.replica_set.replicas:
+        manager = replica.scheduler.kv_cache_manager
+        held = sum(len(manager.get_block_ids(one)[0]) for one in replica.scheduler.requests)
+        free = manager.block_pool.get_num_free_blocks()
+        assert free == manager.block_pool.num_gpu_blocks - 1 - held
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["refused", "failed"])
+def test_a_policy_waits_after_a_switch_that_was_not_made(
+    scheduler: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    known: bool,
+) -> None:
+    """A mistake of PAT's is logged with its traceback, for nobody waits for an answer."""
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(layout_controller, "time", clock)
+    monkeypatch.setattr(monitor, "time", clock)
+    monkeypatch.setattr(layout_controller.logger, "propagate", True)
+    if known:
+        monkeypatch.setattr(EXECUTOR, "is_sleeping", True)
+    else:
+        monkeypatch.setattr(switch_module, "plan_moves", no_plan)
+    make_restless(scheduler)
+    add(scheduler, 4)
+    for tried in (1, 2):
+        for _ in range(3):
+            step(scheduler)
+            assert refusals(scheduler) == tried
+        now[0] += layout_controller.REFUSED_BACK_OFF if known else layout_controller.FAILED_BACK_OFF
+    report = scheduler.controller.report()
+    assert {(one.expected, "no plan today" in one.why) for one in report.refused} == {
+        (known, not known)
+    }
+    assert report.errors == (0 if known else 2)
+    logged = [one for one in caplog.records if "could not be planned" in one.message]
+    assert len(logged) == (0 if known else 2)
+    assert all(one.exc_info and "no plan today" in str(one.exc_info[1]) for one in logged)
+
+
+def test_a_known_reason_refuses_before_a_step_waits(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A streaming-input session must not stall the replicas at each try."""
+    drained: list[bool] = []
+
+    def finished(wait_for_all: bool = False) -> list[Any]:
+        drained.append(wait_for_all)
+        return []
+
+    monkeypatch.setattr(EXECUTOR, "finished", finished)
+    session = request("session", 3)
+    session.resumable = True
+    add(scheduler, 2)
+    scheduler.add_request(session)
+    step(scheduler)
+    assert scheduler.controller.request(2) is False
+    assert drained == []
+    report = scheduler.controller.report()
+    assert report.refused[-1].expected and report.errors == 0
+    session.resumable = False
+    assert scheduler.controller.request(2) is True
+    assert drained == [True]
+
+
+def test_a_switch_whose_caller_has_given_up_is_not_made_later(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout_controller, "REQUEST_TIMEOUT", 0.05)
+    add(scheduler, 2)
+    step(scheduler)  # this thread is the engine's from here on
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            scheduler.controller.request(2)
+        except BaseException as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join(60)
+    (error,) = failed
+    assert isinstance(error, TimeoutError) and "withdrawn" in str(error)
+    before = scheduler.replica_set.layout
+    step(scheduler)
+    assert scheduler.replica_set.layout == before
+
+
+def test_a_failed_hand_over_fails_the_engine(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = []
+    monkeypatch.setattr(EXECUTOR, "fail", lambda: failed.append(True), raising=False)
+    monkeypatch.setattr(switch_module, "_hand_over", no_plan)
+    add(scheduler, 4)
+    step(scheduler)
+    with pytest.raises(RuntimeError, match="no plan today"):
+        scheduler.controller.request(2)
+    assert failed and not refusals(scheduler)
+
+
+def test_the_engine_is_in_the_new_layout_when_its_policy_hears_of_it(scheduler: Any) -> None:
+    """What a policy does wrong then leaves the requests where they are."""
+    wanted = make_restless(scheduler)
+    add(scheduler, 4)
+    with pytest.raises(RuntimeError, match="a policy's mistake"):
+        scheduler.schedule()
+    assert scheduler.replica_set.layout == wanted
+    assert len(scheduler.replica_set.replicas) == wanted.replicas
+    assert {f"r{i}" for i in range(4)} == set(scheduler.monitor.requests)
+    assert all(
+        scheduler.monitor.requests.replica_of(one) is replica
+        for replica in scheduler.replica_set.replicas
+        for one in replica.scheduler.requests
+    )
+
+
+# -------------------------------------------------------------------- requests and steps
+
+
+def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
+    """vLLM's loop may ask for two steps before it hands out what came of the first.
+
+    Such as that a grammar could not be compiled, of which no worker is told.
+    """
+    add(scheduler, 2)
+    step(scheduler)
+    broken = request("broken", 9)
+    broken.structured_output_request = SimpleNamespace(grammar=ValueError("no such grammar"))
+    broken.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    for one in ("r0", "r1"):
+        scheduler.finish_requests(one, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    scheduler.add_request(broken)
+    silent = scheduler.schedule()
+    assert not silent.steps
+    scheduler.add_request(request("r2", 2))
+    assert scheduler.controller.request(2) is True
+    outputs = scheduler.update_from_output(silent, [])
+    assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [
+        ("broken", FinishReason.ERROR)
+    ]
+    later = scheduler.schedule()
+    assert [set(one.num_scheduled_tokens) for one in later.steps.values()] == [{"r2"}]
+    assert not scheduler.has_request("broken")
+
+
+def test_a_report_ends_the_work_that_is_over(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that was started before the last response ended does not hide its batch."""
+    ended: list[float] = []
+    stays = scheduler.replica_set.layout
+    policy = Restless(stays, stays)
+    monkeypatch.setattr(policy, "idle", ended.append)
+    monkeypatch.setattr(scheduler.monitor, "policy", policy)
+    add(scheduler, 2)
+    output = scheduler.schedule()
+    scheduler.finish_requests(["r0", "r1"], RequestStatus.FINISHED_ABORTED)
+    with monkeypatch.context() as late:
+        late.setattr(EXECUTOR, "finished", lambda wait_for_all=False: results_of(output))
+        assert scheduler.replica_set.in_flight and not ended
+        scheduler.controller.report()
+    assert not scheduler.replica_set.in_flight and len(ended) == 1
+    scheduler.controller.report()
+    assert len(ended) == 1
+
+
+def test_a_users_layout_holds_until_the_work_is_over(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the engine goes home, and follows its policy again."""
+    monkeypatch.setattr(Restless, "switched", lambda self, report: None)
+    home = scheduler.replica_set.layout
+    add(scheduler, 2)
+    step(scheduler)
+    assert scheduler.controller.request(1) is True
+    scheduler.monitor.policy = Restless(home, Layout(2, 4))
+    step(scheduler)
+    assert scheduler.replica_set.layout == Layout(1, 8)
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    step(scheduler)
+    assert scheduler.replica_set.layout == home
+    add(scheduler, 2, first=2)
+    step(scheduler)
+    assert scheduler.replica_set.layout == Layout(2, 4)
+
+
+# -------------------------------------------------------------------- layouts of one tp
+
+
+def test_requests_keep_their_blocks_between_layouts_of_one_tp(scheduler: Any) -> None:
+    """The next step tells the other layout's workers of all of them, as of resumed ones."""
+    add(scheduler, 4)
+    step(scheduler)
+    active = scheduler.replica_set
+    names = {f"r{i}" for i in range(4)}
+    before = {name: state[4] for name, state in request_states(scheduler).items()}
+    replicas, report = switch_module.switch(
+        active, Layout(8, 1, "ep"), scheduler.controller.costs, switch_id=1, reason="forced"
+    )
+    assert replicas is active.replicas
+    assert (report.num_seqs, report.migrated, report.recomputed) == (4, 4, 0)
+    assert {name: state[4] for name, state in request_states(scheduler).items()} == before
+    (one,) = active.schedule(False).steps.values()
+    assert one.num_scheduled_tokens == dict.fromkeys(names, 1)
+    cached = one.scheduled_cached_reqs
+    assert cached.resumed_req_ids == names == cached.all_token_ids.keys()
+
+
+@pytest.mark.parametrize(("tp", "free", "kept"), [(2, 5, True), (2, 4, False), (4, 99, False)])
+def test_requests_stay_where_there_are_blocks_for_the_next_step(
+    tp: int, free: int, kept: bool
+) -> None:
+    """Of a prompt, for all that is left of it, and for drafts."""
+    request_of_prompt = SimpleNamespace(num_tokens=70, num_computed_tokens=10)
+    decoding = SimpleNamespace(num_tokens=17, num_computed_tokens=16)
+    played: Any = SimpleNamespace(
+        num_lookahead_tokens=0,
+        num_spec_tokens=2,
+        block_size=32,
+        running=[request_of_prompt, decoding],
+        kv_cache_manager=SimpleNamespace(
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: free)
+        ),
+    )
+    replica: Any = SimpleNamespace(scheduler=played)
+    assert keeps_places(Layout(2, 4), Layout(tp, 8 // tp, "ep"), [replica]) == kept
+
+
+# -------------------------------------------------------------------- reports
+
+
+def test_live_requests_of_replicas_are_in_the_report(scheduler: Any) -> None:
+    """From one step to the next, also across a switch; one replica has all there are."""
+    add(scheduler, 5)
+    step(scheduler)
+    assert scheduler.controller.request(2) is True
+    step(scheduler)
+    add(scheduler, 1, first=5)
+    step(scheduler)
+    history = scheduler.controller.report().timeline
+    assert [sample.num_seqs for sample in history] == [5, 5, 6]
+    assert history[0].by_replica == ()
+    for sample in history[1:]:
+        assert sample.layout == Layout(2, 4)
+        assert len(sample.by_replica) == 4 and sum(sample.by_replica) == sample.num_seqs
+        assert max(sample.by_replica) - min(sample.by_replica) <= 1
+    step(scheduler)  # in which nothing comes or goes
+    assert scheduler.controller.report().timeline == history
+
+
+def test_prompts_are_known_by_hashes(scheduler: Any) -> None:
+    """They may be long, and the router remembers many; those of embeddings differ, too."""
+    add(scheduler, 4)
+    for name, value in (("a", 1.0), ("b", 2.0), ("again a", 1.0)):
+        one = request(name, 1)
+        one.prompt_token_ids = None
+        one.prompt_embeds = torch.full((32, 8), value, dtype=torch.bfloat16)
+        scheduler.add_request(one)
+    a, b, again = scheduler.monitor.requests.arrays().group[4:]
+    assert a == again != b
+    assert all(isinstance(one, int | bytes) for one in scheduler.replica_set._router._replica_of)
+
+
+def test_blocks_are_freed_as_without_a_connector() -> None:
+    """Where steps overlap, vLLM would hold those of a preempted request back for loads."""
+    config, stock = engine_config(8, num_blocks=80)
+    config.scheduler_config.async_scheduling = True
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    for tp in (8, 2):
+        scheduler.controller.request(tp)
+        for replica in scheduler.replica_set.replicas:
+            config = replica.scheduler.vllm_config
+            assert config.max_concurrent_batches > 1 and config.kv_transfer_config.is_kv_consumer
+            assert not replica.scheduler.defer_block_free
+
+
+def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
+    """Or a token of a later step would have come before the step was scheduled."""
+    waiting: dict[int, EngineCoreOutputs] = {}
+    for at in (2.0, 3.0, 1.0):
+        merge_outputs(waiting, {0: EngineCoreOutputs(timestamp=at)})
+    assert waiting[0].timestamp == 3.0

@@ -1,0 +1,322 @@
+"""What PAT cannot serve is refused at once: before a worker starts, saying what is wrong.
+
+Everything goes through `EngineArgs.create_engine_config`, vLLM's own way from options to a config,
+with models that consist of a `config.json`. What is wrong with PAT's own options alone is in
+tests/unit/test_config.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm.config import pat_config
+from tests.support.models import random_model
+
+# fmt: off
+DENSE = dict(
+    hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, vocab_size=512, max_position_embeddings=2048,
+)
+
+
+def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **DENSE, **fields}
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": model("LlamaForCausalLM", "llama"),
+    "llama_12_3": model(
+        "LlamaForCausalLM", "llama", num_attention_heads=12, num_key_value_heads=3
+    ),
+    "qwen2": model("Qwen2ForCausalLM", "qwen2", sliding_window=128, use_sliding_window=False),
+    "mamba": model("MambaForCausalLM", "mamba", state_size=16),
+    "jamba": model("JambaForCausalLM", "jamba"),
+    "mistral": model("MistralForCausalLM", "mistral", sliding_window=128),
+    "gemma2": model("Gemma2ForCausalLM", "gemma2", sliding_window=128),
+    "mixtral": model("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "deepseek": model(
+        "DeepseekV2ForCausalLM", "deepseek_v2", kv_lora_rank=16, q_lora_rank=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16,
+    ),
+    "paligemma": model(
+        "PaliGemmaForConditionalGeneration", "paligemma",
+        text_config=dict(model_type="gemma", **DENSE),
+        vision_config=dict(
+            model_type="siglip_vision_model", hidden_size=64, num_attention_heads=4,
+            num_hidden_layers=2, intermediate_size=128, image_size=32, patch_size=16,
+        ),
+    ),
+    "whisper": dict(
+        architectures=["WhisperForConditionalGeneration"], model_type="whisper", d_model=64,
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        vocab_size=512, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+    ),
+    "bert": model("BertModel", "bert"),
+    "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
+        quant_method="compressed-tensors", format="int-quantized", config_groups={}, ignore=[]
+    )),
+}
+MOE_OF_TWO_SIZES = {
+    "num_local_experts": 0,
+    "block_configs": [{"block_type": "moe", "n_routed_experts": n} for n in (8, 4)],
+}
+DENSE_ONLY = "decoder-only models with full attention"
+FULL = "models with full attention in every layer, or disable_sliding_window=True"
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
+
+# Model, an option of vLLM's, its value, what is allowed, and other options that belong to it.
+OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
+    ("llama", "data_parallel_size", 2, "1", {}),
+    ("llama", "decode_context_parallel_size", 3, "1", dict(tensor_parallel_size=6)),
+    ("llama", "prefill_context_parallel_size", 2, "1", {}),
+    ("llama", "enable_batch_sharded_sampling", True, "False", {}),
+    ("llama_12_3", "numa_bind", True, "False with 12 ranks",
+     dict(tensor_parallel_size=12, numa_bind_nodes=[0] * 6 + [1] * 6)),
+    ("mixtral", "enable_expert_parallel", True, "False", {}),
+    ("mixtral", "expert_placement_strategy", "round_robin", "linear",
+     dict(enable_expert_parallel=True)),
+    ("mixtral", "all2all_backend", "deepep_low_latency", "allgather_reducescatter", {}),
+    ("mixtral", "moe_backend", "flashinfer_cutlass", "auto, triton", {}),
+    ("mixtral", "enable_dbo", True, "False", {}),
+    ("mixtral", "enable_return_routed_experts", True, "False", {}),
+    ("llama", "cpu_offload_gb", 1.5, "0", {}),
+    ("llama", "offload_group_size", 2, "0", {}),
+    ("llama", "enable_lora", True, "False", {}),
+    ("llama", "quantization", "fp8", "None", dict(dtype="bfloat16")),
+    ("llama", "kv_cache_dtype", "fp8", "auto, float16, bfloat16, float32", {}),
+    ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),
+    ("llama", "kv_offloading_size", 1.5, "None", {}),
+    ("llama", "runner", "pooling", "generate", {}),
+]
+# The same of options that are whole configs, and of models: what the message names.
+CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("llama", dict(kv_transfer_config=dict(kv_connector="ExampleConnector", kv_role="kv_both")),
+     "kv_transfer_config=", "None"),
+    ("llama", dict(ec_transfer_config=dict(ec_connector="ECExampleConnector",
+     ec_role="ec_consumer")), "ec_transfer_config=", "None"),
+    ("llama", dict(kv_events_config=dict(enable_kv_cache_events=True, publisher="null")),
+     "kv_events_config=", "None"),
+    ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
+    ("mamba", {}, "a hybrid, Mamba or linear-attention model", DENSE_ONLY),
+    ("jamba", {}, "a hybrid, Mamba or linear-attention model", DENSE_ONLY),
+    ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
+    ("paligemma", {}, "a multimodal model", DENSE_ONLY),
+    ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
+    ("mistral", {}, "sliding_window=128", FULL),
+    ("gemma2", {}, "sliding_window=128", FULL),
+    ("bert", {}, "runner='pooling'", "generate"),
+    ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
+     "models whose config has one number of experts and one width for all layers"),
+]
+
+
+def pat(**options: Any) -> dict[str, Any]:
+    return dict(additional_config={"pat": options})
+
+
+def predictor(**options: Any) -> dict[str, Any]:
+    return pat(policy={"kind": "predictor", **options})
+
+
+def draft_lengths(length: int) -> dict[str, Any]:
+    return pat(policy=dict(kind="schedule", switch_at={4: 2}, num_speculative_tokens={2: length}))
+
+
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SPREAD_FROM_TWO = pat(base_tp=2, weights="inplace", policy={"kind": "static", "tp": "tp4dp1ep"})
+DIRECTORY = str(Path(__file__).parent)
+# What does not go with the model or with other options, or is not on the disk; its message's words.
+UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
+    # vLLM packs experts for its CPU kernels, which run cut ones only.
+    ("mixtral", pat(experts="ep"),
+     ["pat.experts", "'ep'", "pat.weights='inplace'", "pat.experts='tp'"]),
+    ("mixtral", dict(tensor_parallel_size=4, hf_overrides=EIGHT_HEADS, **SPREAD_FROM_TWO),
+     ["tp4dp1ep", "pat.base_tp=2", "pat.experts"]),
+    ("llama", dict(speculative_config=NGRAM, **draft_lengths(7)),
+     ["num_speculative_tokens", "7 for tp=2", "[0, 1, 2, 3]"]),
+    ("llama", draft_lengths(2), ["pat.policy.num_speculative_tokens", "no speculative_config"]),
+    # Heads that a layout cannot split, and that it cannot replicate.
+    ("llama_12_3", dict(tensor_parallel_size=6), ["3 KV heads", "tp=2", "pat.layouts"]),
+    ("llama_12_3", dict(tensor_parallel_size=4, **pat(layouts=[1, 4])),
+     ["3 KV heads", "tp=4", "pat.layouts"]),
+    ("llama", predictor(profile="no/such.json"), ["profile no/such.json", "No such file"]),
+    ("llama", predictor(profile=__file__), ["test_bad_input.py is no JSON", "pat-vllm profile"]),
+    ("llama", predictor(lengths_file=__file__),
+     ["test_bad_input.py", "no length history", "delete it"]),
+    ("llama", predictor(lengths_file=DIRECTORY),
+     [f"lengths file {DIRECTORY}", "Is a directory"]),
+    ("llama", dict(scheduler_cls="my.Scheduler"),
+     ["scheduler_cls='my.Scheduler'", "leave it unset"]),
+    ("llama", dict(worker_cls="my.Worker"),
+     ["worker_cls='my.Worker'", "leave it at 'auto'", "worker_extension_cls"]),
+    ("mistral", dict(enable_lora=True), ["enable_lora=True", "sliding_window=128"]),
+]
+
+# What vLLM refuses by itself before PAT is asked.
+REFUSED_BY_VLLM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(pipeline_parallel_size=2), NotImplementedError, "Pipeline Parallelism"),
+    (dict(nnodes=2), ValueError, "nnodes > 1"),
+    (dict(enable_expert_parallel=True), ValueError, "expert parallelism"),
+    (dict(tensor_parallel_size=4), ValueError, r"attention heads \(6\) must be divisible"),
+]
+
+# Near neighbours of what is refused.
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", predictor(lengths_file="no/such.json")),  # it will be made
+    ("llama", dict(speculative_config=NGRAM)),
+    # KV heads that layouts replicate; NUMA nodes by rank, where rank r has GPU r.
+    ("llama", dict(tensor_parallel_size=6, **pat(layouts=[1, 2, 6]))),
+    ("llama", dict(numa_bind=True)),
+    # A sliding window that the model does not use, and one that is disabled.
+    ("qwen2", {}),
+    ("mistral", dict(disable_sliding_window=True, max_model_len=128)),
+    ("llama", dict(kv_events_config=dict(enable_kv_cache_events=False))),
+    ("llama", dict(worker_extension_cls="my.Extension")),
+]
+# fmt: on
+
+
+@pytest.fixture(scope="module", autouse=True)
+def inspect_here() -> Any:
+    """vLLM looks at each new model class in a process of its own, which takes 8 s."""
+    import vllm.model_executor.models.registry as registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
+        yield
+
+
+def engine_config(directory: Path, model: str, options: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    (directory / "config.json").write_text(json.dumps(MODELS[model]))
+    defaults: dict[str, Any] = {
+        "model": str(directory),
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "pat",
+    }
+    return EngineArgs(**defaults | options).create_engine_config()
+
+
+def refusal(directory: Path, model: str, options: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        engine_config(directory, model, options)
+    return str(error.value)
+
+
+def check_refused(directory: Path, row: tuple[str, dict[str, Any], str, str]) -> None:
+    model, options, named, allowed = row
+    message = refusal(directory, model, options)
+    assert message.partition(named)[2].partition("(allowed: ")[2].startswith(allowed), message
+
+
+@pytest.mark.parametrize("model, option, value, allowed, more", OPTIONS)
+def test_unsupported_options(
+    model: str, option: str, value: Any, allowed: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    check_refused(tmp_path, (model, {option: value, **more}, f"{option}={value!r}", allowed))
+
+
+@pytest.mark.parametrize("row", CONFIGS_AND_MODELS, ids=lambda row: f"{row[0]} {row[2]}")
+def test_unsupported_configs_and_models(
+    row: tuple[str, dict[str, Any], str, str], tmp_path: Path
+) -> None:
+    check_refused(tmp_path, row)
+
+
+@pytest.mark.parametrize("model, options, words", UNSUITABLE, ids=lambda value: str(value)[:50])
+def test_what_does_not_suit(
+    model: str, options: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    message = refusal(tmp_path, model, options)
+    assert not [word for word in words if word not in message], message
+
+
+@pytest.mark.parametrize(
+    "options, error, words", REFUSED_BY_VLLM, ids=lambda value: str(value)[:40]
+)
+def test_refused_by_vllm(
+    options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        engine_config(tmp_path, "llama", options)
+
+
+@pytest.mark.parametrize("model, options", ACCEPTED, ids=lambda value: str(value)[:50])
+def test_accepted(model: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The refusals above are due to their option, and go no further than they must."""
+    config = engine_config(tmp_path, model, options)
+    assert config.scheduler_config.scheduler_cls == "pat_vllm.scheduler.scheduler.PATScheduler"
+    assert config.parallel_config.worker_cls == "pat_vllm.worker.cpu_worker.PATCPUWorker"
+
+
+def test_what_a_config_says_that_vllms_options_cannot_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM refuses an option itself on CPU, or needs files for it, PAT sees the config."""
+    from vllm.v1.executor.abstract import Executor
+
+    def check(config: Any, *words: str) -> None:
+        with pytest.raises(ValueError) as error:
+            Executor.get_class(config)
+        assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+    config = engine_config(tmp_path, "llama", dict(speculative_config=NGRAM))
+    for method in ("eagle", "eagle3", "mtp", "draft_model", "suffix", "medusa"):
+        config.speculative_config.method = method
+        check(config, f"speculative_config.method='{method}'", "(allowed: ngram, ngram_gpu")
+    config.speculative_config.method = "ngram"
+    config.speculative_config.rejection_sample_method = "synthetic"
+    check(config, "rejection_sample_method='synthetic'", "(allowed: standard, block")
+
+    config = engine_config(tmp_path, "llama", {})
+    config.parallel_config.pipeline_parallel_size = 2
+    check(config, "pipeline_parallel_size=2", "(allowed: 1")
+
+    config = engine_config(tmp_path, "mixtral", {})
+    assert pat_config(config).experts == "tp", "each layout's copy of the weights is packed"
+    parallel = config.parallel_config
+    parallel.enable_eplb = parallel.enable_elastic_ep = True
+    parallel.eplb_config.num_redundant_experts = 4
+    named = "enable_eplb=True", "num_redundant_experts=4", "enable_elastic_ep=True"
+    check(config, *named, "(allowed: False", "(allowed: 0")
+
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    message = refusal(tmp_path, "llama", {})
+    assert "VLLM_ENABLE_STARTUP_PLAN=1 (allowed: 0" in message
+
+
+def test_other_backends_refuse_nothing(tmp_path: Path) -> None:
+    """What PAT cannot serve still works with vLLM's own executor."""
+    options = dict(distributed_executor_backend="mp", enable_expert_parallel=True)
+    config = engine_config(tmp_path, "mixtral", options | pat(unknown=1))
+    assert config.model_config.architectures == ["MixtralForCausalLM"]
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_llm_fails_before_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same through `LLM`: the error is the caller's, and no process was started."""
+    import multiprocessing.process as process
+
+    from vllm import LLM
+
+    def start(self: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(process.BaseProcess, "start", start)
+    options = dict(distributed_executor_backend="pat", tensor_parallel_size=2, dtype="float32")
+    for wrong, named in (
+        (dict(enable_lora=True), "enable_lora=True"),
+        (pat(policies=[]), "unknown option 'policies'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            LLM(str(random_model("qwen3")), **options, **wrong)

@@ -1,0 +1,264 @@
+"""The vLLM plugin: nothing changes for who does not ask for PAT, and all ways to ask are alike."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from pat_vllm.plugin import ALLOW_UNTESTED, check_vllm_version, register
+from pat_vllm.text_only import PACKAGES, is_without_vision_and_audio
+from tests.support.models import random_model
+
+SCHEDULER = "pat_vllm.scheduler.scheduler.PATScheduler"
+WORKER = "pat_vllm.worker.cpu_worker.PATCPUWorker"
+WAYS_TO_ASK = [
+    "pat",
+    "pat_vllm.PATExecutor",
+    "pat_vllm.executor.executor.PATExecutor",
+    "class",
+    "subclass",
+]
+
+
+@pytest.fixture
+def executor() -> Any:
+    """vLLM's `Executor`, with the plugin loaded."""
+    from vllm.v1.executor.abstract import Executor
+
+    register()
+    return Executor
+
+
+@pytest.fixture
+def stock_get_class(executor: Any) -> Any:
+    """`Executor.get_class` as vLLM has it."""
+    original = executor.get_class.__wrapped__
+    assert original.__module__ == "vllm.v1.executor.abstract"
+    return original
+
+
+def engine_config(backend: Any, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    if backend == "class":
+        backend = pat_vllm.PATExecutor
+    elif backend == "subclass":  # Who extends the executor need not repeat what belongs to it.
+        backend = type("Mine", (pat_vllm.PATExecutor,), {})
+    options = {"tensor_parallel_size": 2, **options}
+    return EngineArgs(
+        model=str(random_model("qwen3")),
+        max_model_len=512,
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend=backend,
+        **options,
+    ).create_engine_config()
+
+
+# ---------------------------------------------------------------- not asked for
+
+
+def test_entry_point() -> None:
+    """vLLM finds the plugin by itself."""
+    (point,) = entry_points(group="vllm.general_plugins", name="pat")
+    assert point.load() is register
+
+
+def test_loading_twice_patches_once(executor: Any) -> None:
+    patched = executor.get_class
+    register()
+    assert executor.get_class is patched
+    assert not hasattr(patched.__wrapped__, "__wrapped__")
+
+
+def test_log_lines_go_where_those_of_vllm_go(executor: Any) -> None:
+    from vllm.logger import init_logger
+
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, vllm, ours = Handler(), logging.getLogger("vllm"), init_logger("pat_vllm.some.module")
+    level = vllm.level
+    vllm.addHandler(handler)
+    try:
+        for name in ("INFO", "WARNING"):
+            vllm.setLevel(name)
+            ours.info("information at level %s", name)
+            ours.warning("warning at level %s", name)
+    finally:
+        vllm.removeHandler(handler)
+        vllm.setLevel(level)
+    assert lines == [
+        "information at level INFO",
+        "warning at level INFO",
+        "warning at level WARNING",
+    ]
+
+
+def test_stock_backends_resolve_as_without_the_plugin(executor: Any, stock_get_class: Any) -> None:
+    """Errors are vLLM's, too."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    def outcome(get_class: Any, backend: Any) -> Any:
+        parallel_config = SimpleNamespace(distributed_executor_backend=backend)
+        try:
+            return get_class(SimpleNamespace(parallel_config=parallel_config))
+        except Exception as error:
+            return type(error), str(error)
+
+    classes = 0
+    for backend in (
+        *("mp", "uni", "ray", "external_launcher", UniProcExecutor),
+        "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
+        *("no.such.Executor", "collections.OrderedDict", dict, None),
+    ):
+        result = outcome(executor.get_class, backend)
+        assert result == outcome(stock_get_class, backend), backend
+        classes += isinstance(result, type)
+    assert classes >= 5
+
+
+@pytest.mark.parametrize("backend", ["mp", "uni", None])
+def test_stock_configs_are_as_without_the_plugin(
+    backend: str | None, executor: Any, stock_get_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole config, with options that PAT would refuse, and PAT's own, unread."""
+    options: dict[str, Any] = dict(
+        enable_lora=True,
+        additional_config={"pat": {"unknown": 1}},
+        tensor_parallel_size=1 if backend == "uni" else 2,
+    )
+    config = engine_config(backend, **options)
+    monkeypatch.setattr(executor, "get_class", staticmethod(stock_get_class))
+    stock = engine_config(backend, **options)
+
+    assert str(config) == str(stock)
+    assert config.compute_hash() == stock.compute_hash()
+    assert config.parallel_config.worker_cls == stock.parallel_config.worker_cls
+    assert "pat" not in config.parallel_config.worker_cls
+    assert config.scheduler_config.scheduler_cls is None
+
+
+IMPORTS = """
+import sys
+
+import pat_vllm.plugin
+heavy = {"torch", "vllm", "numpy", "pydantic"} & {name.split(".")[0] for name in sys.modules}
+assert not heavy, heavy
+
+import vllm.v1.executor.abstract
+before = set(sys.modules)
+pat_vllm.plugin.register()
+assert set(sys.modules) == before, set(sys.modules) - before
+
+from types import SimpleNamespace
+config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend="mp"))
+vllm.v1.executor.abstract.Executor.get_class(config)
+ours = {name for name in sys.modules if name.startswith("pat_vllm")}
+parts = {"patches", "patches.front_end", "patches.replacing", "plugin", "text_only"}
+assert ours == {"pat_vllm", *("pat_vllm." + part for part in parts)}, ours
+print("light")
+"""
+
+
+def test_plugin_imports_nothing_that_vllm_has_not() -> None:
+    """Neither its module nor loading it nor a stock engine imports the rest of PAT."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("light\n")
+
+
+# ---------------------------------------------------------------- asked for
+
+
+@pytest.mark.parametrize("way", WAYS_TO_ASK)
+def test_ways_to_ask_are_alike(way: str, executor: Any) -> None:
+    config = engine_config(way)
+    for _ in range(2):  # vLLM asks several times: nothing changes
+        assert config.parallel_config.worker_cls == WORKER
+        assert config.scheduler_config.scheduler_cls == SCHEDULER
+        assert config.parallel_config.use_ray is False
+        assert config.parallel_config.world_size == 2
+        assert issubclass(executor.get_class(config), pat_vllm.PATExecutor)
+    config.additional_config = {"pat": {"no": 1}}
+    with pytest.raises(ValueError, match="unknown option 'no'"):
+        executor.get_class(config)
+
+
+# ---------------------------------------------------------------- versions
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"),
+    [
+        *((version, True) for version in ("0.32.0", "0.32.1+cpu", "0.33.1rc2", "0.33.0.dev7")),
+        *((version, False) for version in ("0.9.2", "0.31.4", "0.34.0rc1", "1.32.0", "dev", "")),
+    ],
+)
+def test_versions(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names what is installed, what is tested, and the override, which works."""
+    import vllm.version
+
+    monkeypatch.setattr(vllm.version, "__version__", version)
+    words = [">= 0.32", "< 0.34", f"vLLM {version} is installed", f"{ALLOW_UNTESTED}=1"]
+    for override in (None, "0"):
+        monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
+        if override is not None:
+            monkeypatch.setenv(ALLOW_UNTESTED, override)
+        if tested:
+            check_vllm_version()
+            continue
+        with pytest.raises(ValueError) as error:
+            check_vllm_version()
+        assert not [word for word in words if word not in str(error.value)]
+    monkeypatch.setenv(ALLOW_UNTESTED, "1")
+    check_vllm_version()
+
+
+def test_an_engine_on_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where PAT is asked for."""
+    import vllm.version
+
+    monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
+    monkeypatch.setattr(vllm.version, "__version__", "0.99.0")
+    for way in ("pat", "class"):
+        with pytest.raises(ValueError, match=r"vLLM 0\.99\.0 is installed"):
+            engine_config(way)
+    assert engine_config("mp").scheduler_config.scheduler_cls is None
+
+
+def test_vllm_looks_at_models_without_what_commands_do_without(
+    executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own, which pip's torchvision, for another torch, would end."""
+    from vllm.model_executor.models import registry
+
+    stock = [sys.executable, "-m", registry.__name__]
+    monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", stock)
+    for name in PACKAGES:  # or an earlier test has run a command
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not is_without_vision_and_audio()
+    register()
+    assert registry._SUBPROCESS_COMMAND is stock
+    for name in PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('for another torch')")
+    register()
+    *command, module = registry._SUBPROCESS_COMMAND
+    assert module == registry.__name__
+    (tmp_path / "some.py").write_text("import sys; print(__name__, sys.modules['torchvision'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    done = subprocess.run([*command, "some"], capture_output=True, text=True)
+    assert done.stdout == "__main__ None\n", done.stderr

@@ -1,0 +1,112 @@
+"""Shards in one storage equal, bit for bit, what vLLM loads, and the way back restores it."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+from pat_vllm.layout import Layout
+from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.model_weights import model_weights
+from tests.vllm.weights.test_weights import (
+    CASES,
+    HIDDEN,
+    Case,
+    as_rank,
+    assert_same_weights,
+    embedding_and_head,
+    scaled,
+    shared,
+    storages,
+)
+
+ONE, TWO, FOUR = (Layout.of(tp, 4) for tp in (1, 2, 4))
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [weight.current.data_ptr() for weight in model_weights(model)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_shard_is_what_vllm_loads(case: Case) -> None:
+    """On a random walk over the layouts, for each rank of an engine and each base layout."""
+    rng = random.Random(case.name)
+    world_size = math.lcm(*case.tps)
+    for base_tp, rank in product(case.tps, range(world_size)):
+        layouts = [Layout.of(tp, world_size) for tp in case.tps if tp % base_tp == 0]
+        ranks = {layout: layout.tp_rank_of(rank) for layout in layouts}
+        base = case.load(base_tp, ranks[layouts[0]])
+        expected = {layout: case.load(layout.tp, at) for layout, at in ranks.items()}
+        models = {one: case.empty(one.tp, ranks[one]) for one in layouts[1:]}
+        strategy = shared(base, models.values(), layouts, rank)
+        models[layouts[0]] = base
+        places = {layout: addresses(model) for layout, model in models.items()}
+        for layout in [*layouts, *rng.choices(layouts, k=6), layouts[0]]:
+            strategy.arrange(layout)
+            assert_same_weights(models[layout], expected[layout])
+        for layout, model in models.items():
+            assert storages(model) == storages(base), "a layout has memory of its own"
+            assert addresses(model) == places[layout], "compiled code would miss them"
+
+
+def case_of(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def test_new_weights_reach_every_layout() -> None:
+    case = case_of("gate_up")
+    base, model = case.load(1, 0), case.empty(4, 2)
+    strategy = shared(base, [model], [ONE, FOUR], rank=2)
+    strategy.arrange(FOUR)
+    strategy.arrange(ONE)
+    scaled(base, 3)
+    strategy.refresh(base, [model])
+    strategy.arrange(FOUR)
+    assert_same_weights(model, scaled(case.load(4, 2), 3))
+
+    # An update that puts a new tensor in the parameter's place.
+    strategy.arrange(ONE)
+    layer: Any = base["layer"]
+    layer.weight.data = layer.weight.data * 2
+    strategy.refresh(base, [model])
+    assert storages(base) == storages(model)
+    strategy.arrange(FOUR)
+    expected: Any = scaled(case.load(4, 2), 3)
+    expected["layer"].weight.data *= 2
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_tied_weights_stay_tied_and_move_once(tie: bool) -> None:
+    for rank in range(4):
+        base, model = embedding_and_head(1, 0, tie), embedding_and_head(4, rank, tie)
+        strategy = shared(base, [model], [ONE, FOUR], rank)
+        strategy.arrange(FOUR)
+        assert_same_weights(model, embedding_and_head(4, rank, tie))
+
+
+def test_only_models_of_other_layouts_are_built_without_memory() -> None:
+    with as_rank(2, 1):
+        with InPlaceShards([ONE, TWO], rank=2).building():
+            model = ColumnParallelLinear(HIDDEN, 8, bias=True)
+        after = ColumnParallelLinear(HIDDEN, 8)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    assert after.weight.untyped_storage().nbytes() > 0
+
+
+def test_packed_weights_are_refused() -> None:
+    case = case_of("column")
+    base, model = case.load(1, 0), case.empty(2, 0)
+    strategy = InPlaceShards([ONE, TWO], rank=0)
+    strategy.capture(base)
+    strategy.fill(model)
+    base["layer"].weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    with pytest.raises(ValueError, match=r"layer\.weight .*'materialized'"):
+        strategy.release()
