@@ -10,7 +10,7 @@ from typing import Any
 from tests.support.models import phrase
 
 MODEL = "repeating"
-"""A tiny random model (`tests/support/models.py`) whose text repeats itself: drafts are accepted."""
+"""A tiny model (`tests/support/models.py`) whose text repeats itself: drafts are accepted."""
 SPECULATIVE: dict[str, Any] = {
     "method": "ngram",
     "num_speculative_tokens": 4,

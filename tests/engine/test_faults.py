@@ -121,6 +121,7 @@ def fails(asked: Path) -> None:
 def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path) -> None:
     """An engine core though its shutdown does not; a worker though it waits for another one."""
     started, asked = tmp_path / "started", tmp_path / "asked"
+    arguments: tuple[Any, ...]
     if shutdown is not None:
         watch = functools.partial(orphan.end_when_orphaned, functools.partial(shutdown, asked))
         arguments = ("EngineCore_DP0", watch, started)

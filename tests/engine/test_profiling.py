@@ -142,7 +142,7 @@ def test_a_profile_is_loaded_or_measured(
 
     def get(path: Path | None = None) -> Profile:
         return load.load_or_measure(
-            scheduler.replica_set.executor, scheduler.kv_cache_config, path and str(path)
+            scheduler.replica_set.executor, scheduler.kv_cache_config, str(path) if path else None
         )
 
     first = get()

@@ -39,7 +39,7 @@ def cluster() -> Iterator[str]:
     import vllm.platforms.cpu as cpu
 
     path = [str(ROOT / "tests/support/ray_on_cpu"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {
+    environment: dict[str, Any] = {
         "PYTHONPATH": os.pathsep.join(path),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Lets functions of the tests travel to the workers.
@@ -118,10 +118,11 @@ def test_the_launcher_is_chosen_by_the_placement_group(cluster: str) -> None:
     assert executor_of(config(launcher="ray")) is pat_vllm.PATRayExecutor
 
     with group_of([{"GPU": 1}] * 2, "STRICT_PACK") as group:
-        for options, executor in (
+        cases: list[tuple[dict[str, Any], type]] = [
             ({}, pat_vllm.PATRayExecutor),
             ({"launcher": "mp"}, pat_vllm.PATExecutor),
-        ):
+        ]
+        for options, executor in cases:
             given = config(**options)
             given.parallel_config.placement_group = group
             assert executor_of(given) is executor

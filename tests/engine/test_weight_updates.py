@@ -279,7 +279,7 @@ def test_what_happens_in_an_update_by_layers(updated: Updated) -> None:
     llm.collective_rpc("end_update")
     core.resume_scheduler()
     llm.reset_prefix_cache()
-    for name in (2, *updated.layouts):
+    for name in ("tp2dp2", *updated.layouts):
         updated.check(NEW, at_steps(llm, {0: name}))
 
 

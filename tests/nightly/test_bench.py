@@ -3,28 +3,92 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.bench import report
 from benchmarks.bench.__main__ import app
+from benchmarks.bench.runs import PAT
 from benchmarks.bench.speculative import models
 from benchmarks.bench.speculative.engines import sides_of
 from benchmarks.bench.speculative.models import REPEATING, SCATTERED
 from benchmarks.bench.speculative.report import markdown
 from benchmarks.bench.speculative.workloads import ACCEPTED, SPECULATIVE
+from benchmarks.bench.workloads import WORKLOADS
+from benchmarks.engine_process import EngineProcess
 from pat_vllm.layout import Layout
-from tests.engine.test_bench import as_for_users, assert_bench_runs, fork_from_server
+from tests.support.engines import engine_processes
+from tests.support.fork_server import context
+from tests.support.models import random_model
 
 LAYOUTS = (Layout(1, 2), Layout(2, 1))
 TINY = dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.5, phrase=16)
 
 
-def test_bench_with_engines_started_as_for_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_bench_runs(tmp_path, monkeypatch)
+GONE_WITHIN = 150.0
+"""Seconds until the processes of engines that were closed are gone."""
+
+
+def fork_from_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the benchmark's engines fork from a server that has imported vLLM."""
+    forking = SimpleNamespace(get_context=lambda method: context())
+    monkeypatch.setattr("benchmarks.engine_process.multiprocessing", forking)
+
+
+def as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the settings that other tests need."""
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One small workload, with engines started as for users, and a consistent file."""
+    before = engine_processes()
+    as_for_users(monkeypatch)
+    groups: list[int] = []
+
+    class Recorded(EngineProcess):
+        def __init__(self, *options: object) -> None:
+            super().__init__(*options)  # type: ignore[arg-type]
+            assert self._process.pid is not None
+            groups.append(self._process.pid)
+
+    monkeypatch.setattr("benchmarks.bench.run.EngineProcess", Recorded)
+    arguments = ["--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats", "1"]
+    arguments += ["--workloads", "staggered", "--output-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--picture", str(tmp_path / "picture.png")])
+    assert result.exit_code == 0, result.output
+    assert len(groups) == 2 + 1
+    for group in groups:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(group, 0)
+    _, alive = psutil.wait_procs(engine_processes(before), timeout=GONE_WITHIN)
+    assert not alive
+    (path,) = tmp_path.glob("*-bench.json")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert str(tmp_path) not in path.read_text()
+    content = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text() == report.markdown(content)
+    (workload,) = content["workloads"]
+    traces = [WORKLOADS["staggered"].trace(repeat, 0.125) for repeat in (0, 1)]
+    assert len(workload["runs"]) == 2 * 3
+    for run in workload["runs"]:
+        assert run["exact"]
+        assert run["tokens"] == sum(traces[run["repeat"]].lengths)
+        assert run["seconds"] > max(traces[run["repeat"]].arrivals)
+    assert {*workload["simulator"]["factors"]} == {"tp1dp2", "tp2dp1"}
+    # The batch that warms up is in no figure.
+    seconds = {run["side"]: run["seconds"] for run in workload["runs"] if run["repeat"] == 1}
+    best = min((side for side in seconds if side != PAT), key=seconds.__getitem__)
+    assert workload["better_static"] == best
+    for side, ratio in workload["relative"].items():
+        assert ratio["mean"] == pytest.approx(seconds[side] / seconds[best])
+    assert workload["clairvoyant"][0]["measured"] == pytest.approx(seconds[PAT])
 
 
 def test_workloads_with_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

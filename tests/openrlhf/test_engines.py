@@ -128,7 +128,12 @@ def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     from pat_openrlhf import handle
 
     sent: list[dict[str, Any]] = []
-    responses = SimpleNamespace(remote=lambda **call: sent.append(call) or len(sent))
+
+    def generate(**call: Any) -> int:
+        sent.append(call)
+        return len(sent)
+
+    responses = SimpleNamespace(remote=generate)
     monkeypatch.setattr(handle.ray, "put", Reference)
     actor = SimpleNamespace(generate_responses=responses, wake_up="wake_up")
     engine: Any = handle.EngineHandle(actor)

@@ -7,6 +7,7 @@ neither is their environment.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -111,7 +112,12 @@ def _run_program(
     handle = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-    importlib.import_module(module).main(*arguments)
+    try:
+        importlib.import_module(module).main(*arguments)
+    finally:
+        # As a program ends: by itself a process of multiprocessing waits for those that it has
+        # started before it shuts an engine down.
+        atexit._run_exitfuncs()
 
 
 _from_server = False

@@ -53,8 +53,8 @@ class Served:
 
     def few(self) -> Served:
         """With the `FEW`."""
-        jobs, static = ({n: of[n] for n in of if n in FEW} for of in (self.jobs, self.static))
-        return replace(self, jobs=jobs, static=static)
+        jobs = {name: job for name, job in self.jobs.items() if name in FEW}
+        return replace(self, jobs=jobs, static={name: self.static[name] for name in jobs})
 
 
 def serve(

@@ -3,7 +3,7 @@
     python -m tests.nightly.mutations.run [--area NAME] [--jobs 2] [--output FILE]
 
 Each mistake is made in a copy of the repository, in which its tests run. It is caught where one of
-them fails. A run in which no test fails, or in which no test runs, has missed it.
+them fails. The runs are forked from a process that has imported vLLM.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import json
 import os
 import pkgutil
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.nightly.mutations import table
 from tests.nightly.mutations.mutation import Mutation
 
 ROOT = Path(__file__).parents[3]
-COPIED = ("pat_vllm", "tests", "benchmarks", "integrations", "docs", "README.md", "Makefile")
-CONFIG = ("pyproject.toml", "CONTRIBUTING.md", "CHANGELOG.md", "MANIFEST.in", "LICENSE")
-SILENCE = 900.0
-"""Seconds after which a run has hung, which is a way to catch a mistake, though not a good one."""
+COPIED = ("pat_vllm", "tests", "benchmarks", "integrations", "docs", ".ci")
+IGNORED = shutil.ignore_patterns("__pycache__", "results", "*.png", "*.egg-info")
+PRELOADED = ("vllm", "vllm.v1.engine.core", "transformers")
+OURS = {"pat_vllm", "tests", "benchmarks", "pat_verl", "pat_openrlhf"}
+LIMIT = 900.0
+"""Seconds after which a run is ended. A mistake that makes tests hang is not counted as caught."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,16 @@ class Verdict:
     """What came of a mistake.
 
     Attributes:
-        status: pytest's exit status; 1: tests failed. None: it hung.
+        status: pytest's exit status, 1 where tests failed; -1 where the run was ended.
         failed: the first test that failed.
         seconds: how long the run took.
-        output: the end of pytest's output.
     """
 
-    status: int | None
+    name: str
+    function: str
+    status: int
     failed: str
     seconds: float
-    output: str
 
     @property
     def caught(self) -> bool:
@@ -65,78 +66,142 @@ def every_mutation(only: Sequence[str] = ()) -> list[Mutation]:
     return [mutation for module in modules for mutation in module.MUTATIONS]
 
 
-def copy_to(folder: Path, root: Path = ROOT) -> None:
-    """Copy what tests need of a repository."""
-    for name in (*COPIED, *CONFIG):
-        source = root / name
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "results", "*.png", "*.egg-info")
-            shutil.copytree(source, folder / name, ignore=ignored)
-        elif source.exists():
-            shutil.copy(source, folder / name)
-
-
-def caught(
-    mutation: Mutation, folder: Path, root: Path = ROOT, tests: Iterable[str] | None = None
-) -> Verdict:
-    """Make a mistake in a copy under an empty folder, and run its tests there.
+def judge(
+    mutations: Iterable[Mutation],
+    jobs: int = 2,
+    root: Path = ROOT,
+    tests_of: Callable[[Mutation], Sequence[str]] = lambda mutation: mutation.tests,
+) -> Iterator[Verdict]:
+    """Run the tests of each mutation; verdicts come as the runs end.
 
     Args:
-        root: the repository.
-        tests: those to run, if not the mutation's own.
+        jobs: runs at a time.
+        root: the repository whose tests run.
+        tests_of: pytest's arguments for a mutation.
     """
-    copy_to(folder, root)
-    mutation.apply(folder)
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment["PAT_TEST_ALL"] = "1"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["--durations=0", *(mutation.tests if tests is None else tests)]
-    begun = time.monotonic()
-    log = folder / "pytest.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT
+    # First those whose tests are pure, and must not find vLLM imported.
+    left = sorted(mutations, key=lambda mutation: not _is_pure(tests_of(mutation)))
+    running: dict[int, _Run] = {}
+    while left or running:
+        while left and len(running) < jobs:
+            mutation = left.pop(0)
+            if not _is_pure(tests_of(mutation)):
+                _preload()
+            run = _Run(mutation, root, tests_of(mutation))
+            running[run.pid] = run
+        for run in running.values():
+            run.end_if_late()
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            yield running.pop(pid).verdict(status)
+        else:
+            time.sleep(0.05)
+
+
+def _is_pure(tests: Sequence[str]) -> bool:
+    return all(test.startswith("tests/unit/") for test in tests)
+
+
+def _preload() -> None:
+    importlib.import_module("tests.conftest")  # vLLM's environment
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+class _Run:
+    """The tests of a mutation, in a process of their own."""
+
+    def __init__(self, mutation: Mutation, root: Path, tests: Sequence[str]) -> None:
+        self._mutation = mutation
+        self._begun = time.monotonic()
+        self._folder = Path(tempfile.mkdtemp(prefix="pat-mutation-"))
+        copy_to(self._folder, root)
+        mutation.apply(self._folder)
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 70
+            try:
+                os.setsid()
+                status = self._test(tests)
+            finally:
+                os._exit(status)
+
+    def _test(self, tests: Sequence[str]) -> int:
+        log = os.open(self._folder / "pytest.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+            del sys.modules[name]
+        folder = str(self._folder)
+        sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(ROOT)))]
+        os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "PAT_TEST_ALL": "1"}
+        sys.dont_write_bytecode = True
+        os.chdir(folder)
+        import hypothesis
+        import pytest
+
+        # To find that a test fails is enough: no smaller example is looked for.
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile(
+            "first failure", phases=phases, derandomize=True, deadline=None
         )
-        status: int | None
-        try:
-            status = process.wait(SILENCE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = None
-    output = log.read_text(errors="replace")
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return Verdict(status, failed[0] if failed else "", time.monotonic() - begun, output[-3000:])
+        os.environ["HYPOTHESIS_PROFILE"] = "first failure"
+        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *tests]))
+
+    def end_if_late(self) -> None:
+        if time.monotonic() - self._begun > LIMIT:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def verdict(self, status: int) -> Verdict:
+        output = (self._folder / "pytest.log").read_text(errors="replace")
+        failed = [
+            line
+            for line in output.splitlines()
+            if line.startswith(("FAILED tests/", "ERROR tests/"))
+        ]
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return Verdict(
+            self._mutation.name,
+            self._mutation.function,
+            os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1,
+            failed[0][:200] if failed else "",
+            round(time.monotonic() - self._begun, 1),
+        )
+
+
+def copy_to(folder: Path, root: Path = ROOT) -> None:
+    """Copy what tests need of a repository."""
+    for name in COPIED:
+        shutil.copytree(root / name, folder / name, ignore=IGNORED)
+    for path in root.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--area", action="append", default=[], choices=areas())
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--output", type=Path, help="a JSON file with all verdicts")
+    parser.add_argument("--output", type=Path, help="a file of JSON lines, one for each mistake")
     parser.add_argument("--root", type=Path, default=ROOT, help="another version's repository")
-    parser.add_argument("--tests", type=Path, help="JSON: for each mistake, its tests there")
+    parser.add_argument("--tests", type=Path, help="JSON: each mistake's pytest arguments there")
     options = parser.parse_args()
     elsewhere = json.loads(options.tests.read_text()) if options.tests else {}
 
-    def judge(mutation: Mutation) -> Verdict:
-        with tempfile.TemporaryDirectory(prefix="pat-mutation-") as folder:
-            tests = elsewhere[mutation.name].split() if elsewhere else None
-            return caught(mutation, Path(folder), options.root, tests)
+    def tests_of(mutation: Mutation) -> Sequence[str]:
+        return elsewhere[mutation.name].split() if elsewhere else mutation.tests
 
     mutations = every_mutation(options.area)
-    rows = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for mutation, verdict in zip(mutations, pool.map(judge, mutations), strict=True):
-            word = "caught" if verdict.caught else "MISSED"
-            print(f"{word} {verdict.seconds:5.0f} s  {mutation.name}  {verdict.failed}", flush=True)
-            rows.append({"name": mutation.name, "function": mutation.function, "word": word})
-            rows[-1] |= {"status": verdict.status, "failed": verdict.failed}
-            rows[-1] |= {"seconds": round(verdict.seconds, 1)}
-            if options.output:
-                options.output.write_text(json.dumps(rows, indent=1) + "\n")
-    share = sum(row["word"] == "caught" for row in rows)
-    print(f"{share} of {len(rows)} caught")
+    caught = 0
+    for verdict in judge(mutations, options.jobs, options.root, tests_of):
+        caught += verdict.caught
+        word = "caught" if verdict.caught else f"MISSED ({verdict.status})"
+        print(f"{word} {verdict.seconds:5.1f} s  {verdict.name}  {verdict.failed}", flush=True)
+        if options.output:
+            with options.output.open("a") as file:
+                file.write(json.dumps(asdict(verdict) | {"caught": verdict.caught}) + "\n")
+    print(f"{caught} of {len(mutations)} caught")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(2400)
 
 STAND_INS = ROOT / "tests" / "support" / "openrlhf_on_cpu"
-ENVIRONMENT = {
+ENVIRONMENT: dict[str, Any] = {
     "PYTHONPATH": os.pathsep.join(
         [str(STAND_INS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     ),

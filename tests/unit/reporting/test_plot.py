@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -98,7 +99,8 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
         "tp2dp2 → tp4dp1\n4 live, 250 ms",
         "tp1dp4 → tp4dp1\n4 live, 250 ms",
     ]
-    bounds = [(one.get_x(), one.get_width()) for one in above.patches[:5]]
+    shown: list[Any] = above.patches[:5]
+    bounds = [(one.get_x(), one.get_width()) for one in shown]
     # A layout lasts until a switch, also while there is no request.
     assert bounds == [(0.0, 3.75), (3.75, 2.0), (5.75, 5.0), (10.75, 17.0), (27.75, 2.5)]
     assert drafts.get_ylabel() == "draft length k"

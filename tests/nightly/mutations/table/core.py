@@ -14,6 +14,10 @@ DRAFT_LENGTHS = "tests/unit/predictor/test_draft_lengths.py"
 EXECUTOR = "tests/vllm/executor/test_executor.py"
 LANES = "tests/vllm/executor/test_lanes.py"
 EXCHANGE = "tests/vllm/kv_transfer/test_exchange.py"
+FULL_SWITCHES = f"{EXCHANGE}::test_full_switches_arrive_in_rounds"
+SEGMENTS = f"{EXCHANGE}::test_others_see_the_last_barrier_while_a_rank_makes_room"
+OTHER_HOST = f"{EXCHANGE}::test_a_file_of_the_same_path_on_another_host_is_not_opened"
+UNREACHABLE = f"{EXCHANGE}::test_ranks_agree_not_to_share_memory_when_one_cannot"
 ROUNDS = "tests/unit/kv_transfer/test_rounds.py"
 WEIGHTS = "tests/vllm/weights/test_weights.py"
 INPLACE = "tests/vllm/weights/test_inplace.py"
@@ -102,7 +106,7 @@ _EXECUTOR: list[Row] = [
     ("drafts of asynchronous steps are fetched without need", "pat_vllm.worker.worker:PATWorkerMixin.drafts_of_step", "async_scheduling and not constrained", "async_scheduling and constrained", LANES),
     ("queues of groups are left", "leftovers:made_here", "(queue, *(mq.handle for mq in broadcasters if mq is not None))", "(queue,)", LANES),
     ("shared memory of groups is left", "leftovers:Leftovers.remove", '(path, *_SHARED_MEMORY.glob(f"{path.name}-*"))', "(path,)", LANES),
-    ("a failed switch does not end the engine", "executor:_fatal", "self.fail()", "pass", EXECUTOR),
+    ("a failed switch does not end the engine", "executor:_fatal", "self.fail()", "pass", f"{EXECUTOR}::test_a_rank_that_never_replies_fails_the_engine"),
     ("an update leaves other layouts' weights as they were", "executor:PATExecutorMixin.collective_rpc", "self._stale = True", "pass", EXECUTOR),
     ("weights are derived while the engine sleeps", "executor:PATExecutorMixin.refresh_weights", "self._stale and not self.is_sleeping", "self._stale", EXECUTOR),
     ("a switch takes replies to calls before it", "executor:PATExecutorMixin._read_earlier_replies", "if self.futures_queue:", "if False:", EXECUTOR),
@@ -114,16 +118,16 @@ _EXECUTOR: list[Row] = [
 
 _KV_TRANSFER: list[Row] = [
     ("a round is written before all is packed", "exchange:Exchange._run_rounds", "            packs.pack(source, part)\n", "            pass\n", EXCHANGE),
-    ("all of a layer is one round", "exchange:Exchange._prepare_rounds", "moves.split(ROUNDS)", "moves.split(1)", EXCHANGE),
-    ("two layers may always be staged", "exchange:Exchange.staging", "moves.most_staged * source[0, 0].nbytes > room", "False", EXCHANGE),
-    ("buffers are not given back", "exchange:CollectiveTransport.release", "self._kept.clear()", "pass", EXCHANGE),
+    ("all of a layer is one round", "exchange:Exchange._prepare_rounds", "moves.split(ROUNDS)", "moves.split(1)", FULL_SWITCHES),
+    ("two layers may always be staged", "exchange:Exchange.staging", "moves.most_staged * source[0, 0].nbytes > room", "False", FULL_SWITCHES),
+    ("buffers are not given back", "exchange:CollectiveTransport.release", "self._kept.clear()", "pass", FULL_SWITCHES),
     ("the last layers do not arrive", "exchange:Exchange.staging", "                self._finish_one()", "                self._begun.clear()", EXCHANGE),
-    ("bytes of rounds are not summed", "exchange:Exchange._run_rounds", "self.bytes_sent += part.nbytes", "self.bytes_sent = part.nbytes", EXCHANGE),
+    ("bytes of rounds are not summed", "exchange:Exchange._run_rounds", "self.bytes_sent += part.nbytes", "self.bytes_sent = part.nbytes", FULL_SWITCHES),
     ("two layers are staged without room", "exchange:CollectiveTransport.prepare", "2 if 2 * num_bytes <= room else 1", "2", EXCHANGE),
     ("parts of a shared segment lie over each other", "shared_memory:SharedMemoryTransport.prepare", "start += count * size", "start += count", EXCHANGE),
-    ("torch makes a shared segment larger", "shared_memory:_Segment.resize", "os.truncate(self._path, _PAGE + size)", "pass", EXCHANGE),
-    ("any file of a segment's path is opened", "shared_memory:_Segment.attach", 'os.readlink(path) == f"/memfd:{name} (deleted)"', "os.path.exists(path)", EXCHANGE),
-    ("ranks share memory where one cannot", "shared_memory:SharedMemoryTransport.connect", "all(everywhere)", "any(everywhere)", EXCHANGE),
+    ("torch makes a shared segment larger", "shared_memory:_Segment.resize", "os.truncate(self._path, _PAGE + size)", "pass", SEGMENTS),
+    ("any file of a segment's path is opened", "shared_memory:_Segment.attach", 'os.readlink(path) == f"/memfd:{name} (deleted)"', "os.path.exists(path)", OTHER_HOST),
+    ("ranks share memory where one cannot", "shared_memory:SharedMemoryTransport.connect", "all(everywhere)", "any(everywhere)", UNREACHABLE),
     ("rounds leave the rest of a move out", "plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)", ROUNDS),
     ("a request's last block stays behind", "connector:PATConnector.update_state_after_alloc", "-(-tokens // self._block_size)", "tokens // self._block_size", ADMISSION),
 ]
@@ -137,7 +141,6 @@ _WEIGHTS: list[Row] = [
     ("spread experts are cut, too", "shards:Cut.ways", "self.experts in (None, place.experts)", "self.experts != 'ep' or place.experts == 'ep'", EXPERTS),
     ("padding is not written", "materialized:MaterializedShards._derive", "target.zero_()", "pass", WEIGHTS),
     ("plain weights are kept after all layouts are filled", "materialized:MaterializedShards.release", "self._base = None", "pass", WEIGHTS),
-    ("layers without tensor parallelism are cut", "model_weights:model_weights", 'not getattr(module, "disable_tp", False)', "True", WEIGHTS),
     ("a subclass's own weight loader is overlooked", "model_weights:_layer_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True", WEIGHTS),
     ("weights may be tied in one layout only", "model_weights:matching_weights", "sources.setdefault(weight.storage, match.storage) != match.storage", "False", WEIGHTS),
     ("other dtypes are overlooked", "model_weights:_check_match", "weight.cuts != base.cuts or weight.tensor.dtype != base.tensor.dtype", "weight.cuts != base.cuts", WEIGHTS),
@@ -148,7 +151,6 @@ _WEIGHTS: list[Row] = [
     ("packed weights are not noticed", "inplace:InPlaceShards.release", "weight.current.data_ptr() != view.data_ptr()", "False", INPLACE),
     ("swaps that touch the same rows are in one round", "row_order:rounds", "any(_overlap(swap, other) for other in made[-1])", "False", INPLACE),
     ("joined swaps overlap themselves", "row_order:_joined", "last.length < abs(last.a - last.b)", "True", INPLACE),
-    ("a block lies at its first part's row of the shard", "row_order:block_of", "piece.src - piece.dst", "piece.src", INPLACE),
     ("gate and up are cut as one matrix", "experts:expert_cuts", "(config.intermediate_size,) * 2", "(2 * config.intermediate_size,)", EXPERTS),
     ("spread experts are placed by the TP group", "experts:expert_place", 'Place(parallel.ep_size, parallel.ep_rank, "ep")', "Place(parallel.ep_size, parallel.ep_rank)", EXPERTS),
     ("experts of other data-parallel ranks are overlooked", "experts:_reasons", "parallel.use_all2all_kernels or parallel.dp_size > 1 or", "parallel.use_all2all_kernels or", EXPERTS),
