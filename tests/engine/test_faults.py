@@ -188,13 +188,23 @@ def test_a_switch_that_cannot_be_planned_is_undone(
     llm.provoked = "no plan today"
     errors, began = pat_vllm.report(llm).errors, time.monotonic()
 
+    def requests() -> list[Any]:
+        replicas = scheduler_of(llm).replica_set.replicas
+        return [
+            (request.request_id, request.status, request.num_computed_tokens)
+            for replica in replicas
+            for request in replica.scheduler.running
+        ]
+
     def before_step(step: int) -> None:
         if step in (3, 9):
+            before = requests()
             with monkeypatch.context() as patch:
                 patch.setattr(switch_module, "plan_moves", fail)
                 with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
                     pat_vllm.switch(llm, tp=2)
-                attempts.append(step)
+            assert requests() == before
+            attempts.append(step)
 
     assert texts(llm, work, before_step=before_step) == expected
     assert attempts == [3, 9]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 import pat_vllm
 from pat_vllm import files
@@ -183,6 +184,20 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     scores = teacher_forced(llm, {k: (jobs[k].prompt, o.token_ids) for k, o in outcomes.items()})
     for name, outcome in outcomes.items():
         assert scores[name] == pytest.approx(outcome.logprobs, abs=1e-4)
+
+
+def test_a_paused_engine_keeps_its_layout(deciding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the policy says."""
+    scheduler = scheduler_of(deciding)
+    monkeypatch.setattr(scheduler.monitor.policy, "choose", lambda state: CUT)
+    layouts = []
+
+    def before_step(step: int) -> None:
+        scheduler.set_pause_state(PauseState.PAUSED_ALL if step < 3 else PauseState.UNPAUSED)
+        layouts.append(pat_vllm.report(deciding).layout)
+
+    run(deciding, {"job": Job([5, 7], {"max_tokens": 9, "ignore_eos": True})}, before_step)
+    assert layouts[:5] == [REPLICAS] * 4 + [CUT]
 
 
 def test_fixed_lengths_are_known_and_not_learnt_from(deciding: Any) -> None:

@@ -93,12 +93,12 @@ def functions_travel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def shared_memory_of(processes: Iterable[psutil.Process]) -> list[Path]:
-    """Names of shared memory that these processes have mapped, and this one has not."""
+def left_by(processes: Iterable[psutil.Process]) -> list[Path]:
+    """What these processes hold, and this one does not: shared memory, the file where they met."""
     from benchmarks.endurance.processes import SHARED_MEMORY, names_held
 
     held = names_held(processes) - names_held([psutil.Process()])
-    return [path for path in held if path.parent == SHARED_MEMORY]
+    return [p for p in held if p.parent == SHARED_MEMORY or p.name.startswith("vllm_dist_")]
 
 
 def assert_gone(processes: Iterable[psutil.Process], held: Iterable[Path] = ()) -> None:
@@ -150,7 +150,7 @@ def assert_a_dead_worker_is_noticed(
     ):
         spawned = engine_processes(before)
         assert len(spawned) >= 3
-        held = shared_memory_of(spawned) if local else []
+        held = left_by(spawned) if local else []
         assert held or not local
         pat_vllm.switch(llm, tp=tp)
         add_requests(llm, 8)
@@ -218,7 +218,7 @@ def assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
             time.sleep(0.01)
         spawned = [other for other in engine_processes(before) if other.pid != process.pid]
         assert len(spawned) == 3
-        held = shared_memory_of([psutil.Process(process.pid), *spawned])
+        held = left_by([psutil.Process(process.pid), *spawned])
         assert held
         os.kill(process.pid, number)
         if number == signal.SIGINT:

@@ -194,8 +194,10 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
     async def collect() -> list[tuple[list[int], int, bool]]:
         params = SamplingParams(output_kind=RequestOutputKind[kind])
         outputs = engine.generate(prompt=[1], sampling_params=params, request_id="a")
-        completions = [(one.outputs[0], one.finished) async for one in outputs]
-        return [(list(one.token_ids), len(one.logprobs), end) for one, end in completions]
+        return [
+            (list(one.outputs[0].token_ids), len(one.outputs[0].logprobs), one.finished)
+            async for one in outputs
+        ]
 
     engine: Any = Engine()
     _send_first_and_last_outputs(engine)

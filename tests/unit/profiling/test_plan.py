@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
@@ -65,6 +65,8 @@ def check_possible(limits: EngineLimits, point: StepPoint) -> None:
 
 @settings(max_examples=30)
 @given(limits())
+# Not even one request's drafts have room in a step.
+@example(replace(LIMITS, max_batch_tokens={1: 16, 2: 32}, draft_lengths=(4, 16)))
 def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
     quick, full = ProfilePlan.quick(limits), ProfilePlan.full(limits)
     assert full.points[: len(quick.points)] == quick.points

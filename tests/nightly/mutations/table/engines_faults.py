@@ -39,34 +39,10 @@ MUTATIONS = [
         (f"{FAULTS}::test_a_dead_worker_fails_the_engine_and_leaves_nothing",),
     ),
     Mutation(
-        "shared memory named after the rendezvous stays",
-        "pat_vllm.executor.leftovers:Leftovers.remove",
-        {'(path, *_SHARED_MEMORY.glob(f"{path.name}-*"))': "(path,)"},
+        "the file where killed workers have met stays",
+        "pat_vllm.executor.leftovers:Leftovers.add",
+        {"self._rendezvous.add(Path(address.path))": "pass"},
         (f"{FAULTS}::test_a_dead_worker_fails_the_engine_and_leaves_nothing",),
-    ),
-    Mutation(
-        "a failed plan leaves requests preempted",
-        "pat_vllm.scheduler.switch:_Undo.apply",
-        {"self.request.status = self.status": "pass"},
-        (f"{FAULTS}::test_a_switch_that_cannot_be_planned_is_undone", SCHEDULER),
-    ),
-    Mutation(
-        "a failed plan forgets what is computed",
-        "pat_vllm.scheduler.switch:_Undo.apply",
-        {"self.request.num_computed_tokens = self.num_computed_tokens": "pass"},
-        (f"{FAULTS}::test_a_switch_that_cannot_be_planned_is_undone", SCHEDULER),
-    ),
-    Mutation(
-        "a failed plan keeps its block pools",
-        "pat_vllm.scheduler.switch:switch",
-        {"active.factory.discard(fresh)": "pass"},
-        (SCHEDULER,),
-    ),
-    Mutation(
-        "a streaming-input session is carried",
-        "pat_vllm.scheduler.switch:_check",
-        {"request.resumable or ": ""},
-        (f"{FAULTS}::test_switches_that_are_refused",),
     ),
     Mutation(
         "the report counts what was planned to be recomputed",
@@ -79,15 +55,9 @@ MUTATIONS = [
         (f"{FAULTS}::test_requests_that_find_no_room_are_recomputed",),
     ),
     Mutation(
-        "weights are derived while the engine sleeps",
-        "pat_vllm.executor.executor:PATExecutorMixin.refresh_weights",
-        {" and not self.is_sleeping": ""},
-        (f"{FAULTS}::test_weights_are_left_alone_while_the_engine_sleeps",),
-    ),
-    Mutation(
-        "a drain ends with the first result",
-        "pat_vllm.executor.executor:PATExecutorMixin.finished",
-        {"(results and not wait_for_all)": "results"},
+        "replicas are asked to sample again",
+        "pat_vllm.executor.executor:PATExecutorMixin.sample_tokens",
+        {"self._unsampled.clear()": "pass"},
         (f"{ASYNC}::test_streams_across_switches",),
     ),
     Mutation(
@@ -100,7 +70,7 @@ MUTATIONS = [
         "the policy switches a paused engine",
         "pat_vllm.scheduler.layout_controller:LayoutController._follow_policy",
         {" or active.pause_state != PauseState.UNPAUSED": ""},
-        (SCHEDULER,),
+        (f"{POLICY}::test_a_paused_engine_keeps_its_layout",),
     ),
     Mutation(
         "the asynchronous call for drafts asks for a layout",
@@ -115,10 +85,10 @@ MUTATIONS = [
         (f"{POLICY}::test_it_profiles_plans_and_reports", SCHEDULER),
     ),
     Mutation(
-        "quiet time is negative",
+        "the policy waits when its back-off is over",
         "pat_vllm.scheduler.layout_controller:LayoutController._follow_policy",
-        {"now - self._monitor.last_arrival": "self._monitor.last_arrival - now"},
-        (POLICY,),
+        {"now < self._back_off_until": "now > self._back_off_until"},
+        (f"{POLICY}::test_it_profiles_plans_and_reports", SCHEDULER),
     ),
     Mutation(
         "the policy does not hear of switches",
