@@ -1,0 +1,161 @@
+"""Benchmarks: the clairvoyant, the judgement of runs, errors and growth, on known numbers."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from benchmarks.bench.calibrated import CalibratedSimulator
+from benchmarks.bench.judgement import judge
+from benchmarks.bench.runs import PAT, Run
+from benchmarks.endurance.growth import trend
+from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.speculation.paired import MedianRatio
+from benchmarks.step_error import FLOORS, StepError, Visit
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.policy import StayPolicy
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.reporting import DecisionReport
+from pat_vllm.simulator.replay import simulate
+from pat_vllm.simulator.replica import ReplicaCapacity
+from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
+from tests.unit.simulator.simple import FREE, LAYOUTS, Linear, batch, follow
+
+
+def test_the_clairvoyant_is_hardly_worse_than_simple_schedules() -> None:
+    """It takes requests for evenly spread, which a few long ones are not always."""
+    ratios = []
+    for seed in range(3):
+        rng = random.Random(seed)
+        trace = batch(*(min(400, round(rng.lognormvariate(4, 1.2)) + 1) for _ in range(24)))
+        truth = Linear(0.6, 0.5)
+        best = min(
+            simulate(trace, follow(low, (ended, high)), truth, FREE).seconds
+            for low, high in combinations(LAYOUTS, 2)
+            for ended in range(1, len(trace))
+        )
+        ratios.append(clairvoyant(trace, LAYOUTS, truth, FREE).seconds / best)
+    assert statistics.mean(ratios) < 1.03, ratios
+
+
+def test_the_clairvoyant_switches_where_it_pays() -> None:
+    trace = batch(10, 20, 40, 60, 80, 100, 200, 400, 800, 900)
+    truth = Linear(0.6, 0.5)
+    best = clairvoyant(trace, LAYOUTS, truth, FREE)
+    static = [simulate(trace, StayPolicy(layout), truth, FREE).seconds for layout in LAYOUTS]
+    assert best.switches_on_the_way and best.seconds < min(static)
+    assert not clairvoyant(trace, LAYOUTS, Linear(0.6, 1e6), FREE).switches_on_the_way
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Steps of one group take half as long as replicas' with up to 4 requests, else twice."""
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        if layout == ONE:
+            return 0.010
+        return 0.005 if shape.batch <= 4 else 0.020
+
+    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
+        return 0.0 if source == target else 0.01
+
+
+TAIL, EQUAL, LATE = ([10] * 12 + [100, 110]), [100] * 14, ([10] * 12 + [80, 100, 110])
+
+
+def decision(at: float, live: int, why: str) -> DecisionReport:
+    return replace(decision_report(at, why=why), num_seqs=live)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "moves", "why", "wrong", "missed"),
+    [
+        pytest.param(TAIL, [(0.11, 2)], "saving", False, False, id="good"),
+        # To one group while all are live, where steps take twice as long.
+        pytest.param(EQUAL, [(0.2, 14)], "saving", True, False, id="a loss"),
+        pytest.param(EQUAL, [(0.2, 14)], "probe", False, False, id="a probe"),
+        pytest.param(TAIL, [], "", False, True, id="not switched"),
+        # It would have paid from 0.1 s on, with 3 live.
+        pytest.param(LATE, [(0.85, 2)], "saving", False, True, id="late"),
+        pytest.param([90] * 14, [], "", False, False, id="does not pay"),
+    ],
+)
+def test_judgement(
+    lengths: list[int], moves: Sequence[tuple[float, int]], why: str, wrong: bool, missed: bool
+) -> None:
+    """Of a run that switches to one group at `moves`: seconds, and live requests."""
+    trace = batch(*lengths, prompt=8)
+    run = Run(
+        side=PAT,
+        workload=trace.name,
+        repeat=1,
+        began=100.0,
+        seconds=1.0,
+        tokens=sum(lengths),
+        response=1.0,
+        exact=True,
+        ends=tuple(0.01 * n for n in sorted(lengths)),
+        spans=((ONE, 0.0, 1.0), *((TWO, at, 1.0) for at, _ in moves)),
+        switches=tuple(switch_report(100 + at, num_seqs=live, seconds=0.1) for at, live in moves),
+        decisions=tuple(decision(100 + at, live, why) for at, live in moves),
+    )
+    capacity = ReplicaCapacity(max_num_seqs=64)
+    result = judge(
+        trace, run, CalibratedSimulator(Crossover(), capacity, (ONE, TWO), {ONE: 1.0, TWO: 1.0})
+    )
+    saved = [switch.saved for switch in result.switches]
+    assert (result.false_positives, result.missed) == (wrong, missed)
+    assert result.lost == pytest.approx(-saved[0] if wrong else 0)
+    assert result.probing == pytest.approx(-saved[0] if why == "probe" else 0)
+    # A loss is not counted as foregone once more.
+    assert (result.foregone > 0) == missed
+    assert result.clairvoyant <= result.replayed + 1e-9
+    if not moves:
+        assert result.foregone == pytest.approx(result.replayed - result.clairvoyant)
+    if lengths is LATE:
+        assert result.foregone == pytest.approx(70 * 0.005, rel=0.1)
+
+
+def steady(predicted: float, medians: list[float]) -> list[Visit]:
+    return [Visit([predicted] * 3, [0.5 * m, m, 5 * m]) for m in medians]
+
+
+def test_step_errors_are_those_of_medians() -> None:
+    """Two kinds of steps: one comes out alike, the other drifts by a quarter."""
+    error = StepError.of([steady(1.1, [1.0, 1.0, 1.0]), steady(1.0, [1.0, 1.25])])
+    assert error.visits == 3
+    assert error.error == pytest.approx((0.1 + 0.1 + 0.2) / 3)
+    assert error.floor == pytest.approx((0 + 0 + 0.2) / 3)
+    assert error.bias == pytest.approx((0.1 + 0.1 - 0.2) / 3)
+    assert error.bar == pytest.approx(FLOORS * 0.2 / 3)
+
+
+def test_ratios_are_those_of_pairs() -> None:
+    """What both had in common cancels out, and an outlier is not in the interval."""
+    ratio = MedianRatio.of([1.5, 3.0, 0.6], [1.0, 2.0, 0.4])
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
+    ratio = MedianRatio.of([1.0, 1.02, 1.01, 0.99, 1.0, 1.01, 0.98, 1.0, 9.0], [1.0] * 9)
+    assert ratio.low <= ratio.median == 1.0 <= ratio.high < 1.03
+    intervals = ((0.98, 1.0, 1.01), (0.98, 1.0, 1.02), (1.0, 1.02, 1.03), (1.02, 1.03, 1.04))
+    verdicts = [MedianRatio(mid, low, high, ()).verdict(1.01) for low, mid, high in intervals]
+    assert verdicts == ["met", "median within", "median beyond", "missed"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "grown"),
+    [
+        pytest.param([10 + i / 10 for i in range(30)], True, id="a leak"),
+        pytest.param([7.0] * 20 + [8.0] * 10, True, id="a step"),
+        pytest.param([float(min(i, 9)) for i in range(30)], False, id="a warm-up"),
+        pytest.param([10.0 + (i % 5 == 0) * 50 for i in range(60)], False, id="comes and goes"),
+        pytest.param([50.0 - i for i in range(30)], False, id="falls"),
+    ],
+)
+def test_growth(samples: list[float], grown: bool) -> None:
+    assert trend("some", samples, 0.0).grown == grown
