@@ -1,4 +1,4 @@
-"""A worker with CUDA graphs through switches, weight updates and sleep."""
+"""A worker with CUDA graphs through switches and weight updates."""
 
 from __future__ import annotations
 
@@ -75,11 +75,6 @@ class Run:
                         found[owner.number] = (tp, "PIECEWISE", description.num_tokens)
         return found
 
-    @property
-    def use_v2(self) -> bool:
-        use_v2: bool = self.worker.use_v2_model_runner
-        return use_v2
-
     def generate(
         self,
         phase: str,
@@ -109,10 +104,11 @@ class Run:
         room = steps + drafts + 1
         lengths = [len(prompt) for prompt in prompts]
         requests = make_requests(phase, lengths, room, 32, decoding=False)
-        first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
+        use_v2 = self.worker.use_v2_model_runner
+        first = add_new(SchedulerOutput.make_empty(), requests, use_v2, room)
         for new, prompt in zip(first.scheduled_new_reqs, prompts, strict=True):
             new.prompt_token_ids = list(prompt)
-            new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
+            new.prefill_token_ids = new.prompt_token_ids if use_v2 else None
             new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
         generated: dict[str, list[int]] = {}
         self._step(first, generated)
@@ -153,7 +149,7 @@ class Run:
         return self
 
     def drive(self) -> Run:
-        """Switch, generate, update weights, sleep and wake up."""
+        """Switch, generate, and update weights."""
         worker = self.worker
         path = PATHS[worker._base.layout.world_size]
         for number, tp in enumerate(path):
@@ -165,18 +161,10 @@ class Run:
         self.generate("updated", tp)
         self.update("replace_parameters")
         self.generate("updated elsewhere", tp)
-        worker.sleep(1)
-        worker.wake_up(None)
-        worker.pat_refresh_weights()
-        self.generate("slept", tp)
-        worker.sleep(2)
-        worker.wake_up(["weights"])
-        self.update("load", model)
-        worker.wake_up(["kv_cache"])
-        worker.pat_refresh_weights()
-        self.generate("slept without weights", tp)
         worker.switch(len(path), 1)
         self.generate("back", 1)
+        self.update("load", model)
+        self.generate("as at first", 1)
         return self
 
 

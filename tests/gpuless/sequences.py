@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class Event:
     devices: tuple[int, ...] = ()
     constructs: bool = False
     detail: str = ""
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Event:
+        """An event, from JSON."""
+        lists = {name: tuple(fields[name]) for name in ("ranks", "devices")}
+        return cls(**(fields | lists))
 
     def meets(self, other: Event) -> bool:
         """Whether the two are one call, on two ranks."""

@@ -61,14 +61,9 @@ def runners() -> Iterator[Callable[[bool], None]]:
 def engine_config(
     speculative: dict[str, Any] | None = NGRAM,
     max_num_seqs: int = MAX_NUM_SEQS,
-    sizes: list[int] | None = None,
     **pat: Any,
 ) -> VllmConfig:
-    """Of an engine with CUDA graphs, which vLLM's CPU platform does not allow by itself.
-
-    Args:
-        sizes: to capture, as a user says; else vLLM chooses them.
-    """
+    """Of an engine with CUDA graphs, which vLLM's CPU platform does not allow by itself."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(
@@ -84,8 +79,8 @@ def engine_config(
     config.model_config.enforce_eager = False
     compilation = config.compilation_config
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    compilation.cudagraph_capture_sizes = sizes  # type: ignore[assignment]
-    compilation.max_cudagraph_capture_size = max(sizes) if sizes else None  # type: ignore[assignment]
+    compilation.cudagraph_capture_sizes = None  # type: ignore[assignment]
+    compilation.max_cudagraph_capture_size = None  # type: ignore[assignment]
     config._set_cudagraph_sizes()
     return config
 
@@ -141,8 +136,12 @@ def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None
                     assert found.num_tokens <= wanted.num_tokens, seen
 
 
-def check_number(engine: VllmConfig) -> None:
-    """A layout captures at most twice the full graphs of stock vLLM with no drafts and the most."""
+def test_every_draft_length_has_graphs_in_every_layout() -> None:
+    """At most twice the full graphs of stock vLLM with no drafts and the most."""
+    engine = engine_config()
+    assert engine.speculative_config is not None
+    assert lengths_of(engine.speculative_config) == LENGTHS
+    check_every_length(engine)
     for layout in layouts_of(engine):
         config = layout_config(engine, layout)
         most = config.scheduler_config.max_num_seqs
@@ -150,15 +149,7 @@ def check_number(engine: VllmConfig) -> None:
         assert len(manager_of(config)._capture_descs[FULL]) <= 2 * sum(map(len, stock))
 
 
-def test_every_draft_length_has_graphs_in_every_layout() -> None:
-    engine = engine_config()
-    assert engine.speculative_config is not None
-    assert lengths_of(engine.speculative_config) == LENGTHS
-    check_every_length(engine)
-    check_number(engine)
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_fewer_requests_than_draft_lengths(max_num_seqs: int) -> None:
     check_every_length(engine_config(max_num_seqs=max_num_seqs))
 
@@ -170,13 +161,6 @@ def test_layouts_that_are_entered_with_few_requests() -> None:
     narrow, wide = (layout_config(engine, Layout.of(tp, 4)).compilation_config for tp in (2, 4))
     assert narrow.max_cudagraph_capture_size < 20 * (1 + LONGEST) + 16
     assert wide.max_cudagraph_capture_size < 3 * (1 + LONGEST) + 16
-
-
-def test_sizes_of_a_user_are_left_alone() -> None:
-    engine = engine_config(sizes=[1, 2, 4, 8, 16])
-    for layout in layouts_of(engine):
-        config = layout_config(engine, layout).compilation_config
-        assert config.cudagraph_capture_sizes == [1, 2, 4, 8, 16]
 
 
 def test_a_layout_speculates_with_its_own_tp() -> None:

@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpuless.programs import Program
-from tests.gpuless.test_compile import (
-    check_code,
-    check_cold,
-    check_counts,
-    check_folders,
-    check_nothing_was_compiled_later,
-    check_outputs,
-    check_warm,
-    layouts_of,
-    results,
-)
+from tests.gpuless.test_compile import check, cold, folders_of, results, warm
 
 __all__ = ["results"]
 
@@ -36,35 +26,23 @@ def test_weights_of_other_strides_are_compiled_anew(
     results: Program, case: str, layouts: int
 ) -> None:
     """Beside the artifacts of weights in place, which vLLM would run without a look at strides."""
-    result = results.of(case)
-    check_cold(result, layouts)
-    check_code(result)
-    check_outputs(result, results.of("plain"))
-    earlier = {one["folder"] for one in layouts_of(results.of("cold"))}
-    assert earlier.isdisjoint(one["folder"] for one in layouts_of(result))
+    check(results.of(case), results.of("plain"), cold(layouts))
+    assert set(folders_of(results.of("cold"))).isdisjoint(folders_of(results.of(case)))
 
 
 def test_a_folder_of_the_users(results: Program) -> None:
-    cold, warm = results.of("own folder, cold"), results.of("own folder, warm")
-    for result in (cold, warm):
-        check_folders(result)
-        check_outputs(result, results.of("plain"))
-        for layout in layouts_of(result):
-            assert "/own/tp" in layout["folder"]
-    check_counts(cold, num_graphs_seen=2, num_aot_compiles=0, num_compiled_artifacts_loaded=0)
-    for before, after in zip(cold["workers"], warm["workers"], strict=True):
-        saved = before["counter"]["num_compiled_artifacts_saved"]
-        assert saved == before["counter"]["num_cache_entries_updated"] > 0
-        assert after["counter"]["num_compiled_artifacts_loaded"] == saved
-    check_counts(warm, num_compiled_artifacts_saved=0, num_cache_entries_updated=0)
+    before, after = results.of("own folder, cold"), results.of("own folder, warm")
+    nothing = dict.fromkeys(("num_compiled_artifacts_saved", "num_cache_entries_updated"), 0)
+    compiled = {"num_graphs_seen": 2, "num_aot_compiles": 0, "num_compiled_artifacts_loaded": 0}
+    for result, counts in ((before, compiled), (after, nothing)):
+        check(result, results.of("plain"), counts)
+        assert all("/own/tp" in folder for folder in folders_of(result))
+    for one, other in zip(before["workers"], after["workers"], strict=True):
+        saved = one["counter"]["num_compiled_artifacts_saved"]
+        assert saved == one["counter"]["num_cache_entries_updated"] > 0
+        assert other["counter"]["num_compiled_artifacts_loaded"] == saved
 
 
 def test_compiled_to_machine_code(results: Program) -> None:
-    cold, warm = results.of("C++, cold"), results.of("C++, warm")
-    check_cold(cold)
-    check_warm(warm)
-    for result in (cold, warm):
-        check_nothing_was_compiled_later(result)
-        check_folders(result)
-        check_code(result, boundaries=())
-        check_outputs(result, results.of("plain"))
+    for case, counts in (("C++, cold", cold()), ("C++, warm", warm())):
+        check(results.of(case), results.of("plain"), counts, boundaries=())
