@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,34 +109,6 @@ def test_steps_take_longer_with_more_tokens(layout: Layout, batch: int, more: in
     assert once <= H200.step(layout, batch + more, 1000 * (batch + more), 0) + 1e-12
     assert once <= H200.step(layout, batch, 1000 * batch, more) + 1e-12
     assert once <= H200.step(layout, batch, 1000 * batch, 0, drafts=more) + 1e-12
-
-
-def test_rank_reads_its_part_of_hot_experts() -> None:
-    for layout in EIGHT:
-        for tokens in (1, 16, 4096):
-            load = H200.expert_load(layout, tokens)
-            assert load.hot * layout.tp >= Routing(128, 8).hot(tokens) * 0.98
-            assert load.hot <= 128 / layout.tp
-            if layout.experts == "tp":
-                assert load.hot * layout.tp == pytest.approx(Routing(128, 8).hot(tokens))
-                assert load.work * layout.tp == pytest.approx(8 * tokens)
-    assert H200.expert_load(EIGHT[-1], 4096).hot == 16
-    times = [H200.step(layout, 64, 64_000, 0) for layout in (EIGHT[0], *EIGHT[1::2])]
-    assert all(wide < 0.85 * narrow for narrow, wide in pairwise(times))
-    # Three billion parameters of thirty for a single token; all of them for many.
-    few, every = (
-        H200.model.layer_weights(1)
-        + H200.expert_load(EIGHT[0], tokens).hot * H200.model.expert_weights
-        for tokens in (1, 4096)
-    )
-    assert 2.5e9 < few < 3.5e9 and 29e9 < every < 31e9
-
-
-def test_tokens_of_drafts_read_more_experts() -> None:
-    dense = Machine(ModelSize.of(MODEL_SHAPES["qwen3-14b"]), GPUS["H200"], "nvlink", 2)
-    for machine, least, most in ((dense, 1.0, 1.01), (H200, 1.6, 3.5)):
-        alone, drafted = (machine.step(EIGHT[0], 1, 2048, 0, drafts=d) for d in (0, 4))
-        assert least <= drafted / alone <= most
 
 
 def test_spread_experts_wait_for_the_busiest_rank() -> None:
