@@ -105,7 +105,7 @@ def _follow(children: list[int], directory: Path) -> list[list[Fields]]:
             if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         }
         told = [_told(directory / f"events of {rank}") for rank in range(len(children))]
-        stuck = Merge.of([[Event.read(one) for one in rank] for rank in told]).stuck(ended)
+        stuck = Merge([[Event.read(one) for one in rank] for rank in told]).stuck(ended)
         if (now_told := sum(map(len, told))) > count:
             count, since = now_told, time.monotonic()
             print(f"{count} events", flush=True)

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from tests.gpuless.graph_run import DECODE_STEPS, DRAFTS, Run, full_graphs, inputs_of
+from tests.gpuless.graph_run import DRAFTS, Run, full_graphs, inputs_of
 from tests.gpuless.programs import answer
 
 RANK = 1
@@ -123,7 +123,6 @@ def check_drafts() -> None:
     """
     run = Run.start(2, RANK, drafts=DRAFTS).verify()
     _check_hidden(run, Run.start(2, RANK, graphs=False, drafts=DRAFTS).verify())
-    _check_drafted(run)
     graphs = {
         graph.number: (tp, description.uniform_token_count)
         for tp, runtime in run.worker.runtimes.items()
@@ -133,27 +132,11 @@ def check_drafts() -> None:
         for drafts in range(DRAFTS + 1):
             phase = f"tp={tp}, {drafts} drafts"
             assert bool(run.searches[phase]) == bool(drafts), f"{phase}: looked for n-grams, or not"
-            used = [
-                graphs[number]
-                for at, number in run.driver.replayed
-                if at == phase
-                if number in graphs
-            ]
+            replayed = [number for at, number in run.driver.replayed if at == phase]
+            used = [graphs[number] for number in replayed if number in graphs]
             # A step of a token each comes before the last one.
             assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
             assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
-
-
-def _check_drafted(run: Run) -> None:
-    """Tokens are those that come without drafts, one by one; the base layout accepts some."""
-    for tp in run.worker.runtimes:
-        plain = run.generated[f"tp={tp}, 0 drafts"]
-        for drafts in range(1, DRAFTS + 1):
-            for name, tokens in run.generated[f"tp={tp}, {drafts} drafts"].items():
-                assert tokens == plain[name][: len(tokens)], f"tp={tp}, {drafts} drafts: {tokens}"
-    least = DECODE_STEPS + 2
-    most = run.generated[f"tp=1, {DRAFTS} drafts"].values()
-    assert max(map(len, most)) > least, "nothing was accepted"
 
 
 def check_pools(run: Run) -> None:

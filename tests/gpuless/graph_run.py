@@ -31,7 +31,6 @@ class Run:
     Attributes:
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
-        generated: what requests got in each phase of `verify`.
         searches: how often each phase of `verify` has looked for n-grams.
     """
 
@@ -40,7 +39,6 @@ class Run:
     experts: Experts | None = None
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
-    generated: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -81,16 +79,11 @@ class Run:
         tp: int,
         prompts: Sequence[Sequence[int]] = PROMPTS,
         drafts: int = 0,
-        more: int = 0,
-    ) -> dict[str, list[int]]:
-        """Prefill the prompts and decode, in the layout of this tp, which must be active.
+    ) -> None:
+        """Prefill and decode in the layout of this tp, which is active.
 
         Args:
             drafts: draft tokens of each request that one more step verifies.
-            more: decode steps beside `DECODE_STEPS`.
-
-        Returns:
-            What the requests, by their number, have generated.
         """
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import SchedulerOutput
@@ -99,8 +92,7 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
-        plain = DECODE_STEPS + more
-        steps = plain + bool(drafts)
+        steps = DECODE_STEPS + bool(drafts)
         room = steps + drafts + 1
         lengths = [len(prompt) for prompt in prompts]
         requests = make_requests(phase, lengths, room, 32, decoding=False)
@@ -110,24 +102,20 @@ class Run:
             new.prompt_token_ids = list(prompt)
             new.prefill_token_ids = new.prompt_token_ids if use_v2 else None
             new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
-        generated: dict[str, list[int]] = {}
-        self._step(first, generated)
+        self._step(first)
         for done in range(1, steps + 1):
-            verified = drafts if done > plain else 0
+            verified = drafts if done > DECODE_STEPS else 0
             step = decode_step(requests, [done] * len(requests), verified)
             step.num_spec_tokens_to_schedule = drafts
-            self._step(step, generated)
+            self._step(step)
         self.worker.execute_model(finish(requests))
-        return {name.removeprefix(phase): tokens for name, tokens in generated.items()}
 
-    def _step(self, step: Any, generated: dict[str, list[int]]) -> None:
+    def _step(self, step: Any) -> None:
         output = self.worker.execute_model(step)
         if output is None:
             output = self.worker.sample_tokens(None)
         if hasattr(output, "get_output"):
-            output = output.get_output()
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            generated.setdefault(name, []).extend(tokens)
+            output.get_output()
 
     def update(self, method: str, *args: Any) -> None:
         """Have the worker's method write new weights, as PAT's executor does."""
@@ -143,8 +131,7 @@ class Run:
                 self.worker.switch(number, tp)
             for drafts in range(DRAFTS + 1):
                 phase = f"tp={tp}, {drafts} drafts"
-                more = 0 if drafts else DRAFTS + 1
-                self.generated[phase] = self.generate(phase, tp, REPEATED, drafts, more)
+                self.generate(phase, tp, REPEATED, drafts)
                 self.searches[phase] = searches()
         return self
 

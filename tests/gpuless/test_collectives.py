@@ -39,7 +39,7 @@ def ranks(
 
 def check_order(events: Events) -> None:
     """There is one order of all ranks' calls: none waits for ever."""
-    merge = Merge.of(events)
+    merge = Merge(events)
     assert not merge.waiting, merge.waiting
     assert [rank[-1].kind for rank in events] == ["end"] * len(events)
 

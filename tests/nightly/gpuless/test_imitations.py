@@ -118,10 +118,10 @@ def test_one_order_or_none() -> None:
     def call(rank: int, ranks: tuple[int, ...], kind: str = "reduce") -> Event:
         return Event(rank, "", kind, str(ranks), ranks)
 
-    merge = Merge.of([[call(0, a)], [call(1, b), call(1, a)], [call(2, b)]])
+    merge = Merge([[call(0, a)], [call(1, b), call(1, a)], [call(2, b)]])
     assert [one.ranks for one in merge.done] == [b, a] and not merge.waiting
-    merge = Merge.of([[call(0, a)], [call(1, a, "gather")], []])
+    merge = Merge([[call(0, a)], [call(1, a, "gather")], []])
     assert set(merge.waiting) == {0, 1} and not merge.stuck(ended=()) and merge.stuck(ended={2})
     circle = [[call(0, a), call(0, c)], [call(1, b), call(1, a)], [call(2, c), call(2, b)]]
-    merge = Merge.of(circle)
+    merge = Merge(circle)
     assert not merge.done and merge.stuck(ended=())
