@@ -73,17 +73,13 @@ def check_constructors(events: Events) -> None:
 
 
 def check_kinds(events: Events) -> None:
-    """Every way of an all-reduce, every question about devices, every layout's steps are there."""
-    size = len(events)
+    """Every way of an all-reduce is there, and every question about devices."""
+    ways = {f"{way} all-reduce" for way in ("FlashInfer", "NCCL", "custom")}
     for mine in events:
-        kinds = {event.kind for event in mine}
-        ways = {f"{way} all-reduce" for way in ("FlashInfer", "NCCL", "custom")}
-        assert kinds >= {*PER_GROUP, *ways, "peer access", "links", "exchange", "new_group"}
+        assert {event.kind for event in mine} >= {*PER_GROUP, *ways, "peer access", "links"}
         switches = {event.phase for event in mine if event.phase.startswith("switch")}
-        layouts = sum(size % tp == 0 for tp in range(1, size + 1))
-        assert len(switches) == layouts * (layouts - 1)
-        moved = [event for event in mine if event.kind == "all_to_all_single"]
-        assert {event.phase for event in moved} >= switches
+        moved = {event.phase for event in mine if event.kind == "all_to_all_single"}
+        assert moved >= switches != set()
 
 
 @pytest.mark.costly
