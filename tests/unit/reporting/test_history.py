@@ -48,6 +48,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         history.switch(switch_report(now))
         history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", expected=bool(second % 2)))
         history.step(ONE, 0.5)
+        history.drafts(now, ONE, 0, 4, 4, second % 4)
     last = MAX_RECORDS + 9.0
     for since, times in (
         (last - 2, [last - 2, last - 1, last]),
@@ -58,6 +59,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         report = history.report(ONE, [ONE, TWO], since)
         for records in (report.switches, report.refused, report.timeline):
             assert [record.at for record in records] == times
+        assert len(report.drafts) <= MAX_RECORDS + 1  # one is not complete
         # Totals stay whole.
         assert report.steps[ONE].steps == MAX_RECORDS + 10
         assert report.errors == MAX_RECORDS / 2 + 5
@@ -66,20 +68,22 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
 
 def test_drafts_of_two_batches_are_counted_apart() -> None:
     history = History()
-    for at, replica, length, drafted, accepted in (
-        (10.1, 1, 4, 8, 3),
-        (10.2, 0, 4, 16, 7),
-        (10.3, 0, 1, 4, 4),
-        (11.2, 1, 4, 8, 2),
-        (11.3, 1, 4, 8, 1),
+    for at, layout, replica, length, drafted, accepted in (
+        (10.1, ONE, 1, 4, 8, 3),
+        (10.2, ONE, 0, 4, 16, 7),
+        (10.3, ONE, 0, 1, 4, 4),  # another length
+        (10.4, TWO, 0, 1, 4, 2),  # another layout
+        (11.2, ONE, 1, 4, 8, 2),  # more than a second after the first
+        (11.3, ONE, 1, 4, 8, 1),
     ):
-        history.drafts(at, ONE, replica, length, drafted, accepted)
+        history.drafts(at, layout, replica, length, drafted, accepted)
     history.idle()
     history.drafts(11.4, ONE, 1, 4, 8, 8)
     assert history.report(ONE, [ONE]).drafts == (
         DraftSample(10.1, ONE, 1, 4, 1, 8, 3),
         DraftSample(10.2, ONE, 0, 4, 1, 16, 7),
         DraftSample(10.3, ONE, 0, 1, 1, 4, 4),
+        DraftSample(10.4, TWO, 0, 1, 1, 4, 2),
         DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
         DraftSample(11.4, ONE, 1, 4, 1, 8, 8),
     )
