@@ -138,8 +138,6 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self.number = -1  # counts the driver's graphs from 0
         self.collectives: list[Collective] = []
-        self.addresses: set[int] = set()
-        """Of all tensors that it uses and does not own."""
         self._driver = driver
         self._pool: Pool | None = None
         self._operations: list[tuple[Any, Any, Any, Any]] = []
@@ -229,11 +227,9 @@ class Graph(TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return value
         key, storage = _key(value), value.untyped_storage()
-        if key not in self._own:
-            if key not in self._foreign:
-                memory = _Memory(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
-                self._foreign[key] = memory
-            self.addresses.add(value.data_ptr())
+        if key not in self._own and key not in self._foreign:
+            memory = _Memory(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+            self._foreign[key] = memory
         return _View(key, value.dtype, value.shape, value.stride(), value.storage_offset())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ class Run:
     Attributes:
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
-        searches: how often each phase of `verify` has looked for n-grams.
     """
 
     worker: Any
@@ -39,7 +38,6 @@ class Run:
     experts: Experts | None = None
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
-    searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls, ranks: int, rank: int, **options: Any) -> Run:
@@ -125,14 +123,11 @@ class Run:
 
     def verify(self) -> Run:
         """Verify drafts of each length, in each layout."""
-        searches = _count_searches()
         for number, tp in enumerate(self.worker.runtimes):
             if number:
                 self.worker.switch(number, tp)
             for drafts in range(DRAFTS + 1):
-                phase = f"tp={tp}, {drafts} drafts"
-                self.generate(phase, tp, REPEATED, drafts)
-                self.searches[phase] = searches()
+                self.generate(f"tp={tp}, {drafts} drafts", tp, REPEATED, drafts)
         return self
 
     def drive(self) -> Run:
@@ -155,25 +150,6 @@ class Run:
         return self
 
 
-def _count_searches() -> Callable[[], int]:
-    """Returns a function: how often n-grams have been looked for since its last call."""
-    import vllm.v1.worker.gpu.spec_decode.ngram.speculator as module
-
-    kernel, launched = module._ngram_scan_kernel, [0]
-
-    class Counted:
-        def __getitem__(self, grid: Any) -> Any:
-            launched[0] += 1
-            return kernel[grid]
-
-    def since() -> int:
-        count, launched[0] = launched[0], 0
-        return count
-
-    module._ngram_scan_kernel = Counted()
-    return since
-
-
 def full_graphs(runner: Any) -> dict[Any, Graph]:
     """A model runner's graphs of whole steps."""
     if hasattr(runner, "req_states"):
@@ -188,15 +164,3 @@ def piecewise_graphs(runner: Any) -> Any:
     if hasattr(runner, "req_states"):
         return runner.cudagraph_manager.breakable_cg_runner
     return runner.model.runnable
-
-
-def inputs_of(runner: Any) -> dict[str, torch.Tensor]:
-    """What a model runner's graphs of whole steps find their inputs in, and leave outputs in."""
-    if not hasattr(runner, "req_states"):
-        return {"input_ids": runner.input_ids.gpu}
-    names = ("input_ids", "positions", "query_start_loc", "seq_lens")
-    return {name: getattr(runner.input_buffers, name) for name in names} | {
-        "block table": runner.block_tables.input_block_tables[0],
-        "slot mapping": runner.block_tables.slot_mappings,
-        "hidden states": runner.cudagraph_manager.hidden_states,
-    }

@@ -6,7 +6,7 @@ vLLM's configs and its graph manager are its own; nothing is captured. `test_cud
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +32,8 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 @pytest.fixture(scope="module", autouse=True)
-def runners() -> Iterator[Callable[[bool], None]]:
-    """Says which of vLLM's model runners configs are for."""
+def graph_managers() -> Iterator[None]:
+    """Has vLLM's graph managers work on CPU, in configs for Model Runner V2."""
     import vllm.model_executor.models.registry as registry
 
     with pytest.MonkeyPatch.context() as patch:
@@ -50,12 +50,8 @@ def runners() -> Iterator[Callable[[bool], None]]:
         patch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
         runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
         patches.take_every_draft_length(runner)
-
-        def choose(use_v2: bool) -> None:
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(use_v2)))
-
-        choose(True)
-        yield choose
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        yield
 
 
 def engine_config(
@@ -179,19 +175,16 @@ def test_a_layout_speculates_with_its_own_tp() -> None:
     assert stock.target_parallel_config.tensor_parallel_size == 4
 
 
-def test_model_runner_v1_has_graphs_of_pieces_only(runners: Callable[[bool], None]) -> None:
+def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM chooses where the draft length changes."""
-    runners(False)
-    try:
-        engine = engine_config({**NGRAM, "method": "ngram"})
-        for layout in layouts_of(engine):
-            compilation = layout_config(engine, layout).compilation_config
-            assert compilation.cudagraph_mode == PIECEWISE
-            stock = engine.compilation_config
-            assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
-        assert engine.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
-    finally:
-        runners(True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    engine = engine_config({**NGRAM, "method": "ngram"})
+    stock = engine.compilation_config
+    for layout in layouts_of(engine):
+        compilation = layout_config(engine, layout).compilation_config
+        assert compilation.cudagraph_mode == PIECEWISE
+        assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
+    assert stock.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def test_the_longest_drafts_of_model_runner_v1_on_the_device_are_cut() -> None:

@@ -54,16 +54,6 @@ def models(engine: Engine) -> dict[int, Any]:
     return {layout.tp: one.runner.model for layout, one in engine.worker._runtimes.items()}
 
 
-def whole(engine: Engine, what: str, added: float = 0) -> bool:
-    """Whether each layout's weights are those at start plus a number, or buffers as at start."""
-    if what == "weights":
-        return all(bool((model.weight == tp + added).all()) for tp, model in models(engine).items())
-    return all(bool((model.cache == 10.0 + tp).all()) for tp, model in models(engine).items())
-
-
-# ---------------------------------------------------------------- start
-
-
 NEEDS = {
     "the base layout's steps": Needs(),
     "the widest layout's steps": Needs(activations={1: MiB, 2: 2 * MiB, 4: 4 * MiB}),
@@ -120,6 +110,8 @@ def test_kv_cache_as_a_user_says(
     graphs, staged = max(Runner.needs.graphs.values()), staged_by_switches(worker._runtimes)
     tables = 4 * TABLES * len(LAYOUTS)  # which stay
     assert graphs / (1 + staged) - 1 <= found["0"] - found["1"] <= graphs + tables
+    worker.vllm_config.additional_config["pat"] = {"kv_transfer": "recompute"}
+    assert staged_by_switches(worker._runtimes) == 0
     worker.cache_config.kv_cache_memory_bytes = MiB
     assert worker.determine_available_memory() == MiB
     worker.cache_config.kv_cache_memory_bytes = None
@@ -157,9 +149,6 @@ def test_a_process_is_titled_by_its_rank_among_all(
     assert named == ["Worker_TP0"] * 2
 
 
-# ---------------------------------------------------------------- sleep
-
-
 def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,9 +174,6 @@ def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
     assert worker._active.layout == LAYOUTS[1]
     assert worker.model_runner is worker._active.runner
     engine.step()
-
-
-# ---------------------------------------------------------------- any order
 
 
 def addresses(engine: Engine) -> list[int]:
@@ -238,7 +224,7 @@ def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
         for tag, size in kept.items():
             assert device.used(tag) == (0 if deep else size), (do, tag)
         if "weights" not in engine.sleeping_tags:
-            assert whole(engine, "buffers"), do
+            assert all(bool((one.cache == 10.0 + tp).all()) for tp, one in models(engine).items())
             base = worker._base.runner
             assert lost or bool((base.model.weight == base.expected).all()), do
         else:
@@ -254,9 +240,6 @@ def test_sleep_wake_up_discard_update_switch_and_step(
     device: DeviceMemory, engine: Engine, seed: int
 ) -> None:
     any_order(device, engine, seed)
-
-
-# ---------------------------------------------------------------- shutdown
 
 
 @pytest.mark.parametrize("active", range(len(LAYOUTS)))

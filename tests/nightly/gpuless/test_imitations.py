@@ -84,8 +84,6 @@ def test_a_replay_computes_on_the_same_memory() -> None:
         result.zero_()
         graph.replay()
         assert result.tolist() == [102.0, 102.0]
-    assert {weight.data_ptr(), given.data_ptr(), result.data_ptr()} <= graph.addresses
-    assert between.data_ptr() not in graph.addresses
     other = driver.make_graph()
     with driver.capture(other, driver.graph_pool_handle()):
         result.copy_(given)

@@ -20,10 +20,6 @@ EXECUTOR = "pat_vllm.executor.executor:PATExecutorMixin"
 DRAFTS = "pat_vllm.patches.drafts"
 
 ELSEWHERE = "with torch.cuda.stream(torch.cuda.Stream()): "
-OTHER_KV = (
-    "[setattr(layer, 'kv_cache', layer.kv_cache.clone()) for one in self._runtimes.values() "
-    "for layer in one.config.compilation_config.static_forward_context.values()]"
-)
 POOL = "type(__import__('vllm.platforms').platforms.current_platform)._global_graph_pool"
 
 TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
@@ -118,9 +114,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "a switch keeps the runner": {
                 "self._activate(target)": "self._activate(target); self.model_runner = source.runner"
             },
-            "a switch leaves rows where they are": {
-                "weight_bytes = self._weights.arrange(target.layout)": "weight_bytes = 0"
-            },
         },
         f"{WORKER}.initialize_from_config": {
             "CUDA graphs: a pool for each layout": {
@@ -129,18 +122,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
         "pat_vllm.weights.inplace:InPlaceShards.refresh": {
             "new weights stay elsewhere": {"weight.tensor.copy_(new)": "pass"},
-        },
-        "pat_vllm.kv_transfer.kv_buffer:_Allocation.__torch_function__": {
-            "CUDA graphs: a KV buffer for each layout": {
-                "if self._shared.buffer is None:": "if True:"
-            },
-        },
-    },
-    "test_cuda_graphs.py::test_graphs[drafts]": {
-        f"{DRAFTS}:_asks_for_none": {
-            "drafts of length 0 are looked for": {
-                'options.get("num_speculative_tokens") == 0': "False"
-            },
         },
     },
     "test_cuda_graphs.py::test_graphs[order]": {
@@ -227,6 +208,14 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
         "pat_vllm.memory.sizing:staged_share": {
             "a switch stages nothing": {"(sent + 2 / ROUNDS)": "0"},
+        },
+        f"{WORKER}.pat_switch": {
+            "a switch leaves weights as they are": {"self._weights.arrange(target.layout)": "0"},
+        },
+        "pat_vllm.kv_transfer.kv_buffer:_Allocation.__torch_function__": {
+            "CUDA graphs: a KV buffer for each layout": {
+                "if self._shared.buffer is None:": "if True:"
+            },
         },
     },
     "test_happens_before.py": {
