@@ -146,7 +146,7 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     ("llama", predictor(profile="no/such.json"), ["profile no/such.json", "No such file"]),
     ("llama", predictor(profile=__file__), ["test_bad_input.py is no JSON", "pat-vllm profile"]),
     ("llama", predictor(lengths_file=__file__),
-     ["test_bad_input.py", "no length history", "delete it"]),
+     ["test_bad_input.py", "is no JSON", "delete it"]),
     ("llama", predictor(lengths_file=DIRECTORY),
      [f"lengths file {DIRECTORY}", "Is a directory"]),
     ("llama", dict(scheduler_cls="my.Scheduler"),

@@ -94,7 +94,7 @@ def test_files_of_users(tmp_path: Path) -> None:
         ("a.txt", "length\n3\nmany\n", "line 3 must be one length in tokens, got 'many'"),
         ("a.txt", "3 4\n5 6\n", "line 2"),
         ("a.txt", "0\n", "must be 1 to max_tokens"),
-        ("a.json", "{", "Expecting"),
+        ("a.json", "{", "is no JSON"),
         ("a.json", "[1]", "expected a JSON object"),
         ("a.json", '{"lengths": [1.5]}', "lengths must be a list of whole numbers"),
         ("a.json", '{"lengths": [1], "colour": 1}', "unknown"),

@@ -41,7 +41,7 @@ MUTATIONS = [
     Mutation(
         "the file where killed workers have met stays",
         "pat_vllm.executor.leftovers:Leftovers.add",
-        {"self._rendezvous.add(Path(address.path))": "pass"},
+        {'self._rendezvous.add(Path(made.met_at.removeprefix("file://")))': "pass"},
         (f"{FAULTS}::test_a_dead_worker_fails_the_engine_and_leaves_nothing",),
     ),
     Mutation(

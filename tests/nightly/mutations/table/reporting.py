@@ -160,7 +160,7 @@ MUTATIONS = [
     Mutation(
         "an edited profile is believed",
         "pat_vllm.profiling.profile:Profile.load",
-        {'content.pop("digest") != _digest(content)': 'not content.pop("digest")'},
+        {"content = without_digest(content, named)": "del content[DIGEST]"},
         _PROFILE,
     ),
     Mutation(

@@ -78,7 +78,7 @@ _ADVICE: list[Row] = [
     ("a kind of layouts is not in the settings", "settings:pat_options", 'kinds == {"ep"} or', "", ADVISE),
     ("data-parallel ranks share experts", "settings:_Engine.settings", "self.engines > 1 and self.experts is None", "self.engines > 1", ADVISE),
     ("a prompt is as long as prompt and response", "lengths:_of_records", "total - length for total", "total for total", LENGTHS),
-    ("a response of no tokens is one", "lengths:_whole_numbers", "one < 1", "one < 0", LENGTHS),
+    ("a response of no tokens is one", "lengths:_whole_numbers", "not 1 <= one", "not 0 <= one", LENGTHS),
     ("prompts are those of other responses", "lengths:EarlierRollouts.draw", "self.num_prompt_tokens[i] for i in picks.tolist()", "self.num_prompt_tokens[0] for i in picks.tolist()", LENGTHS),
     ("steps of a directory are read by their digits", "lengths:read_rollouts", "(len(file.stem), file.stem)", "file.stem", LENGTHS),
 ]
