@@ -69,9 +69,9 @@ def main(out: str, *wanted: str) -> None:
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Start the engine, look at what it compiled, run the batch, and let it score the tokens."""
+    """Start the engine, look at what it compiled, and run the batch."""
     import pat_vllm
-    from tests.support.engines import engine, run, teacher_forced
+    from tests.support.engines import engine, run
 
     root = folder / f"cache-{case.cache}"
     os.environ |= {
@@ -98,18 +98,13 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
         "worker_extension_cls": "tests.gpuless.compiled_worker.Compiled",
     }
     pat = {"kv_transfer": "migrate", "weights": "inplace", **case.pat}
-    result: dict[str, Any] = {"runs": {}, "scores": {}}
+    result: dict[str, Any] = {"runs": {}}
     with engine("qwen3", 2, pat, **options) as llm:
         config = llm.llm_engine.vllm_config
         result |= {"mode": config.compilation_config.mode, "v2": config.use_v2_model_runner}
         result["compiled"] = llm.collective_rpc("compiled")
         for name, switches in SWITCHES.items():
             result["runs"][name] = run(llm, jobs(), before_step=at_steps(llm, switches))
-        last = next(reversed(result["runs"].values()))
-        sequences = {name: (job.prompt, last[name].token_ids) for name, job in jobs().items()}
-        for tp in (1, 2):
-            assert pat_vllm.switch(llm, tp=tp)
-            result["scores"][f"tp={tp}"] = teacher_forced(llm, sequences)
         switched = [one for one in pat_vllm.report(llm).switches if one.num_seqs]
         result["switches"] = [[one.source.tp, one.target.tp, one.migrated] for one in switched]
         result["compiled after"] = llm.collective_rpc("compiled")

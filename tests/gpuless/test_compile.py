@@ -76,9 +76,6 @@ def check_outputs(result: Result, plain: Result) -> None:
             )
             apart = [min(abs(one - other) for other in others) for one, *others in found]
             assert len(apart) >= 12 and max(apart) <= TOLERANCE, (run, name, apart)
-    for tp, scores in result["scores"].items():
-        for name, score in scores.items():
-            assert score == pytest.approx(plain["scores"][tp][name], abs=TOLERANCE), (tp, name)
 
 
 @pytest.mark.parametrize("case, counts", [("cold", COLD), ("warm", WARM)])

@@ -49,7 +49,9 @@ def artifacts_of(engine: Any) -> dict[tuple[Layout, int], tuple[str, tuple[int, 
 
 def test_ranks_and_layouts_have_artifacts_of_their_own() -> None:
     """And find them at a second start."""
-    for ranks, pat in ((2, {}), (8, {}), (8, {"layouts": [2, 8], "base_tp": 2})):
+    cases: list[tuple[int, dict[str, Any]]]
+    cases = [(2, {}), (8, {}), (8, {"layouts": [2, 8], "base_tp": 2})]
+    for ranks, pat in cases:
         artifacts = artifacts_of(engine_config(ranks, **pat))
         assert len(set(artifacts.values())) == len(artifacts)
         assert artifacts_of(engine_config(ranks, **pat)) == artifacts
