@@ -61,19 +61,18 @@ def sleep_on(reader: Any, seconds: float) -> bool:
     return bool(events)
 
 
-@pytest.mark.parametrize("message", [("some", 1), MANY_BYTES], ids=["small", "large"])
-def test_messages_arrive_in_order_and_wake_the_reader(ring: Any, message: Any) -> None:
+def test_messages_arrive_in_order_and_wake_the_reader(ring: Any) -> None:
     writer, reader = ring
     with pytest.raises(TimeoutError):
         reader.dequeue(timeout=0.05)
-    assert not reader.ready()
-    writer.enqueue(message)
-    assert sleep_on(reader, 60)
-    assert reader.ready()
-    writer.enqueue("second")
-    assert reader.dequeue(timeout=60) == message
-    assert reader.dequeue(timeout=60) == "second"
-    assert not reader.ready()
+    for message in (("some", 1), MANY_BYTES):
+        assert not reader.ready()
+        writer.enqueue(message)
+        assert sleep_on(reader, 60)
+        assert reader.ready()
+        writer.enqueue("second")
+        assert reader.dequeue(timeout=60) == message
+        assert reader.dequeue(timeout=60) == "second"
 
 
 def test_shutting_down_ends_a_wait_without_end(ring: Any) -> None:
@@ -214,11 +213,7 @@ def test_shutting_down_removes_the_rings(ends: tuple[Lanes, list[WorkerLanes]]) 
     lanes.shutdown(LAYOUTS[0])
     lanes.shutdown(None)
     with pytest.raises(RuntimeError, match="shut down"):
-        lanes.receive(0, timeout=60)
-    with pytest.raises(RuntimeError, match="shut down"):
         lanes.send(LAYOUTS[0], 0, EXECUTE)
-    with pytest.raises(RuntimeError, match="shut down"):
-        lanes.wait([0], timeout=60)
     replies = [worker.reply_handle() for worker in workers]
     assert len(there(replies)) == 2
     for worker in workers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -139,13 +138,6 @@ def test_sends_of_two_threads_do_not_meet() -> None:
     assert not vars(llm.llm_engine.engine_core)
 
 
-def test_a_ray_cluster_is_noted_in_the_config() -> None:
-    parallel: Any = SimpleNamespace()
-    assert front_end.noted_ray_address(parallel) is None
-    front_end.note_ray_address(parallel, "10.0.0.1:6379")
-    assert front_end.noted_ray_address(parallel) == "10.0.0.1:6379"
-
-
 # -------------------------------------------------------------------- schedulers
 
 
@@ -175,15 +167,6 @@ def test_admission_counts_each_load_once_and_gives_them_back() -> None:
     assert scheduler._inflight_prefills == {"a", "b", "c"}
     assert scheduler._inflight_prefill_reserved_blocks() == -1
     assert pool.enable_caching
-
-
-def test_pool_resets_are_quiet_inside() -> None:
-    logger = logging.getLogger("vllm.v1.core.block_pool")
-    before = logger.level
-    with schedulers.quiet_pool_resets(), schedulers.quiet_pool_resets():
-        assert not logger.isEnabledFor(logging.INFO)
-        assert logger.isEnabledFor(logging.WARNING)
-    assert logger.level == before
 
 
 # -------------------------------------------------------------------- workers
