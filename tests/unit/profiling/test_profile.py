@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
-from pat_vllm.cli import profile as command
 from pat_vllm.cli.profile import Partial
 from pat_vllm.files.digest import with_digest
 from pat_vllm.layout import Layout
@@ -198,26 +195,3 @@ def test_an_unfinished_profile_goes_on(tmp_path: Path) -> None:
     path.write_text("no profile\n")
     with pytest.raises(ProfileError, match="--output"):
         Partial.open(path, header())
-
-
-def test_command_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "take_profile", lambda console, engine, *_: engines.append(engine))
-
-    def run(*options: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(app, ["profile", "nowhere", *options])
-        return outcome.exit_code, " ".join(outcome.output.split())
-
-    assert run()[0] == 0
-    assert run("--speculative-config", '{"num_speculative_tokens": 4}')[0] == 0
-    plain, speculating = engines
-    assert speculating["speculative_config"] == {"num_speculative_tokens": 4}
-    assert "speculative_config" not in plain and plain["tensor_parallel_size"] == 2
-    assert plain["additional_config"]["pat"]["policy"] == {"kind": "static", "tp": 1}
-    for option, value, words in (
-        ("--pat", '{"layouts": [3]}', "tp=3"),
-        ("--pat", "[1, 2]", "--pat takes a JSON object"),
-        ("--speculative-config", "{", "--speculative-config takes a JSON object"),
-    ):
-        code, text = run(option, value)
-        assert code == 2 and words in text

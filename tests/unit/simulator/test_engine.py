@@ -88,16 +88,6 @@ def test_policy_is_asked_again_after_the_first_step_in_a_layout() -> None:
     assert [switch.at for switch in run.switches] == [3.0, 5.5 + 0.75]
 
 
-@pytest.mark.parametrize("chunk", [1, 32])
-@pytest.mark.parametrize("lengths", [(3, 10), (10, 3)])
-def test_steps_that_end_together_are_over_before_a_switch(
-    lengths: tuple[int, int], chunk: int
-) -> None:
-    run = simulate(batch(*lengths), follow(ONE, (1, TWO)), Constant(), FREE, chunk=chunk)
-    assert (run.switches[0].at, run.switches[0].quiesce) == (3.0, 0.0)
-    assert max(run.finished) == 3 + 2 + 7 * 0.75
-
-
 def test_requests_beyond_max_num_seqs_wait() -> None:
     capacity = ReplicaCapacity(max_num_seqs={1: 1, 2: 2})
     run = simulate(batch(2, 3, 4), StayPolicy(TWO), Constant(), capacity)

@@ -60,17 +60,6 @@ def test_steps_are_those_of_verification(responses: list[list[bool]], k: int) ->
         assert accepted[:-1].tolist() == (np.diff(tokens) - 1)[:-1].tolist()
 
 
-def test_acceptance_is_that_of_the_trace() -> None:
-    trace = replace(traces.uniform(300, 200, 400, seed=1), acceptance=0.5)
-    guesses, every = GuessedTokens.of(trace), np.arange(300)
-    expected = guesses.drafting(every, np.zeros(300, np.int64), LENGTHS)
-    assert expected.tokens[0] == 1
-    assert expected.tokens[1] == pytest.approx(1.5, abs=0.02)
-    assert guesses is GuessedTokens.of(replace(trace, name="again"))
-    none = GuessedTokens.of(replace(trace, acceptance=0.0))
-    assert none.drafting(every, np.zeros(300, np.int64), LENGTHS).tokens.tolist() == [1] * 4
-
-
 def fixed(layout: Layout, k: int) -> SchedulePolicy:
     return SchedulePolicy(layout, (), {layout: ((1, 512, k),)})
 
