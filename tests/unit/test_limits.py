@@ -97,3 +97,9 @@ def test_per_replica_they_are_as_given(engine: tuple[Limits, int, PATConfig]) ->
     for layout in LAYOUTS:
         assert layout_limits(layout, given_, config, per_seq) == given_
         assert narrower_limit(5, layout, given_.max_num_seqs, config) == min(5, given_.max_num_seqs)
+
+
+def test_narrower_limits_grow_too() -> None:
+    """As vLLM has them for requests that run and tokens that are scheduled."""
+    for given_, limit, expected in ((None, 100, None), (10, 100, 40), (50, 100, 100)):
+        assert narrower_limit(given_, LAYOUTS[2], limit, EVERY_LAYOUT) == expected
