@@ -14,6 +14,7 @@ from prometheus_client import values as prometheus_values
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+from vllm.v1.request import RequestStatus
 
 from benchmarks.without_workers import engine_config
 from pat_vllm import plugin
@@ -166,6 +167,19 @@ def carried(outputs: dict[int, Any]) -> list[Update]:
     ]
     assert len(parts) <= 1
     return [update for part in parts for update in updates_of(part)]
+
+
+def test_updates_travel_with_statistics_even_if_nobody_is_left(scheduler: Any) -> None:
+    """Home again after the last request, without an output that they could go with."""
+    add(scheduler, 5)
+    step(scheduler)
+    assert scheduler.controller.request(2) is True
+    step(scheduler)
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    found = carried(step(scheduler))
+    assert values_of(found, names.SWITCHES) == {("tp2dp4", "tp8dp1", "idle"): 1}
+    assert values_of(found, names.TENSOR_PARALLEL_SIZE) == {(): 8}
+    assert {*values_of(found, names.NUM_REQUESTS).values()} == {0}
 
 
 def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
