@@ -146,6 +146,7 @@ class Runner:
         is_profiling: bool = False,
         kv_cache_allocation_context: Any = None,
     ) -> None:
+        assert parallel_state.get_tp_group() is self.group
         self.tables = torch.zeros(TABLES, dtype=torch.int32).fill_(self.tp)
         group: Any = SimpleNamespace(make=lambda: allocated(self.needs.workspace[self.tp]))
         AttentionGroup.create_metadata_builders(group)
