@@ -14,7 +14,6 @@ import pytest
 
 from pat_vllm.doctor import child
 from pat_vllm.doctor.child import Run, run_module
-from pat_vllm.doctor.symptoms import explain
 from pat_vllm.doctor.values import Check
 
 ROOT = Path(__file__).parents[3]
@@ -93,10 +92,3 @@ def runs(pid: int) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def test_symptoms() -> None:
-    assert explain("all is well") is None
-    assert explain("Worker proc VllmWorker-3 died unexpectedly, shutting down") == "rank 3 died"
-    both = "torch.OutOfMemoryError: CUDA out of memory.\nWorker proc VllmWorker-3 died unexpectedly"
-    assert explain(both) == "too little memory: torch.OutOfMemoryError: CUDA out of memory."
