@@ -89,12 +89,13 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     Returns:
         None: the model has no experts, or not one number and one width for all layers.
     """
-    count, width = (
-        next((config[name] for name in names if config.get(name)), None)
-        for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
-    )
-    known = all(type(one) is int and 0 < one <= _MOST for one in (count, width))
-    return (count, width) if known else None
+    found: list[int] = []
+    for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS):
+        value = next((config[name] for name in names if config.get(name)), None)
+        if type(value) is not int or not 0 < value <= _MOST:
+            return None
+        found.append(value)
+    return found[0], found[1]
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:

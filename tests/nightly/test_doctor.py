@@ -68,6 +68,8 @@ def test_what_is_wrong_is_found_where_it_is(
 ) -> None:
     """Started as for users: what a server's processes write does not come to the log."""
     monkeypatch.setenv(VARIABLE, sabotage)
+    # The engine's processes do not import from the current directory.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     verdict, text = doctor(tmp_path, "--engine", EXTENSION)
     assert verdict.failed is not None and verdict.failed.name == "eager", text
     last = verdict.failed.checks[-1]

@@ -80,7 +80,7 @@ class Program:
         start_new_session: bool = False,
         **_: Any,
     ) -> None:
-        _python, _option, module, *arguments = command
+        module, *arguments = command[command.index("-m") + 1 :]
         self._process = context().Process(
             target=_run_program,
             args=(module, arguments, dict(env), stdout.name, start_new_session),

@@ -143,7 +143,10 @@ def test_no_damage_to_lengths_is_taken(
                 kept.load(path)
     # Nor what no engine can have seen, by whomever it was written.
     content = {**lengths.to_json(), "acceptance": Acceptance((0, 2)).to_json()}
-    wrong = [{"ends": [1e308], "tokens": [1e308]}, {"ends": ["1"], "tokens": [2]}]
+    wrong: list[dict[str, Any]] = [
+        {"ends": [1e308], "tokens": [1e308]},
+        {"ends": ["1"], "tokens": [2]},
+    ]
     wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}]
     for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
         path.write_text(json.dumps(with_digest({**content, **fields})))

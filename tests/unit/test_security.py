@@ -1,9 +1,20 @@
-"""Nothing that is read is unpickled or run."""
+"""Nothing that is read is unpickled or run, and nothing that lies in the current directory."""
 
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm.cli import advise, engine_run
+from pat_vllm.doctor.child import run_module
+from pat_vllm.text_only import command_without_vision_and_audio, starting_with_safe_path
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("pat_vllm", "integrations")
@@ -70,3 +81,55 @@ def test_nothing_that_is_read_is_unpickled() -> None:
     assert found == CALLS_OF_THE_USER
     for source in ("from torch import load", "np.load(path)", "f(allow_pickle=True)", "eval(text)"):
         assert loading(source)
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a directory with modules of everyone's names, which say so when they are imported."""
+    for name in ("json", "multiprocessing", "pydantic", "typing"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w'); 1 / 0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    # It is here where tests are run by `python -m pytest`.
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", os.getcwd())])
+    yield
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_current_directory_is_not_imported_from(
+    trap: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the processes of our commands; that the trap works, stock Python shows."""
+    stock = subprocess.run([sys.executable, "-c", "import json"], capture_output=True)
+    assert b"ZeroDivisionError" in stock.stderr
+    Path("ran").unlink()
+
+    ended = run_module("pat_vllm.doctor.environment", "{}", os.environ, lambda _: None)
+    assert "ValidationError" in ended.log, ended.log  # its request is none
+    command = command_without_vision_and_audio("this")
+    assert "Zen of Python" in subprocess.run(command, capture_output=True, text=True).stdout
+    with starting_with_safe_path():  # as multiprocessing starts a process
+        spawn = [sys.executable, "-c", "import multiprocessing.spawn"]
+        assert subprocess.run(spawn).returncode == 0
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
+class Started(Exception):
+    """Instead of a process."""
+
+
+def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the demo and of the pool of `pat-vllm advise`."""
+
+    def start(*command: Any, env: Any = os.environ, **options: Any) -> None:
+        raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
+
+    monkeypatch.setattr(engine_run.subprocess, "Popen", start)
+    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, *[engine_run.Batch((), ())] * 2)
+    with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
+        engine_run.run(spec)
+    monkeypatch.setattr(advise, "ProcessPoolExecutor", lambda *_: start([]))
+    question = advise.Question("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
+    with pytest.raises(Started, match="'1'"):
+        advise.answer(question, processes=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -111,9 +112,6 @@ def test_contenders_differ_in_nothing_but_the_policy(drafts: int, tmp_path: Path
     assert made[0] == made[1] == made[2]
     speculative = made[0].engine.get("speculative_config", {})
     assert speculative.get("num_speculative_tokens", 0) == drafts
-
-
-def test_too_long_a_batch_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
     with pytest.raises(ValueError, match="--max-tokens 32 or less"):
         specs(tmp_path, a_batch(longest=90))
@@ -154,16 +152,8 @@ def test_what_is_shown() -> None:
     assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1] and "250 ms" in lines[-1]
     odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]), width=4)
     assert odd[:4] == ["     5 |::", "     4 |::", "     2 |::", "     1 |::::"]
-
-
-def test_agreement() -> None:
-    assert disagreement(runs()) is None
-    for outputs, words in (
-        (((5, 6), (7, 8, 1, 2)), "differ in 1 of 2 requests; request 1 differs first at token 2"),
-        (((5,), (7, 8, 9, 10)), "has 2 and 1 tokens"),
-    ):
-        other = dataclasses.replace(RESULTS[2], outputs=outputs)
-        assert words in (disagreement(runs(other)) or "")
+    shorter = dataclasses.replace(RESULTS[2], outputs=((5,), (7, 8, 9, 10)))
+    assert "has 2 and 1 tokens" in (disagreement(runs(shorter)) or "")
 
 
 def with_drafts(result: RunResult) -> RunResult:
@@ -184,50 +174,36 @@ def demo_command(folder: Path, model: Path | str, *options: str) -> tuple[int, s
     return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split()), output
 
 
-def recorded_demo(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *answers: RunResult
-) -> tuple[int, str, Path]:
-    """The demo, whose engines answer so."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    left = iter(answers)
-    monkeypatch.setattr("pat_vllm.cli.demo.run", lambda spec: next(left))
-    return demo_command(folder, folder, "--requests", "2", "--switch-at", "2")
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that agree, with a picture of draft lengths, and that do not; an engine that ends;
+    and what a user got wrong."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    output = tmp_path / "out.png"
 
+    def demo(answers: Iterable[RunResult], model: Path | str, *options: str) -> tuple[int, str]:
+        left = iter(answers)
+        monkeypatch.setattr("pat_vllm.cli.demo.run", lambda spec: next(left))
+        options = ("--requests", "2", "--switch-at", "2", *options)
+        return demo_command(tmp_path, model, *options)[:2]
 
-def test_a_demo_that_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a picture that has draft lengths."""
-    code, text, image = recorded_demo(tmp_path, monkeypatch, *map(with_drafts, RESULTS))
-    assert code == 0, text
-    assert "Outputs of all three runs agree" in text
+    code, text = demo(map(with_drafts, RESULTS), tmp_path)
+    assert code == 0 and "Outputs of all three runs agree" in text, text
     assert "n-gram drafts, k = 4: accepted in 'replicas' 70% of 10" in text
-    assert image.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-
-def test_what_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Different outputs, or an engine that ends."""
-    other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
     monkeypatch.setattr("pat_vllm.cli.demo_plot.plot", lambda results, path: None)
-    code, text, _ = recorded_demo(tmp_path, monkeypatch, *RESULTS[:2], other)
+    other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
+    code, text = demo([*RESULTS[:2], other], tmp_path)
     assert code == 1 and "DIFFERENT OUTPUTS" in text and "agree" not in text
-    assert "request 1 differs first at token 3: 10 and 11" in text
+    assert "differ in 1 of 2 requests; request 1 differs first at token 3: 10 and 11" in text
 
-    def fail(spec: RunSpec) -> RunResult:
+    def ends() -> Iterator[RunResult]:
         raise RunFailed("the engine's process ended with exit code 1:\nlast words")
+        yield
 
-    monkeypatch.setattr("pat_vllm.cli.demo.run", fail)
-    code, text, _ = demo_command(tmp_path, tmp_path, "--requests", "2")
+    code, text = demo(ends(), tmp_path)
     assert code == 1 and "last words" in text
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "words"),
-    [
-        ("nowhere", (), "is no directory with a checkpoint"),
-        ("repeating", ("--speculate", "--temperature", "1"), "--temperature 1 does not go with"),
-    ],
-)
-def test_what_a_user_got_wrong(
-    model: str, options: tuple[str, ...], words: str, tmp_path: Path
-) -> None:
-    code, text, _ = demo_command(tmp_path, model, *options)
-    assert code == 2 and words in text
+    code, text = demo((), "nowhere")
+    assert code == 2 and "is no directory with a checkpoint" in text
+    code, text = demo((), "repeating", "--speculate", "--temperature", "1")
+    assert code == 2 and "--temperature 1 does not go with" in text

@@ -13,6 +13,7 @@ PLUGIN = "pat_vllm.plugin"
 MIXTURE = "pat_vllm.mixture:Mixture"
 FILES = "pat_vllm.files.writing"
 READING = "pat_vllm.files.reading"
+TEXT_ONLY = "pat_vllm.text_only"
 BUFFERS = "pat_vllm.memory.buffers"
 SHAPE = "pat_vllm.memory.model:ModelShape"
 SIZING = "pat_vllm.memory.sizing"
@@ -108,6 +109,9 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{READING}:_open": {
             "a pipe is waited for": {" | os.O_NONBLOCK": ""},
         },
+        f"{READING}:parse_json": {
+            "JSON is nested without end": {"return from_json(text.removeprefix": "return __import__('json').loads(text.removeprefix"},
+        },
         f"{READING}:without_digest": {
             "damage is not seen": {"content[DIGEST] != digest_of(rest)": "False"},
         },
@@ -124,6 +128,20 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         "pat_vllm.predictor.kept:save": {
             "kept lengths are open to others": {", private=True": ""},
             "kept lengths are written in place": {"write_whole(path, ": "path.write_text(", ", private=True": ""},
+        },
+    },
+    "tests/unit/test_security.py": {
+        f"{TEXT_ONLY}:command_of": {
+            "children import from the current directory": {'"-P", ': ""},
+        },
+        f"{TEXT_ONLY}:command_without_vision_and_audio": {
+            "models are looked at beside the current directory": {'"-P", ': ""},
+        },
+        f"{TEXT_ONLY}:starting_with_safe_path": {
+            "spawned processes import from the current directory": {"os.environ.update(SAFE_PATH)": "pass"},
+        },
+        "pat_vllm.cli.engine_run:run": {
+            "engines' workers import from the current directory": {", **SAFE_PATH": ""},
         },
     },
     "tests/unit/memory/test_memory.py": {
