@@ -21,11 +21,12 @@ import pat_vllm
 from pat_vllm.executor import orphan
 from pat_vllm.scheduler import switch as switch_module
 from tests.engine.specs import SMALL_KV
-from tests.support.engines import Job, engine, engine_processes, run, scheduler_of
+from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
     assert_a_dead_worker_is_noticed,
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
+    assert_a_killed_front_end_takes_its_engine_along,
     assert_gone,
     die_in_exchange,
     die_soon,
@@ -59,30 +60,9 @@ def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
     )
 
 
-def front_end(ready: Any) -> None:
-    """Runs in a process of its own, until that is killed."""
-    with engine("qwen3", 2, {}, in_process=False, from_server=False):
-        ready.set()
-        threading.Event().wait()
-
-
 def test_a_killed_front_end_takes_its_engine_along() -> None:
     """Stock vLLM's engine core would wait for it, and its workers keep their devices."""
-    # Only itself from the server, which has imported vLLM; what it starts, as for users.
-    server = context()
-    ready = server.Event()
-    process = server.Process(target=front_end, args=(ready,))
-    before = engine_processes()
-    process.start()
-    try:
-        while not ready.wait(1):
-            assert process.is_alive()
-        spawned = engine_processes(before)
-        assert len(spawned) >= 3
-    finally:
-        process.kill()
-    process.join()
-    assert_gone(spawned)
+    assert_a_killed_front_end_takes_its_engine_along(from_server=True)
 
 
 # ---------------------------------------------------------------- processes that outlive others

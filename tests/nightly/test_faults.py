@@ -14,6 +14,7 @@ from tests.support.faults import (
     assert_a_dead_worker_is_noticed,
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
+    assert_a_killed_front_end_takes_its_engine_along,
     die_in_exchange,
     die_soon,
     fail_in_switch,
@@ -49,3 +50,7 @@ def test_a_front_end_that_is_terminated_in_a_switch_takes_its_engine_along(
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
         signal.SIGTERM, tmp_path, monkeypatch
     )
+
+
+def test_a_killed_front_end_takes_its_engine_along() -> None:
+    assert_a_killed_front_end_takes_its_engine_along(from_server=False)

@@ -230,3 +230,30 @@ def assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
     finally:
         process.kill()
     assert_gone(spawned, held)
+
+
+def front_end(ready: Any, from_server: bool) -> None:
+    """Runs in a process of its own, until that is killed."""
+    with engine("qwen3", 2, {}, in_process=False, from_server=from_server):
+        ready.set()
+        threading.Event().wait()
+
+
+def assert_a_killed_front_end_takes_its_engine_along(from_server: bool) -> None:
+    """Its engine's processes start from the server, or as for users."""
+    from tests.support.fork_server import context
+
+    server = context()
+    ready = server.Event()
+    process = server.Process(target=front_end, args=(ready, from_server))
+    before = engine_processes()
+    process.start()
+    try:
+        while not ready.wait(1):
+            assert process.is_alive()
+        spawned = engine_processes(before)
+        assert len(spawned) >= 3
+    finally:
+        process.kill()
+    process.join()
+    assert_gone(spawned)

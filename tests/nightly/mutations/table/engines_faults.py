@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.nightly.mutations.mutation import Mutation
 
 FAULTS = "tests/engine/test_faults.py"
-ASYNC = "tests/engine/test_async_serve.py"
+ASYNC = "tests/engine/test_async.py"
 POLICY = "tests/engine/test_policy.py"
 RAY = "tests/engine/test_ray.py"
 SCHEDULER = "tests/vllm/scheduler/test_scheduler.py"
