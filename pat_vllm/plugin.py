@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.patches.dead_engine import end_waits_for_dead_engines
 from pat_vllm.patches.front_end import (
-    fail_waits_for_a_dead_core,
     inspect_models_without_vision_and_audio,
     let_engine_cores_end,
     log_through_vllm,
@@ -68,7 +68,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         from pat_vllm.support import prepare
 
         prepare(vllm_config)
-        fail_waits_for_a_dead_core()
+        end_waits_for_dead_engines()
         let_engine_cores_end()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)

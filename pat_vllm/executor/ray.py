@@ -103,6 +103,15 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
             if ray.is_initialized():
                 remove_placement_group(group)
 
+    def _ended_workers(self) -> list[str]:
+        running = {
+            one.run_ref: one.rank for one in getattr(self, "ray_worker_handles", ()) if one.run_ref
+        }
+        if not running or not ray.is_initialized():
+            return []
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+        return [f"worker {running[one]}, a Ray actor, died" for one in ended]
+
 
 def place_ranks(parallel: ParallelConfig) -> list[int]:
     """The bundle of each rank, in the placement group of a config.
