@@ -104,9 +104,8 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
                 remove_placement_group(group)
 
     def _ended_workers(self) -> list[str]:
-        running = {
-            one.run_ref: one.rank for one in getattr(self, "ray_worker_handles", ()) if one.run_ref
-        }
+        workers = getattr(self, "ray_worker_handles", ())
+        running = {one.run_ref: one.rank for one in workers if one.run_ref is not None}
         if not running or not ray.is_initialized():
             return []
         ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)

@@ -8,8 +8,9 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_vllm.patches import dead_engine, front_end
 
-PATIENCE = 60
+PATIENCE = 30
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +42,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
-    stock = BackgroundResources.__dict__["engine_dead"]
+    monkeypatch.setattr(BackgroundResources, "engine_dead", False)
     dead_engine.end_waits_for_dead_engines()
-    monkeypatch.setattr(BackgroundResources, "engine_dead", BackgroundResources.engine_dead)
-    yield
-    monkeypatch.undo()
-    BackgroundResources.engine_dead = stock
 
 
 def client_of(kind: type) -> Any:
@@ -57,6 +54,20 @@ def client_of(kind: type) -> Any:
     client.utility_results = {}
     client.start_engine_core_monitor()
     return client
+
+
+def waiting(function: Callable[[], Any]) -> Future[Any]:
+    """What a function returns that may wait for ever."""
+    result: Future[Any] = Future()
+
+    def wait() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    return result
 
 
 def core_says(client: Any) -> None:
@@ -72,7 +83,8 @@ def core_has_ended(client: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("die", "cause"), [(core_says, ""), (core_has_ended, "EngineCore was killed by SIGKILL")]
+    ("die", "cause"),
+    [(core_says, "root cause"), (core_has_ended, "EngineCore was killed by SIGKILL")],
 )
 def test_all_waits_end(die: Callable[[Any], None], cause: str) -> None:
     client = client_of(SyncMPClient)
@@ -80,13 +92,12 @@ def test_all_waits_end(die: Callable[[Any], None], cause: str) -> None:
     answered: Future[Any] = Future()
     client.utility_results.update({1: call, 2: answered})
     answered.set_result("before")
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(client.get_output)
-        die(client)
-        with pytest.raises(EngineDeadError, match=cause):
-            output.result(PATIENCE)
-        with pytest.raises(EngineDeadError, match=cause):  # and who asks again
-            pool.submit(client.get_output).result(PATIENCE)
+    output = waiting(client.get_output)
+    die(client)
+    with pytest.raises(EngineDeadError, match=cause):
+        output.result(PATIENCE)
+    with pytest.raises(EngineDeadError, match=cause):  # and who asks again
+        waiting(client.get_output).result(PATIENCE)
     with pytest.raises(EngineDeadError, match=cause):
         call.result(0)
     assert answered.result(0) == "before"
