@@ -104,6 +104,25 @@ def tell_cause_of_death() -> None:
     replace(EngineCoreProc, "_send_engine_dead", wrap)
 
 
+def let_others_remove_rings() -> None:
+    """Have a process that has made a ring of messages not mind that it is removed already.
+
+    Without it: the engine core removes what killed workers leave. Each other worker then ends with
+    tracebacks of `ShmRingBuffer.__del__`, which hide the cause. Missing seam: `unlink` that may
+    find nothing.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    def wrap(remove: Callable[[ShmRingBuffer], None]) -> Callable[[ShmRingBuffer], None]:
+        def remove_if_there(ring: ShmRingBuffer) -> None:
+            with suppress(FileNotFoundError):
+                remove(ring)
+
+        return remove_if_there
+
+    replace(ShmRingBuffer, "__del__", wrap)
+
+
 def describe_exit(exitcode: int) -> str:
     """How a process has ended, by its exit code as `multiprocessing` has it."""
     if exitcode >= 0:

@@ -18,18 +18,18 @@ import psutil
 import pytest
 
 import pat_vllm
+from benchmarks.endurance.callers import ASYNC, SYNC
+from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
 from pat_vllm.scheduler import switch as switch_module
 from tests.engine.specs import SMALL_KV
 from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
-    assert_a_dead_worker_is_noticed,
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
     assert_a_killed_front_end_takes_its_engine_along,
     assert_gone,
-    die_in_exchange,
-    die_soon,
+    assert_kill_is_reported,
     run_out_of_memory,
 )
 from tests.support.fork_server import context
@@ -37,12 +37,17 @@ from tests.support.fork_server import context
 # ---------------------------------------------------------------- engines that end
 
 
-@pytest.mark.parametrize(("tp", "sabotage"), [(1, die_soon), (2, die_in_exchange)])
-def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
-    tp: int, sabotage: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in mid-generation, or in mid-switch."""
-    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill("storm", rank=1, tp=1, delay=0.3, callers=SYNC[1:], seed=1),
+        Kill("asynchronous storm", rank=0, tp=2, delay=0.3, callers=ASYNC, seed=2),
+    ],
+    ids=lambda kill: kill.moment,
+)
+def test_a_killed_worker_is_reported_to_all(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whoever waits, of whatever; and nothing is left."""
+    assert_kill_is_reported(kill, monkeypatch)
 
 
 def test_a_switch_that_fails_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from benchmarks.endurance.kills import Kill, kill_one
+from benchmarks.endurance.kills import Kill
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
 from benchmarks.endurance.soak import Soaked, soak_engine
 from tests.support.engines import engine
+from tests.support.faults import assert_kill_is_reported
 
 
 def soak_for(seconds: float, speculates: bool) -> Soaked:
@@ -20,16 +21,6 @@ def soak_for(seconds: float, speculates: bool) -> Soaked:
     assert counts["switches"] > 20 and counts["given up"] > 2
     assert bool(counts["changes of the draft length"]) == speculates
     return soaked
-
-
-def assert_kill_is_reported(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How soon is for `make kills` to say, on a machine that does nothing else."""
-    # Lets a function travel to the workers.
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    outcome = kill_one(kill)
-    assert outcome.clear, outcome
-    assert outcome.noticed >= 0
-    assert not outcome.left
 
 
 @pytest.mark.parametrize("speculates", [False, True])

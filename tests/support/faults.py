@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import pat_vllm
+from benchmarks.endurance.kills import Kill, kill_one
 from tests.support.engines import engine, engine_processes
 
 GONE_WITHIN = 150.0
@@ -123,6 +124,16 @@ def step_to_the_end(llm: Any) -> None:
     """Step until no request is left."""
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
+
+
+def assert_kill_is_reported(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How soon is for `make kills` to say, on a machine that does nothing else."""
+    # Lets a function travel to the workers.
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    outcome = kill_one(kill)
+    assert outcome.clear, outcome
+    assert outcome.noticed >= 0
+    assert not outcome.left
 
 
 def assert_a_dead_worker_is_noticed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import signal
@@ -11,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import vllm.v1.engine.utils as engine_cores
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.core_client import (
@@ -141,6 +144,18 @@ def test_the_core_tells_the_cause() -> None:
         core_says(client)
         with pytest.raises(EngineDeadError, match=cause):
             client.get_output()
+
+
+def test_a_ring_may_be_removed_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShmRingBuffer, "__del__", ShmRingBuffer.__del__)
+    dead_engine.let_others_remove_rings()
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    ring = ShmRingBuffer(1, 1024, 2)
+    Path("/dev/shm", ring.shared_memory.name).unlink()
+    del ring
+    gc.collect()
+    assert not raised
 
 
 def test_a_stopped_worker_does_not_outlive_its_killed_core(

@@ -185,6 +185,7 @@ _PATCHES: list[Row] = [
     ("who waits again for a dead engine waits for ever", "dead_engine:end_waits_for_dead_engines", "client.outputs_queue.put_nowait(_error(client))", "pass", DEAD),
     ("coroutines wait for a dead engine", "dead_engine:_end_waits", "future.get_loop().call_soon_threadsafe(_fail, future, _error(client))", "pass", DEAD),
     ("a core does not tell of what it dies", "dead_engine:tell_cause_of_death", "core.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=answer)))", "pass", DEAD),
+    ("a ring that is removed already is a traceback", "dead_engine:let_others_remove_rings", "suppress(FileNotFoundError)", "suppress()", DEAD),
     ("a stopped worker outlives its core", "front_end:let_engine_cores_end", "worker.kill()", "pass", DEAD),
     ("generate waits for a dead core", "dead_engine:_end_waits", "client.outputs_queue.put_nowait(_error(client))", "pass", DEAD),
     ("a narrower layout uses the last rows of counters", "runners:share_penalty_counts", "shared.output_bin_counts[:rows]", "shared.output_bin_counts[-rows:]", PATCHES),
