@@ -88,7 +88,12 @@ def go_on(watch: Callable[[], None], started: Path) -> None:
     os.getppid = posix.getppid
     orphan._SHUTDOWN_SECONDS = orphan._GRACE_SECONDS = 1.0
     watch()
-    started.write_text(str(os.getpid()))
+    # Of an engine core: a worker that hears no signal but the last.
+    worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    worker.start()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    started.write_text(f"{os.getpid()} {worker.pid}")
     threading.Event().wait()
 
 
@@ -104,7 +109,8 @@ def fails(asked: Path) -> None:
 
 @pytest.mark.parametrize("shutdown", [never_ends, fails, None])
 def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path) -> None:
-    """An engine core though its shutdown does not; a worker though it waits for another one."""
+    """An engine core though its shutdown does not, with a worker that is stopped; a worker though
+    it waits for another one."""
     started, asked = tmp_path / "started", tmp_path / "asked"
     arguments: tuple[Any, ...]
     if shutdown is not None:
@@ -118,12 +124,14 @@ def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path)
         while not (started.exists() and started.read_text()):
             assert process.is_alive()
             time.sleep(0.01)
-        child = psutil.Process(int(started.read_text()))
+        child, worker = (psutil.Process(int(pid)) for pid in started.read_text().split())
         assert child.ppid() == process.pid
     finally:
         process.kill()
     process.join()
-    assert_gone([child])
+    if shutdown is None:
+        worker.kill()
+    assert_gone([child, worker])
     assert asked.exists() == (shutdown is not None)
 
 
