@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -119,6 +119,33 @@ def let_engine_cores_end() -> None:
 
     replace(cores.CoreEngineProcManager, "monitor_engine_liveness", wrap_monitor)
     replace(cores, "shutdown", wrap)
+
+
+def interrupt_starts() -> None:
+    """Have Ctrl-C end the start of an engine, whenever it comes.
+
+    Without it: while the front end waits for the engine core to start, vLLM takes the interrupt for
+    the end of that wait. The core has ended by the same interrupt, and the front end then waits for
+    its first message, up to 10 minutes (`VLLM_ENGINE_READY_TIMEOUT_S`). Missing seam: none, a
+    mistake of `zmq_socket_ctx`, which stock vLLM has, too.
+    """
+    import vllm.v1.engine.utils as cores
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def socket(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            interrupt = None
+            with stock(*args, **kwargs) as opened:
+                try:
+                    yield opened
+                except KeyboardInterrupt as raised:
+                    interrupt = raised
+            if interrupt is not None:
+                raise interrupt
+
+        return socket
+
+    replace(cores, "zmq_socket_ctx", wrap)
 
 
 def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None:
