@@ -204,8 +204,8 @@ def assert_a_failed_switch_ends_the_engine(
 
 def front_end_in_a_switch(reached: str) -> None:
     """Runs in a process of its own, until a signal ends it."""
-    # On a busy machine, too, the engine core is to end in order. If it is killed, names stay as long
-    # as Python's resource tracker lives, which here is pytest's.
+    # On a busy machine, too, the engine core is to end in order. If it is killed, names stay as
+    # long as Python's resource tracker lives, which here is pytest's.
     front_end.ENDS_WITHIN = GONE_WITHIN
     with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=False) as llm:
         llm.collective_rpc(linger_in_exchange, args=(reached,))
