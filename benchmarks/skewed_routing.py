@@ -79,7 +79,8 @@ def profiled(path: Path, output: Path) -> Profile:
         "--pat": json.dumps({"weights": "inplace"}),
         "--output": str(output),
     }
-    command = [sys.executable, "-c", "from pat_vllm.cli import app; app()", "profile", str(path)]
+    command = [sys.executable, "-P", "-c", "from pat_vllm.cli import app; app()"]
+    command += ["profile", str(path)]
     command += ["--enforce-eager", *(word for option in options.items() for word in option)]
     binding = "|".join(map(str, range(RANKS)))
     environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": binding}

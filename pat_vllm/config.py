@@ -2,25 +2,71 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 
+from pat_vllm.files.reading import check_name, cut, shown
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture, WantedExperts
 
+MOST_RANKS = 1024
+"""Of an engine: more than any has."""
+_MOST_DIGITS, _MOST_TOKENS = 9, 2**31
+_MOST_PROBLEMS = 5
+"""That an error names."""
+
 
 def _layout_name(value: Any) -> int | str:
-    if isinstance(value, str) and not value.isdecimal():
+    tp = _number(value)
+    if isinstance(value, str) and tp is None:
         return str(Layout.parse(value))
-    if isinstance(value, bool) or not isinstance(value, int | str) or int(value) < 1:
-        raise ValueError(f"expected a tp (>= 1) or the name of a layout, got {value!r}")
-    return int(value)
+    if tp is None or tp < 1:
+        raise ValueError(f"expected a tp (>= 1) or the name of a layout, got {shown(value)}")
+    return tp
+
+
+def _live_requests(value: Any) -> int:
+    live = _number(value)
+    if live is None or not 1 <= live <= _MOST_TOKENS:
+        raise ValueError(f"expected a number of live requests (>= 1), got {shown(value)}")
+    return live
+
+
+def _number(value: Any) -> int | None:
+    """A whole number, or its digits, as JSON has it in keys; None: it is neither."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        return int(value) if len(value) <= _MOST_DIGITS else None
+    return value if type(value) is int else None
+
+
+def _each_once(table: Any) -> Any:
+    """Refuse a table that names something twice: 2 and "2" are one number."""
+    if not isinstance(table, dict):
+        return table
+    names = Counter(key if (number := _number(key)) is None else number for key in table)
+    if twice := [str(name) for name, count in names.items() if count > 1]:
+        raise ValueError(f"it names {', '.join(twice[:_MOST_PROBLEMS])} more than once")
+    return table
 
 
 LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
 """A layout as users name it: by its tp, or as `Layout` prints it."""
+LiveRequests: TypeAlias = Annotated[int, BeforeValidator(_live_requests)]
+FileName: TypeAlias = Annotated[StrictStr, AfterValidator(check_name)]
+DraftLength: TypeAlias = Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)]
+Tp: TypeAlias = Annotated[StrictInt, Field(le=MOST_RANKS)]
 
 
 class StrictModel(BaseModel):
@@ -50,18 +96,13 @@ class SchedulePolicyConfig(StrictModel):
     """
 
     kind: Literal["schedule"]
-    switch_at: dict[int, LayoutName] = Field(min_length=1)
-    num_speculative_tokens: dict[LayoutName, Annotated[int, Field(ge=0)]] = {}
-
-    @field_validator("switch_at")
-    @classmethod
-    def _positive(cls, switch_at: dict[int, LayoutName]) -> dict[int, LayoutName]:
-        for live, layout in switch_at.items():
-            if live < 1:
-                raise ValueError(
-                    f"maps a number of live requests (>= 1) to a layout, got {{{live}: {layout}}}"
-                )
-        return switch_at
+    switch_at: Annotated[
+        dict[LiveRequests, LayoutName], BeforeValidator(_each_once), Field(min_length=1)
+    ]
+    num_speculative_tokens: Annotated[
+        dict[LayoutName, DraftLength],
+        BeforeValidator(_each_once),
+    ] = {}
 
 
 class PredictorPolicyConfig(StrictModel):
@@ -77,9 +118,9 @@ class PredictorPolicyConfig(StrictModel):
     """
 
     kind: Literal["predictor"] = "predictor"
-    profile: str | None = None
-    lengths_file: str | None = None
-    length_bound: int | None = Field(default=None, ge=1)
+    profile: FileName | None = None
+    lengths_file: FileName | None = None
+    length_bound: Annotated[StrictInt, Field(ge=1, le=_MOST_TOKENS)] | None = None
 
 
 PolicyConfig = Annotated[
@@ -112,8 +153,8 @@ class PATConfig(StrictModel):
             placement group; "auto", Ray if the engine is made inside a placement group.
     """
 
-    layouts: tuple[int, ...] | None = None
-    base_tp: int = Field(default=1, ge=1)
+    layouts: tuple[Tp, ...] | None = None
+    base_tp: Annotated[Tp, Field(ge=1)] = 1
     experts: WantedExperts = "auto"
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
@@ -132,14 +173,16 @@ class PATConfig(StrictModel):
             options = {}
         if not isinstance(options, dict):
             raise ValueError(
-                f'additional_config["pat"] must be a dict of options, got {options!r}; '
+                f'additional_config["pat"] must be a dict of options, got {shown(options)}; '
                 f"allowed options: {', '.join(cls.model_fields)}"
             )
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            problems = "; ".join(_describe(e) for e in error.errors())
-            raise ValueError(f'additional_config["pat"]: {problems}') from None
+            problems = [_describe(one) for one in error.errors()[:_MOST_PROBLEMS]]
+            if (more := error.error_count() - len(problems)) > 0:
+                problems.append(f"and {more} more")
+            raise ValueError(f'additional_config["pat"]: {"; ".join(problems)}') from None
 
     def resolve_layouts(
         self, world_size: int, mixture: Mixture | None = None
@@ -214,6 +257,13 @@ class PATConfig(StrictModel):
         return sorted(sizes)
 
     def _check_policy(self, layouts: Sequence[Layout]) -> None:
+        drafts = getattr(self.policy, "num_speculative_tokens", {})
+        named = Counter(Layout.find(name, layouts) for name in drafts)
+        if twice := [str(layout) for layout, count in named.items() if layout and count > 1]:
+            raise ValueError(
+                f"pat.policy.num_speculative_tokens names {', '.join(twice)} more than once, by "
+                "its tp and by its name; leave one out"
+            )
         for name in self._policy_names():
             if Layout.find(name, layouts) is None:
                 help = "add it to pat.layouts or change the policy"
@@ -289,10 +339,10 @@ def _divisors(n: int) -> list[int]:
 
 
 def _describe(error: Any) -> str:
-    option = ".".join(str(part) for part in error["loc"]) or "options"
+    option = cut(".".join(str(part) for part in error["loc"])) or "options"
     if error["type"] == "extra_forbidden":
         return (
-            f"unknown option {option!r} (value {error['input']!r}); "
+            f"unknown option {option!r} (value {shown(error['input'])}); "
             f"allowed: {', '.join(PATConfig.model_fields)}"
         )
-    return f"option {option!r} has value {error['input']!r}: {error['msg']}"
+    return f"option {option!r} has value {shown(error['input'])}: {cut(error['msg'], 400)}"

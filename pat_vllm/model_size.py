@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,28 @@ _LATENT = "kv_lora_rank"
 """Field of the config.json of models with latent attention."""
 
 
+_MOST = 1 << 24
+"""Of any size in a config. Real ones are far below."""
+_MOST_LAYERS = 1 << 14
+
+
+def size_of(config: Mapping[str, Any], name: str, default: int = 0, most: int = _MOST) -> int:
+    """A size in the contents of a `config.json`.
+
+    Raises:
+        ValueError: it is no whole number from 0 to `most`.
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(
+            f"the model's config has {name}={reprlib.repr(value)[:80]}; allowed is a whole number "
+            f"up to {most}"
+        )
+    return value
+
+
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, without those that every token goes to, and how wide they are.
 
@@ -70,14 +93,15 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
         next((config[name] for name in names if config.get(name)), None)
         for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS)
     )
-    return (count, width) if isinstance(count, int) and isinstance(width, int) else None
+    known = all(type(one) is int and 0 < one <= _MOST for one in (count, width))
+    return (count, width) if known else None
 
 
 def routing_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, and to how many of them a token goes; None: there are none."""
     found = experts_of(config)
-    per_token = config.get("num_experts_per_tok")
-    return None if found is None or not per_token else (found[0], per_token)
+    per_token = size_of(config, "num_experts_per_tok") if found is not None else 0
+    return (found[0], per_token) if found is not None and per_token else None
 
 
 @dataclass(frozen=True)
@@ -117,17 +141,17 @@ class ExpertSizes:
                 f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
             )
         count, intermediate = found
-        shared = config.get("shared_expert_intermediate_size") or 0
+        shared = size_of(config, "shared_expert_intermediate_size")
         gated = bool(shared)
         if kind == "glm4_moe":
-            shared = intermediate * (config.get("n_shared_experts") or 0)
+            shared = intermediate * size_of(config, "n_shared_experts")
         return cls(
             count=count,
-            per_token=config["num_experts_per_tok"],
+            per_token=size_of(config, "num_experts_per_tok"),
             intermediate=intermediate,
             shared=shared,
             shared_gate=gated,
-            layers=sum(_has_experts(config, i) for i in range(config["num_hidden_layers"])),
+            layers=sum(_has_experts(config, i) for i in range(_layers_of(config))),
         )
 
     def most_on_rank(self, tp: int) -> int:
@@ -135,12 +159,17 @@ class ExpertSizes:
         return -(-self.count // tp)
 
 
+def _layers_of(config: Mapping[str, Any]) -> int:
+    return size_of(config, "num_hidden_layers", most=_MOST_LAYERS)
+
+
 def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
     """Whether that layer of a mixture does; else it has an MLP."""
-    if layer < (config.get("first_k_dense_replace") or 0):
+    if layer < size_of(config, "first_k_dense_replace"):
         return False
-    sparse_step = config.get("decoder_sparse_step") or 1
-    return layer not in (config.get("mlp_only_layers") or ()) and (layer + 1) % sparse_step == 0
+    sparse_step = size_of(config, "decoder_sparse_step") or 1
+    mlps = config.get("mlp_only_layers")
+    return not (isinstance(mlps, list) and layer in mlps) and (layer + 1) % sparse_step == 0
 
 
 @dataclass(frozen=True)
@@ -167,7 +196,7 @@ class ModelSize:
         """From the contents of a Hugging Face `config.json`.
 
         Raises:
-            ValueError: a size is missing, or the model is of another kind.
+            ValueError: a size is missing or none, or the model is of another kind.
         """
         needed = (
             "num_hidden_layers",
@@ -187,15 +216,15 @@ class ModelSize:
                 f"the model's config has {_LATENT}: latent attention cannot be modelled, and PAT "
                 "does not serve it; only decoders such as Llama and Qwen3"
             )
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
         return cls(
-            layers=config["num_hidden_layers"],
+            layers=_layers_of(config),
             hidden=hidden,
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
+            kv_heads=size_of(config, "num_key_value_heads") or heads,
+            head_dim=size_of(config, "head_dim") or max(1, hidden // heads),
+            intermediate=size_of(config, "intermediate_size"),
+            vocab=size_of(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             experts=ExpertSizes.of(config),
         )

@@ -1,9 +1,14 @@
-"""Processes that need nothing for pictures and sound."""
+"""How our processes start: without what is for pictures and sound, and without running what lies in
+the current directory, which may be anyone's.
+"""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 PACKAGES = ("torchvision", "torchaudio", "torchcodec")
@@ -30,10 +35,40 @@ def is_without_vision_and_audio() -> bool:
 
 
 def command_without_vision_and_audio(module: str) -> list[str]:
-    """What runs a module as `python -m` does, in a process without them."""
-    return [sys.executable, "-m", __name__, module]
+    """What runs a module as `python -m` does, in a process without them.
+
+    It imports from where this process does; from the current directory only if this one does, too.
+    """
+    start = f"import sys; sys.path += {sys.path!r}; from {__name__} import run; run(sys.argv[1])"
+    return [sys.executable, "-P", "-c", start, module]
 
 
-if __name__ == "__main__":
+def run(module: str) -> None:
+    """Run a module as the program of this process."""
     without_vision_and_audio()
-    runpy.run_module(sys.argv[1], run_name="__main__")
+    runpy.run_module(module, run_name="__main__")
+
+
+def command_of(module: str) -> list[str]:
+    """What runs a module as `python -m` does, but imports nothing from the current directory."""
+    return [sys.executable, "-P", "-m", module]
+
+
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
+"""Environment with which Python, and all that it starts, has no current directory among the places
+that it imports from."""
+
+
+@contextmanager
+def starting_with_safe_path() -> Iterator[None]:
+    """Have the processes that this one starts, multiprocessing's too, be as with `SAFE_PATH`."""
+    before = {name: os.environ.get(name) for name in SAFE_PATH}
+    os.environ.update(SAFE_PATH)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

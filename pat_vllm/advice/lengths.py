@@ -14,8 +14,6 @@ them:
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
 from pat_vllm.predictor.kept import load
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator.traces import LengthTrace, load_trace
+from pat_vllm.simulator.traces import MOST_TOKENS, LengthTrace, load_trace
 
 CountTokens = Callable[[list[str]], list[int]]
 """Tokens of each of some texts."""
@@ -35,6 +34,9 @@ TEXT, PROMPT_TEXT = "output", "input"
 
 _EXPECTED = 4096
 """Responses that stand for what an engine has learnt."""
+
+_MOST_BYTES = 1 << 30
+"""Of a file: it may hold the text of a step."""
 
 FORMATS = (
     "a JSON array of lengths, one length per line, or JSON lines with "
@@ -79,14 +81,14 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
         count: counts tokens where a file has text; None: such a file is an error.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it does not hold lengths; says where, what is there and what is expected.
+        ValueError: it cannot be read, or does not hold lengths; says where, what is there and what
+            is expected.
     """
     if not path.is_dir():
         return _read_file(path, count)
     files = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem))
     if not files:
-        raise ValueError(f"directory {path} has no *.jsonl file; name a file: {FORMATS}")
+        raise ValueError(f"directory {name_of(path)} has no *.jsonl file; name a file: {FORMATS}")
     parts = [_read_file(file, count) for file in files]
     told = all(part.num_prompt_tokens for part in parts)
     return EarlierRollouts(
@@ -99,16 +101,16 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
 
 def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
     try:
-        text = path.read_text()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text file; expected {FORMATS}") from None
+        text = read_text(path, "--lengths", most=_MOST_BYTES)
+    except FileError as error:
+        raise FileError(f"{error}; expected {FORMATS}") from None
     start = text.lstrip()[:1]
     if not start:
-        raise ValueError(f"{path} is empty; expected {FORMATS}")
+        raise ValueError(f"{name_of(path)} is empty; expected {FORMATS}")
     if start not in "[{" and path.suffix.lower() not in (".json", ".jsonl"):
         return EarlierRollouts(path.stem, load_trace(path).lengths)
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError:
         return _of_records(path, _json_lines(path, text), count)
     if isinstance(whole, dict) and "lengths" in whole:
@@ -120,7 +122,7 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
     if not isinstance(whole, list):
         return _of_records(path, [("line 1", whole)], count)
     if not whole:
-        raise ValueError(f"{path} is an empty array; expected {FORMATS}")
+        raise ValueError(f"{name_of(path)} is an empty array; expected {FORMATS}")
     return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], count)
 
 
@@ -128,7 +130,9 @@ def _of_an_engine(path: Path) -> EarlierRollouts:
     """What an engine would expect of a batch's responses, from its `lengths_file`."""
     model, _ = load(path)
     if not model.responses:
-        raise ValueError(f"{path} was kept by an engine that has seen no response; run one first")
+        raise ValueError(
+            f"{name_of(path)} was kept by an engine that has seen no response; run one first"
+        )
     none, one = np.zeros(1, np.int64), np.ones(1, np.int64)
     bound = np.array([model.bound])
     fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), none, none, none)
@@ -138,14 +142,14 @@ def _of_an_engine(path: Path) -> EarlierRollouts:
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
     """(where it is, value) of each line."""
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            found.append((f"line {number}", json.loads(line)))
+            found.append((f"line {number}", parse_json(line)))
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number} is no JSON ({error}); expected {FORMATS}"
+                f"{name_of(path)}, line {number} is no JSON ({error}); expected {FORMATS}"
             ) from None
     return found
 
@@ -158,7 +162,7 @@ def _of_records(
     lengths: list[int] = []
     prompts: list[int] = []
     for where, one in records:
-        at = f"{path}, {where}"
+        at = f"{name_of(path)}, {where}"
         if not isinstance(one, dict):
             lengths += _whole_numbers(at, "a length", one)
             continue
@@ -171,7 +175,9 @@ def _of_records(
             if len(totals) != len(of_record) or any(
                 total <= length for total, length in zip(totals, of_record, strict=True)
             ):
-                raise ValueError(f"{at}: {TOTAL} must exceed {LENGTH} by the prompt, got {totals}")
+                raise ValueError(
+                    f"{at}: {TOTAL} must exceed {LENGTH} by the prompt, got {shown(totals)}"
+                )
             prompts += [total - length for total, length in zip(totals, of_record, strict=True)]
     told = len(prompts) == len(lengths)
     return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if told else ())
@@ -185,15 +191,15 @@ def _of_texts(
     for where, one in records:
         text = one.get(TEXT) if isinstance(one, dict) else None
         if not isinstance(text, str):
-            has = ", ".join(map(repr, one)) if isinstance(one, dict) else repr(one)
-            raise ValueError(f"{path}, {where} has {has}; expected {FORMATS}")
+            has = ", ".join(map(shown, [*one][:12])) if isinstance(one, dict) else shown(one)
+            raise ValueError(f"{name_of(path)}, {where} has {has}; expected {FORMATS}")
         texts.append(text)
         if isinstance(prompt := one.get(PROMPT_TEXT), str) and prompt:
             prompts.append(prompt)
     if count is None:
         raise ValueError(
-            f'{path} holds text ("{TEXT}"), not lengths; name the checkpoint that made it with '
-            "--model DIRECTORY, whose tokenizer.json counts its tokens"
+            f'{name_of(path)} holds text ("{TEXT}"), not lengths; name the checkpoint that made it '
+            "with --model DIRECTORY, whose tokenizer.json counts its tokens"
         )
     # A response without text had an end-of-sequence token at least.
     lengths = tuple(max(1, tokens) for tokens in count(texts))
@@ -207,10 +213,10 @@ def _whole_numbers(at: str, name: str, value: Any) -> list[int]:
     values: Iterable[Any] = value if isinstance(value, list) else [value]
     numbers = []
     for one in values:
-        if type(one) not in (int, float) or not math.isfinite(one) or one < 1 or one % 1:
+        if type(one) not in (int, float) or not 1 <= one <= MOST_TOKENS or one % 1:
             raise ValueError(
-                f"{at}: {name} must be a whole number of tokens, at least 1, got {value!r}; "
-                "leave out responses that were aborted"
+                f"{at}: {name} must be a whole number of tokens, at least 1 and at most "
+                f"{MOST_TOKENS:,}, got {shown(value)}; leave out responses that were aborted"
             )
         numbers.append(int(one))
     return numbers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +20,14 @@ from pat_vllm.advice.sides import Rollouts, Side, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
+from pat_vllm.files.reading import cut, read_text, shown
+from pat_vllm.files.writing import write_whole
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
 from pat_vllm.simulator.run import SimulatedRun
-from pat_vllm.simulator.traces import GENERATORS, LengthTrace
+from pat_vllm.simulator.traces import GENERATORS, MOST_TOKENS, LengthTrace
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
+from pat_vllm.text_only import starting_with_safe_path
 
 _CHAINS = 2
 """Rows of batches in which PAT learns anew; of two processes each takes one."""
@@ -39,13 +41,13 @@ _ALLOWED: Mapping[str, tuple[float, float, str]] = {
         NODE_SIZE,
         "an engine is on one node; for several nodes, ask about one and its share of the responses",
     ),
-    "responses": (2, math.inf, "all samples of all prompts of an iteration, on these GPUs"),
-    "max_tokens": (1, math.inf, "tokens of the longest response"),
+    "responses": (2, 1_000_000, "all samples of all prompts of an iteration, on these GPUs"),
+    "max_tokens": (1, MOST_TOKENS, "tokens of the longest response"),
     "acceptance": (0, 1, "share of the first draft tokens that is accepted; 0 is without drafts"),
-    "drafting": (0, math.inf, "seconds that the drafter adds to a step"),
-    "max_num_seqs": (1, math.inf, "requests that a GPU runs at once, as in vLLM"),
-    "iterations": (2, math.inf, "an interval needs two"),
-    "seed": (0, math.inf, "a whole number"),
+    "drafting": (0, 60, "seconds that the drafter adds to a step"),
+    "max_num_seqs": (1, 65536, "requests that a GPU runs at once, as in vLLM"),
+    "iterations": (2, 10_000, "an interval needs two"),
+    "seed": (0, 2**63 - 1, "a whole number"),
 }
 """Least, most, and what an option means."""
 
@@ -90,9 +92,10 @@ class Question:
         for name, (least, most, advice) in _ALLOWED.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                allowed = f"at least {least}" if most == math.inf else f"{least} to {most}"
                 option = name.replace("_", "-")
-                raise ValueError(f"--{option} is {value}; allowed is {allowed}: {advice}")
+                raise ValueError(
+                    f"--{option} is {shown(value)}; allowed is {least} to {most}: {advice}"
+                )
 
     def engine(self) -> Profile:
         """Its profile.
@@ -140,14 +143,9 @@ class Question:
         engine = self.engine()
         earlier = None
         if self.lengths is not None:
-            try:
-                earlier = read_rollouts(self.lengths, self._count_tokens())
-            except OSError as error:
-                raise ValueError(
-                    f"--lengths {self.lengths} cannot be read: {error.strerror}"
-                ) from None
+            earlier = read_rollouts(self.lengths, self._count_tokens())
         elif self.shape not in GENERATORS:
-            raise ValueError(f"--shape is {self.shape!r}; allowed are {', '.join(GENERATORS)}")
+            raise ValueError(f"--shape is {shown(self.shape)}; allowed are {', '.join(GENERATORS)}")
         count = self.iterations or (_ITERATIONS_WITH_DRAFTS if self.acceptance else _ITERATIONS)
         batches = [self._batch(earlier, self.seed + i) for i in range(count + _CHAINS)]
         # As vLLM's max_model_len, which a replica's memory has to hold.
@@ -212,9 +210,9 @@ class Question:
                     "`pip install tokenizers`, or give the lengths in tokens"
                 ) from None
             try:
-                tokenizer = Tokenizer.from_file(str(file))
+                tokenizer = Tokenizer.from_str(read_text(file, "tokenizer"))
             except Exception as error:  # the package raises nothing more special
-                raise ValueError(f"tokenizer {file} cannot be read: {error}") from None
+                raise ValueError(f"tokenizer {file} cannot be read: {cut(str(error))}") from None
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             return [len(one.ids) for one in encoded]
 
@@ -234,6 +232,7 @@ def answer(question: Question, processes: int = 1) -> Advice:
     with ExitStack() as stack:
         run = None
         if processes > 1:
+            stack.enter_context(starting_with_safe_path())
             pool = stack.enter_context(
                 ProcessPoolExecutor(
                     processes,
@@ -296,7 +295,7 @@ def run_advise(
     show(console, advice, pasted)
     if output is not None:
         content = {**advice.to_json(), "settings": pasted, "simulated_in_seconds": seconds}
-        output.write_text(to_json(content))
+        write_whole(output, to_json(content))
     if plot is not None:
         from pat_vllm.cli.advise_plot import plot_advice
 

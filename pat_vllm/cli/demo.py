@@ -21,8 +21,11 @@ from pat_vllm.cli import random_model
 from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import name_of, read_json_object
+from pat_vllm.files.writing import forgotten
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
+from pat_vllm.model_size import size_of
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
@@ -64,6 +67,7 @@ SIGMA = 1.0
 WARM_UP_SHARE = 1 / 16
 """Length of a warm-up request relative to its counterpart."""
 
+_NEEDED = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layers")
 _FLOAT32_BYTES = 4
 _KV_BLOCK_TOKENS = 128
 """vLLM's block size on CPUs; smaller on other platforms."""
@@ -156,14 +160,14 @@ def run_spec(
         ValueError: the model's context is too short for the batch.
     """
     config = model_config(model)
-    limit = config.get("max_position_embeddings", batch.longest)
+    limit = size_of(config, "max_position_embeddings", batch.longest)
     if batch.longest > limit:
         raise ValueError(
             f"--max-tokens makes a context of {batch.longest} tokens, but {model} allows {limit}; "
             f"use --max-tokens {limit - PROMPT_TOKENS[1]} or less"
         )
-    heads = config.get("num_key_value_heads", config["num_attention_heads"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    heads = size_of(config, "num_key_value_heads", config["num_attention_heads"])
+    head_dim = size_of(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
     drafts = num_speculative_tokens
     contexts = (len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True))
@@ -282,6 +286,9 @@ def demo_model(directory: Path, name: str | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when complete, so that an interrupted demo leaves no half of a model behind.
     scratch = Path(tempfile.mkdtemp(prefix=".demo-", dir=target.parent))
+    for left in target.parent.glob(".demo-*"):
+        if forgotten(left, scratch.stat().st_mtime):
+            shutil.rmtree(left, ignore_errors=True)
     try:
         random_model.make_model(scratch, **shape)
         scratch.rename(target)
@@ -294,12 +301,18 @@ def model_config(model: Path) -> dict[str, Any]:
     """A checkpoint's config.json.
 
     Raises:
-        ValueError: the directory has none.
+        ValueError: the directory has none, or one without the sizes that the demo needs.
     """
     try:
-        return json.loads((model / "config.json").read_text())
-    except OSError as error:
-        raise ValueError(f"--model {model} is no directory with a checkpoint: {error}") from None
+        config = read_json_object(model / "config.json", "model config")
+        missing = [name for name in _NEEDED if not size_of(config, name)]
+    except ValueError as error:
+        raise ValueError(
+            f"--model {name_of(model)} is no directory with a checkpoint: {error}"
+        ) from None
+    if missing:
+        raise ValueError(f"--model {name_of(model)}: its config has no {', '.join(missing)}")
+    return config
 
 
 def demo(

@@ -27,7 +27,8 @@ from pat_vllm.doctor.child import ending_by_signals
 from pat_vllm.doctor.plan import Models, Plan
 from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
-from pat_vllm.files import write_whole
+from pat_vllm.files.reading import read_text
+from pat_vllm.files.writing import write_whole
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -130,7 +131,7 @@ def _checkpoint(model: Path, folder: Path) -> Path:
         return model.resolve()
     if model.is_file():
         folder.mkdir()
-        (folder / "config.json").write_text(model.read_text())
+        write_whole(folder / "config.json", read_text(model, "--model"))
         return folder
     raise ValueError(f"--model {model} is neither a config.json nor a folder that has one")
 

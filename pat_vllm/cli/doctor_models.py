@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from pat_vllm.cli import random_model
 from pat_vllm.doctor.plan import Models
+from pat_vllm.files.reading import read_json_object, shown
 from pat_vllm.model_size import MIXTURES, ModelSize
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -59,7 +59,7 @@ def sizes_of(shape: str, model: Path | None, ranks: int) -> dict[str, Any]:
     if shape == MODEL:
         if model is None:
             raise ValueError("--shape model takes its sizes from a model: name one by --model")
-        return _like(json.loads((model / "config.json").read_text()), ranks)
+        return _like(read_json_object(model / "config.json", "model config"), ranks)
     if shape not in SHAPES:
         raise ValueError(f"--shape {shape!r} is not known; allowed: {', '.join([*SHAPES, MODEL])}")
     sizes = dict(SHAPES[shape])
@@ -75,7 +75,7 @@ def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     dense = [one for one in random_model.ARCHS if one not in MIXTURES]
     if arch not in dense:
         raise ValueError(
-            f"--shape model makes random models of {', '.join(dense)}, not of {arch!r}; for a "
+            f"--shape model makes random models of {', '.join(dense)}, not of {shown(arch)}; for a "
             "mixture of experts take --shape moe"
         )
     size = ModelSize.of(config)

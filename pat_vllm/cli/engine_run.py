@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
-from pat_vllm.text_only import without_vision_and_audio
+from pat_vllm.text_only import SAFE_PATH, command_of, without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -190,11 +190,11 @@ def run(spec: RunSpec) -> RunResult:
     with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
         request, answer, log = (Path(scratch) / name for name in ("spec", "result", "log"))
         request.write_text(json.dumps(asdict(spec)))
-        command = [sys.executable, "-m", "pat_vllm.cli.engine_run", str(request), str(answer)]
+        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answer)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
-                env=environment(spec.engine["tensor_parallel_size"]),
+                env={**environment(spec.engine["tensor_parallel_size"]), **SAFE_PATH},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )

@@ -26,11 +26,13 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
-from pat_vllm.files import write_whole
+from pat_vllm.files.reading import FileError, cut, name_of, parse_json, read_text, shown
+from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
 from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
+from pat_vllm.text_only import starting_with_safe_path
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -60,26 +62,32 @@ class Partial:
             ProfileError: it belongs to another engine, or is no such file.
         """
         partial = cls(path, header)
-        if not path.exists() or not path.read_bytes():
+        advice = "delete it, or choose another --output"
+        try:
+            text = read_text(path, "unfinished profile") if path.exists() else ""
+        except FileError as error:
+            raise ProfileError(f"{error}; {advice}") from None
+        if not text:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial._append({"key": header["key"]})
             return partial
         try:
-            lines = path.read_text().splitlines(keepends=True)
+            lines = text.splitlines(keepends=True)
             cut_off = not lines[-1].endswith("\n")
             if cut_off:
                 lines.pop()
-            first, *others = [json.loads(line) for line in lines]
-            of_engine = first["key"]
+            first, *others = [parse_json(line) for line in lines]
+            of_engine = {**first["key"]}
             for one in others:
                 partial._take(one)
         except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(
-                f"{path} is no unfinished profile ({error}); delete it, or choose another --output"
+                f"{name_of(path)} is no unfinished profile ({shown(error)}); {advice}"
             ) from None
         names = sorted({*of_engine, *header["key"]})
         different = [
-            f"{name} is {header['key'].get(name)!r} now and {of_engine.get(name)!r} there"
+            f"{cut(name)} is {shown(header['key'].get(name))} now and "
+            f"{shown(of_engine.get(name))} there"
             for name in names
             if header["key"].get(name) != of_engine.get(name)
         ]
@@ -147,23 +155,6 @@ def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict
     }
 
 
-def json_object(option: str, text: str | None) -> dict[str, Any] | None:
-    """Options that are given on a command line.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
-    if text is None:
-        return None
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} takes a JSON object: {error}") from None
-    if not isinstance(options, dict):
-        raise ValueError(f"{option} takes a JSON object, not {text}")
-    return options
-
-
 def take_profile(
     console: Console, engine: Mapping[str, Any], output: Path | None, quick: bool, budget: float
 ) -> Path:
@@ -208,7 +199,7 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
-    with console.status("starting the engine"):
+    with console.status("starting the engine"), starting_with_safe_path():
         llm = LLM(**engine)
     try:
         yield llm

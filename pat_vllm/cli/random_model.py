@@ -15,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.files.reading import name_of, shown
+from pat_vllm.model_size import MIXTURES
+
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
@@ -35,6 +38,25 @@ DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 """One token for every byte, and the special tokens."""
+
+_ALLOWED = {
+    "hidden": (1, 1 << 16),
+    "layers": (1, 1 << 10),
+    "heads": (1, 1 << 12),
+    "kv_heads": (1, 1 << 12),
+    "head_dim": (1, 1 << 12),
+    "intermediate": (1, 1 << 18),
+    "vocab": (len(SPECIAL_TOKENS) + 1, 1 << 20),
+    "max_position_embeddings": (1, 1 << 24),
+    "experts": (1, 1 << 12),
+    "experts_per_token": (1, 1 << 12),
+    "expert_intermediate": (1, 1 << 18),
+    "gain": (0, 1e3),
+    "repeat": (0, 1e3),
+    "seed": (-(2**63), 2**63 - 1),
+}
+"""Least and most of each number."""
+_MOST_PARAMETERS = 20e9
 
 # A linear weight has standard deviation gain / sqrt(fan_in), so unit-variance input gives output of
 # standard deviation gain whatever the width: 0.35 per weight at hidden 128. Initialisation for
@@ -106,15 +128,28 @@ def make_model(
         phrase: tokens after which the phrase starts again.
 
     Raises:
+        OSError: the files cannot be written.
         ValueError: an argument is not allowed, or `path` is not empty.
     """
+    numbers = locals()
+    path = Path(path)
+    for name, (least, most) in _ALLOWED.items():
+        if not least <= numbers[name] <= most:
+            raise ValueError(f"{name}={numbers[name]} must be from {least} to {most}")
+    _check(path, arch, hidden, heads, kv_heads, head_dim, dtype)
+    _check_phrase(repeat, phrase, hidden, vocab, tie)
+    mlps = max(1, experts * (arch in MIXTURES)) * max(intermediate, expert_intermediate)
+    of_layer = hidden * (2 * (heads + kv_heads) * head_dim + 3 * mlps)
+    if (parameters := 2 * vocab * hidden + layers * of_layer) > _MOST_PARAMETERS:
+        raise ValueError(
+            f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
+            f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
+        )
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoConfig
 
-    path = Path(path)
-    _check(path, arch, hidden, heads, kv_heads, head_dim, vocab, dtype)
-    _check_phrase(repeat, phrase, hidden, vocab, tie)
     bos, eos, pad = range(len(SPECIAL_TOKENS))
     config = AutoConfig.for_model(
         arch,
@@ -139,7 +174,10 @@ def make_model(
         _repeat(weights, layers, gain, repeat, phrase)
 
     path.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"the weights cannot be written: {error}") from error
     config.save_pretrained(path)
     _save_tokenizer(path, vocab, max_position_embeddings)
     return sum(weight.numel() for weight in weights.values())
@@ -152,19 +190,18 @@ def _check(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    vocab: int,
     dtype: str,
 ) -> None:
     """Refuse what `make_model` can't build or vLLM can't load."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"path={str(path)!r} is not an empty directory: remove it or name another")
+        raise ValueError(
+            f"path={name_of(path)} is not an empty directory: remove it or name another"
+        )
     if arch not in ARCHS:
-        raise ValueError(f"arch={arch!r} must be one of {', '.join(ARCHS)}")
+        raise ValueError(f"arch={shown(arch)} must be one of {', '.join(ARCHS)}")
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
-    if vocab <= len(SPECIAL_TOKENS):
-        raise ValueError(f"vocab={vocab} must be more than {len(SPECIAL_TOKENS)} (special tokens)")
-    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
+    if heads % kv_heads:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
     if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != heads * head_dim:
         raise ValueError(
@@ -174,8 +211,6 @@ def _check(
 
 def _check_phrase(repeat: float, phrase: int, hidden: int, vocab: int, tie: bool) -> None:
     """Refuse a phrase that can't be written into the weights."""
-    if repeat < 0:
-        raise ValueError(f"repeat={repeat} must not be negative")
     if repeat and tie:
         raise ValueError("tie=True needs repeat=0: a token would call for itself, not for the next")
     most = min(vocab - len(SPECIAL_TOKENS), hidden // 2)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pat_vllm.cli.results import table, to_json
+from pat_vllm.files.writing import write_whole
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.compare import Comparison, PolicyResult, compare
@@ -95,8 +96,8 @@ def show(
 
     output_dir.mkdir(parents=True, exist_ok=True)
     markdown = table([header for header, _ in columns], rows)
-    (output_dir / "simulate.json").write_text(to_json(result.to_json()))
-    (output_dir / "simulate.md").write_text(f"{heading(result)}\n\n{markdown}")
+    write_whole(output_dir / "simulate.json", to_json(result.to_json()))
+    write_whole(output_dir / "simulate.md", f"{heading(result)}\n\n{markdown}")
     plot_comparison(result, output_dir / "simulate.png")
     console.print(f"written: {output_dir}/simulate.json, simulate.md, simulate.png")
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from pat_vllm.doctor.symptoms import explain
 from pat_vllm.doctor.values import Check
+from pat_vllm.text_only import SAFE_PATH, command_of
 
 SILENCE = 420.0
 """Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
@@ -50,6 +50,8 @@ def run_module(
 ) -> Run:
     """Run `python -m module REQUEST ANSWER JOURNAL` in a new process, to its end.
 
+    Neither it nor what it starts imports from the current directory.
+
     Args:
         request: text of the file that it reads.
         doing: called with what it does, when it begins with something.
@@ -60,11 +62,11 @@ def run_module(
         given, answer, journal, log = files
         given.write_text(request)
         journal.touch()
-        command = [sys.executable, "-m", module, str(given), str(answer), str(journal)]
+        command = [*command_of(module), str(given), str(answer), str(journal)]
         with log.open("w") as output:
             process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env={**environment, **SAFE_PATH},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # So that the engine's processes can be ended with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -135,10 +136,12 @@ def names_of_this_machine() -> dict[str, str]:
         str(Path(pat_vllm.__file__).parents[1]): "<pat-vllm>",
         sys.prefix: "<python>",
         tempfile.gettempdir(): "<tmp>",
-        os.getcwd(): ".",
-        str(Path.home()): "~",
         socket.gethostname(): "<host>",
     }
+    with contextlib.suppress(OSError):  # it was removed
+        names[os.getcwd()] = "."
+    with contextlib.suppress(RuntimeError):  # the user has none
+        names[str(Path.home())] = "~"
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

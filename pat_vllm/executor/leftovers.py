@@ -8,11 +8,12 @@ and files). The engine core outlives its workers, so it removes what they have l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import glob
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import vllm.distributed.parallel_state as parallel_state
 from vllm.distributed.device_communicators.shm_broadcast import Handle
@@ -54,24 +55,31 @@ class Leftovers:
         """
         for made in workers:
             self._queues += made.queues
-            address = urlsplit(made.met_at)
-            if address.scheme == "file":
-                self._rendezvous.add(Path(address.path))
+            # As vLLM reads it: no part of a path is a query or a fragment.
+            if made.met_at.startswith("file://"):
+                self._rendezvous.add(Path(made.met_at.removeprefix("file://")))
 
     def remove(self) -> None:
         """Remove what is still there, when the workers have ended. Idempotent."""
         for queue in self._queues:
             _remove_queue(queue)
         for path in self._rendezvous:
-            for file in (path, *_SHARED_MEMORY.glob(f"{path.name}-*")):
-                file.unlink(missing_ok=True)
+            for file in (path, *_SHARED_MEMORY.glob(f"{glob.escape(path.name)}-*")):
+                _remove(file, stat.S_ISREG)
 
 
 def remove_sockets(queue: Handle) -> None:
     """Remove the socket files of a message queue, which ZeroMQ leaves when it is closed."""
     for address in (queue.local_subscribe_addr, queue.local_notify_addr):
-        if address is not None:
-            Path(urlsplit(address).path).unlink(missing_ok=True)
+        if address is not None and address.startswith("ipc://"):
+            _remove(Path(address.removeprefix("ipc://")), stat.S_ISSOCK)
+
+
+def _remove(path: Path, is_made: Callable[[int], bool]) -> None:
+    """Remove a file, if it is of the kind that was made; else it is another's."""
+    with contextlib.suppress(OSError):
+        if is_made(path.lstat().st_mode):
+            path.unlink()
 
 
 def _remove_queue(queue: Handle) -> None:

@@ -17,10 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.state import Floats, Ints
 
 _MEMORY = 300.0
@@ -53,6 +55,19 @@ _VERSION_STEP = 0.03
 """Relative change of the hoped tokens per step from which on they count as others."""
 
 _FORMAT = 1
+_MOST_LENGTHS = 1 << 12
+
+Count = Annotated[float, Field(ge=0, le=1e15)]
+
+
+class _Learnt(BaseModel):
+    """What `Acceptance.to_json` says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[1]
+    tried: list[Count] = Field(max_length=_MOST_LENGTHS)
+    succeeded: list[Count] = Field(max_length=_MOST_LENGTHS)
 
 
 @dataclass(frozen=True)
@@ -176,19 +191,13 @@ class Acceptance:
         Raises:
             ValueError: it is not such a description.
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"expected a JSON object with format {_FORMAT}")
         try:
-            tried, succeeded = (np.array(data[key], np.float64) for key in ("tried", "succeeded"))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"missing or wrong value: {error!r}") from error
-        if (
-            tried.ndim != 1
-            or tried.shape != succeeded.shape
-            or not np.isfinite(tried).all()
-            or not ((succeeded >= 0) & (succeeded <= tried)).all()
-        ):
-            raise ValueError("counts out of range")
+            learnt = _Learnt.model_validate(data)
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from error
+        tried, succeeded = (np.array(one, np.float64) for one in (learnt.tried, learnt.succeeded))
+        if len(tried) != len(succeeded) or (succeeded > tried).any():
+            raise ValueError("succeeded: more drafts were accepted than tried")
         model = cls(lengths)
         known = min(len(tried), len(model._tried))
         model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]

@@ -8,11 +8,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pat_vllm.files import write_whole
+from pat_vllm.files.digest import DIGEST, with_digest
+from pat_vllm.files.reading import FileError, name_of, read_json, without_digest
+from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
 
 logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 4 << 20
+_ACCEPTANCE = "acceptance"
 
 
 class Keeper:
@@ -34,15 +39,15 @@ class Keeper:
             return
         try:
             save(self._path, lengths, acceptance)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             # Once for each kind: the next batch will most likely meet the same.
-            reason = error.strerror or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             if self._failed != reason:
                 self._failed = reason
                 logger.warning(
                     "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
                     "lengths and drafts will be lost when this engine ends",
-                    self._path,
+                    name_of(self._path),
                     reason,
                 )
 
@@ -55,14 +60,16 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     """
     content = lengths.to_json()
     if acceptance is not None:
-        content["acceptance"] = acceptance.to_json()
-    write_whole(path, json.dumps(content), private=True)
+        content[_ACCEPTANCE] = acceptance.to_json()
+    write_whole(path, json.dumps(with_digest(content)), private=True)
 
 
 def load(
     path: Path, bound: int | None = None, draft_lengths: Sequence[int] = (0,)
 ) -> tuple[LengthModel, Acceptance]:
     """What `save` wrote.
+
+    Older versions wrote no digest. Such a file is taken as it is, and gets one when it is saved.
 
     Args:
         bound: the longest possible response, tokens (default: the same).
@@ -72,17 +79,29 @@ def load(
     Raises:
         ValueError: the file cannot be read, or was not written by `save`.
     """
+    named = f"the lengths file {name_of(path)}"
+    advice = "delete it to start afresh, or name another in pat.policy.lengths_file"
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path, "the lengths file", most=_MOST_BYTES)
+        sealed = isinstance(content, dict) and DIGEST in content
+        if sealed:
+            content = without_digest(content, named)
+    except FileError as error:
+        raise FileError(f"{error}; {advice}") from error
+    try:
+        # Not in older files, and where there were no drafts.
+        learnt = content.pop(_ACCEPTANCE, None) if isinstance(content, dict) else None
         lengths = LengthModel.from_json(content, bound)
         acceptance = Acceptance(draft_lengths)
-        if "acceptance" in content:  # not in older files, and where there were no drafts
-            acceptance = Acceptance.from_json(content["acceptance"], draft_lengths)
+        if learnt is not None:
+            acceptance = Acceptance.from_json(learnt, draft_lengths)
             acceptance.weights_changed()
-    except OSError as error:
-        raise ValueError(f"the lengths file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} holds no length history ({error}); delete it to start afresh"
-        ) from error
+    except ValueError as error:
+        raise FileError(f"{named} holds no length history ({error}); {advice}") from error
+    if not sealed:
+        logger.warning(
+            "%s has no digest, as older versions wrote it, so damage would not be seen: it is "
+            "taken as it is, and gets a digest after the next batch",
+            named,
+        )
     return lengths, acceptance

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pat_vllm.files.reading import first_problem
 from pat_vllm.predictor.hazard import BINS, EDGES, Collector, Pool, Prior, cumulative_hazard
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 
@@ -19,6 +21,24 @@ _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
 
 _FORMAT = 1
+
+MOST = 1e15
+"""Of what is counted: more than any engine sees."""
+
+Count = Annotated[float, Field(ge=0, le=MOST)]
+
+
+class _Learnt(BaseModel):
+    """What `LengthModel.to_json` says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: Literal[1]
+    bound: int = Field(ge=1, le=2**31)
+    batches: int = Field(ge=0, le=MOST)
+    responses: int = Field(ge=0, le=MOST)
+    ends: list[Count] = Field(max_length=BINS)
+    tokens: list[Count] = Field(max_length=BINS)
 
 
 class LengthModel:
@@ -146,24 +166,15 @@ class LengthModel:
         Raises:
             ValueError: it is not such a description.
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"expected a JSON object with format {_FORMAT}")
         try:
-            model = cls(int(data["bound"]) if bound is None else bound, seed)
-            model.batches, model.responses = int(data["batches"]), int(data["responses"])
-            arrays = [np.array(data[key], np.float64) for key in ("ends", "tokens")]
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"missing or wrong value: {error!r}") from error
-        ends, tokens = arrays
-        if (
-            any(array.ndim != 1 or not np.isfinite(array).all() for array in arrays)
-            or not len(ends) == len(tokens) <= BINS
-            or (ends < 0).any()
-            or (ends > tokens).any()
-            or model.batches < 0
-            or model.responses < 0
-        ):
-            raise ValueError("counts out of range")
+            learnt = _Learnt.model_validate(data)
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from error
+        ends, tokens = np.array(learnt.ends, np.float64), np.array(learnt.tokens, np.float64)
+        if len(ends) != len(tokens) or (ends > tokens).any():
+            raise ValueError("ends: more responses ended than there are tokens")
+        model = cls(learnt.bound if bound is None else bound, seed)
+        model.batches, model.responses = learnt.batches, learnt.responses
         # A shorter grid is continued by this one.
-        model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in arrays))
+        model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in (ends, tokens)))
         return model

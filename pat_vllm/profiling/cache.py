@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.files import make_private
+from pat_vllm.files.writing import make_private, sweep
 from pat_vllm.profiling.profile import Profile, ProfileError
 
 logger = logging.getLogger(__name__)
@@ -20,15 +21,27 @@ CACHE_DIR = "PAT_CACHE_DIR"
 
 
 def cache_dir() -> Path:
-    """Where PAT may keep what it can make again."""
-    if given := os.environ.get(CACHE_DIR):
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "pat-vllm"
+    """Where PAT may keep what it can make again.
+
+    Raises:
+        OSError: there is no such place: the user has no home directory.
+    """
+    given, base = os.environ.get(CACHE_DIR), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if given:
+            return Path(given).expanduser()
+        return (Path(base) if base else Path.home() / ".cache") / "pat-vllm"
+    except RuntimeError as error:
+        where = f"{CACHE_DIR}={given}" if given else "~/.cache"
+        raise FileNotFoundError(errno.ENOENT, str(error), where) from error
 
 
 def cache_path(key: Mapping[str, Any]) -> Path:
-    """The file of the profile for a key."""
+    """The file of the profile for a key.
+
+    Raises:
+        OSError: as `cache_dir`.
+    """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_dir() / "profiles" / f"{digest}.json"
 
@@ -36,15 +49,15 @@ def cache_path(key: Mapping[str, Any]) -> Path:
 def find(key: Mapping[str, Any]) -> Profile | None:
     """The cached profile for a key, if there is one.
 
-    A damaged file is reported and counts as missing.
+    A damaged file is reported and counts as missing, and so does another user's.
     """
-    path = cache_path(key)
-    if not os.path.exists(path):
-        return None
     try:
-        profile = Profile.load(path)
+        path = cache_path(key)
+        if not os.path.exists(path):
+            return None
+        profile = Profile.load(path, own=True)
         profile.check(key, path)
-    except ProfileError as error:
+    except (ProfileError, OSError) as error:
         logger.warning("PAT measures again, as the cached profile cannot be used: %s", error)
         return None
     return profile
@@ -55,16 +68,16 @@ def keep(profile: Profile) -> Path | None:
 
     Returns where, or None where that is not possible.
     """
-    path = cache_path(profile.key)
     try:
+        path = cache_path(profile.key)
         cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(path.parent)
         profile.save(path, private=True)
+        sweep(path.parent, path.stat().st_mtime)
     except OSError as error:
         logger.warning(
-            "PAT could not keep the profile in %s (%s) and will measure again at the next start; "
-            "set %s to a directory that can be written",
-            path,
+            "PAT could not keep the profile (%s) and will measure again at the next start; set %s "
+            "to a directory of yours that can be written",
             error,
             CACHE_DIR,
         )

@@ -6,7 +6,6 @@ never a wrong decision, and a key that says for which model, hardware, flags and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,17 @@ from pydantic import (
 )
 
 from pat_vllm.config import StrictModel
-from pat_vllm.files import write_whole
+from pat_vllm.files.digest import DIGEST, with_digest
+from pat_vllm.files.reading import (
+    FileError,
+    cut,
+    first_problem,
+    name_of,
+    read_json,
+    shown,
+    without_digest,
+)
+from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
 
 FORMAT = 2
@@ -35,9 +44,12 @@ FORMAT = 2
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+_MOST = 2**53
+"""So that sums of counts are exact, and none is too large for an array."""
+
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
 NamedLayout = Annotated[
     Layout,
     BeforeValidator(lambda given: Layout.parse(given) if isinstance(given, str) else given),
@@ -210,7 +222,7 @@ class Profile(StrictModel):
     layouts: tuple[NamedLayout, ...] = Field(min_length=1)
     max_num_seqs: dict[int, Positive]
     max_batch_tokens: dict[int, Positive]
-    kv_tokens: dict[int, int]
+    kv_tokens: dict[int, Annotated[int, Field(le=_MOST)]]
     kv_bytes_per_token: Positive
     experts: tuple[Positive, Positive] | None = None
     steps: tuple[StepSample, ...]
@@ -264,44 +276,39 @@ class Profile(StrictModel):
             OSError: it cannot be written.
         """
         content = self.model_dump(mode="json")
-        text = json.dumps({"digest": _digest(content), **content}, indent=1)
+        text = json.dumps(with_digest(content), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text + "\n", private=private)
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    def load(cls, path: Path, *, own: bool = False) -> Profile:
         """Read a file.
+
+        Args:
+            own: it has to be this user's.
 
         Raises:
             ProfileError: it is missing, damaged, edited, or of another format.
         """
-        advice = "make it again with `pat-vllm profile`"
+        advice, named = "make it again with `pat-vllm profile`", f"profile {name_of(path)}"
         try:
-            content = json.loads(path.read_text())
-        except OSError as error:
-            raise ProfileError(f"profile {path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ProfileError(f"profile {path} is no JSON ({error}); {advice}") from None
-        if not isinstance(content, dict) or "digest" not in content:
-            raise ProfileError(f"{path} is no profile: it has no digest; {advice}")
-        if content.get("format") not in (1, FORMAT):
-            raise ProfileError(
-                f"profile {path} has format {content.get('format')!r}, this version reads "
-                f"1 and {FORMAT}; {advice}"
-            )
-        if content.pop("digest") != _digest(content):
-            raise ProfileError(
-                f"profile {path} was changed after it was written: its digest does not match; "
-                f"{advice}"
-            )
+            content = read_json(path, "profile", own=own)
+            if not isinstance(content, dict) or DIGEST not in content:
+                raise ProfileError(f"{name_of(path)} is no profile: it has no digest; {advice}")
+            if content.get("format") not in (1, FORMAT):
+                raise ProfileError(
+                    f"{named} has format {shown(content.get('format'))}, this version reads "
+                    f"1 and {FORMAT}; {advice}"
+                )
+            content = without_digest(content, named)
+        except FileError as error:
+            raise ProfileError(f"{error}; {advice}") from None
         try:
             return cls.model_validate(_with_names(content) if content["format"] == 1 else content)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "profile"
-            raise ProfileError(f"profile {path}: {where}: {first['msg']}; {advice}") from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise ProfileError(f"profile {path} of format 1: {error!r}; {advice}") from None
+            raise ProfileError(f"{named}: {first_problem(error)}; {advice}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProfileError(f"{named} of format 1: {shown(error)}; {advice}") from None
 
     def check(self, key: Mapping[str, Any], path: Path | str) -> None:
         """Make sure that the profile holds for an engine.
@@ -310,7 +317,8 @@ class Profile(StrictModel):
             ProfileError: it does not; names what differs.
         """
         different = [
-            f"{name} is {key.get(name)!r} here and {self.key.get(name)!r} in the profile"
+            f"{cut(name)} is {shown(key.get(name))} here and {shown(self.key.get(name))} in the "
+            "profile"
             for name in sorted({*key, *self.key})
             if key.get(name) != self.key.get(name)
         ]
@@ -346,7 +354,3 @@ def _with_names(content: Mapping[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "switches": switches,
     }
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,18 +10,25 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from pat_vllm.files import write_whole
+from pat_vllm.files.reading import FileError, first_problem, name_of, read_json, shown
+from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.plot import plot_report
 
 FORMAT = 1
 """Version of the file that `Report.save` writes."""
+_MOST_BYTES = 512 << 20
+"""Of that file: every step of a long run may be in it."""
 
 _parse = functools.lru_cache(maxsize=64)(Layout.parse)
 
 
 def _layout(value: Layout | str) -> Layout:
-    return value if isinstance(value, Layout) else _parse(value)
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"expected the name of a layout, got {shown(value)}")
+    return _parse(value)
 
 
 SWITCH_REASONS = ("policy", "forced", "idle")
@@ -326,25 +332,17 @@ class Report:
         Raises:
             ValueError: the file cannot be read, is damaged, or of another format.
         """
-        try:
-            text = Path(path).read_bytes()
-            content = json.loads(text)
-        except OSError as error:
-            raise ValueError(f"report {path} cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"report {path} is no JSON ({error})") from None
+        content, name = read_json(path, "report", most=_MOST_BYTES), name_of(path)
         if not isinstance(content, dict) or "format" not in content:
-            raise ValueError(f"{path} is no report: it has no format; `Report.save` writes them")
+            raise FileError(f"{name} is no report: it has no format; `Report.save` writes them")
         if content["format"] != FORMAT:
-            raise ValueError(
-                f"report {path} has format {content['format']!r}, this version reads {FORMAT}"
+            raise FileError(
+                f"report {name} has format {shown(content['format'])}, this version reads {FORMAT}"
             )
         try:
-            return cls.from_json(text)
+            return _REPORT.validate_python(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"report {path} is damaged: {where}: {first['msg']}") from None
+            raise FileError(f"report {name} is damaged: {first_problem(error)}") from None
 
     def plot(self, path: str | Path) -> None:
         """Draw a picture: requests, layouts, draft lengths, switches and savings over time.

@@ -6,7 +6,6 @@ Lengths are in tokens. A length equal to the trace's `max_tokens` is a response 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from pat_vllm.files.reading import FileError, cut, name_of, read_json, read_text, shown
+from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.state import Floats, Ints
 
 _PROMPT = (64, 512)
@@ -21,6 +22,10 @@ _PROMPT = (64, 512)
 
 _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
+
+MOST_TOKENS = 1 << 24
+"""Of a prompt or a response."""
+_LAST_ARRIVAL = 1e9
 
 _EARLIER_NAMES = {"prompts": "num_prompt_tokens", "bound": "max_tokens"}
 """What fields of a trace file were called before; files with these names can still be read."""
@@ -67,13 +72,26 @@ class LengthTrace:
                 )
         if not 1 <= min(self.lengths) <= max(self.lengths) <= self.max_tokens:
             raise ValueError(
-                f"lengths of trace {self.name!r} must be 1 to max_tokens={self.max_tokens}, "
-                f"got {min(self.lengths)} to {max(self.lengths)}"
+                f"lengths of trace {self.name!r} must be 1 to max_tokens={shown(self.max_tokens)}, "
+                f"got {shown(min(self.lengths))} to {shown(max(self.lengths))}"
             )
-        if min(self.num_prompt_tokens) < 1:
-            raise ValueError(f"num_prompt_tokens of trace {self.name!r} must be at least 1")
-        if not all(math.isfinite(at) and at >= 0 for at in self.arrivals):
-            raise ValueError(f"arrivals of trace {self.name!r} must be 0 or more seconds")
+        if self.max_tokens > MOST_TOKENS:
+            raise ValueError(
+                f"max_tokens of trace {self.name!r} is {shown(self.max_tokens)}; at most "
+                f"{MOST_TOKENS:,} can be replayed"
+            )
+        if not 1 <= min(self.num_prompt_tokens) <= max(self.num_prompt_tokens) <= MOST_TOKENS:
+            raise ValueError(
+                f"num_prompt_tokens of trace {self.name!r} must be at least 1, and at most "
+                f"{MOST_TOKENS:,}"
+            )
+        if not -(2**63) <= min(self.groups) <= max(self.groups) < 2**63:
+            raise ValueError(f"groups of trace {self.name!r} must be numbers of at most 64 bits")
+        if not all(0 <= at <= _LAST_ARRIVAL for at in self.arrivals):
+            raise ValueError(
+                f"arrivals of trace {self.name!r} must be 0 or more seconds, at most "
+                f"{_LAST_ARRIVAL:g}"
+            )
         if not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance of trace {self.name!r} must be 0 to 1")
 
@@ -100,7 +118,7 @@ class LengthTrace:
 
     def save(self, path: Path) -> None:
         """Write as JSON, for `load_trace`."""
-        Path(path).write_text(json.dumps(asdict(self)) + "\n")
+        write_whole(Path(path), json.dumps(asdict(self)) + "\n")
 
 
 def lognormal(
@@ -250,16 +268,16 @@ def load_trace(path: Path) -> LengthTrace:
     Default: a batch of unrelated prompts of 256 tokens, bounded by the longest response.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: its content is not a trace; says what is wrong, and where.
+        ValueError: the file cannot be read, or its content is not a trace; says what is wrong, and
+            where.
     """
     path = Path(path)
     try:
         if path.suffix.lower() == ".json":
-            return _from_json(path.stem, json.loads(path.read_bytes()))
-        return _from_fields(path.stem, {"lengths": _lines(path.read_text())})
+            return _from_json(path.stem, read_json(path))
+        return _from_fields(path.stem, {"lengths": _lines(read_text(path))})
     except ValueError as error:
-        raise ValueError(f"{path} is not a length trace: {error}") from error
+        raise FileError(f"{name_of(path)} is not a length trace: {error}") from error
 
 
 def _from_json(stem: str, data: Any) -> LengthTrace:
@@ -269,7 +287,7 @@ def _from_json(stem: str, data: Any) -> LengthTrace:
     known = LengthTrace.__dataclass_fields__
     unknown = set(data) - set(known)
     if unknown:
-        raise ValueError(f"unknown {sorted(unknown)}; allowed are {', '.join(known)}")
+        raise ValueError(f"unknown {shown(sorted(unknown))}; allowed are {', '.join(known)}")
     for field in ("lengths", "groups", "num_prompt_tokens", "arrivals"):
         allowed = (int, float) if field == "arrivals" else (int,)
         values = data.get(field, [])
@@ -277,9 +295,9 @@ def _from_json(stem: str, data: Any) -> LengthTrace:
             kind = "numbers" if field == "arrivals" else "whole numbers"
             raise ValueError(f"{field} must be a list of {kind}")
     if type(data.get("acceptance", 0.0)) not in (int, float):
-        raise ValueError(f"acceptance must be a number, got {data['acceptance']!r}")
+        raise ValueError(f"acceptance must be a number, got {shown(data['acceptance'])}")
     if type(data.get("max_tokens", 0)) is not int:
-        raise ValueError(f"max_tokens must be a whole number, got {data['max_tokens']!r}")
+        raise ValueError(f"max_tokens must be a whole number, got {shown(data['max_tokens'])}")
     return _from_fields(stem, data)
 
 
@@ -287,9 +305,9 @@ def _from_fields(stem: str, data: dict[str, Any]) -> LengthTrace:
     lengths = tuple(data["lengths"])
     count = len(lengths)
     return LengthTrace(
-        name=str(data.get("name", stem)),
+        name=cut(str(data.get("name", stem)), 80),
         lengths=lengths,
-        arrivals=tuple(map(float, data.get("arrivals", (0.0,) * count))),
+        arrivals=tuple(data.get("arrivals", (0.0,) * count)),
         groups=tuple(data.get("groups", range(count))),
         num_prompt_tokens=tuple(data.get("num_prompt_tokens", (_FILE_PROMPT,) * count)),
         max_tokens=data.get("max_tokens", max(lengths, default=1)),
@@ -309,7 +327,7 @@ def _lines(text: str) -> list[int]:
         except ValueError:
             if not first:
                 raise ValueError(
-                    f"line {number} must be one length in tokens, got {word!r}"
+                    f"line {number} must be one length in tokens, got {shown(word)}"
                 ) from None
         first = False
     return lengths

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 import pat_vllm
-from pat_vllm import files
+from pat_vllm.files import writing as files
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.predictor.adaptive import AdaptivePolicy

@@ -73,34 +73,22 @@ def record_torch(recorder: Recorder) -> None:
     """Note the calls of `torch.distributed`."""
     for name in _CALLS:
         _note_calls(recorder, name)
+    # All ranks have to make a group, also those that are not among its members.
     for name in ("init_process_group", "new_group"):
-        _note_constructor(recorder, name)
+        _note_calls(recorder, name, constructs=True)
 
 
-def _note_calls(recorder: Recorder, name: str) -> None:
+def _note_calls(recorder: Recorder, name: str, constructs: bool = False) -> None:
     original = getattr(dist, name)
     signature = inspect.signature(original)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        detail = f"from {given['src']}" if "src" in given else ""
-        tensor = given.get("tensor")
-        if isinstance(tensor, torch.Tensor):
+        detail = " ".join(f"{each} {given.get(each)}" for each in ("src", "ranks", "backend"))
+        if isinstance(tensor := given.get("tensor"), torch.Tensor):
             detail += f" {tensor.numel()} of {tensor.dtype}"
-        recorder.call(name, given.get("group"), detail=detail)
-        return original(*args, **kwargs)
-
-    setattr(dist, name, noted)
-
-
-def _note_constructor(recorder: Recorder, name: str) -> None:
-    """All ranks have to make a group, also those that are not among its members."""
-    original = getattr(dist, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        members = args[0] if args else kwargs.get("ranks")
-        detail = f"{members} {kwargs.get('backend')}"
-        recorder.call(name, None, constructs=True, detail=detail)
+        group = None if constructs else given.get("group")
+        recorder.call(name, group, constructs, detail)
         return original(*args, **kwargs)
 
     setattr(dist, name, noted)
@@ -108,11 +96,8 @@ def _note_constructor(recorder: Recorder, name: str) -> None:
 
 def imitate_communicators(recorder: Recorder) -> None:
     """Have the communicators note what they would ask of libraries and devices."""
-    _imitate_nccl(recorder)
-    _imitate_custom_all_reduce(recorder)
-    _imitate_symmetric_memory(recorder)
-    _imitate_flashinfer(recorder)
-    _note_exchanges(recorder)
+    for imitate in (_nccl, _custom_all_reduce, _symmetric_memory, _flashinfer, _exchanges):
+        imitate(recorder)
 
 
 def _all_reduce(recorder: Recorder, kind: str) -> Callable[..., torch.Tensor]:
@@ -126,7 +111,7 @@ def _all_reduce(recorder: Recorder, kind: str) -> Callable[..., torch.Tensor]:
     return reduce
 
 
-def _imitate_nccl(recorder: Recorder) -> None:
+def _nccl(recorder: Recorder) -> None:
     def init(self: Any, device: torch.device) -> None:
         self.device, self.comm = device, None
         recorder.meet("NCCL communicator", self.group, constructs=True, device=device.index)
@@ -142,7 +127,7 @@ def _imitate_nccl(recorder: Recorder) -> None:
     communicator.all_reduce = _all_reduce(recorder, "NCCL all-reduce")
 
 
-def _imitate_custom_all_reduce(recorder: Recorder) -> None:
+def _custom_all_reduce(recorder: Recorder) -> None:
     custom: Any = custom_all_reduce.CustomAllreduce
     init, tried = custom.__init__, custom_all_reduce.gpu_p2p_access_check
     making: list[Any] = []
@@ -175,7 +160,7 @@ def _imitate_custom_all_reduce(recorder: Recorder) -> None:
     custom_all_reduce.custom_ar = True
 
 
-def _imitate_symmetric_memory(recorder: Recorder) -> None:
+def _symmetric_memory(recorder: Recorder) -> None:
     def rendezvous(buffer: Any, group_name: str) -> Any:
         group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined]
         options = {"constructs": True, "detail": f"{buffer.size} elements"}
@@ -189,7 +174,7 @@ def _imitate_symmetric_memory(recorder: Recorder) -> None:
     custom_all_reduce.torch_symm_mem = symm_mem.torch_symm_mem = symmetric
 
 
-def _imitate_flashinfer(recorder: Recorder) -> None:
+def _flashinfer(recorder: Recorder) -> None:
     from vllm.distributed.device_communicators import flashinfer_all_reduce as flashinfer
 
     def create_workspace(backend: str, group: Any, **options: Any) -> Any:
@@ -214,7 +199,7 @@ def _imitate_flashinfer(recorder: Recorder) -> None:
     flashinfer.flashinfer_comm.allreduce_fusion = fused
 
 
-def _note_exchanges(recorder: Recorder) -> None:
+def _exchanges(recorder: Recorder) -> None:
     init = exchange.CollectiveTransport.__init__
 
     def noted(self: Any, group: Any, device: torch.device) -> None:

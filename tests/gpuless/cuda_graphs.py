@@ -42,13 +42,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, as the driver remembers it when it may be gone.
-
-    Attributes:
-        number: counts graphs from 0.
-        phase: what the test was doing.
-        collectives: those captured, in their order.
-    """
+    """A graph, as the driver remembers it when it may be gone; `phase` is what the test did."""
 
     number: int
     phase: str
@@ -67,14 +61,11 @@ class Driver:
         self.replayed: list[tuple[str, int]] = []
         """Phase of the test and number of the graph, for each replay."""
         self.capturing: Graph | None = None
-        self._users: dict[Pool, int] = {}
+        self.users: dict[Pool, int] = {}
+        """Graphs by pool. Of one that had some and has none, torch may have freed the memory."""
 
     def install(self, platform: Any) -> None:
-        """Be the driver of this process. While it captures, "cuda" is another name of the CPU.
-
-        Args:
-            platform: class of vLLM's current platform, which has torch's pool handles.
-        """
+        """Be the driver of this process. While it captures, "cuda" is another name of the CPU."""
         torch.cuda.CUDAGraph = self.make_graph  # type: ignore[assignment,misc]
         torch.cuda.graph = self.capture  # type: ignore[assignment,misc]
         torch.cuda.graph_pool_handle = self.graph_pool_handle
@@ -106,20 +97,6 @@ class Driver:
         """Note a collective, if a graph is being captured."""
         if self.capturing is not None:
             self.capturing.collectives.append(Collective(group, kind, tuple(tensor.shape)))
-
-    def take(self, pool: Pool) -> None:
-        """Have one more graph in a pool.
-
-        Raises:
-            GraphError: the last graph of the pool is gone; torch's allocator may have freed it.
-        """
-        if self._users.get(pool) == 0:
-            raise GraphError(f"pool {pool} was released with its last graph")
-        self._users[pool] = self._users.get(pool, 0) + 1
-
-    def give_back(self, pool: Pool) -> None:
-        """Have one graph less in a pool."""
-        self._users[pool] -= 1
 
 
 @dataclass(frozen=True)
@@ -155,18 +132,12 @@ class _View:
 
 
 class Graph(TorchDispatchMode):
-    """In place of `torch.cuda.CUDAGraph`: the operations between begin and end of a capture.
-
-    Attributes:
-        number: counts the driver's graphs from 0.
-        addresses: of all tensors that it uses and does not own.
-    """
+    """In place of `torch.cuda.CUDAGraph`: the operations between begin and end of a capture."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__()
-        self.number = -1
+        self.number = -1  # counts the driver's graphs from 0
         self.collectives: list[Collective] = []
-        self.addresses: set[int] = set()
         self._driver = driver
         self._pool: Pool | None = None
         self._operations: list[tuple[Any, Any, Any, Any]] = []
@@ -178,7 +149,10 @@ class Graph(TorchDispatchMode):
         if self._driver.capturing is not None or self._pool is not None:
             raise GraphError("a graph is captured inside another, or twice")
         pool = pool or self._driver.graph_pool_handle()
-        self._driver.take(pool)
+        users = self._driver.users
+        if users.get(pool) == 0:
+            raise GraphError(f"pool {pool} was released with its last graph")
+        users[pool] = users.get(pool, 0) + 1
         self._pool = pool
         self.number = len(self._driver.captured)
         self._driver.captured.append(
@@ -197,11 +171,7 @@ class Graph(TorchDispatchMode):
         return self._pool
 
     def replay(self) -> None:
-        """Run the operations on their memory.
-
-        Raises:
-            GraphError: memory that it does not own is no longer what it was.
-        """
+        """Run the operations on their memory."""
         if self._pool is None:
             raise GraphError("a graph is replayed that was not captured, or was reset")
         self._driver.replayed.append((self._driver.phase, self.number))
@@ -223,7 +193,7 @@ class Graph(TorchDispatchMode):
     def reset(self) -> None:
         """As torch's."""
         if self._pool is not None:
-            self._driver.give_back(self._pool)
+            self._driver.users[self._pool] -= 1
         self._pool = None
         self._operations.clear()
         self._own.clear()
@@ -257,11 +227,9 @@ class Graph(TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return value
         key, storage = _key(value), value.untyped_storage()
-        if key not in self._own:
-            if key not in self._foreign:
-                memory = _Memory(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
-                self._foreign[key] = memory
-            self.addresses.add(value.data_ptr())
+        if key not in self._own and key not in self._foreign:
+            memory = _Memory(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
+            self._foreign[key] = memory
         return _View(key, value.dtype, value.shape, value.stride(), value.storage_offset())
 
 

@@ -8,8 +8,10 @@ until that is trimmed, or with torch's allocator until its cache is emptied.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -46,6 +48,7 @@ class DeviceMemory:
         self.most_used = 0
         self.allocator = cumem.CuMemAllocator()
         self._torch = _TorchMemory()
+        self.graph_pools = GraphPools()
         self._mode = _Allocations(self._take)
         self._segments: dict[int, bytearray] = {}
         runtime = SimpleNamespace(cudaMemcpy=ctypes.memmove)
@@ -75,7 +78,7 @@ class DeviceMemory:
             monkeypatch.setattr(f"vllm.{module}.gc", no_gc)
         answers: dict[str, Callable[..., Any]] = {
             "synchronize": lambda *args: None,
-            "empty_cache": self._torch.empty_cache,
+            "empty_cache": self._empty_cache,
             "get_memory_info": lambda *args: (self.total - self.taken, self.total),
             "memory_reserved": lambda *args: self._torch.reserved,
             "memory_stats": lambda *args: self._torch.stats(),
@@ -86,7 +89,10 @@ class DeviceMemory:
         for name, value in answers.items():
             monkeypatch.setattr(torch.accelerator, name, value)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", self._torch.empty_cache)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.graph_pools.new_handle)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self._capture)
         monkeypatch.setattr(gpu_worker.Worker, "synchronize_device", lambda worker: None)
         monkeypatch.setattr(
             gpu_worker.Worker, "_scoped_allocator_max_split", contextmanager(_nothing)
@@ -117,7 +123,23 @@ class DeviceMemory:
         """Bytes that are taken from the device."""
         every = self.allocator.pointer_to_data.values()
         pools = sum(data.handle[1] for data in every if not data.is_asleep)
-        return pools + self._torch.reserved
+        return pools + self._torch.reserved + sum(self.graph_pools.bytes_of.values())
+
+    def capture(self, graph: Graph, pool: int, num_bytes: int) -> int:
+        """Have a graph compute with so many bytes of a pool; returns by how many that grows."""
+        before = self.taken
+        graph.enter(self.graph_pools, pool, num_bytes)
+        self._note()
+        return self.taken - before
+
+    @contextmanager
+    def _capture(self, graph: Graph, pool: int) -> Iterator[None]:
+        self.capture(graph, pool, 0)
+        yield
+
+    def _empty_cache(self, *args: Any) -> None:
+        self._torch.empty_cache()
+        self.graph_pools.trim()
 
     def _note(self) -> None:
         self.most_used = max(self.most_used, self.taken)
@@ -144,6 +166,39 @@ class DeviceMemory:
             yield pool, None
 
 
+class GraphPools:
+    """Bytes of pools of CUDA graphs, by handle. Graphs of one use the same memory.
+
+    As torch has it, a pool without graphs keeps its memory until the cache is emptied.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_of: dict[int, int] = {}
+        self.graphs: Counter[int] = Counter()
+        self.new_handle = itertools.count().__next__
+
+    def trim(self) -> None:
+        self.bytes_of = {one: size for one, size in self.bytes_of.items() if self.graphs[one]}
+
+
+class Graph:
+    """In place of `torch.cuda.CUDAGraph`."""
+
+    _pools: GraphPools | None = None
+
+    def enter(self, pools: GraphPools, handle: int, num_bytes: int) -> None:
+        pools.bytes_of[handle] = max(pools.bytes_of.get(handle, 0), num_bytes)
+        pools.graphs[handle] += 1
+        self._pools, self._handle = pools, handle
+
+    def reset(self) -> None:
+        if self._pools is not None:
+            self._pools.graphs[self._handle] -= 1
+            self._pools = None
+
+    __del__ = reset
+
+
 class _TorchMemory:
     """Of torch's own allocator: it keeps what is freed, and fills it again without a gap."""
 
@@ -158,7 +213,7 @@ class _TorchMemory:
         self._peak = max(self._peak, allocated)
         self.reserved = max(self.reserved, allocated)
 
-    def empty_cache(self, *args: Any) -> None:
+    def empty_cache(self) -> None:
         self.reserved = self._allocated()
 
     def reset_peak(self, *args: Any) -> None:

@@ -321,13 +321,6 @@ def imitated(ranks: int) -> Iterator[Devices]:
         patch.setattr(torch.accelerator, "synchronize", streams.synchronize)
         patch.setattr(torch.accelerator, "current_device_index", lambda: here.thread.device.index)
         devices = Devices(ranks)
-
-        def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-            memory = devices.memory_of(tensor)
-            assert memory is not None
-            memory.recorded.add(stream.actor.name)
-
-        patch.setattr(torch.Tensor, "record_stream", record_stream)
         patch.setattr(exchange, "dist", nccl.distributed(devices))
         patch.setitem(sys.modules, "pat_vllm.kernels.device", launches.kernels(devices))
         # vLLM keeps streams from one update of weights to the next.

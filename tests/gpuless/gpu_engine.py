@@ -6,7 +6,6 @@ weights and the exchange are objects that take memory as those do.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -20,18 +19,30 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.utils import AttentionGroup
 
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, HeadRoute
 from pat_vllm.layout import Layout
+from pat_vllm.worker import late_memory
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from pat_vllm.worker.late_memory import staged_by_switches
 from pat_vllm.worker.side_stream import SideStream
 from pat_vllm.worker.synthetic import SchedulerOutput, add_new, finish, make_requests
 from tests.gpuless.device_memory import DeviceMemory
-from tests.gpuless.gpu_runner import KV_HEADS, KV_LAYOUT, LAYOUTS, RANKS, RUNNERS, Runner, allocated
+from tests.gpuless.gpu_runner import (
+    KV_HEADS,
+    KV_LAYOUT,
+    LAYOUTS,
+    RANKS,
+    RUNNERS,
+    Runner,
+    allocated,
+    create_builders,
+)
 
 
 class Weights:
@@ -113,6 +124,15 @@ def engine_config() -> VllmConfig:
     return config
 
 
+class Platform:
+    """CUDA, as far as pools of graphs go."""
+
+    _global_graph_pool = None
+
+    def graph_pool_handle(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+
 def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: str = "v2") -> None:
     """Have workers start on the device, without processes, streams and kernels.
 
@@ -120,11 +140,10 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         runner: which of vLLM's model runners they have, of `RUNNERS`.
     """
     monkeypatch.setattr(Runner, "memory", device, raising=False)
-    monkeypatch.setattr(Runner, "pools", {}, raising=False)
-    handles = itertools.count()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: nullcontext())
+    monkeypatch.setattr(AttentionGroup, "create_metadata_builders", create_builders)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", Platform())
+    monkeypatch.setattr(cudagraph_utils, "set_current_vllm_config", lambda config: nullcontext())
+    monkeypatch.setattr(late_memory, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
     for name in ("gpu.model_runner", "gpu_model_runner"):
@@ -167,18 +186,23 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
     monkeypatch.setattr(worker_module.current_platform, "update_block_size_for_backend", id)
 
 
-def start_worker() -> Any:
-    """A worker as vLLM's executor and engine core start it."""
-    config = engine_config()
-    worker: Any = PATGPUWorker(config, 0, 0, "", is_driver_worker=True)
+def load_worker() -> Any:
+    """A worker as vLLM's executor starts it, whose KV cache has no size yet."""
+    worker: Any = PATGPUWorker(engine_config(), 0, 0, "", is_driver_worker=True)
     worker.init_device()
     worker.load_model()
-    specs = worker.get_kv_cache_spec()
     worker.set_kv_cache_layout(KV_LAYOUT.name)
+    return worker
+
+
+def start_worker() -> Any:
+    """A worker as vLLM's engine core has it at the end."""
+    worker = load_worker()
+    specs = worker.get_kv_cache_spec()
     available = worker.determine_available_memory()
     worker._exchange.stages = int(staged_by_switches(worker._runtimes) * available)
     groups = [KVCacheGroupSpec(list(specs), next(iter(specs.values())))]
-    kv_cache_config = get_kv_cache_config_from_groups(config, groups, available)
+    kv_cache_config = get_kv_cache_config_from_groups(worker.vllm_config, groups, available)
     kv_cache_config.kv_cache_layout = KV_LAYOUT.name
     worker.initialize_from_config(kv_cache_config)
     worker.compile_or_warm_up_model()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner as StockV1
-from vllm.v1.worker.utils import allocate_kv_cache
+from vllm.v1.worker.utils import AttentionGroup, allocate_kv_cache
 
 from pat_vllm.layout import Layout
 from pat_vllm.worker.synthetic import SchedulerOutput
-from tests.gpuless.device_memory import DeviceMemory
+from tests.gpuless.device_memory import DeviceMemory, Graph
 
 RANKS = KV_HEADS = 4
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4))
@@ -40,6 +41,7 @@ class Needs:
         activations: in the largest step.
         graphs: for its CUDA graphs, in the pool that layouts share.
         kept: from the first step on.
+        workspace: for attention, which comes with the KV cache.
     """
 
     activations: Mapping[int, int] = field(
@@ -49,6 +51,9 @@ class Needs:
         default_factory=lambda: {1: 512 << 10, 2: 768 << 10, 4: 256 << 10}
     )
     kept: Mapping[int, int] = field(default_factory=lambda: {1: 96 << 10, 2: 64 << 10, 4: 32 << 10})
+    workspace: Mapping[int, int] = field(
+        default_factory=lambda: {1: 256 << 10, 2: 128 << 10, 4: 128 << 10}
+    )
 
 
 def allocated(num_bytes: int) -> torch.Tensor:
@@ -56,14 +61,33 @@ def allocated(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.int8)
 
 
+class Builder:
+    """Of FlashInfer's metadata builder what has to do with its workspace."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+        self._workspace: torch.Tensor | None = None
+
+    def _get_workspace_buffer(self) -> torch.Tensor:
+        if self._workspace is None:
+            self._workspace = self._make()
+        return self._workspace
+
+    def set_workspace_buffer(self, workspace: torch.Tensor) -> None:
+        self._workspace = workspace
+
+
+def create_builders(group: Any) -> None:
+    """`AttentionGroup.create_metadata_builders` for FlashInfer."""
+    group.metadata_builders = [Builder(group.make)]
+
+
 class Runner:
     """Of a Model Runner V2 what the worker uses; it takes memory as vLLM's does."""
 
     needs = Needs()
     memory: DeviceMemory
-    pools: dict[int, int]
-    """Of CUDA graphs: bytes by handle."""
-    lora_config = cudagraph_manager = speculative_config = structured_outputs_worker = None
+    lora_config = speculative_config = structured_outputs_worker = None
     is_pooling_model = False
     counters = COUNTERS
     max_num_reqs = 4
@@ -114,12 +138,7 @@ class Runner:
         allocated(self.needs.activations[self.tp])
 
     def profile_cudagraph_memory(self) -> int:
-        """What the layout's graphs add to a pool."""
-        torch.accelerator.empty_cache()
-        pool = torch.cuda.graph_pool_handle()
-        there = self.pools.get(pool, 0)
-        self.pools[pool] = max(there, self.needs.graphs[self.tp])
-        return self.pools[pool] - there
+        return cudagraph_utils.profile_cudagraph_memory(self)  # type: ignore[arg-type]
 
     def initialize_kv_cache(
         self,
@@ -127,7 +146,17 @@ class Runner:
         is_profiling: bool = False,
         kv_cache_allocation_context: Any = None,
     ) -> None:
+        assert parallel_state.get_tp_group() is self.group
         self.tables = torch.zeros(TABLES, dtype=torch.int32).fill_(self.tp)
+        group: Any = SimpleNamespace(make=lambda: allocated(self.needs.workspace[self.tp]))
+        AttentionGroup.create_metadata_builders(group)
+        group.metadata_builders[0]._get_workspace_buffer()
+        self.attn_groups = [[group]]
+        self.cudagraph_manager: Any = SimpleNamespace(
+            needs_capture=lambda: True,
+            use_breakable_cg=False,
+            _capture_descs={CUDAGraphMode.FULL: range(3)},
+        )
         with kv_cache_allocation_context or nullcontext():
             views = allocate_kv_cache(kv_cache_config, torch.device("cuda"), KV_LAYOUT)
         self.kv_caches = list(views.values())
@@ -138,8 +167,14 @@ class Runner:
     def maybe_remove_all_loras(self, config: None) -> None:
         pass
 
-    def capture_model(self) -> int:
+    def capture_model(self, profile_only: bool = False) -> int:
         """Layouts share a pool: a layout takes what its graphs need beyond the others'."""
+        if profile_only:
+            manager = self.cudagraph_manager
+            manager.graph = Graph()
+            more = self.memory.capture(manager.graph, manager.pool, self.needs.graphs[self.tp])
+            manager._capture_mem_samples.append(more)
+            return more
         more = max(0, self.needs.graphs[self.tp] - self.memory.used("cudagraph"))
         with get_mem_allocator_instance().use_memory_pool("cudagraph"):
             self.graphs = allocated(more)
@@ -170,6 +205,11 @@ class RunnerV1(Runner):
     counters = 0
     _init_minimal_kv_cache_for_profiling = StockV1._init_minimal_kv_cache_for_profiling
     _cleanup_profiling_kv_cache = StockV1._cleanup_profiling_kv_cache
+
+    def profile_cudagraph_memory(self) -> int:
+        torch.accelerator.empty_cache()
+        pool = torch.cuda.graph_pool_handle()
+        return self.memory.capture(Graph(), pool, self.needs.graphs[self.tp])
 
     def keep_requests(self) -> None:
         self.requests: dict[str, Any] = {}

@@ -5,21 +5,18 @@ Answers go by the names of `CHECKS`: what a check complains about, or null.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from pat_vllm.layout import Experts
-from tests.gpuless.graph_run import DECODE_STEPS, DRAFTS, Run, full_graphs, inputs_of
+from tests.gpuless.graph_run import DRAFTS, Run, full_graphs
 from tests.gpuless.programs import answer
 
 RANK = 1
@@ -27,17 +24,10 @@ TOLERANCE = 1e-4
 OFFLOADED = (7, 7)
 """Pool of graphs whose memory sleep mode offloads."""
 
-Made = Callable[[], Run]
 
-
-@functools.cache
-def _eager(ranks: int, use_v2: bool, experts: Experts | None) -> list[tuple[str, torch.Tensor]]:
-    return Run.start(ranks, RANK, use_v2=use_v2, graphs=False, experts=experts).drive().hidden
-
-
-def _check_hidden(run: Run, expected: list[tuple[str, torch.Tensor]]) -> None:
-    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in expected]
-    for (phase, hidden), (_, wanted) in zip(run.hidden, expected, strict=True):
+def _check_hidden(run: Run, eager: Run) -> None:
+    assert [phase for phase, _ in run.hidden] == [phase for phase, _ in eager.hidden]
+    for (phase, hidden), (_, wanted) in zip(run.hidden, eager.hidden, strict=True):
         assert _close(hidden, wanted), f"{phase}: {hidden} {wanted}"
 
 
@@ -45,29 +35,21 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def _caches(layers: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Of the layers that a step knows by name, those with KV; a mixture has others."""
-    return {name: one.kv_cache for name, one in layers.items() if hasattr(one, "kv_cache")}
-
-
-def check_replays(make: Made) -> None:
+def check_replays(run: Run, eager: Run) -> None:
     """Graphs compute what is computed without, whatever has happened since their capture."""
-    run = make()
-    _check_hidden(run, _eager(run.worker._base.layout.world_size, run.use_v2, run.experts))
+    _check_hidden(run, eager)
     # Or there would be nothing to see.
     first = dict(reversed(run.hidden))
     layout = next(phase for phase in first if phase.startswith("layout"))
     assert not _close(first["layout 0"], first["layout 1"])
     assert not _close(first[layout], first["updated"])
     assert not _close(first["updated"], first["updated elsewhere"])
-    assert _close(first["updated elsewhere"], first["slept"])
-    assert _close(first[layout], first["slept without weights"])
-    assert _close(first["layout 0"], first["back"])
+    assert not _close(first["layout 0"], first["back"])
+    assert _close(first["layout 0"], first["as at first"])
 
 
-def check_own_graphs(make: Made) -> None:
+def check_own_graphs(run: Run) -> None:
     """Each layout has graphs for each size, which are replayed while it is active."""
-    run = make()
     from tests.gpuless.graph_worker import MAX_NUM_SEQS, SIZES
 
     assert MAX_NUM_SEQS < max(SIZES) <= 2 * MAX_NUM_SEQS, "not all layouts have the same graphs"
@@ -83,62 +65,13 @@ def check_own_graphs(make: Made) -> None:
         assert used == {(tp, "FULL"), (tp, "PIECEWISE")}, phase
 
 
-def check_addresses(make: Made) -> None:
-    """What a layout's graphs use is where the layout has it now."""
-    run = make()
-    for tp, runtime in run.worker.runtimes.items():
-        runner = runtime.runner
-        used = {
-            name: parameter
-            for name, parameter in runner.get_model().named_parameters()
-            if not name.startswith("lm_head")
-        }
-        layers = runtime.config.compilation_config.static_forward_context
-        used |= {f"KV of {name}": kv for name, kv in _caches(layers).items()}
-        used |= inputs_of(runner)
-        for graph in full_graphs(runner).values():
-            elsewhere = [n for n, one in used.items() if one.data_ptr() not in graph.addresses]
-            assert not elsewhere, f"tp={tp}: {elsewhere}"
-
-
-def check_shared(make: Made) -> None:
-    """Layouts have one KV buffer, one copy of the weights, and of what a step writes first."""
-    run = make()
-    base, *others = run.worker.runtimes.values()
-
-    def memory(tensors: Any) -> set[int]:
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-    def kv(runtime: Any) -> set[int]:
-        layers = runtime.config.compilation_config.static_forward_context
-        return memory(_caches(layers).values())
-
-    assert kv(base) == memory([run.worker._buffer.buffer])
-    for one in others:
-        assert kv(one) == kv(base), "KV"
-        weights = memory(one.runner.get_model().parameters())
-        assert weights <= memory(base.runner.get_model().parameters()), "weights"
-        if not run.use_v2:
-            continue
-        for name in (
-            "req_states.all_token_ids.gpu",
-            "sampler.penalties_state.output_bin_counts",
-            "sampler.penalties_state.prompt_bin_mask",
-            "structured_outputs_worker.grammar_bitmask",
-        ):
-            of = attrgetter(name)
-            assert of(one.runner).data_ptr() == of(base.runner).data_ptr(), name
-
-
-def check_drafts(make: Made) -> None:
+def check_drafts() -> None:
     """Steps of each draft length replay graphs of theirs, of the active layout.
 
-    They compute what is computed without graphs. Where there are no drafts, nothing looks for any.
+    They compute what is computed without graphs.
     """
-    run = make()
-    ranks = run.worker._base.layout.world_size
-    _check_hidden(run, Run.start(ranks, RANK, graphs=False, drafts=DRAFTS).verify().hidden)
-    _check_drafted(run)
+    run = Run.start(2, RANK, drafts=DRAFTS).verify()
+    _check_hidden(run, Run.start(2, RANK, graphs=False, drafts=DRAFTS).verify())
     graphs = {
         graph.number: (tp, description.uniform_token_count)
         for tp, runtime in run.worker.runtimes.items()
@@ -147,33 +80,15 @@ def check_drafts(make: Made) -> None:
     for tp in run.worker.runtimes:
         for drafts in range(DRAFTS + 1):
             phase = f"tp={tp}, {drafts} drafts"
-            assert bool(run.searches[phase]) == bool(drafts), f"{phase}: looked for n-grams, or not"
-            used = [
-                graphs[number]
-                for at, number in run.driver.replayed
-                if at == phase
-                if number in graphs
-            ]
+            replayed = [number for at, number in run.driver.replayed if at == phase]
+            used = [graphs[number] for number in replayed if number in graphs]
             # A step of a token each comes before the last one.
             assert used[-1:] == [(tp, 1 + drafts)], f"{phase}: {used}"
             assert set(used) == {(tp, 1), (tp, 1 + drafts)}, f"{phase}: {used}"
 
 
-def _check_drafted(run: Run) -> None:
-    """Tokens are those that come without drafts, one by one; the base layout accepts some."""
-    for tp in run.worker.runtimes:
-        plain = run.generated[f"tp={tp}, 0 drafts"]
-        for drafts in range(1, DRAFTS + 1):
-            for name, tokens in run.generated[f"tp={tp}, {drafts} drafts"].items():
-                assert tokens == plain[name][: len(tokens)], f"tp={tp}, {drafts} drafts: {tokens}"
-    least = DECODE_STEPS + 2
-    most = run.generated[f"tp=1, {DRAFTS} drafts"].values()
-    assert max(map(len, most)) > least, "nothing was accepted"
-
-
-def check_pools(make: Made) -> None:
+def check_pools(run: Run) -> None:
     """All graphs share a pool. Each layout was measured with graphs elsewhere, which are gone."""
-    run = make()
     gc.collect()
     thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
     kept = [one for one in run.driver.captured if one.phase == "starting"]
@@ -227,42 +142,31 @@ def _offloading() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _driven(use_v2: bool = True, experts: Experts | None = None) -> Run:
-    ranks = 4 if use_v2 else 2
-    return Run.start(ranks, RANK, use_v2=use_v2, warm=True, experts=experts).drive()
+def _driven(ranks: int = 2, **options: Any) -> None:
+    """A worker through switches and updates."""
+    run = Run.start(ranks, RANK, **options).drive()
+    check_pools(run)
+    check_own_graphs(run)
+    options = {name: value for name, value in options.items() if name != "warm"}
+    check_replays(run, Run.start(ranks, RANK, graphs=False, **options).drive())
 
 
 def _offloaded_pools() -> None:
     with _offloading():
-        check_pools(lambda: Run.start(2, RANK))
-
-
-def _of_driven(prefix: str = "", **options: Any) -> dict[str, Callable[[], None]]:
-    """Checks of a worker that is driven once for all of them."""
-    every = {
-        "replays": check_replays,
-        "own graphs": check_own_graphs,
-        "addresses": check_addresses,
-        "shared": check_shared,
-        "pools": check_pools,
-    }
-    make = functools.partial(_driven, **options)
-    return {prefix + name: functools.partial(check, make) for name, check in every.items()}
+        check_pools(Run.start(2, RANK))
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    **_of_driven(),
-    # From here on with new workers; their start clears the graphs of every worker of this process.
-    "drafts": lambda: check_drafts(lambda: Run.start(2, RANK, drafts=DRAFTS).verify()),
+    "V2": lambda: _driven(4, warm=True),
+    "drafts": check_drafts,
     "pools, offloaded": _offloaded_pools,
     "order": lambda: check_order(lambda rank: Run.start(4, rank), (0, 3)),
-    **_of_driven("experts tp, ", experts="tp"),
-    **_of_driven("V1, ", use_v2=False),
-    **_of_driven("experts ep, ", experts="ep"),
+    "experts tp": lambda: _driven(experts="tp"),
+    "V1": lambda: _driven(use_v2=False, warm=True),
+    "experts ep": lambda: _driven(4, experts="ep"),
     "V1, order": lambda: check_order(lambda rank: Run.start(2, rank, use_v2=False), (0, 1)),
 }
-EVERY_CHANGE = [name for name in CHECKS if not name.startswith(("experts ep", "V1, order"))]
+EVERY_CHANGE = [name for name in CHECKS if name not in ("experts ep", "V1, order")]
 """The others are further combinations of the same."""
 
 

@@ -1,9 +1,9 @@
-"""A worker with CUDA graphs through switches, weight updates and sleep."""
+"""A worker with CUDA graphs through switches and weight updates."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,6 @@ class Run:
     Attributes:
         hidden: of each step, the phase and the hidden states that tokens are sampled from.
         active: tp of the layout in which each phase generates.
-        generated: what requests got in each phase of `verify`.
-        searches: how often each phase of `verify` has looked for n-grams.
     """
 
     worker: Any
@@ -40,8 +38,6 @@ class Run:
     experts: Experts | None = None
     hidden: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     active: dict[str, int] = field(default_factory=dict)
-    generated: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    searches: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls, ranks: int, rank: int, **options: Any) -> Run:
@@ -75,27 +71,17 @@ class Run:
                         found[owner.number] = (tp, "PIECEWISE", description.num_tokens)
         return found
 
-    @property
-    def use_v2(self) -> bool:
-        use_v2: bool = self.worker.use_v2_model_runner
-        return use_v2
-
     def generate(
         self,
         phase: str,
         tp: int,
         prompts: Sequence[Sequence[int]] = PROMPTS,
         drafts: int = 0,
-        more: int = 0,
-    ) -> dict[str, list[int]]:
-        """Prefill the prompts and decode, in the layout of this tp, which must be active.
+    ) -> None:
+        """Prefill and decode in the layout of this tp, which is active.
 
         Args:
             drafts: draft tokens of each request that one more step verifies.
-            more: decode steps beside `DECODE_STEPS`.
-
-        Returns:
-            What the requests, by their number, have generated.
         """
         from vllm import SamplingParams
         from vllm.v1.core.sched.output import SchedulerOutput
@@ -104,34 +90,30 @@ class Run:
 
         self.driver.phase = phase
         self.active[phase] = tp
-        plain = DECODE_STEPS + more
-        steps = plain + bool(drafts)
+        steps = DECODE_STEPS + bool(drafts)
         room = steps + drafts + 1
         lengths = [len(prompt) for prompt in prompts]
         requests = make_requests(phase, lengths, room, 32, decoding=False)
-        first = add_new(SchedulerOutput.make_empty(), requests, self.use_v2, room)
+        use_v2 = self.worker.use_v2_model_runner
+        first = add_new(SchedulerOutput.make_empty(), requests, use_v2, room)
         for new, prompt in zip(first.scheduled_new_reqs, prompts, strict=True):
             new.prompt_token_ids = list(prompt)
-            new.prefill_token_ids = new.prompt_token_ids if self.use_v2 else None
+            new.prefill_token_ids = new.prompt_token_ids if use_v2 else None
             new.sampling_params = SamplingParams(temperature=0.0, max_tokens=room)
-        generated: dict[str, list[int]] = {}
-        self._step(first, generated)
+        self._step(first)
         for done in range(1, steps + 1):
-            verified = drafts if done > plain else 0
+            verified = drafts if done > DECODE_STEPS else 0
             step = decode_step(requests, [done] * len(requests), verified)
             step.num_spec_tokens_to_schedule = drafts
-            self._step(step, generated)
+            self._step(step)
         self.worker.execute_model(finish(requests))
-        return {name.removeprefix(phase): tokens for name, tokens in generated.items()}
 
-    def _step(self, step: Any, generated: dict[str, list[int]]) -> None:
+    def _step(self, step: Any) -> None:
         output = self.worker.execute_model(step)
         if output is None:
             output = self.worker.sample_tokens(None)
         if hasattr(output, "get_output"):
-            output = output.get_output()
-        for name, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-            generated.setdefault(name, []).extend(tokens)
+            output.get_output()
 
     def update(self, method: str, *args: Any) -> None:
         """Have the worker's method write new weights, as PAT's executor does."""
@@ -141,19 +123,15 @@ class Run:
 
     def verify(self) -> Run:
         """Verify drafts of each length, in each layout."""
-        searches = _count_searches()
         for number, tp in enumerate(self.worker.runtimes):
             if number:
                 self.worker.switch(number, tp)
             for drafts in range(DRAFTS + 1):
-                phase = f"tp={tp}, {drafts} drafts"
-                more = 0 if drafts else DRAFTS + 1
-                self.generated[phase] = self.generate(phase, tp, REPEATED, drafts, more)
-                self.searches[phase] = searches()
+                self.generate(f"tp={tp}, {drafts} drafts", tp, REPEATED, drafts)
         return self
 
     def drive(self) -> Run:
-        """Switch, generate, update weights, sleep and wake up."""
+        """Switch, generate, and update weights."""
         worker = self.worker
         path = PATHS[worker._base.layout.world_size]
         for number, tp in enumerate(path):
@@ -165,38 +143,11 @@ class Run:
         self.generate("updated", tp)
         self.update("replace_parameters")
         self.generate("updated elsewhere", tp)
-        worker.sleep(1)
-        worker.wake_up(None)
-        worker.pat_refresh_weights()
-        self.generate("slept", tp)
-        worker.sleep(2)
-        worker.wake_up(["weights"])
-        self.update("load", model)
-        worker.wake_up(["kv_cache"])
-        worker.pat_refresh_weights()
-        self.generate("slept without weights", tp)
         worker.switch(len(path), 1)
         self.generate("back", 1)
+        self.update("load", model)
+        self.generate("as at first", 1)
         return self
-
-
-def _count_searches() -> Callable[[], int]:
-    """Returns a function: how often n-grams have been looked for since its last call."""
-    import vllm.v1.worker.gpu.spec_decode.ngram.speculator as module
-
-    kernel, launched = module._ngram_scan_kernel, [0]
-
-    class Counted:
-        def __getitem__(self, grid: Any) -> Any:
-            launched[0] += 1
-            return kernel[grid]
-
-    def since() -> int:
-        count, launched[0] = launched[0], 0
-        return count
-
-    module._ngram_scan_kernel = Counted()
-    return since
 
 
 def full_graphs(runner: Any) -> dict[Any, Graph]:
@@ -213,15 +164,3 @@ def piecewise_graphs(runner: Any) -> Any:
     if hasattr(runner, "req_states"):
         return runner.cudagraph_manager.breakable_cg_runner
     return runner.model.runnable
-
-
-def inputs_of(runner: Any) -> dict[str, torch.Tensor]:
-    """What a model runner's graphs of whole steps find their inputs in, and leave outputs in."""
-    if not hasattr(runner, "req_states"):
-        return {"input_ids": runner.input_ids.gpu}
-    names = ("input_ids", "positions", "query_start_loc", "seq_lens")
-    return {name: getattr(runner.input_buffers, name) for name in names} | {
-        "block table": runner.block_tables.input_block_tables[0],
-        "slot mapping": runner.block_tables.slot_mappings,
-        "hidden states": runner.cudagraph_manager.hidden_states,
-    }

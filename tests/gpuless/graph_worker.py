@@ -1,9 +1,8 @@
 """A PAT worker for GPUs whose model runners run on CPU, with CUDA graphs imitated.
 
 One process plays one rank. vLLM's runners, graph manager, sampler and layers are its own, and so
-is all of PAT's worker. Stand-ins are: attention kernels that, as a GPU's, read all that changes
-from persistent buffers; the sums of a TP group, of which the other ranks' parts are made up; and
-memory that is garbage while the worker sleeps.
+is all of PAT's worker. Stand-ins are attention kernels that, as a GPU's, read all that changes
+from persistent buffers, and the sums of a TP group, of which the other ranks' parts are made up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  # changes torch, so before the rest
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -47,7 +45,6 @@ DRAFT_SIZES = [16]
 NGRAM = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 MAX_NUM_SEQS = 4
 KV_BYTES = 1 << 20
-_GARBAGE = 0x5A
 _ATTENTION = "tests.gpuless.graph_attention.Backend"
 
 
@@ -93,41 +90,6 @@ class RunnerV1(CPUModelRunner):
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Nothing: Triton's interpreter cannot run vLLM's kernel for top-k and top-p."""
-
-
-class SleepingMemory(SleepModeBackend):
-    """Addresses stay. What is there is lost, but for weights at level 1."""
-
-    def __init__(self, worker: GraphWorker) -> None:
-        super().__init__()
-        self._worker = worker
-        self._kept: dict[str, list[torch.Tensor]] = {}
-
-    def suspend(self, level: int = 1) -> None:
-        for tag, memory in self._memory().items():
-            if tag == "weights" and level == 1:
-                self._kept[tag] = [one.clone() for one in memory]
-            for one in memory:
-                one.fill_(_GARBAGE)
-
-    def resume(self, tags: list[str] | None = None) -> None:
-        for tag, memory in self._memory().items():
-            if tags is None or tag in tags:
-                for one, kept in zip(memory, self._kept.pop(tag, []), strict=False):
-                    one.copy_(kept)
-
-    def _memory(self) -> dict[str, list[torch.Tensor]]:
-        """All of it as bytes, by tag."""
-        models = [runtime.runner.get_model() for runtime in self._worker._runtimes.values()]
-        weights = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage()
-            for model in models
-            for tensor in (*model.parameters(), *model.buffers())
-        }
-        buffer = self._worker._buffer.buffer
-        assert buffer is not None
-        bytes_of = [torch.empty(0, dtype=torch.uint8).set_(one) for one in weights.values()]
-        return {"weights": bytes_of, "kv_cache": [buffer.view(torch.uint8)]}
 
 
 class GraphWorker(PATGPUWorker):
@@ -184,7 +146,6 @@ class GraphWorker(PATGPUWorker):
             driver.phase = "starting"
             worker.initialize_from_config(kv_cache_config)
             worker.compile_or_warm_up_model()
-        worker._sleep_mode_backend = SleepingMemory(worker)
         worker.graph_pool = current_platform.get_global_graph_pool()
         return worker
 

@@ -107,14 +107,12 @@ class Memory(bytearray):
 
     Attributes:
         stream: on which it was allocated; None if it is pinned memory of the host.
-        recorded: names of streams that the allocator waits for before it gives the memory on.
     """
 
     def __init__(self, size: int, races: Races, stream: Actor | None) -> None:
         super().__init__(max(-(-size // 16), 1) * 16)
         self.address = int(torch.frombuffer(self, dtype=torch.uint8).data_ptr())
         self.stream = stream
-        self.recorded: set[str] = set()
         self.before = races.freed_on(stream) if stream else []
         self.last: dict[str, Access] = {}
         self._races = races
@@ -193,11 +191,10 @@ class Races:
         hosts = self.hosts()
         if memory.stream is None or not hosts:
             return
-        safe = {memory.stream.name, *memory.recorded}
         users = tuple(
             user
             for user in memory.last.values()
-            if user.actor not in safe and not any(host.saw(user) for host in hosts)
+            if user.actor != memory.stream.name and not any(host.saw(user) for host in hosts)
         )
         if users:
             self._freed[memory.stream.name].append(Freed(place(), users))

@@ -5,8 +5,6 @@ vLLM's own code chooses the backend and says what the KV cache is, how large its
 they lie; PAT's worker does the rest. Tensors are on the meta device.
 
 Compile ranges: those of each layout, and of stock vLLM at its tp.
-
-Options: what a front end says of those that PAT cannot serve on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +23,6 @@ from unittest import mock
 from tests.gpuless.programs import answer
 
 COMPILE_RANGES = "compile ranges"
-OPTIONS = "options"
 MODELS = {
     "gqa": (32, 8, 16),
     "replicated": (32, 4, 16),
@@ -49,28 +46,12 @@ ROCM = (
 RUNNERS = ("v1", "v2")
 GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000], [256, 4096])
 """Ends of compile ranges that a user has given; some are vLLM's at another tp."""
-REFUSED_OPTIONS: dict[str, Any] = {
-    "enable_batch_sharded_sampling": True,
-    "cpu_offload_gb": 1.5,
-    "offload_group_size": 2,
-    "weight_transfer_config": {"backend": "sharded_rdt"},
-}
 NUM_LAYERS = 3
 KV_BYTES = 1 << 30
 
 
-class Answers:
-    """The answers of a platform, by its name.
-
-    Args:
-        out: the program's file.
-    """
-
-    def __init__(self, out: str, platform: str) -> None:
-        self._out, self._platform = out, platform
-
-    def add(self, what: str, **fields: Any) -> None:
-        answer(self._out, self._platform, {"what": what, "platform": self._platform} | fields)
+Add = Callable[..., None]
+"""Adds an answer: what it is about, and more fields."""
 
 
 def main(out: str, *platforms: str) -> None:
@@ -81,7 +62,7 @@ def main(out: str, *platforms: str) -> None:
         if (child := os.fork()) == 0:
             status = 1
             try:
-                _decide(platform, Answers(out, platform))
+                _decide(platform, out)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -91,17 +72,19 @@ def main(out: str, *platforms: str) -> None:
         assert os.waitpid(child, 0)[1] == 0, platform
 
 
-def _decide(platform: str, answers: Answers) -> None:
+def _decide(platform: str, out: str) -> None:
     from tests.gpuless.platforms import PLATFORMS, become
+
+    def add(what: str, **fields: Any) -> None:
+        answer(out, platform, {"what": what, "platform": platform} | fields)
 
     become(platform)
     if platform in PLATFORMS:
-        _ranges(answers)
-        _options(answers)
-        _cases(answers, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
-        _cases(answers, _others(platform), ["v2"], ["gqa"])
+        _ranges(add)
+        _cases(add, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
+        _cases(add, _others(platform), ["v2"], ["gqa"])
     else:
-        _cases(answers, ["default"], ["v2"], ["gqa", "defaults"])
+        _cases(add, ["default"], ["v2"], ["gqa", "defaults"])
 
 
 def _others(platform: str) -> list[str]:
@@ -121,28 +104,15 @@ def _others(platform: str) -> list[str]:
     ]
 
 
-def _ranges(answers: Answers) -> None:
+def _ranges(add: Add) -> None:
     for given in GIVEN_ENDS:
         for tp, (of_layout, of_stock) in _compile_ranges(given).items():
             fields = {"given": given, "tp": tp, "of_layout": of_layout, "of_stock": of_stock}
-            answers.add(COMPILE_RANGES, **fields)
-
-
-def _options(answers: Answers) -> None:
-    from vllm.config import WeightTransferConfig
-
-    for option, value in REFUSED_OPTIONS.items():
-        given = WeightTransferConfig(**value) if isinstance(value, dict) else value
-        refused = None
-        try:
-            engine_config("default", "v2", "gqa", **{option: given})
-        except ValueError as error:
-            refused = str(error)
-        answers.add(OPTIONS, option=option, refused=refused)
+            add(COMPILE_RANGES, **fields)
 
 
 def _cases(
-    answers: Answers, backends: Iterable[str], runners: Iterable[str], models: Iterable[str]
+    add: Add, backends: Iterable[str], runners: Iterable[str], models: Iterable[str]
 ) -> None:
     from vllm._aiter_ops import rocm_aiter_ops as ops
 
@@ -153,7 +123,7 @@ def _cases(
                 case: dict[str, Any] = {"backend": backend, "runner": runner, "model": model}
                 with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
                     case |= _outcome(backend, runner, model)
-                answers.add("case", **case)
+                add("case", **case)
 
 
 def _outcome(backend: str, runner: str, model: str) -> dict[str, Any]:

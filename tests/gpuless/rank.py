@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import permutations
 from types import SimpleNamespace
@@ -154,17 +155,6 @@ def give_kv_cache(worker: Any) -> None:
         runtime.connector.kv_caches = {f"layers.{i}": layer for i, layer in enumerate(layers)}
 
 
-def walk(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
-    """Switches from the first layout on, with every ordered pair among them."""
-    active, made = layouts[0], []
-    for source, target in permutations(layouts, 2):
-        if source != active:
-            made.append((active, source))
-        made.append((source, target))
-        active = target
-    return made
-
-
 def switch(worker: Any, recorder: Recorder, switch_id: int, source: Layout, target: Layout) -> None:
     """A switch that carries a request, then steps of the replicas, of each another number."""
     kv_heads = worker.model_config.get_total_num_kv_heads()
@@ -184,10 +174,7 @@ def live(
 ) -> None:
     """Start a worker as the engine does, and switch between every two of its layouts.
 
-    Args:
-        config: the engine's.
-        address: where ranks find each other.
-        tell: is called with each event before it happens.
+    `tell` is called with each event before it happens.
     """
     torch.set_num_threads(1)
     recorder = Recorder(rank, num_ranks, tell)
@@ -205,7 +192,11 @@ def live(
         give_kv_cache(worker)
         worker.determine_available_memory()
         worker.compile_or_warm_up_model()
-        for number, (source, target) in enumerate(walk(tuple(worker._runtimes)), start=1):
-            switch(worker, recorder, number, source, target)
+        # Every ordered pair; in between, back to where the next begins.
+        active, number = worker._base.layout, 0
+        for target in itertools.chain.from_iterable(permutations(worker._runtimes, 2)):
+            if target != active:
+                switch(worker, recorder, number := number + 1, active, target)
+                active = target
         recorder.phase = "end"
         recorder.meet("end", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,11 +13,8 @@ class Event:
     """A call of a rank.
 
     Attributes:
-        rank: the global rank.
         phase: of the rank's life, "start" for instance.
-        kind: what is called.
-        group: name of the process group.
-        ranks: its global ranks.
+        group, ranks: name of the process group, and its global ranks.
         waits: whether all of them have to make the call; not those that ask about devices.
         devices: indices of the devices that it is about.
         constructs: whether it makes something that lasts, such as a communicator.
@@ -33,6 +31,12 @@ class Event:
     constructs: bool = False
     detail: str = ""
 
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Event:
+        """An event, from JSON."""
+        lists = {name: tuple(fields[name]) for name in ("ranks", "devices")}
+        return cls(**(fields | lists))
+
     def meets(self, other: Event) -> bool:
         """Whether the two are one call, on two ranks."""
         mine = self.kind, self.group, self.ranks, self.detail
@@ -40,38 +44,21 @@ class Event:
 
 
 class Merge:
-    """Carries calls out as soon as all ranks that take part have come to them.
+    """Carries calls out, a sequence of each rank, if all ranks that take part have come to them.
 
     That is one order of the calls of all ranks. Where there is none, ranks wait for ever.
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, sequences: Iterable[Iterable[Event]]) -> None:
         self.done: list[Event] = []
-        self._queues: list[deque[Event]] = [deque() for _ in range(num_ranks)]
+        self._queues = [deque(event for event in rank if event.waits) for rank in sequences]
+        while ready := self._next():
+            self.done.append(ready)
+            for rank in ready.ranks:
+                self._queues[rank].popleft()
 
-    @classmethod
-    def of(cls, sequences: Collection[Iterable[Event]]) -> Merge:
-        """The merge of whole sequences, one of each rank."""
-        merge = cls(len(sequences))
-        for sequence in sequences:
-            for event in sequence:
-                if event.waits:
-                    merge.add(event)
-        return merge
-
-    def add(self, event: Event) -> None:
-        """A rank has come to its next call."""
-        assert event.waits and event.rank in event.ranks, event
-        self._queues[event.rank].append(event)
-        moved = len(self._queues[event.rank]) == 1
-        while moved:
-            heads = (queue[0] for queue in self._queues if queue)
-            ready = next(filter(self._all_are_there, heads), None)
-            moved = ready is not None
-            if ready is not None:
-                self.done.append(ready)
-                for rank in ready.ranks:
-                    self._queues[rank].popleft()
+    def _next(self) -> Event | None:
+        return next(filter(self._all_are_there, self.waiting.values()), None)
 
     def _all_are_there(self, event: Event) -> bool:
         queues = [self._queues[rank] for rank in event.ranks]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -104,17 +104,6 @@ def swap_is_right() -> bool:
     return all(map(torch.equal, rows, before[half:] + before[:half]))
 
 
-def right() -> Iterator[str]:
-    """Names of what is right."""
-    for name, check in {
-        "LBHNC": lambda: kv_is_right(heads_first=True),
-        "LBNHC": lambda: kv_is_right(heads_first=False),
-        "swap": swap_is_right,
-    }.items():
-        if check():
-            yield name
-
-
 def main() -> None:
     from triton.runtime.interpreter import GridExecutor
 
@@ -122,7 +111,12 @@ def main() -> None:
     GridExecutor._restore_args_dev = lambda *args: None  # type: ignore[method-assign]
     swap._on_gpu = lambda tensor: True
     torch.set_num_threads(1)
-    print(json.dumps(list(right())))
+    checks = {
+        "LBHNC": lambda: kv_is_right(heads_first=True),
+        "LBNHC": lambda: kv_is_right(heads_first=False),
+        "swap": swap_is_right,
+    }
+    print(json.dumps([name for name, check in checks.items() if check()]))
 
 
 if __name__ == "__main__":

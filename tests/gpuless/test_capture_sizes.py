@@ -32,6 +32,11 @@ def sizes_of(config: Any) -> tuple[list[int], int]:
     return compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
 
 
+def largest_sizes(engine: Any) -> dict[int, int]:
+    """By tp."""
+    return {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
+
+
 def test_sizes_are_those_of_stock_vllm() -> None:
     for seqs, tokens in ((3, 64), (16, 512), (100, 8192), (256, 8192), (1024, 16384)):
         engine = engine_config(seqs, tokens, {})
@@ -41,13 +46,7 @@ def test_sizes_are_those_of_stock_vllm() -> None:
             stock = engine_config(limits.max_num_seqs, limits.max_num_batched_tokens, {})
             assert sizes_of(layout_config(engine, layout)) == sizes_of(stock)
         assert sizes_of(engine) == before
-
-
-def test_sizes_differ() -> None:
-    """Or the check before could not fail: a wider layout runs larger batches."""
-    engine = engine_config(16, 512, {})
-    largest = [sizes_of(layout_config(engine, layout))[1] for layout in layouts_of(engine)]
-    assert largest == [32, 64, 128, 256]
+    assert largest_sizes(engine_config(16, 512, {})) == {1: 32, 2: 64, 4: 128, 8: 256}
 
 
 def test_a_users_sizes_stay() -> None:
@@ -60,8 +59,7 @@ def test_a_users_sizes_stay() -> None:
 def test_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
     policy = {"kind": "schedule", "switch_at": {"70": 2, "5": 8}}
     engine = engine_config(16, 512, {}, policy=policy)
-    largest = {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
-    assert largest == {1: 32, 2: 64, 4: 128, 8: 8}
+    assert largest_sizes(engine) == {1: 32, 2: 64, 4: 128, 8: 8}
 
 
 def test_a_request_takes_a_token_for_each_draft() -> None:
@@ -74,8 +72,7 @@ def test_a_request_takes_a_token_for_each_draft() -> None:
     engine.compilation_config.cudagraph_capture_sizes = None
     engine.compilation_config.max_cudagraph_capture_size = None
     engine._set_cudagraph_sizes()
-    largest = {one.tp: sizes_of(layout_config(engine, one))[1] for one in layouts_of(engine)}
-    assert largest == {1: 128, 2: 256, 4: 512, 8: 24}, "5 requests of 4 tokens"
+    assert largest_sizes(engine) == {1: 128, 2: 256, 4: 512, 8: 24}, "5 requests of 4 tokens"
 
 
 def test_limits_are_the_layouts_own() -> None:

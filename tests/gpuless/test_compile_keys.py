@@ -27,60 +27,51 @@ def engine_config(ranks: int = 4, cache_dir: str = "", **pat: Any) -> Any:
 
 def configs_of(engine: Any) -> dict[tuple[Layout, int], Any]:
     """The config of each rank in each layout."""
-    ranks = engine.parallel_config.world_size
     return {
         (layout, rank): layout_config(engine, layout, rank)
         for layout in layouts_of(engine)
-        for rank in range(ranks)
+        for rank in range(engine.parallel_config.world_size)
     }
 
 
-def artifacts_of(engine: Any) -> dict[tuple[Layout, int], tuple[str, int, int]]:
+def place_of(config: Any) -> tuple[int, int]:
+    """Of a rank, as vLLM names folders by it."""
+    return config.parallel_config.rank, config.parallel_config.data_parallel_index
+
+
+def artifacts_of(engine: Any) -> dict[tuple[Layout, int], tuple[str, tuple[int, int]]]:
     """What the path of an AOT artifact is made of, beside the source of the model's class."""
     return {
-        which: (
-            str(aot_compile_hash_factors(config)),
-            config.parallel_config.rank,
-            config.parallel_config.data_parallel_index,
-        )
+        which: (str(aot_compile_hash_factors(config)), place_of(config))
         for which, config in configs_of(engine).items()
     }
 
 
-# ---------------------------------------------------------------- checks
-
-
 def test_ranks_and_layouts_have_artifacts_of_their_own() -> None:
-    for engine in (engine_config(2), engine_config(8), engine_config(8, layouts=[2, 8], base_tp=2)):
-        artifacts = artifacts_of(engine)
+    """And find them at a second start."""
+    cases: list[tuple[int, dict[str, Any]]]
+    cases = [(2, {}), (8, {}), (8, {"layouts": [2, 8], "base_tp": 2})]
+    for ranks, pat in cases:
+        artifacts = artifacts_of(engine_config(ranks, **pat))
         assert len(set(artifacts.values())) == len(artifacts)
+        assert artifacts_of(engine_config(ranks, **pat)) == artifacts
 
 
-def test_folders_in_the_users_folder() -> None:
-    """Below it vLLM has a folder for each rank of a group, and no more."""
+def test_folders_of_a_user() -> None:
     for own in ("a/user's", "other"):
-        configs = configs_of(engine_config(4, cache_dir=own)).values()
-        folders = [
-            (
-                config.compilation_config.cache_dir,
-                config.parallel_config.rank,
-                config.parallel_config.data_parallel_index,
-            )
-            for config in configs
-        ]
-        assert len(set(folders)) == len(folders)
-        assert {os.path.commonpath([own, folder]) for folder, _, _ in folders} == {own}
+        engine = engine_config(cache_dir=own)
+        engine.compilation_config.debug_dump_path = Path("/dump")
+        configs = configs_of(engine).values()
+        folders = [config.compilation_config.cache_dir for config in configs]
+        # vLLM has a folder for each rank of a group in it, and no more.
+        assert len(set(zip(folders, map(place_of, configs), strict=True))) == len(configs)
+        assert {os.path.commonpath([own, folder]) for folder in folders} == {own}
+        dumps = [config.compile_debug_dump_path() for config in configs]
+        assert len(set(dumps)) == len(dumps)
+        assert all(folder.is_relative_to("/dump") for folder in dumps)
     for config in configs_of(engine_config()).values():
         assert config.compilation_config.cache_dir == "", "vLLM names it by the key"
-
-
-def test_folders_for_debugging() -> None:
-    engine = engine_config(4)
-    assert {one.compile_debug_dump_path() for one in configs_of(engine).values()} == {None}
-    engine.compilation_config.debug_dump_path = Path("/dump")
-    folders = [config.compile_debug_dump_path() for config in configs_of(engine).values()]
-    assert len(set(folders)) == len(folders)
-    assert all(folder.is_relative_to("/dump") for folder in folders)
+        assert config.compile_debug_dump_path() is None
 
 
 def test_other_weights_have_other_artifacts() -> None:
@@ -94,28 +85,22 @@ def test_other_weights_have_other_artifacts() -> None:
         engine_config(8),
     ]
     keys = [
-        {key for (layout, _), (key, *_) in artifacts_of(engine).items() if layout.tp == 2}
+        {key for (layout, _), (key, _) in artifacts_of(engine).items() if layout.tp == 2}
         for engine in engines
     ]
     assert [len(one) for one in keys] == [1] * len(engines)
     assert len(set.union(*keys)) == len(engines)
 
 
-def test_a_second_start_finds_them() -> None:
-    for pat in ({}, {"weights": "inplace"}, {"base_tp": 2}):
-        assert artifacts_of(engine_config(4, **pat)) == artifacts_of(engine_config(4, **pat))
-
-
 def test_what_compiling_writes_down_stays_in_the_layout() -> None:
     """vLLM keeps folders, files, times and layers of the compiled model in its config."""
-    engine = engine_config(4)
+    engine = engine_config()
     one, *others = configs_of(engine).values()
     before = [repr(vars(other.compilation_config)) for other in (engine, *others)]
     mine = one.compilation_config
-    mine.cache_dir = mine.local_cache_dir = "/where/one/is"
+    mine.cache_dir = "/where/one/is"
     mine.traced_files.add("model.py")
     mine.static_forward_context["layer"] = object()
     mine.inductor_compile_config["pass"] = object()
     mine.pass_config.eliminate_noops = not mine.pass_config.eliminate_noops
-    mine.compilation_time += 1
     assert [repr(vars(other.compilation_config)) for other in (engine, *others)] == before

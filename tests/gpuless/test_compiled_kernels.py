@@ -8,8 +8,9 @@ run in Triton's interpreter, beyond 2^31 words (`sparse_kernels.py`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -88,25 +89,17 @@ def kv_code(
 ) -> list[Code]:
     """Of all launches that KV caches need, in the layouts of these tps."""
     with compiled_for(capability) as found:
-        for model in models:
-            for dtype in dtypes:
-                for kv_layout in KV_LAYOUTS:
-                    for block_size in block_sizes:
-                        for view in layer_views(model, dtype, kv_layout, block_size, sizes):
-                            pack_and_unpack(view)
+        for case in itertools.product(models, dtypes, KV_LAYOUTS, block_sizes):
+            for view in layer_views(*case, sizes):
+                pack_and_unpack(view)
     return list(found.values())
 
 
-def kv_code_of(model: ModelShape, capability: int) -> list[Code]:
-    """In one dtype, of a layout in which a rank has all KV heads, and of one with one of them."""
-    return kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8))
-
-
-def swap_code(capability: int, models: tuple[ModelShape, ...] = MODELS) -> list[Code]:
+def swap_code(capability: int) -> list[Code]:
     """Of swaps of rows in the widest and the narrowest weights; all go through the kernel."""
     with compiled_for(capability) as found, pytest.MonkeyPatch.context() as patch:
         patch.setattr(swap, "_on_gpu", lambda tensor: True)
-        for model in models:
+        for model in MODELS:
             for dtype in DTYPES:
                 for width in (model.hidden, 1):
                     weight = torch.empty(2 * model.head_dim, width, dtype=dtype)
@@ -117,18 +110,13 @@ def swap_code(capability: int, models: tuple[ModelShape, ...] = MODELS) -> list[
     return list(found.values())
 
 
-def check_registers(codes: list[Code]) -> None:
-    """Everything is in registers, of which enough are left for other threads."""
+def check(codes: list[Code]) -> None:
+    """Everything is in registers, of which enough are left for other threads. Bytes are moved 16 at
+    a time; what is read beside them are entries of tables."""
     assert codes
     for code in codes:
         assert code.local_bytes == code.spills == 0, code
         assert code.registers <= MOST_REGISTERS, code
-
-
-def check_accesses(codes: list[Code]) -> None:
-    """Bytes are moved 16 at a time; what is read beside them are entries of tables."""
-    assert codes
-    for code in codes:
         assert set(code.stores) == {128}, code
         wide = [bits for bits in code.loads if bits == 128]
         # Each thread has its share of a tile in flight, in one direction or in both.
@@ -138,34 +126,19 @@ def check_accesses(codes: list[Code]) -> None:
         assert set(code.loads) <= {64, 128} and len(code.loads) - len(wide) <= 4, code
 
 
-CHECKS = (check_registers, check_accesses)
+@pytest.mark.parametrize(
+    ("model", "capability"), [*((LLAMA_8B, one) for one in CAPABILITIES), (ODD, 90)]
+)
+def test_kv_kernels(model: ModelShape, capability: int) -> None:
+    """In a layout in which a rank has all KV heads, and in one with one of them."""
+    check(kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8)))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kv_kernels_of_llama(
-    capability: int, record_property: Callable[[str, object], None]
-) -> None:
-    codes = kv_code_of(LLAMA_8B, capability)
-    record_property("registers", [code.registers for code in codes])
-    for check in CHECKS:
-        check(codes)
-
-
-def test_kv_kernels_of_heads_that_are_no_power_of_two() -> None:
-    codes = kv_code_of(ODD, 90)
-    for check in CHECKS:
-        check(codes)
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_swaps_of_all_models(
-    capability: int, record_property: Callable[[str, object], None]
-) -> None:
+def test_swaps_of_all_models(capability: int) -> None:
     codes = swap_code(capability)
     assert len(codes) == 1, "one kernel serves all weights"
-    record_property("registers", [code.registers for code in codes])
-    for check in CHECKS:
-        check(codes)
+    check(codes)
 
 
 def test_beyond_2_31_words() -> None:

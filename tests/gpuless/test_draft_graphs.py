@@ -6,7 +6,7 @@ vLLM's configs and its graph manager are its own; nothing is captured. `test_cud
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +32,8 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
 @pytest.fixture(scope="module", autouse=True)
-def runners() -> Iterator[Callable[[bool], None]]:
-    """Says which of vLLM's model runners configs are for."""
+def graph_managers() -> Iterator[None]:
+    """Has vLLM's graph managers work on CPU, in configs for Model Runner V2."""
     import vllm.model_executor.models.registry as registry
 
     with pytest.MonkeyPatch.context() as patch:
@@ -50,25 +50,16 @@ def runners() -> Iterator[Callable[[bool], None]]:
         patch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
         runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
         patches.take_every_draft_length(runner)
-
-        def choose(use_v2: bool) -> None:
-            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(use_v2)))
-
-        choose(True)
-        yield choose
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        yield
 
 
 def engine_config(
     speculative: dict[str, Any] | None = NGRAM,
     max_num_seqs: int = MAX_NUM_SEQS,
-    sizes: list[int] | None = None,
     **pat: Any,
 ) -> VllmConfig:
-    """Of an engine with CUDA graphs, which vLLM's CPU platform does not allow by itself.
-
-    Args:
-        sizes: to capture, as a user says; else vLLM chooses them.
-    """
+    """Of an engine with CUDA graphs, which vLLM's CPU platform does not allow by itself."""
     from vllm.engine.arg_utils import EngineArgs
 
     config = EngineArgs(
@@ -84,8 +75,8 @@ def engine_config(
     config.model_config.enforce_eager = False
     compilation = config.compilation_config
     compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    compilation.cudagraph_capture_sizes = sizes  # type: ignore[assignment]
-    compilation.max_cudagraph_capture_size = max(sizes) if sizes else None  # type: ignore[assignment]
+    compilation.cudagraph_capture_sizes = None  # type: ignore[assignment]
+    compilation.max_cudagraph_capture_size = None  # type: ignore[assignment]
     config._set_cudagraph_sizes()
     return config
 
@@ -141,8 +132,12 @@ def check_every_length(engine: VllmConfig, largest: dict[int, int] | None = None
                     assert found.num_tokens <= wanted.num_tokens, seen
 
 
-def check_number(engine: VllmConfig) -> None:
-    """A layout captures at most twice the full graphs of stock vLLM with no drafts and the most."""
+def test_every_draft_length_has_graphs_in_every_layout() -> None:
+    """At most twice the full graphs of stock vLLM with no drafts and the most."""
+    engine = engine_config()
+    assert engine.speculative_config is not None
+    assert lengths_of(engine.speculative_config) == LENGTHS
+    check_every_length(engine)
     for layout in layouts_of(engine):
         config = layout_config(engine, layout)
         most = config.scheduler_config.max_num_seqs
@@ -150,15 +145,7 @@ def check_number(engine: VllmConfig) -> None:
         assert len(manager_of(config)._capture_descs[FULL]) <= 2 * sum(map(len, stock))
 
 
-def test_every_draft_length_has_graphs_in_every_layout() -> None:
-    engine = engine_config()
-    assert engine.speculative_config is not None
-    assert lengths_of(engine.speculative_config) == LENGTHS
-    check_every_length(engine)
-    check_number(engine)
-
-
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+@pytest.mark.parametrize("max_num_seqs", [1, 3])
 def test_fewer_requests_than_draft_lengths(max_num_seqs: int) -> None:
     check_every_length(engine_config(max_num_seqs=max_num_seqs))
 
@@ -170,13 +157,6 @@ def test_layouts_that_are_entered_with_few_requests() -> None:
     narrow, wide = (layout_config(engine, Layout.of(tp, 4)).compilation_config for tp in (2, 4))
     assert narrow.max_cudagraph_capture_size < 20 * (1 + LONGEST) + 16
     assert wide.max_cudagraph_capture_size < 3 * (1 + LONGEST) + 16
-
-
-def test_sizes_of_a_user_are_left_alone() -> None:
-    engine = engine_config(sizes=[1, 2, 4, 8, 16])
-    for layout in layouts_of(engine):
-        config = layout_config(engine, layout).compilation_config
-        assert config.cudagraph_capture_sizes == [1, 2, 4, 8, 16]
 
 
 def test_a_layout_speculates_with_its_own_tp() -> None:
@@ -195,19 +175,16 @@ def test_a_layout_speculates_with_its_own_tp() -> None:
     assert stock.target_parallel_config.tensor_parallel_size == 4
 
 
-def test_model_runner_v1_has_graphs_of_pieces_only(runners: Callable[[bool], None]) -> None:
+def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM chooses where the draft length changes."""
-    runners(False)
-    try:
-        engine = engine_config({**NGRAM, "method": "ngram"})
-        for layout in layouts_of(engine):
-            compilation = layout_config(engine, layout).compilation_config
-            assert compilation.cudagraph_mode == PIECEWISE
-            stock = engine.compilation_config
-            assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
-        assert engine.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
-    finally:
-        runners(True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    engine = engine_config({**NGRAM, "method": "ngram"})
+    stock = engine.compilation_config
+    for layout in layouts_of(engine):
+        compilation = layout_config(engine, layout).compilation_config
+        assert compilation.cudagraph_mode == PIECEWISE
+        assert compilation.cudagraph_capture_sizes == stock.cudagraph_capture_sizes
+    assert stock.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
 
 
 def test_the_longest_drafts_of_model_runner_v1_on_the_device_are_cut() -> None:

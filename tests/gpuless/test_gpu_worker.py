@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed import parallel_state
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.worker.gpu_worker import Worker
 
 from pat_vllm.worker.gpu_worker import PATGPUWorker
+from pat_vllm.worker.late_memory import staged_by_switches
 from tests.gpuless.device_memory import DeviceMemory
-from tests.gpuless.gpu_engine import Engine, imitate_gpus, start_worker
+from tests.gpuless.gpu_engine import Engine, engine_config, imitate_gpus, load_worker, start_worker
 from tests.gpuless.gpu_runner import LAYOUTS, NUM_LAYERS, RUNNERS, TABLES, Needs, Runner
 
 MiB = 1 << 20
@@ -50,23 +54,18 @@ def models(engine: Engine) -> dict[int, Any]:
     return {layout.tp: one.runner.model for layout, one in engine.worker._runtimes.items()}
 
 
-def whole(engine: Engine, what: str, added: float = 0) -> bool:
-    """Whether each layout's weights are those at start plus a number, or buffers as at start."""
-    if what == "weights":
-        return all(bool((model.weight == tp + added).all()) for tp, model in models(engine).items())
-    return all(bool((model.cache == 10.0 + tp).all()) for tp, model in models(engine).items())
-
-
-# ---------------------------------------------------------------- start
-
-
 NEEDS = {
     "the base layout's steps": Needs(),
     "the widest layout's steps": Needs(activations={1: MiB, 2: 2 * MiB, 4: 4 * MiB}),
     "switches": Needs(activations=dict.fromkeys((1, 2, 4), MiB)),
-    "nothing": Needs(*[dict.fromkeys((1, 2, 4), 0)] * 3),
+    "nothing": Needs(*[dict.fromkeys((1, 2, 4), 0)] * 4),
 }
 """By what takes most."""
+
+
+def allowed_by(worker: Any) -> int:
+    """Bytes. vLLM does not count what a runner allocates with its KV cache."""
+    return int(worker.requested_memory) + 4 * TABLES + Runner.needs.workspace[1]
 
 
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS, indirect=True)
@@ -75,8 +74,7 @@ def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
     worker = engine.worker
     assert worker._active.layout == worker._home == LAYOUTS[0]
     assert parallel_state._TP is worker._active.group
-    # vLLM does not count what a runner allocates with its KV cache.
-    allowed = worker.requested_memory + 4 * TABLES
+    allowed = allowed_by(worker)
     assert device.most_used <= allowed
     engine.step()
     for source, target in itertools.permutations(LAYOUTS, 2):
@@ -86,6 +84,7 @@ def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
             assert parallel_state._TP is worker._active.group
             engine.step()
     assert device.most_used <= allowed
+    assert torch.cuda.graph_pool_handle() != torch.cuda.graph_pool_handle(), "pools are new again"
     block = device.used("kv_cache") // worker._base.kv_cache_config.num_blocks
     left = allowed - device.most_used
     assert left <= 2 * block, "memory that nothing ever takes"
@@ -95,6 +94,29 @@ def test_what_an_engine_does_fits(device: DeviceMemory, engine: Engine) -> None:
         assert runtime.kv_cache_config.num_blocks == kv * layout.tp // block
         views = runtime.connector.kv_caches.values()
         assert len(views) == NUM_LAYERS and sum(view.nbytes for view in views) == kv
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_kv_cache_as_a_user_says(
+    device: DeviceMemory, monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    """Without an estimate for CUDA graphs, in so many bytes, or in all that one layout leaves."""
+    imitate_gpus(monkeypatch, device, runner)
+    worker = load_worker()
+    found = {}
+    for estimate in "01":
+        monkeypatch.setenv("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS", estimate)
+        found[estimate] = worker.determine_available_memory()
+    graphs, staged = max(Runner.needs.graphs.values()), staged_by_switches(worker._runtimes)
+    tables = 4 * TABLES * len(LAYOUTS)  # which stay
+    assert graphs / (1 + staged) - 1 <= found["0"] - found["1"] <= graphs + tables
+    worker.vllm_config.additional_config["pat"] = {"kv_transfer": "recompute"}
+    assert staged_by_switches(worker._runtimes) == 0
+    worker.cache_config.kv_cache_memory_bytes = MiB
+    assert worker.determine_available_memory() == MiB
+    worker.cache_config.kv_cache_memory_bytes = None
+    worker._runtimes = {worker._base.layout: worker._base}
+    assert worker.determine_available_memory() == Worker.determine_available_memory(worker)
 
 
 def test_what_layouts_share_is_there_once(device: DeviceMemory, engine: Engine) -> None:
@@ -110,55 +132,21 @@ def test_what_layouts_share_is_there_once(device: DeviceMemory, engine: Engine) 
     assert sum(one.nbytes for one in backed if one is not None) == needed + kept
 
 
-# ---------------------------------------------------------------- sleep
-
-
-def test_kv_memory_is_released_and_comes_back(device: DeviceMemory, engine: Engine) -> None:
-    """As vLLM's engine core does for `release_kv_cache_memory`, before any sleep."""
-    kv = device.used("kv_cache")
-    engine.discard(("kv_cache",))
-    assert kv and device.used("kv_cache") == 0
-    engine.wake_up(None)
-    assert device.used("kv_cache") == kv
-    engine.step()
-    assert whole(engine, "weights") and whole(engine, "buffers")
-
-
-TAGS: list[list[Any]] = [
-    [None],
-    [["weights"], ["kv_cache"]],
-    [["kv_cache"], ["weights"]],
-    [["kv_cache", "weights"]],
-]
-
-
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("tags", TAGS, ids=["all", "weights first", "KV first", "both"])
-def test_sleep_and_wake_up(
-    device: DeviceMemory, engine: Engine, level: int, tags: list[Any]
+def test_a_process_is_titled_by_its_rank_among_all(
+    device: DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker, used = engine.worker, {tag: device.used(tag) for tag in ("weights", "kv_cache")}
-    kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
-    assert kept["runtime"] == 4 * TABLES * len(LAYOUTS) and kept["cudagraph"]
-    for layout in LAYOUTS[:2]:
-        if layout != engine.layout:
-            engine.switch_to(layout)
-        engine.sleep(level)
-        assert worker._weights.arranged == LAYOUTS[0].tp, "rows lie as the base layout has them"
-        assert not any(map(device.used, (*used, *kept)))
-        for some in tags:
-            engine.wake_up(some)
-            for tag, size in used.items():
-                assert device.used(tag) == (0 if tag in engine.sleeping_tags else size)
-            assert {tag: device.used(tag) for tag in kept} == kept, "any wake-up restores these"
-            if "weights" in engine.sleeping_tags:
-                assert not whole(engine, "buffers")
-        assert worker._active.layout == engine.layout and not engine.is_sleeping
-        assert whole(engine, "buffers")
-        assert whole(engine, "weights", worker._base.runner.expected - 1) == (level == 1)
-        if level == 2:
-            engine.update(worker._base.runner.expected)
-        engine.step()
+    """As vLLM does it between `init_device` and `load_model`."""
+    imitate_gpus(monkeypatch, device)
+    named: list[str] = []
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    for name in ("_PP", "_DP", "_PCP", "_DCP"):
+        monkeypatch.setattr(parallel_state, name, alone)
+    monkeypatch.setattr(multiproc_executor, "set_process_title", lambda name: named.append(name))
+    monkeypatch.setattr(multiproc_executor, "decorate_logs", named.append)
+    worker: Any = PATGPUWorker(engine_config(), 0, 0, "", is_driver_worker=True)
+    worker.init_device()
+    multiproc_executor.WorkerProc.setup_proc_title_and_log_prefix(enable_ep=False)
+    assert named == ["Worker_TP0"] * 2
 
 
 def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
@@ -188,16 +176,27 @@ def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
     engine.step()
 
 
-# ---------------------------------------------------------------- any order
+def addresses(engine: Engine) -> list[int]:
+    """Of what CUDA graphs have captured: weights, buffers and KV of every layout."""
+    runtimes = engine.worker._runtimes.values()
+    views = [view for one in runtimes for view in one.connector.kv_caches.values()]
+    weights = [each for one in models(engine).values() for each in one.state_dict().values()]
+    return [one.data_ptr() for one in (*views, *weights)]
 
 
 def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
-    """What vLLM allows, in any order: what is awake is whole, and what sleeps takes no memory."""
+    """What vLLM allows, in any order: what is awake is whole, and what sleeps takes no memory.
+
+    KV memory may go before any sleep, as for `release_kv_cache_memory`. Any wake-up brings back
+    what runners have beside weights and KV.
+    """
     rng = random.Random(seed)
     worker = engine.worker
     tags = ("weights", "kv_cache")
+    captured = addresses(engine)
     used = {tag: device.used(tag) for tag in tags}
     kept = {tag: device.used(tag) for tag in ("runtime", "cudagraph")}
+    assert kept["runtime"] == 4 * TABLES * len(LAYOUTS) + Runner.needs.workspace[1]
     updates, lost, deep = 0, False, False  # updates; weights are lost; nothing has woken up yet
     for _ in range(200):
         asleep = frozenset(engine.sleeping_tags)
@@ -225,14 +224,15 @@ def any_order(device: DeviceMemory, engine: Engine, seed: int) -> None:
         for tag, size in kept.items():
             assert device.used(tag) == (0 if deep else size), (do, tag)
         if "weights" not in engine.sleeping_tags:
-            assert whole(engine, "buffers"), do
+            assert all(bool((one.cache == 10.0 + tp).all()) for tp, one in models(engine).items())
             base = worker._base.runner
             assert lost or bool((base.model.weight == base.expected).all()), do
         else:
             assert worker._weights.arranged == LAYOUTS[0].tp
         assert worker._active.layout == engine.layout, do
+        assert addresses(engine) == captured, do
         assert worker.model_runner is worker._active.runner
-    assert device.most_used <= worker.requested_memory + 4 * TABLES
+    assert device.most_used <= allowed_by(worker)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -240,9 +240,6 @@ def test_sleep_wake_up_discard_update_switch_and_step(
     device: DeviceMemory, engine: Engine, seed: int
 ) -> None:
     any_order(device, engine, seed)
-
-
-# ---------------------------------------------------------------- shutdown
 
 
 @pytest.mark.parametrize("active", range(len(LAYOUTS)))

@@ -17,7 +17,6 @@ from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
 from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
 from pat_vllm.worker.runtime import LayoutRuntime
-from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.planning import planning
 
 BLOCK_SIZE = 2
@@ -71,7 +70,8 @@ def test_layouts_alias_or_are_refused(
         narrow = layout_kv_cache_config(base, ratio)
     except ValueError as error:
         assert kv_layout.name not in KV_LAYOUTS
-        assert repr(kv_layout.name) in str(error) and "VLLM_KV_CACHE_LAYOUT=" in str(error)
+        assert repr(kv_layout.name) in str(error)
+        assert "set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC" in str(error)
         return
     assert narrow.num_blocks == base.num_blocks * ratio
     (group,) = narrow.kv_cache_groups
@@ -86,16 +86,6 @@ def test_layouts_alias_or_are_refused(
             assert sorted(block) == sorted(cell for part in parts for cell in part)
 
 
-def test_what_is_refused() -> None:
-    for kv_layout in KVCacheLayout:
-        base = base_config(kv_layout, num_layers=2, num_heads=4, num_blocks=3)
-        if kv_layout.name in ("LBNHC", "LBHNC"):
-            layout_kv_cache_config(base, 2)
-        else:
-            with pytest.raises(ValueError, match="set VLLM_KV_CACHE_LAYOUT=LBHNC or LBNHC"):
-                layout_kv_cache_config(base, 2)
-
-
 def test_ratios() -> None:
     """Heads are divided until each rank has one, and copied from there on."""
     for heads, ratios in {8: [1, 2, 4, 8], 4: [1, 2, 4, 4], 2: [1, 2, 2, 2], 1: [1] * 4}.items():
@@ -105,28 +95,12 @@ def test_ratios() -> None:
     assert block_ratio(Layout.of(8, 8), Layout.of(2, 8), 2) == 1
 
 
-def worker_of(names: list[str]) -> Any:
-    """A worker whose attention backends support these KV cache layouts."""
-
-    class Stock:
-        def get_supported_kv_cache_layouts(self) -> list[str]:
-            return names
-
-    class Worker(PATWorkerMixin, Stock):
-        pass
-
-    backend = type("Backend", (), {"get_name": staticmethod(lambda: "ROCM_ATTN")})
-    worker: Any = Worker()
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context={"layer": backend})
-    )
-    worker._active = LayoutRuntime(Layout(1, 2), config, group=None)  # type: ignore[arg-type]
-    return worker
-
-
 def test_what_vllm_is_offered() -> None:
     """What PAT serves, in the order of the backends."""
-    names = ["LHBNC", "LBNHC", "BLHNC", "LBHNC"]
-    assert worker_of(names).get_supported_kv_cache_layouts() == ["LBNHC", "LBHNC"]
+    backend = type("Backend", (), {"get_name": staticmethod(lambda: "ROCM_ATTN")})
+    compilation = SimpleNamespace(static_forward_context={"layer": backend})
+    config: Any = SimpleNamespace(compilation_config=compilation)
+    offered = LayoutRuntime(Layout(1, 2), config, group=None).check_kv_cache_layouts  # type: ignore[arg-type]
+    assert offered(["LHBNC", "LBNHC", "BLHNC", "LBHNC"]) == ["LBNHC", "LBHNC"]
     with pytest.raises(ValueError, match=r"LBHNC, LBNHC, but .* only LHBNC.*TRITON_ATTN"):
-        worker_of(["LHBNC"]).get_supported_kv_cache_layouts()
+        offered(["LHBNC"])

@@ -1,14 +1,15 @@
-"""New weights as trainers send them: in parts, to one rank each, on the device of that rank."""
+"""New weights as trainers send them: in parts, and to one rank each."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer import nccl_common
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -16,23 +17,22 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
 from benchmarks import without_workers
 from pat_vllm import commands
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
-from pat_vllm.layout import Layout, device_of
+from pat_vllm.layout import Layout
 from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.support import _unsupported
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
 
 RANKS = 8
 SINGLE, PAIRS = Layout.of(1, RANKS), Layout.of(2, RANKS)
-
-
-# ---------------------------------------------------------------- in parts
 
 
 class TwoLayers(nn.Module):
@@ -147,24 +147,12 @@ def test_steps_in_an_update() -> None:
     assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
 
 
-@pytest.fixture
-def scheduler() -> Any:
-    """In the layout tp2dp4, whose home is tp1dp8."""
+def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     config, stock = without_workers.engine_config(1, num_blocks=80)
-    made = PATScheduler(vllm_config=config, **stock)
-    assert made.controller.request(2)
-    return made
-
-
-def test_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    assert scheduler.controller.request(2)
     executor = without_workers.EXECUTOR
-    switched: list[Layout] = []
-    make_switch = executor.switch
-
-    def switch(command: Any) -> list[Any]:
-        switched.append(command.target)
-        return make_switch(command)
-
+    switch = mock.Mock(wraps=executor.switch)
     monkeypatch.setattr(executor, "switch", switch)
     scheduler.add_request(without_workers.request("r", 0))
     scheduler.schedule()
@@ -172,53 +160,15 @@ def test_no_switch_in_an_update(scheduler: Any, monkeypatch: pytest.MonkeyPatch)
         replica.in_flight.clear()
     monkeypatch.setattr(executor, "refresh_weights", lambda: False)
     # A client goes away while its request is paused, and the engine has nothing left to do.
-    from vllm.v1.request import RequestStatus
-
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     scheduler.controller.before_step()
     assert scheduler.controller.request(4) is False
     assert "finish_weight_update" in scheduler.controller.report().refused[-1].why
-    assert switched == []
+    assert not switch.called
     monkeypatch.setattr(executor, "refresh_weights", lambda: True)
     scheduler.controller.before_step()
-    assert switched == [SINGLE], "home, when the weights are there"
-
-
-# ---------------------------------------------------------------- to a rank and a device
-
-
-class Device:
-    """In place of vLLM's worker, of which each rank has one."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = self.local_rank = rank
-        self.parallel_config = SimpleNamespace(world_size=world_size)
-
-    def init_device(self) -> None:
-        self.device = torch.device("cuda", self.local_rank)
-        raise StopIteration
-
-
-class Worker(PATWorkerMixin, Device):  # type: ignore[misc]
-    pass
-
-
-@pytest.mark.parametrize("world_size", [4, 6, 8])
-def test_a_worker_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    """Trainers name the socket of a GPU's weights by `local_rank`, and map them to `device`."""
-    monkeypatch.setattr("pat_vllm.worker.worker.exit_when_orphaned", lambda: None)
-    monkeypatch.setattr("pat_vllm.worker.worker.layouts_of", lambda config: ())
-    devices = []
-    for rank in range(world_size):
-        worker: Any = Worker(rank, world_size)
-        worker.vllm_config = None
-        with pytest.raises(StopIteration):
-            worker.init_device()
-        assert worker.local_rank == worker.device.index == device_of(rank, world_size)
-        assert worker.rank == rank
-        devices.append(worker.local_rank)
-    assert sorted(devices) == list(range(world_size))
-    assert devices != list(range(world_size)), "ranks are not in the order of devices"
+    (command,) = switch.call_args.args
+    assert command.target == SINGLE, "home, when the weights are there"
 
 
 def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,18 +195,19 @@ def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
         assert joined == list(range(1, RANKS + 1))
 
 
-class Receiver:
-    """In place of vLLM's worker with a transfer engine, which gets a payload."""
-
-    def update_weights(self, update_info: Any) -> None:
-        self.received = update_info
-
-
 def test_each_rank_takes_its_own() -> None:
-    rank = 5
+    class Receiver:
+        def update_weights(self, update_info: Any) -> None:
+            self.received = update_info
+
     worker: Any = type("Worker", (PATWorkerMixin, Receiver), {})()
-    worker.rank = rank
-    worker.update_weights([{"of": one} for one in range(RANKS)])
-    assert worker.received == {"of": rank}
-    worker.update_weights({"of": "all"})
-    assert worker.received == {"of": "all"}
+    worker.rank = 5
+    for given, received in (([*range(RANKS)], 5), ({"of": "all"}, {"of": "all"})):
+        worker.update_weights(given)
+        assert worker.received == received
+
+
+def test_a_transfer_that_needs_vllms_own_ray_is_refused() -> None:
+    transfer = WeightTransferConfig(backend="sharded_rdt")
+    refused = _unsupported(VllmConfig(weight_transfer_config=transfer))
+    assert ("weight_transfer_config.backend", "sharded_rdt") in [one[:2] for one in refused]

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pat_vllm.config import PATConfig, home_layout
 from pat_vllm.layout import Layout
@@ -50,14 +52,29 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     (static(2, at=1), 4, ["'policy.static.at'", "1", "allowed"]),
     (schedule(), 4, ["policy.schedule.switch_at", "required"]),
     (schedule(switch_at={}), 4, ["policy.schedule.switch_at", "{}", "at least 1"]),
-    (schedule(switch_at={"0": 2}), 4, ["switch_at", "live requests (>= 1)", "{0: 2}"]),
-    (schedule(switch_at={"few": 2}), 4, ["switch_at", "'few'", "integer"]),
+    (schedule(switch_at={"0": 2}), 4, ["switch_at", "live requests (>= 1)", "'0'"]),
+    (schedule(switch_at={"few": 2}), 4, ["switch_at", "live requests (>= 1)", "'few'"]),
     (
         schedule(switch_at={2: 2}, num_speculative_tokens={2: -1}),
         4,
         ["num_speculative_tokens", "-1", "greater than or equal to 0"],
     ),
     ({"policy": {"kind": "predictor", "length_bound": 0}}, 4, ["length_bound", "0", "equal to 1"]),
+    # Neither truth values nor digits are numbers, and nothing is said twice.
+    ({"base_tp": True}, 4, ["base_tp", "True", "integer"]),
+    ({"layouts": ["2"]}, 4, ["layouts", "'2'", "integer"]),
+    ({"policy": {"kind": "predictor", "length_bound": True}}, 4, ["length_bound", "True"]),
+    (schedule(switch_at={1: 2, "1": 1}), 4, ["switch_at", "names 1 more than once"]),
+    (
+        schedule(switch_at={2: 2}, num_speculative_tokens={2: 1, "tp2dp2": 2}),
+        4,
+        ["num_speculative_tokens", "tp2dp2 more than once"],
+    ),
+    *(
+        ({"policy": {"kind": "predictor", option: name}}, 4, [option, "no file can have this name"])
+        for option in ("profile", "lengths_file")
+        for name in ("", "a\0b", "\ud800", "x" * 256, "x/" * 2500)
+    ),
     ({"layouts": [3]}, 4, ["pat.layouts", "tp=3", "tensor_parallel_size=4", "[1, 2, 4]"]),
     ({"layouts": [0]}, 6, ["pat.layouts", "tp=0", "[1, 2, 3, 6]"]),
     ({"layouts": []}, 4, ["pat.layouts", "empty", "at least one"]),
@@ -84,6 +101,28 @@ def test_refused(options: Any, ranks: int, words: list[str]) -> None:
         with pytest.raises(ValueError) as error:
             getattr(PATConfig.parse(options), check)(ranks)
         assert not [word for word in words if word not in str(error.value)], str(error.value)
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.just("x" * 10**6)
+)
+NAMES = st.sampled_from([*PATConfig.model_fields, "kind", "tp", "switch_at", "1", "y" * 10**6])
+VALUES = st.recursive(
+    st.one_of(LEAVES, st.sampled_from([10**400, [[[[[]]]]], "predictor", "schedule", "tp2dp2"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(NAMES, LEAVES), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.one_of(VALUES, st.dictionaries(NAMES, VALUES, max_size=3)))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_given_is_taken_or_refused_in_a_few_words(options: Any) -> None:
+    try:
+        PATConfig.parse(options).check_layouts(4)
+    except ValueError as error:
+        assert len(str(error)) < 5000
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,47 @@
-"""What PAT keeps is its user's alone, whole or not there, and no disk stops an engine."""
+"""What is read is bounded and whole, what PAT keeps is its user's alone, and no disk stops an
+engine."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import pwd
+import random
 import resource
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pat_vllm import files
+from pat_vllm.advice.lengths import read_rollouts
+from pat_vllm.cli.demo import model_config
+from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import Partial
-from pat_vllm.files import write_whole
+from pat_vllm.doctor.values import names_of_this_machine
+from pat_vllm.files import reading
+from pat_vllm.files import writing as files
+from pat_vllm.files.digest import with_digest
+from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor import kept
+from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.profiling import cache
-from pat_vllm.profiling.profile import Profile, ProfileError
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.reporting import Report
 from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.traces import load_trace
 
 
 @pytest.fixture(autouse=True)
-def open_umask() -> Iterator[None]:
-    """Files are as open as their maker lets them."""
+def open_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files are as open as their maker lets them, and the cache is empty."""
+    monkeypatch.setenv(cache.CACHE_DIR, str(tmp_path / "pat"))
     umask = os.umask(0)
     yield
     os.umask(umask)
@@ -50,13 +65,96 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
 
 
+# ---------------------------------------------------------------- what is read
+
+
+def make(kind: str, path: Path) -> None:
+    """Something at `path` that is no file of PAT's."""
+    contents = {"empty": b"", "cut off": b'{"format": 1', "binary": bytes(range(256))}
+    contents |= {"deep": b"[" * 100_000, "another's": b'{"format": 1, "title": "x"}'}
+    contents |= {"digits": b"9" * 5000, "surrogate": b'{"a": "\\ud800"}'}
+    if kind in contents:
+        path.write_bytes(contents[kind])
+    elif kind == "a directory":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
+        path.symlink_to("/dev/zero")
+    elif kind == "too large":
+        path.touch()
+        os.truncate(path, 1 << 40)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "profile": Profile.load,
+    "lengths_file": kept.load,
+    "report": Report.load,
+    "trace": load_trace,
+    "rollouts": read_rollouts,
+    "model config": lambda path: named_profile(str(path), "H100", 2),
+    "unfinished profile": lambda path: Partial.open(path, {"key": {}}),
+    "demo": lambda path: model_config(path.parent),
+    "doctor": lambda path: sizes_of("model", path.parent, 2),
+}
+KINDS = ("empty", "cut off", "binary", "deep", "another's", "digits", "surrogate", "a directory")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a pipe", "a device", "too large"])
+def test_what_is_no_file_of_ours_is_named(kind: str, tmp_path: Path) -> None:
+    """By every reader, and none of them blocks or reads without end."""
+    path = tmp_path / "config.json"
+    make(kind, path)
+    for name, read in READERS.items():
+        if (name, kind) != ("unfinished profile", "empty"):  # it is begun
+            with pytest.raises(ValueError) as error:
+                read(path)
+            assert "config.json" in str(error.value) or kind == "another's", (name, error.value)
+            assert len(str(error.value)) < 1000, name
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_names_that_no_file_can_have(
+    name: str, lengths: LengthModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Are refused at start (tests/unit/test_config.py); if not, they stop no engine."""
+    for read in READERS.values():
+        with pytest.raises((ValueError, OSError)):
+            read(Path(name) / "x")
+    keeper = kept.Keeper(Path(name))
+    keeper.save(lengths, None)
+    keeper.save(lengths, None)
+    assert len(caplog.records) == 1 and "lengths_file" in caplog.text
+
+
+def test_no_damage_to_lengths_is_taken(
+    tmp_path: Path, lengths: LengthModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of profiles: whatever is cut off, or which bit is flipped."""
+    path, draw = tmp_path / "lengths.json", random.Random(1)
+    kept.save(path, lengths, Acceptance((0, 2)))
+    whole = path.read_bytes()
+    for _ in range(400):
+        at, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
+        flipped = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+        for damaged in (whole[:at], flipped):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match="delete it"):
+                kept.load(path)
+    # Nor what no engine can have seen, by whomever it was written.
+    content = {**lengths.to_json(), "acceptance": Acceptance((0, 2)).to_json()}
+    wrong = [{"ends": [1e308], "tokens": [1e308]}, {"ends": ["1"], "tokens": [2]}]
+    wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}]
+    for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
+        path.write_text(json.dumps(with_digest({**content, **fields})))
+        with pytest.raises(ValueError, match="delete it"):
+            kept.load(path)
+
+
 # ---------------------------------------------------------------- the user's alone
 
 
-def test_the_cache_of_profiles_is_the_users(
-    tmp_path: Path, profile: Profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(cache.CACHE_DIR, str(tmp_path / "pat"))
+def test_the_cache_of_profiles_is_the_users(tmp_path: Path, profile: Profile) -> None:
     path = cache.keep(profile)
     assert path is not None and cache.find(profile.key) == profile
     assert [mode(one) for one in (path, path.parent, tmp_path / "pat")] == [0o600, 0o700, 0o700]
@@ -70,33 +168,38 @@ def test_the_cache_of_profiles_is_the_users(
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_kept_lengths_are_the_users(tmp_path: Path, lengths: LengthModel) -> None:
-    path = tmp_path / "lengths.json"
-    path.write_text("{}")
-    before = path.stat().st_ino
-    kept.save(path, lengths)
-    assert mode(path) == 0o600
-    assert path.stat().st_ino != before
-    assert os.listdir(tmp_path) == ["lengths.json"]
-
-
-def test_a_profile_that_a_user_asks_for_is_as_open_as_other_files(
-    tmp_path: Path, profile: Profile
+def test_a_cache_of_another_user_is_left_alone(
+    tmp_path: Path,
+    profile: Profile,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`pat-vllm profile --output` makes them to be shared."""
-    profile.save(tmp_path / "profile.json")
-    assert mode(tmp_path / "profile.json") == 0o666
+    path = cache.keep(profile)
+    assert path is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert cache.find(profile.key) is None and "is another user's" in caplog.text
+        caplog.clear()
+        assert cache.keep(profile) is None and "is another user's" in caplog.text
+    theirs = tmp_path / "theirs"
+    theirs.mkdir(0o755)
+    path.parent.rename(tmp_path / "before")
+    path.parent.symlink_to(theirs)
+    assert cache.keep(profile) is None and "it is a link" in caplog.text
+    assert mode(theirs) == 0o755 and not os.listdir(theirs)
 
 
-def test_a_file_that_another_puts_in_the_way_is_not_written_through(
+def test_kept_lengths_are_the_users(
     tmp_path: Path, lengths: LengthModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the name that is to be replaced, nor that of the file which takes its place."""
+    """What another puts in the way is not written through: neither the name that is to be
+    replaced, nor that of the file which takes its place."""
     secret, path = tmp_path / "secret", tmp_path / "lengths.json"
     secret.write_text("kept")
     path.symlink_to(secret)
     kept.save(path, lengths)
     assert secret.read_text() == "kept" and not path.is_symlink()
+    assert mode(path) == 0o600 and sorted(os.listdir(tmp_path)) == ["lengths.json", "secret"]
     monkeypatch.setattr(files.secrets, "token_hex", lambda size: "guessed")
     (tmp_path / ".lengths.json.guessed").symlink_to(secret)
     with pytest.raises(FileExistsError):
@@ -104,7 +207,37 @@ def test_a_file_that_another_puts_in_the_way_is_not_written_through(
     assert secret.read_text() == "kept"
 
 
-# ---------------------------------------------------------------- full disks and bad files
+def test_files_that_users_ask_for_are_as_open_as_others(tmp_path: Path, profile: Profile) -> None:
+    """`pat-vllm profile --output` makes them to be shared. No device becomes one."""
+    profile.save(tmp_path / "profile.json")
+    assert mode(tmp_path / "profile.json") == 0o666
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(OSError, match="no regular file"):
+            write_whole(path, "text")
+        assert not path.is_file()
+
+
+def test_what_killed_writers_have_left_is_removed(tmp_path: Path, profile: Profile) -> None:
+    """Of the file that is written, and of all in the cache; not what is being written, nor what
+    only looks alike."""
+    path = cache.keep(profile)
+    assert path is not None
+    left = [f".it.{'0' * 16}", f".it.{'1' * 16}", f".it.{'2' * 17}", f".other.{'3' * 16}"]
+    for directory, save in (
+        (tmp_path, lambda: write_whole(tmp_path / "it", "new")),
+        (path.parent, lambda: cache.keep(profile)),
+    ):
+        for name in left:
+            (directory / name).touch()
+        for name in (left[0], *left[2:]):
+            os.utime(directory / name, (0, 0))
+        save()
+        expected = left[1:] if directory == tmp_path else left[1:3]
+        assert {one for one in os.listdir(directory) if one.startswith(".")} == {*expected}
+
+
+# ---------------------------------------------------------------- what stops no engine
 
 
 @contextlib.contextmanager
@@ -136,7 +269,6 @@ def test_an_engine_goes_on_where_the_disk_is_full(
     profile: Profile,
     lengths: LengthModel,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What was kept before stays, one warning says why, and nothing is left behind."""
     path = tmp_path / "lengths.json"
@@ -157,13 +289,44 @@ def test_an_engine_goes_on_where_the_disk_is_full(
     policy.idle(9.0)
     assert kept.load(path)[0].responses == lengths.responses + 4
 
-    monkeypatch.setenv(cache.CACHE_DIR, str(tmp_path))
     caplog.clear()
     with no_room(kind) as words:
         assert cache.keep(profile) is None
     assert words in caplog.text and cache.CACHE_DIR in caplog.text
-    assert not os.listdir(tmp_path / "profiles")
+    assert not (tmp_path / "pat" / "profiles").exists() or not os.listdir(tmp_path / "pat/profiles")
     assert cache.find(profile.key) is None
+
+
+def nobody(number: int) -> Any:
+    raise KeyError(number)
+
+
+@pytest.mark.parametrize("kind", ["no home", "another's home", "no permission"])
+def test_an_engine_starts_where_there_is_no_cache(
+    kind: str,
+    tmp_path: Path,
+    profile: Profile,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As for a container's user that has no entry in /etc/passwd."""
+    if kind == "no home":
+        for name in (cache.CACHE_DIR, "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", nobody)
+        assert "~" not in names_of_this_machine().values()
+    elif kind == "another's home":
+        monkeypatch.setenv(cache.CACHE_DIR, "~nosuch")
+    else:
+        assert cache.keep(profile) is not None
+        # Imitated, as tests may run as a user for whom nothing is forbidden.
+
+        def refuse(path: Any, flags: int, *mode: Any, **options: Any) -> Any:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+        monkeypatch.setattr(reading.os, "open", refuse)
+    assert cache.find(profile.key) is None and cache.keep(profile) is None
+    assert len(caplog.records) == 2 and cache.CACHE_DIR in caplog.text
 
 
 def test_a_loss_of_power_leaves_no_empty_file(
@@ -187,52 +350,18 @@ def test_a_loss_of_power_leaves_no_empty_file(
     assert calls == [("on disk", 4), ("named", 4)]
 
 
-def test_an_engine_starts_where_the_cache_cannot_be_read(
-    tmp_path: Path,
-    profile: Profile,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+def test_engines_may_share_a_file_and_the_cache(
+    tmp_path: Path, profile: Profile, lengths: LengthModel
 ) -> None:
-    """The refusal is imitated, as tests may run as a user for whom nothing is forbidden."""
+    """Each finds the whole of what one of them has kept last."""
+    path = tmp_path / "lengths.json"
 
-    def unreadable(path: Path, *args: Any, **options: Any) -> Any:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    def engine(number: int) -> None:
+        for _ in range(20):
+            kept.save(path, lengths, Acceptance(range(2 + number)))
+            assert kept.load(path)[0].responses == lengths.responses
+            assert cache.keep(profile) and cache.find(profile.key) == profile
 
-    monkeypatch.setenv(cache.CACHE_DIR, str(tmp_path))
-    path = cache.keep(profile)
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", unreadable)
-        assert cache.find(profile.key) is None
-        assert str(path) in caplog.text and "Permission denied" in caplog.text
-        patch.setattr(Path, "stat", unreadable)  # not even the directory
-        assert cache.find(profile.key) is None
-
-
-BAD = {
-    "empty": b"",
-    "cut off": b'{"format": 1, "bound": 10',
-    "binary": bytes(range(256)),
-    "deep": b"[" * 100_000,
-    "a directory": None,
-    "something else": b'{"format": 1, "title": "a report"}',
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_bad_files_are_named(kind: str, tmp_path: Path) -> None:
-    content = BAD[kind]
-    path = tmp_path / "it.json"
-    partial = tmp_path / "it.json.part"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-        partial.write_bytes(content)
-    with pytest.raises(ProfileError, match=r"it\.json"):
-        Profile.load(path)
-    with pytest.raises(ValueError, match=r"it\.json"):
-        kept.load(path)
-    if kind in ("cut off", "binary", "something else"):
-        with pytest.raises(ProfileError, match=r"it\.json\.part"):
-            Partial.open(partial, {"key": {}})
-        assert partial.read_bytes() == content
+    with ThreadPoolExecutor(3) as engines:
+        list(engines.map(engine, range(3)))
+    assert sorted(os.listdir(tmp_path)) == ["lengths.json", "pat"]

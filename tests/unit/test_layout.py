@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import pytest
@@ -70,9 +69,5 @@ def test_names_and_what_users_call_layouts() -> None:
 def test_what_names_no_layout_is_refused(name: str) -> None:
     with pytest.raises(ValueError):
         Layout.parse(name)
-
-
-def test_a_tp_that_does_not_divide_is_named() -> None:
-    for tp in (3, 0):
-        with pytest.raises(ValueError, match=re.escape(f"tp={tp} does not divide the 4 ranks")):
-            Layout.of(tp, 4)
+    with pytest.raises(ValueError, match="tp=3 does not divide the 4 ranks"):
+        Layout.of(3, 4)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture, WantedExperts
-from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition, pieces_of
 
 QWEN3_30B_A3B = Mixture(num_experts=128, intermediate=768)
 NARROW, FEW = Mixture(8, intermediate=6), Mixture(3, intermediate=64)
@@ -53,35 +49,6 @@ def test_what_does_not_fit_is_named(
         mixture.layouts(tps, 4, wanted)
 
 
-@settings(max_examples=60)
-@given(
-    st.integers(1, 40),
-    st.integers(1, 40),
-    st.sampled_from([(1, 2), (1, 2, 4, 8), (2, 4), (2, 8), (3, 6), (1, 3, 6)]),
-    st.sampled_from(["auto", "tp", "ep"]),
-)
-def test_a_rank_has_the_experts_of_every_layout(
-    num_experts: int, intermediate: int, tps: tuple[int, ...], wanted: WantedExperts
-) -> None:
-    ranks = max(tps)
-    try:
-        base, *wider = Mixture(num_experts, intermediate).layouts(tps, ranks, wanted)
-    except ValueError:
-        return
-    assert {layout.tp for layout in (base, *wider)} == set(tps)
-    cuts = (
-        Cut(ExpertPartition(num_experts), "ep"),
-        Cut(EvenPartition((intermediate,) * 2, dim=1), "tp"),
-    )
-    for rank in range(ranks):
-        for cut in cuts:
-            held = cut.shard(base.place_of(rank))
-            for layout in wider:
-                needed = cut.shard(layout.place_of(rank))
-                filled = sum(piece.length for piece in pieces_of(needed, held))
-                assert filled == needed.size, "not all is in the base layout's shard"
-
-
 def test_configs() -> None:
     """Field names of Qwen3, Mixtral and GLM; a dense model."""
     for config, expected in (
@@ -94,9 +61,3 @@ def test_configs() -> None:
     ):
         assert Mixture.from_config(config) == Mixture(*expected)
     assert Mixture.from_config({"intermediate_size": 14336, "num_experts": 0}) is None
-
-
-def test_kinds_of_one_tp_are_different_layouts_of_the_same_groups() -> None:
-    cut, spread = (Layout.of(2, 4, kind) for kind in ("tp", "ep"))
-    assert cut != spread
-    assert [cut.ranks_of(i) for i in range(2)] == [spread.ranks_of(i) for i in range(2)]

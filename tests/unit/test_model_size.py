@@ -18,7 +18,6 @@ PARAMETERS = 30_532_122_624
     [
         ({}, 48),
         ({"mlp_only_layers": [0, 5, 47]}, 45),
-        ({"decoder_sparse_step": 2}, 24),
         ({"decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}, 23),
         ({"model_type": "glm4_moe", "first_k_dense_replace": 3}, 45),
     ],

@@ -6,9 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +18,7 @@ from tests.support.models import random_model
 
 SCHEDULER = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER = "pat_vllm.worker.cpu_worker.PATCPUWorker"
-WAYS_TO_ASK = [
-    "pat",
-    "pat_vllm.PATExecutor",
-    "pat_vllm.executor.executor.PATExecutor",
-    "class",
-    "subclass",
-]
+WAYS_TO_ASK = ["pat", "pat_vllm.PATExecutor", "class", "subclass"]
 
 
 @pytest.fixture
@@ -36,14 +28,6 @@ def executor() -> Any:
 
     register()
     return Executor
-
-
-@pytest.fixture
-def stock_get_class(executor: Any) -> Any:
-    """`Executor.get_class` as vLLM has it."""
-    original = executor.get_class.__wrapped__
-    assert original.__module__ == "vllm.v1.executor.abstract"
-    return original
 
 
 def engine_config(backend: Any, **options: Any) -> Any:
@@ -65,19 +49,6 @@ def engine_config(backend: Any, **options: Any) -> Any:
 
 
 # ---------------------------------------------------------------- not asked for
-
-
-def test_entry_point() -> None:
-    """vLLM finds the plugin by itself."""
-    (point,) = entry_points(group="vllm.general_plugins", name="pat")
-    assert point.load() is register
-
-
-def test_loading_twice_patches_once(executor: Any) -> None:
-    patched = executor.get_class
-    register()
-    assert executor.get_class is patched
-    assert not hasattr(patched.__wrapped__, "__wrapped__")
 
 
 def test_log_lines_go_where_those_of_vllm_go(executor: Any) -> None:
@@ -107,47 +78,21 @@ def test_log_lines_go_where_those_of_vllm_go(executor: Any) -> None:
     ]
 
 
-def test_stock_backends_resolve_as_without_the_plugin(executor: Any, stock_get_class: Any) -> None:
-    """Errors are vLLM's, too."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    def outcome(get_class: Any, backend: Any) -> Any:
-        parallel_config = SimpleNamespace(distributed_executor_backend=backend)
-        try:
-            return get_class(SimpleNamespace(parallel_config=parallel_config))
-        except Exception as error:
-            return type(error), str(error)
-
-    classes = 0
-    for backend in (
-        *("mp", "uni", "ray", "external_launcher", UniProcExecutor),
-        "vllm.v1.executor.multiproc_executor.MultiprocExecutor",
-        *("no.such.Executor", "collections.OrderedDict", dict, None),
-    ):
-        result = outcome(executor.get_class, backend)
-        assert result == outcome(stock_get_class, backend), backend
-        classes += isinstance(result, type)
-    assert classes >= 5
-
-
-@pytest.mark.parametrize("backend", ["mp", "uni", None])
+@pytest.mark.parametrize("backend", ["mp", None])
 def test_stock_configs_are_as_without_the_plugin(
-    backend: str | None, executor: Any, stock_get_class: Any, monkeypatch: pytest.MonkeyPatch
+    backend: str | None, executor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole config, with options that PAT would refuse, and PAT's own, unread."""
-    options: dict[str, Any] = dict(
-        enable_lora=True,
-        additional_config={"pat": {"unknown": 1}},
-        tensor_parallel_size=1 if backend == "uni" else 2,
-    )
+    patched = executor.get_class
+    register()
+    assert executor.get_class is patched, "loaded once more, it patches nothing"
+    options = dict(enable_lora=True, additional_config={"pat": {"unknown": 1}})
     config = engine_config(backend, **options)
-    monkeypatch.setattr(executor, "get_class", staticmethod(stock_get_class))
+    monkeypatch.setattr(executor, "get_class", staticmethod(patched.__wrapped__))
     stock = engine_config(backend, **options)
-
     assert str(config) == str(stock)
     assert config.compute_hash() == stock.compute_hash()
     assert config.parallel_config.worker_cls == stock.parallel_config.worker_cls
-    assert "pat" not in config.parallel_config.worker_cls
     assert config.scheduler_config.scheduler_cls is None
 
 
@@ -203,8 +148,8 @@ def test_ways_to_ask_are_alike(way: str, executor: Any) -> None:
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        *((version, True) for version in ("0.32.0", "0.32.1+cpu", "0.33.1rc2", "0.33.0.dev7")),
-        *((version, False) for version in ("0.9.2", "0.31.4", "0.34.0rc1", "1.32.0", "dev", "")),
+        *((version, True) for version in ("0.32.1+cpu", "0.33.0.dev7")),
+        *((version, False) for version in ("0.9.2", "0.34.0rc1", "1.32.0", "dev")),
     ],
 )
 def test_versions(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +157,12 @@ def test_versions(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -
     import vllm.version
 
     monkeypatch.setattr(vllm.version, "__version__", version)
-    words = [">= 0.32", "< 0.34", f"vLLM {version} is installed", f"{ALLOW_UNTESTED}=1"]
-    for override in (None, "0"):
-        monkeypatch.delenv(ALLOW_UNTESTED, raising=False)
-        if override is not None:
-            monkeypatch.setenv(ALLOW_UNTESTED, override)
-        if tested:
+    monkeypatch.setenv(ALLOW_UNTESTED, "0")
+    if tested:
+        check_vllm_version()
+    else:
+        with pytest.raises(ValueError, match=rf"vLLM {version} is installed.*{ALLOW_UNTESTED}=1"):
             check_vllm_version()
-            continue
-        with pytest.raises(ValueError) as error:
-            check_vllm_version()
-        assert not [word for word in words if word not in str(error.value)]
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     check_vllm_version()
 

@@ -51,7 +51,7 @@ def advise_user(
         int | None, typer.Option(help="That are replayed, each drawn anew; 8, or 6 with drafts.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="That share the work.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="That share the work.")] = 2,
     output: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG to write.")] = None,
 ) -> None:

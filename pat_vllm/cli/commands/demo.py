@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.cli.options import a_number, missing
 from pat_vllm.text_only import without_vision_and_audio
 
 
@@ -19,20 +20,30 @@ def run_demo(
     models_dir: Annotated[
         Path, typer.Option(help="Where a random model (0.7 GB) is made once and kept.")
     ] = Path(".models"),
-    ranks: Annotated[int, typer.Option(min=2, help="Worker processes.")] = 2,
-    requests: Annotated[int, typer.Option(min=2, help="Requests in the batch.")] = 128,
-    max_tokens: Annotated[int, typer.Option(min=8, help="Longest response, tokens.")] = 320,
-    switch_at: Annotated[int, typer.Option(min=1, help="Live requests at which to switch.")] = 16,
+    ranks: Annotated[int, typer.Option(min=2, max=1024, help="Worker processes.")] = 2,
+    requests: Annotated[int, typer.Option(min=2, max=100_000, help="Requests in the batch.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option(min=8, max=1 << 24, help="Longest response, tokens.")
+    ] = 320,
+    switch_at: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Live requests at which to switch.")
+    ] = 16,
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Speculative decoding in all runs: n-gram drafts.")
     ] = False,
     num_speculative_tokens: Annotated[
-        int, typer.Option(min=1, help="With --speculate: draft tokens a request and step.")
+        int,
+        typer.Option(min=1, max=1024, help="With --speculate: draft tokens a request and step."),
     ] = 4,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 is greedy; 1 by default, 0 with --speculate.")
+        float | None,
+        typer.Option(
+            min=0, max=100, callback=a_number, help="0 is greedy; 1 by default, 0 with --speculate."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and sampling.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=1 << 62, help="Of prompts, lengths and sampling.")
+    ] = 0,
     output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png"),
 ) -> None:
     """Run a long-tail batch as replicas, as one group, and switching; compare and plot.
@@ -61,6 +72,8 @@ def run_demo(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    except ImportError as error:
+        raise missing(error) from error
     except (RunFailed, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.cli.options import missing
 from pat_vllm.text_only import without_vision_and_audio
 
 
@@ -17,7 +18,9 @@ def run_doctor(
         str | None,
         typer.Option(help="Compute memory for so many of this GPU (H100, H200); start no engine."),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=2, help="Worker processes, one for each GPU.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=2, max=1024, help="Worker processes, one for each GPU.")
+    ] = 2,
     pat: Annotated[
         str | None,
         typer.Option(help="PAT's options of the engine (base_tp, experts, ...), a JSON object."),
@@ -33,7 +36,8 @@ def run_doctor(
         str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")
     ] = None,
     speculate: Annotated[
-        int, typer.Option(min=0, help="Longest n-gram drafts of the self-test; 0 is none.")
+        int,
+        typer.Option(min=0, max=1024, help="Longest n-gram drafts of the self-test; 0 is none."),
     ] = 0,
     all_stages: Annotated[
         bool,
@@ -53,7 +57,7 @@ def run_doctor(
     from rich.console import Console
 
     from pat_vllm.cli.doctor import doctor
-    from pat_vllm.cli.profile import json_object
+    from pat_vllm.cli.options import json_object
 
     # Here random models are made; the processes of the stages say if one of these is in their way.
     without_vision_and_audio()
@@ -74,6 +78,8 @@ def run_doctor(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    except ImportError as error:
+        raise missing(error) from error
     except OSError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

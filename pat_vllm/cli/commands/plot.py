@@ -21,9 +21,13 @@ def plot_report(
         loaded = Report.load(report)
         picture = output or report.with_suffix(".png")
         loaded.plot(picture)
+        text = summary(loaded)
     except ImportError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"{summary(loaded)}\nplot: {picture}")
+    except (OverflowError, IndexError) as error:
+        problem = f"report {report} cannot be drawn, as numbers in it are out of range: {error}"
+        raise typer.BadParameter(problem) from error
+    typer.echo(f"{text}\nplot: {picture}")

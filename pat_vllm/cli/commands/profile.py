@@ -5,19 +5,30 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.cli.options import a_number, missing
 from pat_vllm.text_only import without_vision_and_audio
 
 
 def take_engine_profile(
     model: Annotated[str, typer.Argument(help="Checkpoint, as vLLM takes it.")],
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of the engine.")] = 2,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=1024, help="Ranks of the engine.")
+    ] = 2,
     dtype: Annotated[str, typer.Option(help="As in vLLM.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=-1, max=1 << 31, help="As in vLLM.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(min=1, max=1 << 31, help="As in vLLM.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, max=1 << 31, help="As in vLLM.")
+    ] = None,
     enforce_eager: Annotated[bool, typer.Option(help="As in vLLM.")] = False,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="As in vLLM.")] = None,
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(min=1, max=1 << 62, help="As in vLLM.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="As in vLLM.")] = None,
     speculative_config: Annotated[
         str | None, typer.Option(help="As in vLLM, a JSON object: steps with drafts, too.")
     ] = None,
@@ -32,7 +43,10 @@ def take_engine_profile(
         bool, typer.Option(help="Measure only what an engine's start would measure.")
     ] = False,
     budget: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which the rest is left out.")
+        float | None,
+        typer.Option(
+            min=1, max=1e6, callback=a_number, help="Seconds after which the rest is left out."
+        ),
     ] = None,
 ) -> None:
     """Measure an engine's steps and switches; run it again to go on after an interruption.
@@ -42,7 +56,8 @@ def take_engine_profile(
     """
     from rich.console import Console
 
-    from pat_vllm.cli.profile import default_budget, engine_arguments, json_object, take_profile
+    from pat_vllm.cli.options import json_object
+    from pat_vllm.cli.profile import default_budget, engine_arguments, take_profile
     from pat_vllm.profiling.profile import ProfileError
 
     without_vision_and_audio()
@@ -63,6 +78,8 @@ def take_engine_profile(
         take_profile(
             Console(highlight=False), engine, output, quick, budget or default_budget(quick)
         )
+    except ImportError as error:
+        raise missing(error) from error
     except ProfileError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.cli.options import missing
 from pat_vllm.text_only import without_vision_and_audio
 
 
@@ -53,4 +54,9 @@ def write_random_model(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    except ImportError as error:
+        raise missing(error) from error
+    except (OSError, RuntimeError) as error:  # too little memory
+        typer.echo(f"{path} cannot be written: {error}", err=True)
+        raise typer.Exit(1) from error
     typer.echo(f"{path}: {arch}, {parameters / 1e6:.1f}M parameters, {dtype}")

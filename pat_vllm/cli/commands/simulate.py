@@ -38,12 +38,17 @@ def run_simulation(
             "grpo."
         ),
     ] = "deepscaler",
-    iterations: Annotated[int, typer.Option(min=1, help="Batches, one after another.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in a batch.")] = 128,
+    iterations: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Batches, one after another.")
+    ] = 3,
+    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests in a batch.")] = 128,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "--bound", min=1, help="Longest response, tokens.")
+        int,
+        typer.Option(
+            "--max-tokens", "--bound", min=1, max=1 << 24, help="Longest response, tokens."
+        ),
     ] = 16384,
-    seed: Annotated[int, typer.Option(min=0, help="Of the lengths.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Of the lengths.")] = 0,
     output_dir: Annotated[
         Path | None, typer.Option(help="Where to write JSON, Markdown and PNG.")
     ] = None,

@@ -8,7 +8,6 @@ goes, and real steps correct it online.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import permutations, product
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import read_json_object, shown
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits
 from pat_vllm.mixture import Mixture, WantedExperts
@@ -95,12 +95,12 @@ def modelled_profile(
         name = name or model_config
         if model_config not in MODEL_SHAPES:
             raise ValueError(
-                f"model {model_config!r} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or "
-                "a path of a checkpoint or of its config.json"
+                f"model {shown(model_config)} is unknown; allowed are "
+                f"{', '.join(MODEL_SHAPES)}, or a path of a checkpoint or of its config.json"
             )
         model_config = MODEL_SHAPES[model_config]
     if gpu not in GPUS:
-        raise ValueError(f"gpu {gpu!r} is unknown; allowed are {', '.join(gpu_names())}")
+        raise ValueError(f"gpu {shown(gpu)} is unknown; allowed are {', '.join(gpu_names())}")
     figures = GPUS[gpu]
     link = link or figures.link
     if link not in figures.links:
@@ -215,14 +215,7 @@ def named_profile(
     config: Mapping[str, Any] | str = model
     name = ""
     if path := config_file(model):
-        try:
-            config = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ValueError(f"model config {path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ValueError(f"model config {path} is no JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"model config {path} is no JSON object")
+        config = read_json_object(path, "model config")
         name = path.resolve().parent.name
     by_lower = {known.lower(): known for known in gpu_names()}
     gpu = by_lower.get(gpu.lower(), gpu)

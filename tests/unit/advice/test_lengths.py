@@ -29,11 +29,8 @@ VERL = (
     [
         ("array.json", "[120, 4000.0, 7]", (120, 4000, 7), ()),
         ("lines.txt", "length\n120\n# old\n4000\n", (120, 4000), ()),
-        ("lines.json", "120\n4000\n", (120, 4000), ()),
         ("trace.json", '{"lengths": [3, 9], "num_prompt_tokens": [5, 6]}', (3, 9), (5, 6)),
-        ("trace.json", '{"lengths": [3, 9], "max_tokens": 16}', (3, 9), ()),
         ("records.jsonl", '{"response_length": 12}\n\n{"response_length": 9}\n', (12, 9), ()),
-        ("single.jsonl", '{"response_length": 12}', (12,), ()),
         (
             "openrlhf.jsonl",
             '{"response_length": [12, 9], "total_length": [20, 17], "reward": [0, 1]}\n'
@@ -41,7 +38,6 @@ VERL = (
             (12, 9, 3),
             (8, 8, 8),
         ),
-        ("prompts.jsonl", '{"response_length": 12, "prompt_length": 4}\n', (12,), (4,)),
         ("7.jsonl", VERL, (3, 1), (3, 3)),
         ("records.json", '[{"output": "a b"}]', (2,), ()),
     ],
@@ -60,24 +56,17 @@ def test_every_format_is_read(
     ("name", "content", "message"),
     [
         ("a.json", "[]", "empty array"),
-        ("a.json", "", "is empty"),
         ("a.json", "[3, 0]", "entry 2: a length must be a whole number .* got 0; leave out"),
         ("a.json", "[3, 2.5]", "got 2.5"),
-        ("a.json", "[3, true]", "got True"),
-        ("a.json", "[3, NaN]", "got nan"),
-        ("a.json", '["3"]', "got '3'"),
         ("a.json", "[3, 4", "line 1 is no JSON .* expected a JSON array"),
         ("a.txt", "12\ntwelve\n", "line 2 must be one length in tokens, got 'twelve'"),
         ("a.txt", "12\n-3\n", "lengths of trace 'a' must be 1 to"),
         ("a.jsonl", '{"response_length": 3}\n{"response', "line 2 is no JSON"),
         ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
-        ("a.jsonl", '{"response_length": "3"}\n', "line 1: response_length must be .* got '3'"),
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
-        ("a.jsonl", '{"output": "a"}\n{"output": 3}\n', "line 2 has 'output'; expected"),
         ("a.jsonl", '{"output": "a"}\n', "holds text .* --model DIRECTORY"),
-        ("a.json", '{"lengths": ["a"]}', "lengths must be a list of whole numbers"),
         ("a.json", '{"ends": [1], "tokens": "x"}', "holds no length history"),
-        ("a.parquet", b"PAR1\xff\xfe\x00", "is no text file; expected a JSON array"),
+        ("a.parquet", b"PAR1\xff\xfe\x00", "is no text file: .* expected a JSON array"),
     ],
 )
 def test_other_files_are_errors(

@@ -94,12 +94,3 @@ def test_elimination(monkeypatch: pytest.MonkeyPatch) -> None:
     path = [(part, dropped) for part, dropped, _ in Elimination(scenarios).path(lambda _: None)]
     assert path[0] == ("", True)
     assert dict(path[1:]) == {"a": True, "b": False, "cheap": True, "dear": False}
-
-
-def test_a_scenario_of_elimination_is_replayed_alike() -> None:
-    """Parts that were left out are back afterwards."""
-    scenario = Scenario("pat_vllm/simulator/modelled/measured.json", "shift", 0)
-    whole = elimination.seconds(scenario, frozenset())
-    without = elimination.seconds(scenario, frozenset(elimination.PARTS))
-    assert without != whole and without == pytest.approx(whole, rel=0.5)
-    assert whole == elimination.seconds(scenario, frozenset())

@@ -8,16 +8,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from pat_vllm.doctor import child
 from pat_vllm.doctor.child import Run, run_module
-from pat_vllm.doctor.symptoms import explain
 from pat_vllm.doctor.values import Check
 
+ROOT = Path(__file__).parents[3]
 CHILD = "tests.support.doctor_child"
 PROBLEMS = {
     "rank": "rank 1 died, exit code -9 (EngineDeadError: it died)",
@@ -25,6 +24,12 @@ PROBLEMS = {
     "killed": "the process ended with exit code -9",
     "hangs": "it hangs: nothing for 6 s",
 }
+
+
+@pytest.fixture(autouse=True)
+def from_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes import nothing from the current directory."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
 def test_how_a_process_ends_is_told() -> None:
@@ -57,22 +62,16 @@ with child.ending_by_signals():
 
 
 def test_a_signal_ends_all_that_was_started() -> None:
-    signals = (signal.SIGTERM, signal.SIGHUP)
     command = [sys.executable, "-c", SUPERVISOR]
-    with ExitStack() as stack:
-        supervisors = []
-        for _ in signals:
-            one = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            stack.callback(one.communicate)
-            stack.callback(one.kill)
-            supervisors.append(one)
-        others = [int(one.stdout.readline()) for one in supervisors if one.stdout is not None]
-        for number, one, other in zip(signals, supervisors, others, strict=True):
-            os.kill(other, 0)
-            one.send_signal(number)
-        for number, one in zip(signals, supervisors, strict=True):
-            assert one.wait(timeout=120) == 128 + number
-    assert not any(map(runs, others))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        other = int(supervisor.stdout.readline())
+        supervisor.send_signal(signal.SIGTERM)
+        try:
+            assert supervisor.wait(timeout=120) == 128 + signal.SIGTERM
+        finally:
+            supervisor.kill()
+    assert not runs(other)
 
 
 def test_a_process_that_is_killed_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,10 +92,3 @@ def runs(pid: int) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def test_symptoms() -> None:
-    assert explain("all is well") is None
-    assert explain("Worker proc VllmWorker-3 died unexpectedly, shutting down") == "rank 3 died"
-    both = "torch.OutOfMemoryError: CUDA out of memory.\nWorker proc VllmWorker-3 died unexpectedly"
-    assert explain(both) == "too little memory: torch.OutOfMemoryError: CUDA out of memory."

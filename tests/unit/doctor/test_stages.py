@@ -107,18 +107,11 @@ def status_of(found: dict[str, Stage]) -> str:
 
 def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    found = run_with(monkeypatch, children)
-    assert status_of(found) == "psspsss"
-    assert found["figures"].why == "only with --all or --figures"
+    assert status_of(run_with(monkeypatch, children)) == "psspsss"
     stock, pat = children.sessions
     assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
     assert "distributed_executor_backend" not in stock.engine
-    assert pat.engine["additional_config"]["pat"] == {
-        "base_tp": 1,
-        "policy": {"kind": "static", "tp": 1},
-        "weights": "inplace",
-        "kv_transfer": "migrate",
-    }
+    assert pat.engine["additional_config"]["pat"]["policy"] == {"kind": "static", "tp": 1}
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
     assert pat.references == (REFERENCE, REFERENCE)
@@ -126,26 +119,18 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == "psspssp"
-    assert "of cudagraph_mode PIECEWISE, vLLM makes NONE on cpu" in found["piecewise"].why
+    assert status_of(run_with(monkeypatch, children, all=True)) == "psspssp"
     assert not any(one["compiles"] for one in children.environments[1:])
     children = Children(ON_GPUS)
-    found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == "psspppp"
+    assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "psspppp"
     modes = [one.engine.get("compilation_config") for one in children.sessions]
     assert modes == [None, None, {"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
-    last = children.sessions[-1].engine
-    assert "enforce_eager" not in last and last["enable_sleep_mode"] is True
-    assert last["dtype"] == "bfloat16"
+    assert [one.graphs for one in children.sessions] == [False, False, True, True]
     # The stages that capture also compile.
     assert [one["compiles"] for one in children.environments[1:5]] == [False, False, True, True]
-    # A user's own extension cannot tell whether graphs were captured.
-    assert not any(one.graphs for one in children.sessions)
-    children = Children(ON_GPUS)
-    run_with(monkeypatch, children, all=True, engine={})
-    assert [one.graphs for one in children.sessions] == [False, False, True, True]
-    assert children.sessions[-1].engine["worker_extension_cls"] == EXTENSION
+    last = children.sessions[-1].engine
+    assert "enforce_eager" not in last and last["enable_sleep_mode"] is True
+    assert (last["dtype"], last["worker_extension_cls"]) == ("bfloat16", EXTENSION)
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,35 +139,14 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status_of(found) == "psspssp"
     assert children.modules[3:] == ["device", "steps", "steps", "steps"]
     assert [one["ranks"] for one in children.environments[3:]] == [2, 1, 2, 2]
-    assert [one.label for one in children.timed] == ["stock vLLM tp=1", "stock vLLM tp=2", "PAT"]
     stock, _, pat = (one.engine for one in children.timed)
     assert stock["distributed_executor_backend"] == "mp" and "additional_config" not in stock
     assert pat["distributed_executor_backend"] == "pat" and pat["enforce_eager"] is True
-    assert {one["worker_extension_cls"] for one in (stock, pat)} == {EXTENSION}
-    assert len(children.timed[0].prompts) == 16
     checks = {one.name: one for one in found["figures"].checks}
     layouts = ("tp1dp2", "tp2dp1")
     steps, memory = ([f"{what} {one}" for one in layouts] for what in ("decode step", "memory"))
     assert [*checks] == ["copies", *steps, *memory]
-    wide = checks["decode step tp2dp1"]
-    assert "1 request alone 3.30 ms, stock 3.00 ms (1.10x)" in wide.found
-    assert wide.values["8"]["ratio"] == pytest.approx(1.1)
-    assert "a process 563 MiB with all layouts, stock 512 MiB" in checks["memory tp1dp2"].found
-    # On GPUs, of engines as vLLM runs them by default, or as the user has them.
-    for engine in ({}, {"enforce_eager": True}):
-        children = Children(ON_GPUS)
-        run_with(monkeypatch, children, figures=True, engine=engine)
-        assert all(engine.items() <= one.engine.items() for one in children.timed)
-        assert ["enforce_eager" in one.engine for one in children.timed] == [bool(engine)] * 3
-        assert all(one["compiles"] for one in children.environments[3:])
-
-
-@pytest.mark.parametrize("module", ["device", "steps"])
-def test_figures_that_are_wrong_fail(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_CPU, wrong=module)
-    failed = run_with(monkeypatch, children, figures=True)["figures"]
-    assert failed.status == "failed" and failed.log == ("the log",)
-    assert "torch copies wrongly" in failed.why and not children.timed
+    assert checks["decode step tp2dp1"].values["8"]["ratio"] == pytest.approx(1.1)
 
 
 def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +157,10 @@ def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch)
     assert found["piecewise"].log == ("the log", "its end")
     assert found["full"].why == "'piecewise' failed"
     assert len(children.sessions) == 3
+    for module in ("device", "steps"):
+        children = Children(ON_CPU, wrong=module)
+        failed = run_with(monkeypatch, children, figures=True)["figures"]
+        assert failed.status == "failed" and not children.timed
 
 
 def test_too_little_memory_and_refusals_are_stages_of_their_own(
@@ -208,8 +176,6 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
     found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
     assert "weights take 32.9 GiB of the 36.0 GiB" in found["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
-    found = run_with(monkeypatch, Children(refused), **options)
-    assert status_of(found) == "pfsssss"
-    assert "quantization='fp8'" in found["model"].why
+    assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
     assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"

@@ -89,11 +89,6 @@ def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
     assert -1000 < left - max(kv * staged, *(one.activations for one in layouts), 0) < 1000
 
 
-def test_one_layout_is_as_vllm_has_it() -> None:
-    assert kv_cache_bytes([Measured(50 * GB, GB)], GB, [GB], staged=0) == 49 * GB
-    assert staged_share(LAYOUTS[:1], num_kv_heads=8, num_layers=32) == 0
-
-
 @pytest.mark.parametrize("kv_heads, sent", [(16, 1), (8, 1), (4, 2), (1, 8)])
 def test_a_layer_is_sent_to_each_rank_with_the_same_heads(kv_heads: int, sent: int) -> None:
     share = staged_share(LAYOUTS, kv_heads, num_layers=10)
@@ -164,18 +159,6 @@ def test_pinned_memory() -> None:
     assert 0 < more - 256 * 32768 * 4 - 256 * 8 * (128256 // 8) < 600_000
 
 
-def test_tables_of_swaps_are_small() -> None:
-    for model in (LLAMA_8B, QWEN3_32B):
-        assert 0 < model.swap_table_bytes(LAYOUTS) < 60e6
-        assert model.swap_table_bytes(LAYOUTS[:1]) == 0
-    # Of a mixture with experts that are cut; where they are spread, less than a dense one's.
-    assert 30e6 < QWEN3_30B_A3B.swap_table_bytes(BOTH_KINDS) < 150e6
-    spread = QWEN3_30B_A3B.swap_table_bytes(BOTH_KINDS[::2])
-    dense = {"model_type": "qwen3", "num_experts": 0, "intermediate_size": 768}
-    config = {**MODEL_SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 40960, **dense}
-    assert 0 < spread < ModelShape.from_config(config).swap_table_bytes(BOTH_KINDS[::2])
-
-
 # -------------------------------------------------------------------- a rank
 
 
@@ -196,26 +179,19 @@ def added(
     return stock, engine, (stock.kv - engine.kv - ignored) / stock.kv
 
 
-RUNNERS = [*itertools.product(("V1", "V2"), ("FLASH_ATTN", "FLASHINFER"))]
-
-
 @DENSE
-def test_pat_takes_at_most_three_percent_of_the_kv_cache(model: ModelShape) -> None:
-    """Beside weights, CUDA graphs, and the communicators that a tp has in stock vLLM, too."""
-    for (runner, attention), tokens in itertools.product(RUNNERS, (2048, 16384)):
-        options: Any = {"runner": runner, "attention": attention, "max_num_batched_tokens": tokens}
-        *_, share = added(model, groups=False, **options)
-        assert 0 <= share <= 0.03, options
-
-
-@DENSE
-@pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 8192), (256, 2048), (64, 8192)])
-def test_the_bar_holds_where_limits_grow_with_the_ranks(
+@pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 2048), (64, 8192)])
+def test_pat_takes_at_most_three_percent_of_the_kv_cache(
     model: ModelShape, seqs: int, tokens: int
 ) -> None:
-    """Against stock vLLM that runs as many requests as PAT's layout that runs most."""
-    for runner, attention in RUNNERS:
+    """Beside weights, CUDA graphs, and the communicators that a tp has in stock vLLM, too.
+
+    Where limits grow, stock vLLM runs as many requests as PAT's layout that runs most.
+    """
+    for runner, attention in itertools.product(("V1", "V2"), ("FLASH_ATTN", "FLASHINFER")):
         options: Any = {"runner": runner, "attention": attention}
+        *_, share = added(model, groups=False, max_num_batched_tokens=tokens, **options)
+        assert 0 <= share <= 0.03, options
         engine = EngineShape(LAYOUTS, max_num_seqs=seqs, max_num_batched_tokens=tokens, **options)
         most = [engine.limits(layout) for layout in LAYOUTS]
         stock = static(
@@ -259,14 +235,6 @@ def test_what_the_kv_cache_loses(
     assert growing / 4 < grown <= growing
 
 
-@DENSE
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_pinned_memory_is_at_most_a_quarter_more(model: ModelShape, runner: Any) -> None:
-    engine = rank_memory(model, pat(runner=runner), H100)
-    for tp in (1, 8):
-        assert engine.pinned <= 1.25 * rank_memory(model, static(tp, runner=runner), H100).pinned
-
-
 def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
     engine = EngineShape(BOTH_KINDS, pat=AS_GIVEN)
     base, *others = all_buffers(QWEN3_30B_A3B, engine)
@@ -275,13 +243,3 @@ def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
     assert not any("experts" in one.name for buffers in others for one in buffers)
     memory = rank_memory(QWEN3_30B_A3B, engine, GPU(141 * GB))
     assert memory.communicators == communicator_bytes(2) + communicator_bytes(4)
-
-
-def test_what_a_mixture_leaves_for_kv_on_80_gb() -> None:
-    """All of the model at tp=1 leaves a tenth; half of it leaves half."""
-    whole = rank_memory(QWEN3_30B_A3B, EngineShape(BOTH_KINDS, pat=AS_GIVEN), H100)
-    half = rank_memory(QWEN3_30B_A3B, EngineShape(BOTH_KINDS[1::2], pat=AS_GIVEN), H100)
-    assert [one.tp for one in BOTH_KINDS[1::2]] == [2, 4, 8]
-    for memory, tp in ((whole, 1), (half, 2)):
-        assert memory.weights == QWEN3_30B_A3B.weight_bytes(tp) + QWEN3_30B_A3B.rotary_bytes
-    assert 0 < whole.kv < 0.2 * H100.memory < 0.4 * H100.memory < half.kv

@@ -12,7 +12,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
 from pat_vllm.metrics.updates import Update, Updates, updates_of
-from pat_vllm.reporting import REFUSALS, SWITCH_REASONS, BatchSavings, BatchTimes
+from pat_vllm.reporting import BatchSavings, BatchTimes
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
@@ -106,23 +106,3 @@ def test_dashboard_and_docs_name_every_metric() -> None:
     named = {one for one in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in one}
     counters = {f"{one.name}_total" for one in METRICS if one.kind is Kind.COUNTER}
     assert named == counters | {one.name for one in METRICS if one.kind is not Kind.COUNTER}
-
-
-def test_the_dashboard_asks_for_labels_that_are_there() -> None:
-    labels_of = {name: {*one.labels, *OF_VLLM} for one in METRICS for name in one.exported}
-    for expr, legend in expressions():
-        assert expr.count("(") == expr.count(")") and expr.count("{") == expr.count("}")
-        for name, selector in re.findall(r"(vllm:\w+)\{([^}]*)\}", expr):
-            asked = dict(re.findall(r'(\w+)[!=]~?"([^"]*)"', selector))
-            assert asked.keys() <= labels_of.get(name, {*OF_VLLM}), expr
-            for label, values in (
-                ("way", names.WAYS),
-                ("estimate", names.ESTIMATES),
-                ("reason", (*SWITCH_REASONS, *REFUSALS)),
-            ):
-                assert asked.get(label, values[0]) in values
-        shown = set(re.findall(r"\{\{(\w+)\}\}", legend))
-        kept = [{*part.split(", ")} for part in re.findall(r"by \(([^)]*)\)", expr)]
-        there = [labels_of.get(name, {*OF_VLLM}) | {"le"} for name in names_in(expr)]
-        assert all(shown <= one for one in (kept or there)), expr
-        assert all(one <= labels for one in kept for labels in there), expr

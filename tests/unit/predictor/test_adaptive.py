@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -13,9 +12,8 @@ import pytest
 
 from benchmarks.paper.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.adaptive import _DWELL, AdaptivePolicy
+from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
-from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
@@ -191,18 +189,6 @@ def test_it_plans_only_when_something_has_changed() -> None:
     assert policy.report().plans < 60
 
 
-def test_a_report_only_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be asked for from another thread, while the engine's is estimating."""
-    policy = policy_of(PROFILE)
-    policy.finished(0.0, 1, 50, True)
-
-    def estimate(model: LengthModel) -> None:
-        raise AssertionError("a report estimates")
-
-    monkeypatch.setattr(LengthModel, "_refresh", estimate)
-    assert policy.report().responses == 1
-
-
 def test_the_owner_of_the_cost_model_tells_it_of_switches() -> None:
     """The engine where the model is the engine's; the policy where it is its own."""
     reports = []
@@ -245,19 +231,3 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     assert (decision.why, decision.target) == ("hysteresis", GROUP)
     assert choice(soonest) == GROUP
     assert observed and all(requests is live for requests in observed)
-
-
-def test_a_refusal_leaves_the_back_off_to_the_engine() -> None:
-    """Asked again, the policy asks for the same switch again."""
-    asked = []
-
-    class Refusing(AdaptivePolicy):
-        def choose(self, state: LiveState) -> Layout:
-            if super().choose(state) != state.layout:
-                asked.append(state.now)
-                self.refused(state.now)
-            return state.layout
-
-    runs = run(Refusing(PROFILE, bound=BOUND, timer=lambda: 0.0), batches("long tail")[:1])
-    assert not [switch for one in runs for switch in one.switches if switch.reason == "policy"]
-    assert min(after - before for before, after in pairwise(asked)) < 0.5

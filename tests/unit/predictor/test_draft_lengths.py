@@ -79,14 +79,6 @@ def test_draft_lengths_follow_what_is_accepted() -> None:
     assert one.plan()[1] > 0, "with other weights they may be"
 
 
-def test_where_nothing_is_found_it_hardly_matters_what_is_asked_for() -> None:
-    one = Driven()
-    one.steps(2000, 4, None)
-    one.plan()
-    drafting = one.policy._drafting
-    assert drafting.tokens[-1] < 1.02 and drafting.drafts[-1] < 0.1
-
-
 def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:
     one = Driven((0,))
     one.steps(70, 4, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.calibration_plot import calibration, calibration_figure, live_at, replay, tell
+from benchmarks.calibration_plot import calibration, live_at, replay, tell
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.hazard import EDGES, Collector, Pool, cumulative_hazard
 from pat_vllm.predictor.lengths import LengthModel
@@ -68,16 +67,7 @@ def test_responses_are_pooled_one_by_one_or_at_once(responses: list[tuple[int, b
     assert (pool.ends <= pool.tokens).all()
 
 
-def test_heavy_censoring_is_unbiased_and_a_small_bound_is_not_an_end() -> None:
-    random = np.random.default_rng(0)
-    lengths = np.maximum(1, np.round(1000 * np.exp(random.standard_normal(20000))))
-    cut = random.integers(1, 3000, len(lengths))
-    ended = lengths <= cut
-    assert 0.3 < ended.mean() < 0.7
-    hazard = cumulative_hazard(Pool.of(np.minimum(lengths, cut).astype(np.int64), ended))
-    for length in (100, 500, 1000, 2000):
-        survival = np.exp(-np.interp(length, EDGES, hazard))
-        assert survival == pytest.approx((lengths > length).mean(), abs=0.02)
+def test_a_small_bound_is_not_an_end() -> None:
     model = LengthModel(8192)
     for _ in range(600):
         model.finished(500, complete=False)
@@ -176,18 +166,15 @@ def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -
 
 
 @pytest.mark.parametrize(
-    "make",
+    "batches",
     [
-        lambda seed: traces.lognormal(128, 1000, 1.0, 16384, seed),
-        lambda seed: traces.two_mode(128, seed=seed),
-        lambda seed: traces.uniform(128, 500, 4000, max_tokens=8192, seed=seed),
-        lambda seed: traces.deepscaler(seed=seed),
-        lambda seed: traces.grpo(16, 8, 0.7, 0.7, seed=seed),
+        [traces.uniform(128, 500, 4000, 8192, seed) for seed in range(12)],
+        [traces.deepscaler(seed=seed) for seed in range(12)],
+        traces.shifted([500 * 1.1**number for number in range(12)], 128, 0.8, 32768),
     ],
-    ids=["log-normal", "two modes", "uniform", "deepscaler", "grpo"],
+    ids=["uniform", "deepscaler", "drift"],
 )
-def test_calibrated_after_three_batches(make: Callable[[int], LengthTrace]) -> None:
-    batches = [make(seed) for seed in range(12)]
+def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
     predictions = [one for one in replay(batches) if one.batch >= 3 or one.batch == 0]
     result = calibration(batches, predictions)
     assert result.later is not None
@@ -195,23 +182,6 @@ def test_calibrated_after_three_batches(make: Callable[[int], LengthTrace]) -> N
     assert 0.7 < result.later.live_coverage < 1
     assert result.later.live_error < 0.025
     assert result.first.live_error < 0.12
-
-
-def test_drift_is_followed() -> None:
-    batches = traces.shifted([500 * 1.1**number for number in range(20)], 128, 0.8, 32768)
-    later = [one for one in replay(batches) if one.batch >= 10 or one.batch == 0]
-    result = calibration(batches, later).later
-    assert result is not None
-    assert 0.7 < result.coverage_80 < 0.9
-    assert result.live_error < 0.03
-
-
-def test_calibration_figure(tmp_path: Path) -> None:
-    result = calibration_figure(
-        [traces.deepscaler(seed=seed) for seed in range(2)], tmp_path / "calibration.png"
-    )
-    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    assert result.later is not None and result.later.live_error < 0.05
 
 
 # Persistence

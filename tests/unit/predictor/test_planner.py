@@ -188,14 +188,6 @@ def test_contexts_grow_little_in_a_group(count: int, context: int, left: int) ->
     assert ahead.context[ahead.steps > 1e-6] == pytest.approx(longest * count)
 
 
-def test_a_tail_is_worth_a_switch_and_a_full_batch_is_not() -> None:
-    planner = make_planner(CROSSOVER, 0.05)
-    full, tail = batch_of([50] * 64, 100), batch_of([50] * 2, 500)
-    assert plan_of(planner, ONE, full).best == ONE
-    assert plan_of(planner, ONE, tail).best == FOUR
-    assert plan_of(planner, FOUR, full).best != FOUR, "and back, when many have come"
-
-
 def test_what_a_replica_cannot_run_at_once_waits() -> None:
     few, many = batch_of([50] * 8, 100), batch_of([50] * 64, 100)
     free = make_planner(CROSSOVER)
@@ -363,18 +355,6 @@ def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
         assert least.never <= less.never <= plain.never
         now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
         assert (then <= now).all()
-
-
-def test_the_tail_has_longer_drafts_than_the_bulk() -> None:
-    ahead = batch_of([50] * 64, np.arange(1, 65) * 20)
-    expected = drafting([1, 1.4, 1.6, 1.8, 1.9])
-    plan = plan_of(make_planner(VERIFYING, 0.05), ONE, ahead, drafting=expected)
-    for layout in LAYOUTS:
-        lengths = [at_batch(plan, layout, batch) for batch in (1, 16, 64 // layout.replicas)]
-        assert lengths == sorted(lengths, reverse=True)
-        assert lengths[0] >= 2 and plan.drafts[layout][-1][1] == 1024
-    assert at_batch(plan, FOUR, 64) == 0
-    assert at_batch(plan, FOUR, 1000) == 0, "a table goes on where more requests come"
 
 
 def test_hope_decides_what_is_tried_and_not_what_is_expected() -> None:

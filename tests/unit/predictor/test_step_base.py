@@ -85,12 +85,6 @@ def test_without_samples_drafts_count_as_prompt_tokens() -> None:
         assert base.extra(8, 100, 0, 1, 0, shape.k) == base.extra(8, 100, 0, 1)
 
 
-def test_samples_of_drafts_do_not_change_plain_steps() -> None:
-    plain, both = fit(PLAIN + PREFILLS), fit(EVERY)
-    for shape in PLAIN:
-        assert predicted(both, shape) == pytest.approx(predicted(plain, shape), rel=0.03)
-
-
 def test_experts_are_read_until_all_are() -> None:
     base = fit(EVERY, of_mixture, chosen=4 / 64)
     assert base.experts == pytest.approx(20e-3, rel=0.1)

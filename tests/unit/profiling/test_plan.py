@@ -111,30 +111,14 @@ def test_no_layout_is_without_drafts_however_slow_the_machine() -> None:
 
 
 def test_points_with_drafts() -> None:
-    """The longest length and one in the middle, for one request and for many; in a full plan all
-    lengths with short contexts."""
+    """So many requests are measured without drafts, too, to compare with; and all are early."""
     quick = ProfilePlan.quick(LIMITS)
-    found = {(p.layout, p.batch, p.k, p.hits) for p in drafting(quick)}
-    assert found == {
-        (layout, number, k, hits)
-        for layout, many in ((ONE, 64), (TWO, 128))
-        for number in (1, 8, many)
-        for k, hits in ((7, True), (7, False), (2, True))
-        if number != 8 or k == 7
-    }
-    # So many requests are measured without drafts, too, to compare with; and all are early.
+    drafted = {(p.layout, p.batch) for p in drafting(quick)}
     plain = {(p.layout, p.batch) for p in quick.points if isinstance(p, StepPoint) and not p.k}
-    assert {(layout, number) for layout, number, _, _ in found} <= plain
+    assert drafted <= plain and {(ONE, 1), (ONE, 64), (TWO, 1), (TWO, 128)} <= drafted
     assert quick.points.index(drafting(quick)[-1]) <= len(quick.points) / 2
     full = drafting(ProfilePlan.full(LIMITS))
-    for layout, most in ((ONE, 64), (TWO, 128)):
-        short = {(p.k, p.hits, p.batch) for p in full if (p.layout, p.context) == (layout, 64)}
-        batches = [1 << n for n in range(most.bit_length())]
-        kinds = [*((k, True) for k in LIMITS.draft_lengths), (7, False)]
-        assert short == {(*kind, batch) for kind in kinds for batch in batches}
-        # The drafter searches the whole context.
-        far = [p for p in full if p.layout == layout and p.context > 4 * LIMITS.short]
-        assert {(p.k, p.hits) for p in far} == {(7, True), (7, False), (2, True)}
+    assert {p.k for p in full if p.hits and p.context == 64} == {*LIMITS.draft_lengths}
 
 
 def sample(seconds: float, batch: int, context: int, prefill: int = 0, k: int = 0) -> StepSample:

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from pat_vllm.cli import app
-from pat_vllm.cli import profile as command
-from pat_vllm.cli.profile import Partial, draft_lines, table_rows
+from pat_vllm.cli.profile import Partial
+from pat_vllm.files.digest import with_digest
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling import profile as profile_module
 from pat_vllm.profiling.points import POINTS, StepPoint, SwitchPoint
 from pat_vllm.profiling.profile import (
     Profile,
@@ -85,15 +82,14 @@ def test_a_sample_of_measured_times(times: list[float]) -> None:
     ("make", "message"),
     [
         (lambda: profile(layouts=(TWO, ONE)), "must ascend in tp"),
+        (lambda: profile(layouts=(ONE, TWO, TWO)), "without repeats"),
         (lambda: profile(ranks=4), "is not one of 4 ranks"),
         (lambda: profile(max_num_seqs={1: 4}), "max_num_seqs has no entry for tp=2"),
         (lambda: profile(steps=(step(ONE),)), "no decode step of layout tp2dp1"),
         (lambda: profile(steps=(*BOTH, step(Layout(4, 1)))), "is not among layouts"),
         (lambda: profile(steps=(*BOTH, step(TWO, low=0.2))), "not between its low and high"),
         (lambda: step(times=(0.1, 0.1, 0.2)), "not those of its times"),
-        (lambda: step(times=(0.1, 0.2, 0.2)), "not those of its times"),
         (lambda: step(times=(0.1,) * 4), "4 times and 3 repeats"),
-        (lambda: step(times=(0.1, 0.11)), "not between its low and high"),
         (lambda: step(times=(0.1,) * 17), "at most 16 items"),
     ],
 )
@@ -104,7 +100,7 @@ def test_profiles_and_samples_are_consistent(make: Callable[[], Any], message: s
 
 def older(path: Path, content: dict[str, Any]) -> Profile:
     """What is read from a file with this content."""
-    path.write_text(json.dumps({"digest": profile_module._digest(content), **content}))
+    path.write_text(json.dumps(with_digest(content)))
     return Profile.load(path)
 
 
@@ -144,9 +140,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_the_cache_keeps_and_finds_for_its_user_alone(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_keeps_and_finds_for_its_user_alone(cache: Path) -> None:
     assert profile_cache.find(KEY) is None
     path = profile_cache.keep(profile())
     assert path is not None and path.is_relative_to(cache)
@@ -154,12 +148,6 @@ def test_the_cache_keeps_and_finds_for_its_user_alone(
     assert profile_cache.find({**KEY, "ranks": 4}) is None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    monkeypatch.delenv("PAT_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert profile_cache.cache_path(KEY).parent == tmp_path / "xdg" / "pat-vllm" / "profiles"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert profile_cache.cache_dir() == tmp_path / ".cache" / "pat-vllm"
 
 
 def test_a_damaged_or_unwritable_cache_is_a_warning(
@@ -207,48 +195,3 @@ def test_an_unfinished_profile_goes_on(tmp_path: Path) -> None:
     path.write_text("no profile\n")
     with pytest.raises(ProfileError, match="--output"):
         Partial.open(path, header())
-
-
-def test_a_profile_is_shown_by_layout() -> None:
-    def sample(layout: Layout, batch: int, k: int, seconds: float, **values: Any) -> StepSample:
-        shape = StepShape(batch, 64 * batch, 64, 0, layout.replicas, k=k, **values)
-        return StepSample.of(layout, shape, [seconds])
-
-    steps = [sample(TWO, 1, 0, 0.001)]
-    for number in (1, 8):
-        for k in (0, 2, 4):
-            seconds = 0.01 + 0.001 * k * number
-            steps.append(sample(ONE, number, k, seconds, drafts=k * number))
-    steps += [sample(ONE, 8, 4, 0.5, drafts=0), sample(ONE, 16, 0, 0.5)]
-    made = profile(steps=tuple(steps))
-    # Drafts are compared at the largest batch that has all draft lengths.
-    assert [*draft_lines(made)] == [
-        "tp1dp2: ms of a step at batch 8, by drafts of a request: 0: 10.0, 2: 26.0, 4: 42.0"
-    ]
-    assert table_rows(made) == [
-        ("tp1dp2", "8", "1-16", "64-64", "10.0", "500.0", "-"),
-        ("tp2dp1", "1", "1-1", "64-64", "1.0", "1.0", "-"),
-    ]
-
-
-def test_command_passes_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: list[dict[str, Any]] = []
-    monkeypatch.setattr(command, "take_profile", lambda console, engine, *_: engines.append(engine))
-
-    def run(*options: str) -> tuple[int, str]:
-        outcome = CliRunner().invoke(app, ["profile", "nowhere", *options])
-        return outcome.exit_code, " ".join(outcome.output.split())
-
-    assert run()[0] == 0
-    assert run("--speculative-config", '{"num_speculative_tokens": 4}')[0] == 0
-    plain, speculating = engines
-    assert speculating["speculative_config"] == {"num_speculative_tokens": 4}
-    assert "speculative_config" not in plain and plain["tensor_parallel_size"] == 2
-    assert plain["additional_config"]["pat"]["policy"] == {"kind": "static", "tp": 1}
-    for option, value, words in (
-        ("--pat", '{"layouts": [3]}', "tp=3"),
-        ("--pat", "[1, 2]", "--pat takes a JSON object"),
-        ("--speculative-config", "{", "--speculative-config takes a JSON object"),
-    ):
-        code, text = run(option, value)
-        assert code == 2 and words in text

@@ -7,8 +7,6 @@ import sys
 import threading
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
@@ -48,6 +46,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         history.switch(switch_report(now))
         history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", expected=bool(second % 2)))
         history.step(ONE, 0.5)
+        history.drafts(now, ONE, 0, 4, 4, second % 4)
     last = MAX_RECORDS + 9.0
     for since, times in (
         (last - 2, [last - 2, last - 1, last]),
@@ -58,6 +57,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         report = history.report(ONE, [ONE, TWO], since)
         for records in (report.switches, report.refused, report.timeline):
             assert [record.at for record in records] == times
+        assert len(report.drafts) <= MAX_RECORDS + 1  # one is not complete
         # Totals stay whole.
         assert report.steps[ONE].steps == MAX_RECORDS + 10
         assert report.errors == MAX_RECORDS / 2 + 5
@@ -66,54 +66,43 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
 
 def test_drafts_of_two_batches_are_counted_apart() -> None:
     history = History()
-    for at, replica, length, drafted, accepted in (
-        (10.1, 1, 4, 8, 3),
-        (10.2, 0, 4, 16, 7),
-        (10.3, 0, 1, 4, 4),
-        (11.2, 1, 4, 8, 2),
-        (11.3, 1, 4, 8, 1),
+    for at, layout, replica, length, drafted, accepted in (
+        (10.1, ONE, 1, 4, 8, 3),
+        (10.2, ONE, 0, 4, 16, 7),
+        (10.3, ONE, 0, 1, 4, 4),  # another length
+        (10.4, TWO, 0, 1, 4, 2),  # another layout
+        (11.2, ONE, 1, 4, 8, 2),  # more than a second after the first
+        (11.3, ONE, 1, 4, 8, 1),
     ):
-        history.drafts(at, ONE, replica, length, drafted, accepted)
+        history.drafts(at, layout, replica, length, drafted, accepted)
     history.idle()
     history.drafts(11.4, ONE, 1, 4, 8, 8)
     assert history.report(ONE, [ONE]).drafts == (
         DraftSample(10.1, ONE, 1, 4, 1, 8, 3),
         DraftSample(10.2, ONE, 0, 4, 1, 16, 7),
         DraftSample(10.3, ONE, 0, 1, 1, 4, 4),
+        DraftSample(10.4, TWO, 0, 1, 1, 4, 2),
         DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
         DraftSample(11.4, ONE, 1, 4, 1, 8, 8),
     )
     assert [one.at for one in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
 
 
-SAMPLES = st.builds(
-    DraftSample,
-    at=st.floats(10.0, 20.0),
-    layout=st.sampled_from([ONE, TWO]),
-    replica=st.integers(0, 1),
-    num_speculative_tokens=st.integers(0, 7),
-    steps=st.integers(1, 50),
-    drafted=st.integers(50, 100),
-    accepted=st.integers(0, 50),
-)
-
-
-@settings(max_examples=50)
-@given(st.lists(SAMPLES, max_size=20), st.sampled_from([1.0, 2.0, 4.0]))
-def test_drafts_over_time(samples: list[DraftSample], width: float) -> None:
-    means = drafts_over_time(samples, 12.0, width)
-    assert list(means) == sorted(means, key=lambda one: one.start)
-    covered = 0
-    for mean in means:
-        inside = [s for s in samples if s.at >= 12 and mean.start <= s.at - 12.0 < mean.end]
-        covered += len(inside)
-        assert mean.end - mean.start == pytest.approx(width)
-        tokens = sum(s.steps * s.num_speculative_tokens for s in inside)
-        assert mean.num_speculative_tokens == tokens / sum(s.steps for s in inside)
-        assert mean.acceptance == sum(s.accepted for s in inside) / sum(s.drafted for s in inside)
-    assert covered == sum(one.at >= 12.0 for one in samples)
-    (nothing,) = drafts_over_time([DraftSample(6.2, TWO, 0, 0, 9, 0, 0)], 3.0)
-    assert (nothing.start, nothing.acceptance) == (3.0, None)
+def test_drafts_over_time() -> None:
+    """Means of as many steps as there were, by second."""
+    samples = (
+        DraftSample(11.9, ONE, 0, 7, 10, 70, 70),  # before
+        DraftSample(12.2, ONE, 0, 4, 10, 40, 20),
+        DraftSample(12.9, ONE, 1, 0, 30, 0, 0),
+        DraftSample(14.5, ONE, 0, 0, 9, 0, 0),
+        DraftSample(15.1, TWO, 0, 2, 5, 10, 1),
+    )
+    means = drafts_over_time(samples, 12.0, 1.0)
+    assert [(one.start, one.num_speculative_tokens, one.acceptance) for one in means] == [
+        (0.0, 1.0, 0.5),
+        (2.0, 0.0, None),
+        (3.0, 2.0, 0.1),
+    ]
 
 
 def test_decisions_are_bounded_and_completed_by_what_follows() -> None:

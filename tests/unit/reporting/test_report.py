@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import stat
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -57,18 +56,13 @@ def test_a_report_survives_json_and_pickle() -> None:
     assert Report.from_json(json.dumps(values)).timeline[1].by_replica == ()
 
 
-def test_a_file_is_replaced_whole_and_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("what was there before")
     before = path.stat().st_ino
-    umask = os.umask(0o027)
-    try:
-        REPORT.save(path)
-    finally:
-        os.umask(umask)
+    REPORT.save(path)
     assert Report.load(path) == REPORT
     assert path.stat().st_ino != before and os.listdir(tmp_path) == ["report.json"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(
@@ -76,12 +70,11 @@ def test_a_file_is_replaced_whole_and_readable_by_whom_the_umask_lets(tmp_path: 
     [
         (b"\xff\xfe\x00", "is no JSON"),
         (b"[" * 100_000, "is no JSON"),
-        (b"[1, 2]", "is no report"),
         (b'{"format": 2}', f"format 2, this version reads {FORMAT}"),
         (b'{"format": 1, "layout": "tp0dp1", "layouts": []}', "is damaged: layout"),
         (None, "cannot be read: No such file"),
     ],
-    ids=["bytes", "too deep", "a list", "format", "a layout", "missing"],
+    ids=["bytes", "too deep", "format", "a layout", "missing"],
 )
 def test_a_bad_file_is_named(content: bytes | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"

@@ -30,14 +30,12 @@ SWITCHES = (
     switch_report(25.0, TWO, ONE, "idle", 0),
     switch_report(33.5, ONE, TWO, "forced", 2, 0.02),
 )
-BEFORE, BOTH, SWITCHED, NEITHER = (
+BEFORE, BOTH, SWITCHED = (
     BatchSavings(at, ONE, BatchTimes(*predicted), BatchTimes(*realised))
     for at, predicted, realised in (
         (19.0, (9.0, 1.0, 1.0), (9.0, 1.0, 1.0)),
         (21.0, (5.0, 4.3, 3.3), (5.0, 4.4, 3.35)),
-        # Without drafts nothing is said of them; what loses is negative.
         (22.0, (5.0, 4.5, 4.5), (5.0, 5.2, 5.2)),
-        (22.0, (5.0, 4.5, 4.5), (5.0, 5.0, 5.0)),
     )
 )
 OVER = "over tp1dp2 without drafts (estimated; predicted"
@@ -66,18 +64,11 @@ def drafts(*counts: tuple[float, int, int, int]) -> dict[str, Any]:
         ),
         ({"refused": (REFUSED, FAILED, FAILED)}, "no switch; 1 refused, 2 failed to plan"),
         (saved(BEFORE, BOTH), f"no switch; saved 12% by layouts, 21% by drafts {OVER} 14%, 20%)"),
-        (saved(SWITCHED), f"no switch; saved -4% by layouts {OVER} 10%)"),
         (saved(BOTH, SWITCHED), f"no switch; saved 4% by layouts, 11% by drafts {OVER} 12%, 10%)"),
-        (saved(BEFORE, NEITHER), "no switch"),
         (
-            drafts((19.0, 4, 50, 50), (20.5, 4, 100, 30), (21.5, 4, 60, 12)),
-            "no switch; k 4, 42 of 160 draft tokens accepted",
-        ),
-        (
-            drafts((20.5, 4, 100, 30), (21.5, 0, 0, 0)),
+            drafts((19.0, 4, 50, 50), (20.5, 4, 100, 30), (21.5, 0, 0, 0)),
             "no switch; k 0 to 4, mean 2.0, 30 of 100 draft tokens accepted",
         ),
-        (drafts((19.0, 4, 50, 50), (20.5, 0, 0, 0)), "no switch"),
     ],
 )
 def test_what_is_said_of_a_rollout(happened: dict[str, Any], text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass, field
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -87,16 +86,6 @@ def test_policy_is_asked_again_after_the_first_step_in_a_layout() -> None:
     run = simulate(trace, follow(ONE, (1, TWO), (2, ONE)), Constant(), FREE)
     assert run.finished[:2] == (3.0, 3.5)
     assert [switch.at for switch in run.switches] == [3.0, 5.5 + 0.75]
-
-
-@pytest.mark.parametrize("chunk", [1, 32])
-@pytest.mark.parametrize("lengths", [(3, 10), (10, 3)])
-def test_steps_that_end_together_are_over_before_a_switch(
-    lengths: tuple[int, int], chunk: int
-) -> None:
-    run = simulate(batch(*lengths), follow(ONE, (1, TWO)), Constant(), FREE, chunk=chunk)
-    assert (run.switches[0].at, run.switches[0].quiesce) == (3.0, 0.0)
-    assert max(run.finished) == 3 + 2 + 7 * 0.75
 
 
 def test_requests_beyond_max_num_seqs_wait() -> None:
@@ -249,20 +238,3 @@ def test_chunks_are_exact_enough(layout: Layout, lengths: list[int]) -> None:
         for chunk in (32, 1)
     )
     assert chunks == pytest.approx(steps, rel=0.005, abs=0.1)
-
-
-def test_chunks_are_exact_enough_with_switches() -> None:
-    """Within a chunk a step may end a hundredth of a second late. Where a switch is decided just
-    then, a replica makes a step more or less, and requests are spread differently: a longer list
-    of schedules than this has some that are not so close."""
-    random = Random(0)
-    for _ in range(50):
-        lengths = [random.randint(1, random.choice([6, 900])) for _ in range(random.randint(1, 24))]
-        at = sorted({random.randint(1, len(lengths)) for _ in range(random.randint(1, 4))})
-        switches = [(ended, random.choice(LAYOUTS)) for ended in at]
-        schedule = follow(random.choice(LAYOUTS), *switches)
-        chunks, steps = (
-            simulate(batch(*lengths), schedule, Linear(), FREE, chunk=chunk).seconds
-            for chunk in (32, 1)
-        )
-        assert chunks == pytest.approx(steps, rel=0.005, abs=0.1)

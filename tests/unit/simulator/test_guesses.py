@@ -60,31 +60,6 @@ def test_steps_are_those_of_verification(responses: list[list[bool]], k: int) ->
         assert accepted[:-1].tolist() == (np.diff(tokens) - 1)[:-1].tolist()
 
 
-@settings(max_examples=60)
-@given(RESPONSES, st.integers(0, 8), st.data())
-def test_every_step_generates_a_token_wherever_it_begins(
-    responses: list[list[bool]], k: int, data: st.DataObject
-) -> None:
-    guesses = GuessedTokens([len(each) for each in responses], np.concatenate(responses))
-    request = data.draw(st.integers(0, len(responses) - 1))
-    at = data.draw(st.integers(0, len(responses[request]) - 1))
-    index, outputs = np.array([request]), np.array([at])
-    steps = guesses.steps_made(index, outputs, k)
-    assert at < guesses.outputs(index, steps + 1, k) <= at + k + 1
-    assert guesses.steps_in_all(index, k) > steps
-
-
-def test_acceptance_is_that_of_the_trace() -> None:
-    trace = replace(traces.uniform(300, 200, 400, seed=1), acceptance=0.5)
-    guesses, every = GuessedTokens.of(trace), np.arange(300)
-    expected = guesses.drafting(every, np.zeros(300, np.int64), LENGTHS)
-    assert expected.tokens[0] == 1
-    assert expected.tokens[1] == pytest.approx(1.5, abs=0.02)
-    assert guesses is GuessedTokens.of(replace(trace, name="again"))
-    none = GuessedTokens.of(replace(trace, acceptance=0.0))
-    assert none.drafting(every, np.zeros(300, np.int64), LENGTHS).tokens.tolist() == [1] * 4
-
-
 def fixed(layout: Layout, k: int) -> SchedulePolicy:
     return SchedulePolicy(layout, (), {layout: ((1, 512, k),)})
 
@@ -99,18 +74,6 @@ def test_response_takes_the_steps_of_its_guesses(k: int, acceptance: float) -> N
     before = guesses.steps_made(index, np.ones(1, np.int64), k)
     assert run.tokens == 101
     assert run.steps[TWO].steps == 1 + int((guesses.steps_in_all(index, k) - before)[0])
-
-
-def test_unused_draft_lengths_change_nothing() -> None:
-    for layout in (ONE, TWO):
-        ends = {
-            simulate(
-                batch(5, 40, 100, 300, acceptance=acceptance), policy, Verifying(), FREE
-            ).finished
-            for acceptance in (0.0, 0.7)
-            for policy in (fixed(layout, 0), SchedulePolicy(layout, ()))
-        }
-        assert len(ends) == 1
 
 
 class Changing(Policy):

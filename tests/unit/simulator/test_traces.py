@@ -92,17 +92,14 @@ def test_files_of_users(tmp_path: Path) -> None:
     [
         ("a.csv", "", "no lengths"),
         ("a.txt", "length\n3\nmany\n", "line 3 must be one length in tokens, got 'many'"),
-        ("a.txt", "3 4\n5 6\n", "line 2"),
         ("a.txt", "0\n", "must be 1 to max_tokens"),
-        ("a.json", "{", "Expecting"),
+        ("a.json", "{", "is no JSON"),
         ("a.json", "[1]", "expected a JSON object"),
         ("a.json", '{"lengths": [1.5]}', "lengths must be a list of whole numbers"),
         ("a.json", '{"lengths": [1], "colour": 1}', "unknown"),
         ("a.json", '{"lengths": [9], "max_tokens": 8}', "max_tokens=8"),
-        ("a.json", '{"lengths": [9], "max_tokens": "8"}', "max_tokens must be"),
         ("a.json", '{"lengths": [9], "groups": [1, 2]}', "1 lengths but 2 groups"),
         ("a.json", '{"lengths": [9], "arrivals": [-1]}', "0 or more seconds"),
-        ("a.json", '{"lengths": [9], "num_prompt_tokens": [0]}', "at least 1"),
     ],
 )
 def test_wrong_files_are_errors(tmp_path: Path, name: str, text: str, message: str) -> None:

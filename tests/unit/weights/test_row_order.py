@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
@@ -90,16 +90,6 @@ def test_every_layout_finds_its_shard_and_the_way_back_restores_every_row(
     assert rows == list(range(storage.size))
 
 
-@settings(max_examples=50)
-@given(storages, st.sampled_from(TPS), st.sampled_from(TPS))
-def test_no_more_moves_than_the_shards_and_what_they_displace(
-    storage: Storage, source: int, target: int
-) -> None:
-    shards = sum(storage.blocks[tp].size for tp in (source, target) if tp > 1)
-    moved = rows_moved(storage.orders[source].swaps_to(storage.orders[target]))
-    assert moved <= 2 * shards
-
-
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
 def test_rounds_keep_the_order_of_what_touches_the_same_rows(pairs: list[tuple[int, int]]) -> None:
     swaps = [Swap(a, b, 1) for a, b in pairs if a != b]
@@ -110,19 +100,17 @@ def test_rounds_keep_the_order_of_what_touches_the_same_rows(pairs: list[tuple[i
         assert len(touched) == len(set(touched))
 
 
-@pytest.mark.parametrize("partition", [EvenPartition((64,)), VocabPartition(100, 64)])
-def test_a_plain_matrix_stays_as_it_is(partition: Partition) -> None:
-    storage = Storage(partition, rank=5)
-    assert all(order == storage.original for order in storage.orders.values())
-
-
 @pytest.mark.parametrize(
     ("partition", "moved"),
-    [(EvenPartition((14336, 14336)), 7168), (QKVPartition(32, 8, 128, 128), 2 * 4 * 128)],
+    [
+        (EvenPartition((14336, 14336)), 7168),
+        (QKVPartition(32, 8, 128, 128), 2 * 4 * 128),
+        (EvenPartition((64,)), 0),
+    ],
 )
 def test_the_largest_part_stays_and_the_others_come_to_it(partition: Partition, moved: int) -> None:
     """Llama-3.1-8B in two ranks: of gate and up, the up rows move, of q, k and v the latter two."""
     orders = Storage(partition, rank=1).orders
     swaps = orders[1].swaps_to(orders[2])
     assert rows_moved(swaps) == 2 * moved
-    assert len(rounds(swaps)) == 1
+    assert len(rounds(swaps)) == (moved > 0)

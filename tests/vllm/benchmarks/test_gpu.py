@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from itertools import permutations, product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,16 +27,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = main(["--device", "cpu", "--quick", "--out", str(tmp_path_factory.mktemp("results"))])
-    assert path.with_suffix(".md").read_text().count("## ") == 4
     content: dict[str, Any] = json.loads(path.read_text())
-    assert json.loads(report.to_json(content)) == content
     return content
 
 
 def test_every_part_is_measured_for_every_shape(results: dict[str, Any]) -> None:
-    for part in ("ceiling", "reshard", "kv", "decode"):
-        for row in results[part]["rows"]:
-            assert "ms" not in row or 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
     assert results["ceiling"]["copy_bytes_per_second"] > 0
     ways = {(r["source"], r["target"]) for r in results["reshard"]["rows"]}
     assert ways == {*permutations((1, 2, 4, 8), 2)}
@@ -72,37 +66,23 @@ def test_measuring_needs_neither_vllm_nor_pydantic() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=report.ROOT, check=True)
 
 
-# -------------------------------------------------------------------- profiles
+def test_profile_has_what_was_measured_and_modelled_communication(results: dict[str, Any]) -> None:
+    def profile_on(device: str) -> Profile:
+        machine = {**results["machine"], "device": device}
+        return profiles.profile_of({**results, "machine": machine}, TINY)
 
-
-def as_if_on(device: str, results: dict[str, Any]) -> dict[str, Any]:
-    return {**results, "machine": {**results["machine"], "device": device}}
-
-
-def test_profile_says_what_was_measured_and_what_was_modelled(
-    results: dict[str, Any], tmp_path: Path
-) -> None:
-    profile = profiles.profile_of(as_if_on("NVIDIA H200", results), TINY)
-    profile.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == profile
-    assert profile.kind == "modelled" and profile.key["modelled"] is True
-    for text in (profile.title, profile.note):
-        assert "measured on NVIDIA H200" in text and "modelled" in text
+    profile = profile_on("NVIDIA H200")
+    assert profile.kind == "modelled" and "measured on NVIDIA H200" in profile.title
     decodes = [s for s in profile.steps if not s.prefill]
     for sample, row in zip(decodes, results["decode"]["rows"], strict=True):
         added = STEP_OVERHEAD + TINY.layers * layer_communication(
             GPUS["H200"], "nvlink", row["tp"], row["batch"] * TINY.hidden * 2
         )
         assert sample.seconds == pytest.approx(row["ms"] / 1e3 + added)
-        assert (sample.context, sample.longest) == (row["batch"] * row["context"], row["context"])
-    assert any(s.prefill for s in profile.steps) and profile.switches
     for shape in (LLAMA_8B, QWEN_14B):
         assert shape.config() == MODEL_SHAPES[shape.name]
     with pytest.raises(ValueError, match="between B1s cannot be modelled"):
-        profiles.profile_of(as_if_on("B1", results), TINY)
-
-
-# -------------------------------------------------------------------- kernels
+        profile_on("B1")
 
 
 def test_wrong_kernels_are_noticed() -> None:

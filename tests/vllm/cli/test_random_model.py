@@ -16,29 +16,20 @@ from pat_vllm.cli.random_model import make_model
 from tests.support import ngram
 from tests.support.models import SPECS, random_model
 
-TEXTS = ["The answer is 42.", "  two  spaces,\ttabs\nand lines", "naïve façade: 東京 🙂", ""]
-
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> None:
     spec = SPECS[name]
-    path = random_model(name)
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, info = AutoModelForCausalLM.from_pretrained(random_model(name), output_loading_info=True)
     assert not any(info.values()), info  # every weight and no other
     config, attention = model.config, model.model.layers[0].self_attn
-
     assert config.model_type == spec["arch"]
-    assert config.architectures == [type(model).__name__]
     assert str(model.dtype) == f"torch.{spec.get('dtype', 'float32')}"
-    assert len(model.model.layers) == spec.get("layers", 3)
     vocab = spec.get("vocab", 512)
     assert config.vocab_size == vocab == model.lm_head.out_features
-    assert config.max_position_embeddings == spec.get("max_position_embeddings", 2048)
     head_dim = spec.get("head_dim", 32)
     assert attention.q_proj.weight.shape == (spec["heads"] * head_dim, spec["hidden"])
     assert attention.k_proj.weight.shape == (spec["kv_heads"] * head_dim, spec["hidden"])
-    assert (attention.q_proj.bias is not None) == spec["arch"].startswith("qwen2")
-    assert hasattr(attention, "q_norm") == (spec["arch"] in ("qwen3", "qwen3_moe", "olmoe"))
     tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tied == (name == "qwen3_tied")
 
@@ -50,7 +41,7 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     assert (a - b).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_few_kv", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_greedy_text_varies_and_is_not_decided_by_rounding(name: str) -> None:
     path = random_model(name)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -84,30 +75,22 @@ def test_a_repeating_models_drafts_are_accepted_and_refused(name: str) -> None:
         assert min(len(set(output[-100:])) for output in outputs) > 16
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama_few_kv"])
-def test_tokenizer(name: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(random_model(name))
-    size = SPECS[name].get("vocab", 512)
-    assert len(tokenizer) == size
-    for text in TEXTS:
+def test_tokenizers() -> None:
+    """Of bytes and merges, and of a few words."""
+    tokenizer = AutoTokenizer.from_pretrained(random_model("qwen3"))
+    assert len(tokenizer) == 512
+    for text in ("  two  spaces,\ttabs\nand lines", "naïve façade: 東京 🙂", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert all(tokenizer.decode([token]) for token in range(size))
-    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    assert special == (0, 1, 2)
     assert tokenizer.decode([0, 1, 2], skip_special_tokens=True) == ""
-    # Merges are in use.
-    assert len(tokenizer.encode("the number of apples")) < 12
+    assert len(tokenizer.encode("the number of apples")) < 12, "merges are in use"
     chat = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == "<bos>user: Hello\nassistant:"
 
-
-def test_tokenizer_of_a_few_words() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(random_model("vocab16"))
-    assert len(tokenizer) == 16
-    assert tokenizer.encode("w3 w15 else") == [3, 15, 2]
-    assert tokenizer.decode([0, 3, 15, 1]) == "<bos> w3 w15 <eos>"
-    assert tokenizer.decode([0, 3, 15, 1], skip_special_tokens=True) == "w3 w15"
+    words = AutoTokenizer.from_pretrained(random_model("vocab16"))
+    assert len(words) == 16
+    assert words.encode("w3 w15 else") == [3, 15, 2]
+    assert words.decode([0, 3, 15, 1], skip_special_tokens=True) == "w3 w15"
 
 
 def test_two_builds_are_equal_and_seeds_differ(tmp_path: Path) -> None:
@@ -120,24 +103,18 @@ def test_two_builds_are_equal_and_seeds_differ(tmp_path: Path) -> None:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
     a, c = (load_file(tmp_path / name / "model.safetensors") for name in "ac")
     assert not any(torch.equal(a[name], c[name]) for name in a)
-    assert {weight.dtype for weight in a.values()} == {torch.bfloat16}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
     assert len(tokenizer) == 4096 and tokenizer.decode([4000, 4095]) == " w4000 w4095"
-    assert max(tokenizer.encode(" w4000 w4095")) < 512
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         dict(arch="bert"),
-        dict(dtype="int8"),
         dict(vocab=3),
-        dict(repeat=-1),
-        dict(repeat=1, phrase=1),
         dict(repeat=1, vocab=16, phrase=14),
         dict(repeat=1, tie=True),
         dict(heads=8, kv_heads=3),
-        dict(arch="qwen2", hidden=100),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
@@ -146,12 +123,11 @@ def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> N
     assert not (tmp_path / "model").exists()
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_the_command_line_writes_into_an_empty_directory_only(tmp_path: Path) -> None:
     path = tmp_path / "model"
     done = CliRunner().invoke(app, ["random-model", str(path), "--layers", "1", "--hidden", "64"])
     assert done.exit_code == 0, done.output
     assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 64
-
     again = CliRunner().invoke(app, ["random-model", str(path)])
     assert again.exit_code == 2
     assert "empty directory" in again.output

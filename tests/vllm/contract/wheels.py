@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CACHE = Path(__file__).resolve().parents[3] / ".cache" / "vllm-sources"
+from tests.support.models import cache_dir
+
+CACHE = cache_dir() / "vllm-sources"
 _READ_AHEAD = 4 << 20
 """Bytes asked for at once: a wheel's Python files mostly lie side by side."""
 _TIMEOUT_SECONDS = 20

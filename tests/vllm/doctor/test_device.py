@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pat_vllm.doctor.device import DEFAULT_MODEL, Moves, Scale, measure
+from pat_vllm.doctor.device import Moves, Scale, measure
 from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.doctor.speed import kv_blocks, reshard
-from pat_vllm.model_size import MODEL_SHAPES
 
 CONFIG = {
     "model_type": "llama",
@@ -51,37 +50,23 @@ def test_copies_rows_and_kv_are_measured(ranks: int, tps: tuple[int, ...]) -> No
     checks = checks_of(ranks, tps)
     assert [*checks] == ["copies", "rows of weights", "KV"]
     assert not any(one["problem"] for one in checks.values()), checks
-    assert "one core: " in checks["copies"]["found"]
     rates = checks["copies"]["values"]["bytes_per_second"]
     assert all(one["copy_bytes_per_second"] > 0 for one in rates.values())
     rows = checks["rows of weights"]
     pairs = {(one["source"], one["target"]) for one in rows["values"]["moves"]}
     assert len(pairs) == len(tps) * (len(tps) - 1) == len(rows["values"]["slowest"])
-    assert f"tp={tps[0]} to tp={tps[-1]}: " in rows["found"] and "% of a copy" in rows["found"]
-    assert rows["found"].startswith("3 of 3 layers of llama")
-    assert "pack tp" in checks["KV"]["found"] and "unpack tp" in checks["KV"]["found"]
     # With one layout nothing moves.
     assert [*checks_of(2, (2,))] == ["copies"]
 
 
-def test_the_default_model_is_widened_until_ranks_can_share_it() -> None:
-    assert Moves(None, 8, (1, 2, 4, 8)).named_model()[0] == DEFAULT_MODEL
-    mixture = dict(MODEL_SHAPES["qwen3-30b-a3b"])
-    assert Moves(mixture, 8, (1, 2, 4, 8)).named_model()[0] == DEFAULT_MODEL
-    name, size = Moves(None, 6, (1, 2, 3, 6)).named_model()
-    assert name == f"{DEFAULT_MODEL}, widened"
-    assert all(map(size.divides, (1, 2, 3, 6))) and size.layers == 32
-
-
-def test_rows_that_stay_where_they_are_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_rows_and_wrong_kv_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = reshard.prepare
-    monkeypatch.setattr(reshard, "prepare", lambda rounds: prepare([]))
-    checks = checks_of(2, (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(reshard, "prepare", lambda rounds: prepare([]))
+        checks = checks_of(2, (1, 2))
     assert [*checks] == ["copies", "rows of weights"]
     assert "the shard of qkv is wrong" in checks["rows of weights"]["problem"]
 
-
-def test_kv_that_is_packed_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     made = kv_blocks.staged_blocks
 
     def wrong(pieces: Any, view: Any) -> Any:

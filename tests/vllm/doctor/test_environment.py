@@ -41,11 +41,8 @@ def test_an_engine_that_can_run() -> None:
     facts = facts_of(random_model("qwen3"))
     assert (facts.platform, facts.refused, facts.runner) == ("cpu", None, "V1")
     assert facts.attention == "CPU_ATTN"
-    assert facts.graphs == {"piecewise": "NONE", "full": "NONE"}
-    assert {"pat-vllm", "vllm", "torch", "python"} <= facts.versions.keys()
     assert facts.config["num_key_value_heads"] == 4
     assert 0 < facts.free <= facts.memory
-    assert "CPU_ATTN" in environment_checks(facts, 2, False)[-1].found
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,10 +33,6 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_utils, "ray", None)
     with pytest.raises(ValueError, match=r"launcher='ray' needs Ray.*pip install ray"):
         executor_class(config_with("ray"))
-    script = "import sys; sys.modules['ray'] = None; import pat_vllm; pat_vllm.PATRayExecutor"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "ImportError: PATRayExecutor needs Ray" in done.stderr
 
 
 def test_a_class_that_says_otherwise() -> None:

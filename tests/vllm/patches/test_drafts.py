@@ -99,13 +99,6 @@ def test_drafts_near_the_longest_context(method: str) -> None:
     assert not runner._input_fits_in_drafter(None)
 
 
-def test_without_speculation_nothing_is_changed() -> None:
-    runner: Any = Runner()
-    runner.speculative_config = None
-    prepare_drafter(runner)
-    assert not vars(runner).keys() & {"execute_model", "sample_tokens", "_input_fits_in_drafter"}
-
-
 def test_drafts_are_verified_by_the_parameters_of_their_requests() -> None:
     """vLLM's own C++ for CPU leaves them unwritten, and fails where there are no drafts."""
     with pytest.MonkeyPatch.context() as patch:

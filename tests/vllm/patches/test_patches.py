@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.engine.utils as engine_cores
+import zmq
 from torch import nn
 
 from pat_vllm.patches import front_end, runners, schedulers, weights
@@ -52,6 +52,19 @@ def test_engine_cores_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [front_end.ENDS_WITHIN, 0.0]
 
 
+def test_an_interrupt_ends_the_start_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes it for the end of the wait for the engine core, and waits on."""
+    monkeypatch.setattr(engine_cores, "zmq_socket_ctx", engine_cores.zmq_socket_ctx)
+    front_end.interrupt_starts()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        engine_cores.zmq_socket_ctx("inproc://handshake", zmq.ROUTER, bind=True) as opened,
+    ):
+        assert not opened.closed
+        raise KeyboardInterrupt
+    assert opened.closed
+
+
 def test_sends_of_two_threads_do_not_meet() -> None:
     inside, most = [0], [0]
     together = threading.Barrier(2)
@@ -85,13 +98,6 @@ def test_sends_of_two_threads_do_not_meet() -> None:
     assert not vars(llm.llm_engine.engine_core)
 
 
-def test_a_ray_cluster_is_noted_in_the_config() -> None:
-    parallel: Any = SimpleNamespace()
-    assert front_end.noted_ray_address(parallel) is None
-    front_end.note_ray_address(parallel, "10.0.0.1:6379")
-    assert front_end.noted_ray_address(parallel) == "10.0.0.1:6379"
-
-
 # -------------------------------------------------------------------- schedulers
 
 
@@ -121,15 +127,6 @@ def test_admission_counts_each_load_once_and_gives_them_back() -> None:
     assert scheduler._inflight_prefills == {"a", "b", "c"}
     assert scheduler._inflight_prefill_reserved_blocks() == -1
     assert pool.enable_caching
-
-
-def test_pool_resets_are_quiet_inside() -> None:
-    logger = logging.getLogger("vllm.v1.core.block_pool")
-    before = logger.level
-    with schedulers.quiet_pool_resets(), schedulers.quiet_pool_resets():
-        assert not logger.isEnabledFor(logging.INFO)
-        assert logger.isEnabledFor(logging.WARNING)
-    assert logger.level == before
 
 
 # -------------------------------------------------------------------- workers

@@ -33,24 +33,6 @@ def engine_config(**options: Any) -> Any:
     return EngineArgs(**options).create_engine_config()
 
 
-def key_with(monkeypatch: pytest.MonkeyPatch, change: str) -> dict[str, Any]:
-    """The key of an engine with `OWNER.FIELD=VALUE` or the variable `NAME=VALUE`.
-
-    A field's value is JSON, or `not` for the opposite.
-    """
-    config, resolved = engine_config(), RESOLVED
-    name, _, value = change.partition("=")
-    match name.split("."):
-        case ["resolved", field]:
-            resolved = replace(resolved, **{field: json.loads(value)})
-        case [owner, field]:
-            part = getattr(config, owner)
-            setattr(part, field, not getattr(part, field) if value == "not" else json.loads(value))
-        case _:
-            monkeypatch.setenv(name, value)
-    return profile_key(config, resolved)
-
-
 @pytest.fixture(scope="module")
 def usual() -> dict[str, Any]:
     return profile_key(engine_config(), RESOLVED)
@@ -59,28 +41,33 @@ def usual() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        'kernel_config.linear_backend="triton"',
-        'kernel_config.linear_backend_per_quant={"mxfp4": "triton"}',
-        'kernel_config.moe_backend="triton"',
-        'attention_config.backend="TRITON_ATTN"',
-        "attention_config.flash_attn_version=2",
-        'resolved.attention=["CPU_ATTN", "TRITON_ATTN"]',
-        'resolved.weights="inplace"',
-        'model_config.quantization="fp8"',
-        "parallel_config.disable_custom_all_reduce=not",
-        "VLLM_KV_CACHE_LAYOUT=HND",
-        "VLLM_ROCM_USE_AITER=1",
-        "VLLM_USE_FLASHINFER_SAMPLER=0",
-        "VLLM_DISABLED_KERNELS=MarlinLinearKernel",
-        "VLLM_BATCH_INVARIANT=1",
-        "NCCL_P2P_DISABLE=1",
+        ("kernel_config", "linear_backend", "triton"),
+        ("kernel_config", "linear_backend_per_quant", {"mxfp4": "triton"}),
+        ("kernel_config", "moe_backend", "triton"),
+        ("attention_config", "flash_attn_version", 2),
+        ("model_config", "quantization", "fp8"),
+        ("parallel_config", "disable_custom_all_reduce", "the opposite"),
+        ("resolved", "attention", ("CPU_ATTN", "TRITON_ATTN")),
+        ("resolved", "weights", "inplace"),
+        ("environment", "VLLM_KV_CACHE_LAYOUT", "HND"),
+        ("environment", "VLLM_DISABLED_KERNELS", "MarlinLinearKernel"),
+        ("environment", "NCCL_P2P_DISABLE", "1"),
     ],
+    ids=lambda change: change[1],
 )
 def test_key_tells_engines_with_other_kernels_apart(
-    monkeypatch: pytest.MonkeyPatch, change: str, usual: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, change: tuple[str, str, Any], usual: dict[str, Any]
 ) -> None:
-    other = key_with(monkeypatch, change)
-    assert other != usual
+    owner, name, value = change
+    config, resolved = engine_config(), RESOLVED
+    if owner == "environment":
+        monkeypatch.setenv(name, value)
+    elif owner == "resolved":
+        resolved = replace(resolved, **{name: value})
+    else:
+        part = getattr(config, owner)
+        setattr(part, name, not getattr(part, name) if value == "the opposite" else value)
+    other = profile_key(config, resolved)
     with pytest.raises(ProfileError, match="another engine"):
         profile(usual).check(other, "p.json")
     assert json.loads(json.dumps(other)) == other

@@ -59,8 +59,8 @@ def drive(stream: Stream, point: StepPoint, depth: int, accepted: list[int]) -> 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("k", "hits"), [(0, False), (4, True), (4, False), (7, True)])
-@pytest.mark.parametrize("accepted", [[0, 0, 0], [7, 7, 7], [0, 2, 5]], ids=str)
+@pytest.mark.parametrize(("k", "hits"), [(0, False), (4, True), (4, False)])
+@pytest.mark.parametrize("accepted", [[7, 7, 7], [0, 2, 5]], ids=str)
 def test_what_is_accepted_counts_as_with_vllm(
     depth: int, k: int, hits: bool, accepted: list[int]
 ) -> None:

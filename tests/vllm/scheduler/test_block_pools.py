@@ -59,16 +59,3 @@ def test_only_a_free_pool_of_the_kind_is_taken() -> None:
     pool.get_new_blocks(1)  # which nobody gives back
     kept.keep(scheduler_with(pool, {}))
     assert make(kept) is not pool
-
-
-def test_pools_come_from_the_innermost_and_outside_from_vllm() -> None:
-    outer, inner = BlockPools(), BlockPools()
-    pools = [make(outer), make(inner)]
-    for kept, pool in zip((outer, inner), pools, strict=True):
-        kept.keep(scheduler_with(pool, {}))
-    with outer.reused():
-        with pytest.raises(KeyError), inner.reused():
-            assert kv_cache_coordinator.BlockPool(**KIND) is pools[1]
-            raise KeyError
-        assert kv_cache_coordinator.BlockPool(**KIND) is pools[0]
-    assert kv_cache_coordinator.BlockPool is BlockPool

@@ -91,14 +91,6 @@ def test_draft_lengths_by_the_policys_layout() -> None:
     assert step(scheduler, []) == {1}
 
 
-def test_draft_lengths_by_the_users_schedule() -> None:
-    """By the number of requests in a step of a replica, in each layout."""
-    scheduler = make(num_speculative_tokens_per_batch_size=[(1, 2, 4), (3, 256, 1)])
-    assert step(scheduler, []) == {1}
-    assert scheduler.controller.request(2)  # four replicas, a request in each
-    assert step(scheduler, []) == {4}
-
-
 def test_a_draft_length_asked_for_when_work_is_over_holds_for_the_next_batch() -> None:
     """vLLM's in-process engine makes no step after a batch: its end is seen when the next comes."""
     scheduler = make()
@@ -235,13 +227,10 @@ def test_a_users_schedule_holds_where_nothing_else_was_said() -> None:
     assert lengths_to_plan(config()) == (0, 1, 2, 4)
 
 
-@pytest.mark.parametrize("length", [-1, 3, "2", 2.0, True, [1]])
-def test_lengths_that_are_refused(length: Any) -> None:
-    with pytest.raises(ValueError, match=r"the engine keeps \[0, 1, 2, 4\] ready"):
-        DraftLengths(config(), dict).request(length)
-
-
-def test_an_engine_that_does_not_speculate() -> None:
+def test_lengths_that_are_refused() -> None:
+    for length in (-1, 3, "2", 2.0, True, [1]):
+        with pytest.raises(ValueError, match=r"the engine keeps \[0, 1, 2, 4\] ready"):
+            DraftLengths(config(), dict).request(length)  # type: ignore[arg-type]
     lengths = DraftLengths(None, dict)
     with pytest.raises(ValueError, match=r"cannot use 2 draft tokens.*does not speculate"):
         lengths.request(2)
@@ -284,9 +273,7 @@ DECODE, DRAFTED, CHUNK = (20, 1, 0), (10, 5, 4), (30, 8, 0)
 @pytest.mark.parametrize(
     ("requests", "new", "shape"),
     [
-        ({"a": (10, 1, 0), "b": DECODE}, {}, StepShape(2, 32, 21, 0, 2, 0, 4)),
         ({"a": DRAFTED, "b": (20, 3, 2)}, {}, StepShape(2, 32, 21, 0, 2, 6, 4)),
-        ({"a": DRAFTED, "c": CHUNK}, {}, StepShape(1, 11, 11, 8, 2, 4, 4)),
         (
             {"a": DRAFTED, "b": DECODE, "c": CHUNK},
             {"new": 50},
@@ -294,7 +281,7 @@ DECODE, DRAFTED, CHUNK = (20, 1, 0), (10, 5, 4), (30, 8, 0)
         ),
         ({}, {"new": 50}, StepShape(0, 0, 0, 50, 2, 0, 4)),
     ],
-    ids=["decodes", "drafts", "beside a chunk", "beside a prompt", "a prompt"],
+    ids=["drafts", "beside a chunk and a prompt", "a prompt"],
 )
 def test_shapes_of_steps(requests: Any, new: dict[str, int], shape: StepShape) -> None:
     """Decodes with drafts are not prefill, and the drafter runs after each step."""

@@ -132,16 +132,6 @@ def test_a_base_layout_of_two_ranks(kind: Experts) -> None:
         check_walks(8, [Layout.of(tp, RANKS, kind) for tp in (2, 4)], rank)
 
 
-def test_only_cut_experts_move() -> None:
-    strategy = shared(
-        loaded(ONE.place_of(3)), [empty(one.place_of(3)) for one in WIDER], LAYOUTS, rank=3
-    )
-    for layout in (one for one in WIDER if one.experts == "ep"):
-        assert strategy.arrange(layout) == 0
-    # At tp=2 half of the up rows of each expert trade places with as many others.
-    assert strategy.arrange(WIDER[0]) == 8 * INTERMEDIATE * HIDDEN * 4
-
-
 @pytest.mark.parametrize(("experts", "fused"), [(8, True), (5, False)])
 def test_copies_are_what_vllm_loads(experts: int, fused: bool) -> None:
     for layout in WIDER:
@@ -254,7 +244,6 @@ class OwnLoader(RoutedExperts):
 @pytest.mark.parametrize(
     ("where", "changes", "message"),
     [
-        ("method", {"unquantized_backend": UnquantizedMoeBackend.FLASHINFER_TRTLLM}, "TRTLLM"),
         ("method", {"unquantized_backend": UnquantizedMoeBackend.AITER}, "moe_backend='triton'"),
         ("parallel", {"enable_eplb": True}, "enable_eplb=False"),
         ("config", {"num_logical_experts": 6}, "enable_eplb=False"),

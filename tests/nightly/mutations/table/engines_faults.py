@@ -41,8 +41,8 @@ MUTATIONS = [
     Mutation(
         "the file where killed workers have met stays",
         "pat_vllm.executor.leftovers:Leftovers.add",
-        {"self._rendezvous.add(Path(address.path))": "pass"},
-        (f"{FAULTS}::test_a_dead_worker_fails_the_engine_and_leaves_nothing",),
+        {'self._rendezvous.add(Path(made.met_at.removeprefix("file://")))': "pass"},
+        ("tests/vllm/executor/test_lanes.py::test_what_killed_workers_leave_is_removed",),
     ),
     Mutation(
         "the report counts what was planned to be recomputed",

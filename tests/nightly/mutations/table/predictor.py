@@ -24,7 +24,6 @@ _FADES = "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))"
 _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.acceptance:Acceptance.observe", ACCEPTANCE): {
         "evidence of drafts never fades": {_FADES: "keep = 1.0"},
-        "evidence of drafts fades at once": {_FADES: "keep = 0.95"},
     },
     (f"{PREDICTOR}.acceptance:Acceptance.weights_changed", ACCEPTANCE): {
         "acceptance of old weights counts on": {"keep = ": "keep = 1.0 + 0 * "},
@@ -41,12 +40,10 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         },
     },
     (f"{PREDICTOR}.acceptance:Acceptance.expected", ACCEPTANCE): {
-        "every request has drafts": {"hits * self": "self"},
         "nothing is hoped for": {"_HOPE * np.sqrt": "0 * np.sqrt"},
     },
     (f"{PREDICTOR}.kept:load", KEPT): {
         "acceptance of another engine is as sure": {"acceptance.weights_changed()": "pass"},
-        "kept acceptance is not read": {'if "acceptance" in content': "if False"},
     },
     (f"{PREDICTOR}.kept:save", KEPT): {
         "acceptance is not kept": {"if acceptance is not None": "if False"},
@@ -60,18 +57,13 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "lost KV is computed again for nothing": {
             "token += short * course.live": "token += 0 * course.live"
         },
-        "idle replicas count as busy": {
-            "np.minimum(layout.replicas, np.ceil(course.live))": "layout.replicas"
-        },
     },
     (f"{PREDICTOR}.planner:Planner._switch_seconds", PLANNER): {
         "the first step after a switch has drafts": {"(pace.tokens - 1)": "0"},
-        "a drain waits for a token": {"(pace.token * pace.tokens)": "pace.token"},
         "a drain waits for a whole step": {"waits = 0.5 *": "waits = 1.0 *"},
         "the target's room is the source's": {"- room[j]": "- room[i]"},
     },
     (f"{PREDICTOR}.planner:Planner.outlook", PLANNER): {
-        "a step is as long as a token": {"pace.token[-1] * pace.tokens[-1]": "pace.token[-1]"},
         "prompts are computed last": {"seconds[:, -1] +=": "seconds[:, 0] +="},
     },
     (f"{PREDICTOR}.planner:Planner._prefill_seconds", PLANNER): {
@@ -102,9 +94,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         },
     },
     (f"{PREDICTOR}.planner:_schedule", PLANNER): {
-        "draft lengths are in the wrong order": {
-            "pace.lengths[order]": "pace.lengths[order[::-1]]"
-        },
         "a table ends before the largest batch": {
             "np.append(begins[1:], most)": "np.append(begins[1:], most - 1)"
         },
@@ -113,9 +102,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "a switch is not held": {"_DWELL * (": "0 * ("},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._decide", ADAPTIVE): {
-        "a held switch waits for a review": {
-            "self._review = min(self._review, dwell)": "pass",
-        },
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
@@ -159,10 +145,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
             "drafts * (self.drafts + others": "drafts * 0 * (self.drafts + others"
         },
         "looking for drafts takes no time": {"(k > 0) * (self": "0 * (self"},
-        "looking for drafts takes as long for any batch": {"batch * self.drafting_batch": "0"},
-        "prompts and drafts read no experts": {
-            "self.experts * (1 - self.chosen)": "0 * (1 - self.chosen)"
-        },
         "drafts read experts that the batch has read": {
             "self.experts * (1 - self.chosen) ** batch": "self.experts"
         },
@@ -171,7 +153,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "decoding reads no experts": {"self.experts * (1 -": "0 * (1 -"},
     },
     (f"{PREDICTOR}.step_base:StepBase.fit", STEP_BASE): {
-        "looking for drafts is not fitted": {'"drafting": drafting,': '"drafting": 0 * drafting,'},
         "only decoded tokens read experts": {"** tokens": "** batch"},
     },
     (f"{PREDICTOR}.correction:OnlineCorrection.observe", STEP_TIME): {
@@ -180,36 +161,16 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         },
         "a change of the machine is taken for outliers": {">= _STREAK": ">= 10**9"},
     },
-    (f"{PREDICTOR}.step_time:StepTimeModel.seconds", STEP_TIME): {
-        "predictions of many steps are not corrected": {
-            " * self._correction.factors(layout, np.asarray(batch))": ""
-        },
-    },
     ("pat_vllm.reporting.savings:Savings.switched", SAVINGS): {
         "a drain is part of the stall": {"report.seconds - report.quiesce": "report.seconds"},
-        "tokens after a switch count for the old layout": {"self._layout = report.target": "pass"},
-    },
-    ("pat_vllm.reporting.savings:Savings.arrived", SAVINGS): {
-        "arrivals are not counted": {"+= 1": "+= 0"},
     },
     ("pat_vllm.reporting.savings:Savings.drafted", SAVINGS): {
         "steps with drafts count as plain": {"length > 0": "False"},
-    },
-    ("pat_vllm.reporting.savings:Savings._new_stretch", SAVINGS): {
-        "every stretch has drafts": {"self._drafts = False": "self._drafts = True"},
-    },
-    ("pat_vllm.reporting.savings:Savings._close", SAVINGS): {
-        "nobody generates the last tokens": {"max(1, now.num_seqs)": "now.num_seqs"},
-        "contexts of a stretch are empty": {"begin.context / begin.num_seqs + 0.5 * tokens": "0.0"},
     },
     ("pat_vllm.reporting.savings:Savings._fold", SAVINGS): {
         "a fixed layout has the stalls of switches": {"taken - stalled - sum": "taken - sum"},
         "without drafts a batch has no stalls": {
             "taken - sum(s.seconds - s.stall for": "taken - sum(s.seconds for"
-        },
-        "another layout without drafts saves nothing": {"s.drafts or s.layout != base": "s.drafts"},
-        "without drafts everything is in the base layout": {
-            "self.plain_seconds(layout, here)": "self.plain_seconds(base, here)"
         },
     },
     ("pat_vllm.reporting.savings:Savings.end", SAVINGS): {
@@ -218,9 +179,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.weights.shards:QKVPartition.shard", SHARDS): {
         "replicated KV heads alternate over ranks": {
             "tp_rank // copies * kv_heads": "tp_rank % self.total_kv_heads * kv_heads"
-        },
-        "values lie where keys have the values' size": {
-            "self.total_kv_heads * self.head_size": "self.total_kv_heads * self.v_head_size"
         },
     },
     ("pat_vllm.weights.shards:VocabPartition.shard", SHARDS): {
@@ -259,7 +217,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "heads are read from the start of the source": {
             "held.index(wanted[start])": "0",
         },
-        "the last head is left out": {"range(1, len(wanted) + 1)": "range(1, len(wanted))"},
     },
     ("pat_vllm.kv_transfer.plan:_pick_holder", PLAN): {
         "a head is fetched though the rank holds it": {
@@ -274,9 +231,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     ("pat_vllm.kv_transfer.plan:RankMoves.of", PLAN): {
         "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
-        "only senders stage": {
-            "(move.route.source_rank, move.route.target_rank):": "(move.route.source_rank,):"
-        },
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
         "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
@@ -289,7 +243,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
                 "near or [*range(target.replicas)]"
             )
         },
-        "the shortest request chooses first": {"(-r.context, r": "(r.context, r"},
         "contexts are not balanced": {"(count[r], context[r], r)": "(count[r], r)"},
         "requests move where experts alone lie otherwise": {"source.tp == target.tp": "False"},
     },

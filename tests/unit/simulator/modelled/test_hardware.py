@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.held_out import held_out_error
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import MODEL_SHAPES, ModelSize
-from pat_vllm.predictor.step_time import StepTimeModel
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.figures import GPUS, gpu_names
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
@@ -117,23 +115,18 @@ def test_switches_move_what_changes_ranks(h100: Profile) -> None:
 def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
     machine = Machine(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink", 2)
+    size = ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"])
+    mixture = Machine(size, GPUS["H200"], "nvlink", 2, skew=1.0)
     steps = [
         machine.step(Layout(1, 8), 1, 512, 0),
         machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
         machine.step(Layout(8, 1), 0, 0, 8192),
         machine.switch(Layout(1, 8), Layout(4, 2), 16, 32768, 0.03).seconds,
+        mixture.step(Layout(4, 2, "ep"), 64, 64 * 2048, 512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
-        [7.265532, 9.697137, 71.958367, 34.785837], rel=1e-6
+        [7.265532, 9.697137, 71.958367, 34.785837, 10.357483], rel=1e-6
     )
-
-
-def test_slower_link_makes_wide_steps_and_switches_slower(h100: Profile) -> None:
-    pcie = modelled_profile("llama-3.1-8b", "H100", 8, link="pcie")
-    assert seconds(pcie, 8, 1, 512) > seconds(h100, 8, 1, 512)
-    assert seconds(pcie, 1, 1, 512) == seconds(h100, 1, 1, 512)
-    for slow, fast in zip(pcie.switches, h100.switches, strict=True):
-        assert slow.kv > fast.kv and slow.weights == fast.weights
 
 
 @pytest.mark.parametrize(
@@ -141,11 +134,9 @@ def test_slower_link_makes_wide_steps_and_switches_slower(h100: Profile) -> None
     [
         ("llama-3.1-8b", "B9000", 8, {}, "A40, H100, H200"),
         ("gpt-5", "H100", 8, {}, "llama-3.1-8b, qwen3-14b"),
-        ({"hidden_size": 8}, "H100", 8, {}, "num_hidden_layers"),
         ("llama-3.1-8b", "H100", 0, {}, "ranks"),
         ("llama-3.1-8b", "A40", 8, {"link": "nvlink"}, "nvlink"),
         ("llama-3.1-8b", "A40", 8, {"memory_fraction": 0.1, "layouts": [1, 3]}, "no layout"),
-        ("llama-3.1-8b", "H100", 8, {"draft_lengths": (4,), "drafting": -1e-3}, "not below 0"),
         ("qwen3-30b-a3b", "A40", 1, {}, "no layout"),
     ],
 )
@@ -154,16 +145,6 @@ def test_wrong_options_are_errors_that_list_the_allowed(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         modelled_profile(model, gpu, ranks, **options)
-
-
-@pytest.mark.parametrize(("model", "gpu"), [("llama-3.1-8b", "H100"), ("qwen3-14b", "A40")])
-def test_step_time_model_fits(model: str, gpu: str) -> None:
-    profile = modelled_profile(model, gpu, 8)
-    for error in held_out_error(profile).values():
-        assert error.mean() <= 0.03
-    times = StepTimeModel.fit(profile)
-    steps = [times.step(layout, StepShape(1, 3000, 3000)) for layout in profile.layouts]
-    assert steps == sorted(steps, reverse=True)
 
 
 def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes(h100: Profile) -> None:

@@ -1,0 +1,1 @@
+"""Files from outside come in by `reading`, ours are written by `writing`."""

@@ -1,0 +1,106 @@
+"""Files that PAT writes: all of a file or nothing, and what it keeps is its user's alone. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+
+_SCRATCH = r"\.{name}\.[0-9a-f]{{16}}"
+"""Name of a file while it is written."""
+
+_FORGOTTEN = 3600.0
+"""Seconds after which whoever was writing a file has been killed."""
+
+
+def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file, all of it or nothing; until then, what was there before stays.
+
+    What a writer of this file has left that was killed is removed.
+
+    Args:
+        private: nobody but the user may read it (mode 0600). Otherwise the umask says.
+
+    Raises:
+        OSError: it cannot be written, or what has its name is no regular file.
+    """
+    try:
+        _write_whole(path, text, private)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
+
+
+def _write_whole(path: Path, text: str, private: bool) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        # A device's name, say, would become that of a file.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(scratch, new, 0o600 if private else 0o666)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            # Or a loss of power may leave an empty file by this name.
+            file.flush()
+            os.fsync(descriptor)
+            now = os.fstat(descriptor).st_mtime
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
+    sweep(path.parent, now, re.escape(path.name))
+
+
+def sweep(directory: Path, now: float, name: str = ".+") -> None:
+    """Remove what writers that were killed have left in a directory.
+
+    Args:
+        now: by the file system's clock, which may be another machine's: when a file in the
+            directory was written just now, seconds.
+        name: of the files that they were writing, a regular expression.
+    """
+    scratch = re.compile(_SCRATCH.format(name=name), re.DOTALL)
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if scratch.fullmatch(entry.name) and forgotten(Path(entry.path), now):
+                os.unlink(entry.path)
+
+
+def forgotten(path: Path, now: float) -> bool:
+    """Whether the user has not written to a file or directory for an hour; a link is none.
+
+    Args:
+        now: as in `sweep`.
+    """
+    status = path.lstat()
+    own = status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode)
+    return own and status.st_mtime < now - _FORGOTTEN
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that nobody but the user may enter (mode 0700), or make it such a one.
+
+    Raises:
+        OSError: it cannot be made, is a link, or another user's.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError:
+        problem = "it is a link, or no directory"
+        raise NotADirectoryError(errno.ENOTDIR, problem, str(directory)) from None
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            problem = f"it is another user's ({status.st_uid})"
+            raise PermissionError(errno.EPERM, problem, str(directory))
+        if status.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
