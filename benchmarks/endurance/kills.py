@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import psutil
 import typer
@@ -43,6 +44,8 @@ _GIVE_UP = 120.0
 _GONE_WITHIN = 60.0
 MOMENTS = ("batch", "switch", "verification", "storm", "asynchronous storm")
 _TURNS = ("storm", "switch", "asynchronous storm", "switch", "storm", "batch", "verification")
+STEP_TIMES_OUT_AFTER = 5
+"""Seconds, where a worker is stopped and not killed. By default vLLM waits for a step 300 s."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Kill:
         tp: of the layout that the batch runs in, or that the switch leaves.
         callers: of a storm: of `callers.SYNC` or `callers.ASYNC`.
         seed: of what they do.
+        stops: whether the worker is stopped (SIGSTOP), and lives.
     """
 
     moment: str
@@ -67,6 +71,7 @@ class Kill:
     delay: float = 0.0
     callers: tuple[str, ...] = ()
     seed: int = 0
+    stops: bool = False
 
     @classmethod
     def draw(cls, moment: str, ranks: int, rng: random.Random, part: str = "") -> Kill:
@@ -82,8 +87,9 @@ class Kill:
             steps, others = (callers.SYNC[:2], callers.SYNC[2:]) if sync else ((), callers.ASYNC)
             some = rng.sample(others, rng.randint(1, len(others)))
             called = (*([rng.choice(steps)] if sync else []), *some)
-            seed = rng.randrange(1 << 30)
-            return cls(moment, rank, tp, delay=rng.uniform(0, 1.5), callers=called, seed=seed)
+            seed, delay = rng.randrange(1 << 30), rng.uniform(0, 1.5)
+            stops = rng.random() < 0.1
+            return cls(moment, rank, tp, delay=delay, callers=called, seed=seed, stops=stops)
         return cls(moment, rank, tp, delay=rng.uniform(0, 1.5))
 
 
@@ -128,7 +134,9 @@ def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
     held_before = names_held([psutil.Process()])
     with tempfile.TemporaryDirectory() as scratch:
         note = Path(scratch) / "died"
-        with _engine(kill, ranks, from_server) as llm:
+        timeout = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(STEP_TIMES_OUT_AFTER)}
+        environment = mock.patch.dict(os.environ, timeout if kill.stops else {})
+        with environment, _engine(kill, ranks, from_server) as llm:
             processes = engine_processes(before)
             spawned = processes["engine core"] + processes["workers"]
             held = names_held([psutil.Process(), *spawned]) - held_before
@@ -176,7 +184,7 @@ def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> dict[st
 
     def kill_worker() -> None:
         time.sleep(kill.delay)
-        _kill(pids[kill.rank], note)
+        _kill(pids[kill.rank], note, signal.SIGSTOP if kill.stops else signal.SIGKILL)
 
     sizes = [tp for tp in (1, 2, 4) if ranks % tp == 0]
     if kill.moment == "storm":
@@ -214,9 +222,9 @@ def _run_alone_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> s
         return f"{type(error).__name__}: {error}"
 
 
-def _kill(pid: int, note: Path) -> None:
+def _kill(pid: int, note: Path, number: int = signal.SIGKILL) -> None:
     note.write_text(str(time.monotonic()))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 @contextlib.contextmanager
@@ -267,7 +275,7 @@ def _moment(kill: Kill) -> str:
         "verification": "a verification of drafts",
         "storm": "a storm of calls",
         "asynchronous storm": "a storm of calls, asynchronous",
-    }[kill.moment]
+    }[kill.moment] + (", stopped only" if kill.stops else "")
 
 
 def _seconds(values: Sequence[float]) -> str:

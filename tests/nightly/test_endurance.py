@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from benchmarks.endurance.callers import SYNC
 from benchmarks.endurance.kills import Kill
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
 from benchmarks.endurance.soak import Soaked, soak_engine
@@ -37,6 +38,7 @@ def test_nothing_grows_in_a_storm(speculates: bool) -> None:
         Kill("switch", rank=0, tp=2, part="hand-over"),
         Kill("batch", rank=0, tp=1, delay=0.3),
         Kill("verification", rank=1, tp=2, call=9),
+        Kill("storm", rank=1, tp=1, delay=0.4, callers=SYNC[1:], seed=3, stops=True),
     ],
     ids=lambda kill: f"{kill.moment} {kill.part}".strip(),
 )
