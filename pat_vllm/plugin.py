@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.patches.dead_engine import end_waits_for_dead_engines
 from pat_vllm.patches.front_end import (
-    fail_waits_for_a_dead_core,
     inspect_models_without_vision_and_audio,
+    interrupt_starts,
     let_engine_cores_end,
     log_through_vllm,
     patch_get_class,
@@ -68,8 +69,9 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         from pat_vllm.support import prepare
 
         prepare(vllm_config)
-        fail_waits_for_a_dead_core()
+        end_waits_for_dead_engines()
         let_engine_cores_end()
+        interrupt_starts()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)
     return chosen

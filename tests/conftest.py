@@ -48,9 +48,13 @@ CEILING = 900
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
+        path = item.path.relative_to(here)
         if not item.get_closest_marker("timeout"):
-            tier = item.path.relative_to(here).parts[0]
-            item.add_marker(pytest.mark.timeout(CEILINGS.get(tier, CEILING)))
+            item.add_marker(pytest.mark.timeout(CEILINGS.get(path.parts[0], CEILING)))
+        # What shares an engine, or a module's fixtures, runs in one process (--dist loadgroup).
+        shared = item.get_closest_marker("engine") is not None
+        group = item.callspec.params["spec"] if shared else path  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(str(group)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,10 +3,11 @@
     python -m benchmarks.endurance.kills --kills 50
 
 For each kill an engine is started, which speculates, and is given a batch. A worker is killed (by
-SIGKILL) in the middle of the batch, in a part of a switch, or while it verifies drafts. The front
-end must hear of it within 30 s, by an error that says that the engine failed. Processes and shared
-memory that the engine had must be gone. Exit status 1 if they are not. Sockets and temporary files
-are counted: ZeroMQ leaves some of stock vLLM's in any case.
+SIGKILL) in the middle of the batch, in a part of a switch, while it verifies drafts, or in a storm
+of calls that several callers make at once. Each who waits must hear of it within 30 s, by an error
+that says that the engine failed. Processes and shared memory that the engine had must be gone. Exit
+status 1 if they are not. Sockets and temporary files are counted: ZeroMQ leaves some of stock
+vLLM's in any case.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import psutil
 import typer
 
 from benchmarks.common import ENVIRONMENT, machine, table, write_results
-from benchmarks.endurance import sabotage
+from benchmarks.endurance import callers, sabotage
 from benchmarks.endurance import storm as storms
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
-from tests.support.models import phrase
 
 ERROR_WITHIN = 30.0
 """Seconds from a worker's death to the front end's error."""
 _GIVE_UP = 120.0
 """Seconds after which an engine that has not noticed is ended, so that the next has its turn."""
 _GONE_WITHIN = 60.0
-MOMENTS = ("batch", "switch", "verification")
-_TURNS = ("batch", "switch", "verification", "switch")
-"""Half of the kills are in switches, which have many parts."""
+MOMENTS = ("batch", "switch", "verification", "storm", "asynchronous storm")
+_TURNS = ("storm", "switch", "asynchronous storm", "switch", "storm", "batch", "verification")
+STEP_TIMES_OUT_AFTER = 5
+"""Seconds, where a worker is stopped and not killed. By default vLLM waits for a step 300 s."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ class Kill:
         moment: one of `MOMENTS`.
         part: of a switch: one of `sabotage.PARTS`.
         call: which call of the part, or which verification.
-        delay: in the middle of a batch: seconds.
+        delay: in the middle of a batch or a storm: seconds.
         tp: of the layout that the batch runs in, or that the switch leaves.
+        callers: of a storm: of `callers.SYNC` or `callers.ASYNC`.
+        seed: of what they do.
+        stops: whether the worker is stopped (SIGSTOP), and lives.
     """
 
     moment: str
@@ -64,6 +69,9 @@ class Kill:
     part: str = ""
     call: int = 1
     delay: float = 0.0
+    callers: tuple[str, ...] = ()
+    seed: int = 0
+    stops: bool = False
 
     @classmethod
     def draw(cls, moment: str, ranks: int, rng: random.Random, part: str = "") -> Kill:
@@ -74,6 +82,14 @@ class Kill:
             return cls(moment, rank, tp, part, call=rng.randint(1, 4) if part == "KV" else 1)
         if moment == "verification":
             return cls(moment, rank, tp, call=rng.randint(1, 60))
+        if moment.endswith("storm"):
+            sync = moment == "storm"
+            steps, others = (callers.SYNC[:2], callers.SYNC[2:]) if sync else ((), callers.ASYNC)
+            some = rng.sample(others, rng.randint(1, len(others)))
+            called = (*([rng.choice(steps)] if sync else []), *some)
+            seed, delay = rng.randrange(1 << 30), rng.uniform(0, 1.5)
+            stops = rng.random() < 0.1
+            return cls(moment, rank, tp, delay=delay, callers=called, seed=seed, stops=stops)
         return cls(moment, rank, tp, delay=rng.uniform(0, 1.5))
 
 
@@ -82,15 +98,15 @@ class Outcome:
     """What came of a kill.
 
     Attributes:
-        error: what the front end was told; empty if nothing was.
-        noticed: seconds from the death to the error; NaN if no worker died.
+        errors: what each caller was told; empty if it waits for ever.
+        noticed: seconds from the death to the last error; NaN if no worker died.
         gone: seconds from the death to the end of the last process.
         left: processes and shared memory that are there afterwards.
         files: number of sockets and temporary files that are there afterwards.
     """
 
     kill: Kill
-    error: str
+    errors: dict[str, str]
     noticed: float
     gone: float
     left: list[str]
@@ -103,8 +119,9 @@ class Outcome:
 
     @property
     def clear(self) -> bool:
-        """Whether the error says that the engine failed."""
-        return bool(re.search(r"EngineDeadError|[Ff]ailed|died", self.error))
+        """Whether each error says that the engine failed."""
+        told = self.errors.values()
+        return all(re.search(r"EngineDeadError|[Ff]ailed|died", error) for error in told)
 
 
 def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
@@ -113,38 +130,71 @@ def kill_one(kill: Kill, ranks: int = 2, from_server: bool = True) -> Outcome:
     Args:
         from_server: see `tests.support.engines.engine`.
     """
-    from tests.support.engines import engine
-
     before = psutil.Process().children(recursive=True)
     held_before = names_held([psutil.Process()])
     with tempfile.TemporaryDirectory() as scratch:
         note = Path(scratch) / "died"
-        with engine(
-            storms.MODEL,
-            ranks,
-            {"kv_transfer": "migrate"},
-            in_process=False,
-            from_server=from_server,
-            speculative_config=storms.SPECULATIVE,
-        ) as llm:
+        timeout = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(STEP_TIMES_OUT_AFTER)}
+        environment = mock.patch.dict(os.environ, timeout if kill.stops else {})
+        with environment, _engine(kill, ranks, from_server) as llm:
             processes = engine_processes(before)
             spawned = processes["engine core"] + processes["workers"]
             held = names_held([psutil.Process(), *spawned]) - held_before
             held = {path for path in held if Path(scratch) not in path.parents}
             with _ended_after(_GIVE_UP, processes["engine core"]):
-                error = _run_until_it_fails(llm, kill, ranks, note)
-            heard = time.monotonic()
+                heard = _run_until_it_fails(llm, kill, ranks, note)
             died = float(note.read_text()) if note.exists() else math.nan
             _, alive = psutil.wait_procs(spawned, timeout=_GONE_WITHIN)
             gone = time.monotonic()
     there = [path for path in sorted(held) if path.exists()]
     shared = [str(path) for path in there if path.parent == SHARED_MEMORY]
     left = [f"process {process.pid}" for process in alive] + shared
-    return Outcome(kill, error, heard - died, gone - died, left, len(there) - len(shared))
+    errors = {name: one.error for name, one in heard.items()}
+    last = max(one.time for one in heard.values())
+    return Outcome(kill, errors, last - died, gone - died, left, len(there) - len(shared))
 
 
-def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
-    """Give the engine work until it fails; returns the error, as its user sees it."""
+def _engine(kill: Kill, ranks: int, from_server: bool) -> contextlib.AbstractContextManager[Any]:
+    from tests.support.engines import OPTIONS, engine
+    from tests.support.fork_server import start_from_server
+    from tests.support.models import random_model
+
+    pat = {"kv_transfer": "migrate"}
+    if kill.moment != "asynchronous storm":
+        return engine(
+            storms.MODEL,
+            ranks,
+            pat,
+            in_process=False,
+            from_server=from_server,
+            speculative_config=storms.SPECULATIVE,
+        )
+    start_from_server(from_server)
+    static = {"policy": {"kind": "static", "tp": kill.tp}}
+    options = OPTIONS | {"speculative_config": dict(storms.SPECULATIVE)}
+    return callers.asynchronous(str(random_model(storms.MODEL)), ranks, pat | static, **options)
+
+
+def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> dict[str, callers.Heard]:
+    """Give the engine work until it fails; what its callers hear."""
+    if not kill.moment.endswith("storm"):
+        error = _run_alone_until_it_fails(llm, kill, ranks, note)
+        return {"step": callers.Heard(error, time.monotonic())}
+    pids: list[int] = []
+
+    def kill_worker() -> None:
+        time.sleep(kill.delay)
+        _kill(pids[kill.rank], note, signal.SIGSTOP if kill.stops else signal.SIGKILL)
+
+    sizes = [tp for tp in (1, 2, 4) if ranks % tp == 0]
+    if kill.moment == "storm":
+        pids += llm.collective_rpc(sabotage.process_id)
+    else:
+        pids += llm.run(llm.llm.collective_rpc(sabotage.process_id))
+    return callers.storm(llm, kill.callers, kill.seed, sizes, kill_worker)
+
+
+def _run_alone_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
     import pat_vllm
 
     pat_vllm.switch(llm, tp=kill.tp)
@@ -155,7 +205,7 @@ def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
         )
     elif kill.moment == "verification":
         llm.collective_rpc(sabotage.die_in_verification, args=(kill.rank, kill.call, str(note)))
-    _add_batch(llm)
+    callers.add_batch(llm)
     try:
         # All of them run.
         for _ in range(20):
@@ -166,25 +216,15 @@ def _run_until_it_fails(llm: Any, kill: Kill, ranks: int, note: Path) -> str:
             pat_vllm.switch(llm, tp=1 if kill.tp == ranks else ranks)
         while True:
             if not llm.llm_engine.has_unfinished_requests():
-                _add_batch(llm)
+                callers.add_batch(llm)
             llm.llm_engine.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _add_batch(llm: Any) -> None:
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    for i in range(8):
-        llm.llm_engine.add_request(
-            f"{time.monotonic()}-{i}", {"prompt_token_ids": phrase(storms.MODEL, 20 + i, i)}, params
-        )
-
-
-def _kill(pid: int, note: Path) -> None:
+def _kill(pid: int, note: Path, number: int = signal.SIGKILL) -> None:
     note.write_text(str(time.monotonic()))
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 @contextlib.contextmanager
@@ -201,10 +241,10 @@ def _ended_after(seconds: float, processes: Sequence[psutil.Process]) -> Iterato
 def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
     text = (
         f"A worker of {ranks} killed by SIGKILL, each time in a new engine that speculates "
-        "(n-gram, up to 4 drafts), a tiny random model. `error`: from the death to the front end's "
-        "error; `gone`: to the end of the last process. Median (low-high), s. `left`: processes "
-        "and shared memory. `files`: sockets and temporary files that are left, of one engine; "
-        "ZeroMQ leaves some of stock vLLM's, too.\n\n"
+        "(n-gram, up to 4 drafts), a tiny random model. `error`: from the death to the last "
+        "caller's error; `gone`: to the end of the last process. Median (low-high), s. `left`: "
+        "processes and shared memory. `files`: sockets and temporary files that are left, of one "
+        "engine; ZeroMQ leaves some of stock vLLM's, too.\n\n"
     )
     rows = []
     for moment in dict.fromkeys(_moment(one.kill) for one in outcomes):
@@ -224,7 +264,7 @@ def _text(outcomes: Sequence[Outcome], ranks: int) -> str:
     text += table([*header, "left", "files"], rows)
     for one in outcomes:
         if not one.fine:
-            text += f"\n* {one.kill}: {one.error or 'no error'}; left {one.left or 'nothing'}\n"
+            text += f"\n* {one.kill}: {one.errors}; left {one.left or 'nothing'}\n"
     return text
 
 
@@ -233,7 +273,9 @@ def _moment(kill: Kill) -> str:
         "batch": "a batch",
         "switch": f"a switch: {kill.part}",
         "verification": "a verification of drafts",
-    }[kill.moment]
+        "storm": "a storm of calls",
+        "asynchronous storm": "a storm of calls, asynchronous",
+    }[kill.moment] + (", stopped only" if kill.stops else "")
 
 
 def _seconds(values: Sequence[float]) -> str:

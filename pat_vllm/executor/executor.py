@@ -39,6 +39,7 @@ from pat_vllm.executor.messages import (
 )
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
+from pat_vllm.patches.dead_engine import describe_exit, let_others_remove_rings, tell_cause_of_death
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,8 +89,8 @@ def _fatal(
     def call(self: PATExecutorMixin, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(self, *args, **kwargs)
-        except Exception:
-            self.fail()
+        except Exception as error:
+            self.fail(error)
             raise
 
     return call
@@ -102,6 +103,8 @@ class PATExecutorMixin(_Base):
     failure_callback: Callable[[], None] | None
     weights_version = 0
     """Grows with each call that may have written weights."""
+    cause = ""
+    """Of the engine's failure, in words."""
     _network = Network()
 
     # ---------------------------------------------------------------- start and stop
@@ -119,6 +122,8 @@ class PATExecutorMixin(_Base):
         self._stale = False
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
+        tell_cause_of_death()
+        let_others_remove_rings()
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
@@ -147,6 +152,8 @@ class PATExecutorMixin(_Base):
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
         leftovers = getattr(self, "_leftovers", None)
+        if self.is_failed:
+            self._note_cause()
         if leftovers is not None and self.is_failed:
             # Workers may be stuck, and vLLM kills an engine core that takes long to end.
             leftovers.remove()
@@ -154,16 +161,25 @@ class PATExecutorMixin(_Base):
         if leftovers is not None:
             leftovers.remove()
 
-    def fail(self) -> None:
+    def fail(self, error: Exception) -> None:
         """Have vLLM end the engine, as when a worker has died. Idempotent.
 
         An exception alone does not end it during a call of the front end: vLLM's engine core
         answers with the exception and goes on.
         """
+        self._note_cause(error)
         self.is_failed = True
         callback, self.failure_callback = self.failure_callback, None
         if callback is not None:
             callback()
+
+    def _note_cause(self, error: Exception | None = None) -> None:
+        """Note which workers have ended, or the error; the first cause holds."""
+        self.cause = self.cause or "; ".join(self._ended_workers()) or str(error or "")
+
+    def _ended_workers(self) -> list[str]:
+        """Workers that have ended, and how, in words, where the launcher can tell."""
+        return []
 
     def _raise_if_failed(self) -> None:
         if self.is_failed:
@@ -394,3 +410,10 @@ class PATExecutor(PATExecutorMixin, MultiprocExecutor):
     """Adaptive tensor parallelism over local worker processes."""
 
     supports_pp = False
+
+    def _ended_workers(self) -> list[str]:
+        return [
+            f"worker {worker.rank} (pid {worker.proc.pid}) {describe_exit(worker.proc.exitcode)}"
+            for worker in getattr(self, "workers", ())
+            if worker.proc.exitcode is not None
+        ]

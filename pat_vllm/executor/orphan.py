@@ -38,13 +38,20 @@ def end_when_orphaned(shutdown: Callable[[], None]) -> None:
 
     def end() -> None:
         logger.error("the front end (pid %d) is gone; shutting the engine down", pid)
-        threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1]).start()
+        threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()
         try:
             shutdown()
         finally:
-            os._exit(1)
+            _exit_with_children()
 
     _when_gone(pid, end)
+
+
+def _exit_with_children() -> None:
+    # A worker that is stopped (SIGSTOP) hears nothing else.
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
 
 
 def exit_when_orphaned() -> None:

@@ -103,6 +103,14 @@ class PATRayExecutor(PATExecutorMixin, RayExecutorV2):
             if ray.is_initialized():
                 remove_placement_group(group)
 
+    def _ended_workers(self) -> list[str]:
+        workers = getattr(self, "ray_worker_handles", ())
+        running = {one.run_ref: one.rank for one in workers if one.run_ref is not None}
+        if not running or not ray.is_initialized():
+            return []
+        ended, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
+        return [f"worker {running[one]}, a Ray actor, died" for one in ended]
+
 
 def place_ranks(parallel: ParallelConfig) -> list[int]:
     """The bundle of each rank, in the placement group of a config.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from pat_vllm.patches.replacing import replace
 from pat_vllm.text_only import command_without_vision_and_audio
@@ -76,65 +76,76 @@ def serialize_sends(llm: LLM) -> None:
     replace(client, "_send_input", wrap)
 
 
-def fail_waits_for_a_dead_core() -> None:
-    """Have a client of an engine core that died fail whoever waits for it.
-
-    Without it: when the core is killed, by the kernel for want of memory for example,
-    `LLM.generate` and calls that wait for an answer never return. The client's monitor sees the
-    death and shuts the client down, which ends the thread that reads answers, but tells nobody.
-    Missing seam: a callback of the monitor.
-    """
-    from vllm.v1.engine.core_client import MPClient, SyncMPClient
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    def fail_asyncio(future: asyncio.Future[Any]) -> None:
-        if not future.done():
-            future.set_exception(EngineDeadError())
-
-    def fail(client: MPClient) -> None:
-        for future in list(client.utility_results.values()):
-            if isinstance(future, Future):
-                with suppress(InvalidStateError):
-                    future.set_exception(EngineDeadError())
-            else:
-                with suppress(RuntimeError):  # its event loop is closed
-                    future.get_loop().call_soon_threadsafe(fail_asyncio, future)
-        if isinstance(client, SyncMPClient):
-            client.outputs_queue.put_nowait(EngineDeadError())
-
-    def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
-        def shut_down(self: MPClient, timeout: float | None = None) -> None:
-            try:
-                shutdown(self, timeout)
-            finally:
-                fail(self)
-
-        return shut_down
-
-    replace(MPClient, "shutdown", wrap)
-
-
 ENDS_WITHIN = 30.0
 """Seconds that an engine core has to end its workers and remove what they have left."""
+_WORKERS_END_WITHIN = 10.0
+"""Seconds that workers have to end by themselves once their engine core has ended."""
 
 
 def let_engine_cores_end() -> None:
     """Have a front end wait up to `ENDS_WITHIN` for an engine core that it has asked to end.
 
+    Then it ends what is left of the workers, which it has noted when the engine had started.
+
     Without it: vLLM kills the core and its workers after 5 s, where nothing else is asked for. The
     core alone gives workers 4 s before it sends them a signal, and 4 s more. So on a busy machine
     engines are killed while they end, and shared memory stays, some of it until the machine is
-    started again. Missing seam: a default that an executor can set.
+    started again. And a worker that is stopped (SIGSTOP) outlives a core that was killed. Missing
+    seams: a default that an executor can set; the workers' ids in the front end.
     """
     import vllm.v1.engine.utils as cores
+
+    workers: dict[int, list[psutil.Process]] = {}
+
+    def wrap_monitor(watch: Callable[[Any], None]) -> Callable[[Any], None]:
+        def note_workers_and_watch(manager: Any) -> None:
+            for process in manager.processes:
+                with suppress(psutil.Error):
+                    workers[process.pid] = psutil.Process(process.pid).children(recursive=True)
+            watch(manager)
+
+        return note_workers_and_watch
 
     def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
         def shut_down(processes: Sequence[Any], timeout: float | None = None) -> None:
             shutdown(processes, timeout=ENDS_WITHIN if timeout is None else timeout)
+            left = [worker for process in processes for worker in workers.pop(process.pid, ())]
+            _, left = psutil.wait_procs(left, timeout=_WORKERS_END_WITHIN)
+            for worker in left:
+                with suppress(psutil.Error):
+                    worker.kill()
 
         return shut_down
 
+    replace(cores.CoreEngineProcManager, "monitor_engine_liveness", wrap_monitor)
     replace(cores, "shutdown", wrap)
+
+
+def interrupt_starts() -> None:
+    """Have Ctrl-C end the start of an engine, whenever it comes.
+
+    Without it: while the front end waits for the engine core to start, vLLM takes the interrupt for
+    the end of that wait. The core has ended by the same interrupt, and the front end then waits for
+    its first message, up to 10 minutes (`VLLM_ENGINE_READY_TIMEOUT_S`). Missing seam: none, a
+    mistake of `zmq_socket_ctx`, which stock vLLM has, too.
+    """
+    import vllm.v1.engine.utils as cores
+
+    def wrap(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def socket(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            interrupt = None
+            with stock(*args, **kwargs) as opened:
+                try:
+                    yield opened
+                except KeyboardInterrupt as raised:
+                    interrupt = raised
+            if interrupt is not None:
+                raise interrupt
+
+        return socket
+
+    replace(cores, "zmq_socket_ctx", wrap)
 
 
 def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None:

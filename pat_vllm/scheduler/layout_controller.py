@@ -240,9 +240,9 @@ class LayoutController:
             if reason == "forced":
                 raise
             return False
-        except Exception:
+        except Exception as error:
             # Requests are neither here nor there.
-            active.executor.fail()
+            active.executor.fail(error)
             raise
         self.switch_id += 1
         self._forced = reason == "forced"

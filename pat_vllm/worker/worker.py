@@ -32,6 +32,7 @@ from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.layout import Layout, device_of
+from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter
 from pat_vllm.patches.groups import (
     give_expert_group_back,
@@ -101,6 +102,7 @@ class PATWorkerMixin(_Base):
     def init_device(self) -> None:
         """Join the world, then make each layout's group, config and model runner."""
         exit_when_orphaned()
+        let_others_remove_rings()
         # All ranks are on one node, so this is the index among the node's devices.
         self.local_rank = device_of(self.local_rank, self.parallel_config.world_size)
         engine_config = self.vllm_config

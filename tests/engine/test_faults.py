@@ -18,17 +18,18 @@ import psutil
 import pytest
 
 import pat_vllm
+from benchmarks.endurance.callers import ASYNC, SYNC
+from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
 from pat_vllm.scheduler import switch as switch_module
 from tests.engine.specs import SMALL_KV
-from tests.support.engines import Job, engine, engine_processes, run, scheduler_of
+from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
-    assert_a_dead_worker_is_noticed,
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
+    assert_a_killed_front_end_takes_its_engine_along,
     assert_gone,
-    die_in_exchange,
-    die_soon,
+    assert_kill_is_reported,
     run_out_of_memory,
 )
 from tests.support.fork_server import context
@@ -36,12 +37,17 @@ from tests.support.fork_server import context
 # ---------------------------------------------------------------- engines that end
 
 
-@pytest.mark.parametrize(("tp", "sabotage"), [(1, die_soon), (2, die_in_exchange)])
-def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
-    tp: int, sabotage: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in mid-generation, or in mid-switch."""
-    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill("storm", rank=1, tp=1, delay=0.3, callers=SYNC[1:], seed=1),
+        Kill("asynchronous storm", rank=0, tp=2, delay=0.3, callers=ASYNC, seed=2),
+    ],
+    ids=lambda kill: kill.moment,
+)
+def test_a_killed_worker_is_reported_to_all(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To whoever waits, of whatever; and nothing is left."""
+    assert_kill_is_reported(kill, monkeypatch)
 
 
 def test_a_switch_that_fails_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,30 +65,9 @@ def test_a_front_end_that_is_ended_in_a_switch_takes_its_engine_along(
     )
 
 
-def front_end(ready: Any) -> None:
-    """Runs in a process of its own, until that is killed."""
-    with engine("qwen3", 2, {}, in_process=False, from_server=False):
-        ready.set()
-        threading.Event().wait()
-
-
 def test_a_killed_front_end_takes_its_engine_along() -> None:
     """Stock vLLM's engine core would wait for it, and its workers keep their devices."""
-    # Only itself from the server, which has imported vLLM; what it starts, as for users.
-    server = context()
-    ready = server.Event()
-    process = server.Process(target=front_end, args=(ready,))
-    before = engine_processes()
-    process.start()
-    try:
-        while not ready.wait(1):
-            assert process.is_alive()
-        spawned = engine_processes(before)
-        assert len(spawned) >= 3
-    finally:
-        process.kill()
-    process.join()
-    assert_gone(spawned)
+    assert_a_killed_front_end_takes_its_engine_along(from_server=True)
 
 
 # ---------------------------------------------------------------- processes that outlive others
@@ -103,7 +88,12 @@ def go_on(watch: Callable[[], None], started: Path) -> None:
     os.getppid = posix.getppid
     orphan._SHUTDOWN_SECONDS = orphan._GRACE_SECONDS = 1.0
     watch()
-    started.write_text(str(os.getpid()))
+    # Of an engine core: a worker that hears no signal but the last.
+    worker = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+    worker.start()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    started.write_text(f"{os.getpid()} {worker.pid}")
     threading.Event().wait()
 
 
@@ -119,7 +109,8 @@ def fails(asked: Path) -> None:
 
 @pytest.mark.parametrize("shutdown", [never_ends, fails, None])
 def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path) -> None:
-    """An engine core though its shutdown does not; a worker though it waits for another one."""
+    """An engine core though its shutdown does not, with a worker that is stopped; a worker though
+    it waits for another one."""
     started, asked = tmp_path / "started", tmp_path / "asked"
     arguments: tuple[Any, ...]
     if shutdown is not None:
@@ -133,12 +124,14 @@ def test_an_orphan_ends(shutdown: Callable[[Path], None] | None, tmp_path: Path)
         while not (started.exists() and started.read_text()):
             assert process.is_alive()
             time.sleep(0.01)
-        child = psutil.Process(int(started.read_text()))
+        child, worker = (psutil.Process(int(pid)) for pid in started.read_text().split())
         assert child.ppid() == process.pid
     finally:
         process.kill()
     process.join()
-    assert_gone([child])
+    if shutdown is None:
+        worker.kill()
+    assert_gone([child, worker])
     assert asked.exists() == (shutdown is not None)
 
 

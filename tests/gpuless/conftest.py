@@ -33,24 +33,35 @@ def state() -> str:
 
 
 class Passed:
-    """The costly tests that passed in this state, kept in a file beside the test models."""
+    """The costly tests that passed in this state, kept beside the test models.
+
+    Each process has a file of its own.
+    """
 
     def __init__(self) -> None:
-        self._path = cache_dir() / "passed" / f"{state()}.json"
-        known = json.loads(self._path.read_text()) if self._path.exists() else []
-        self.before: set[str] = set(known)
+        self._folder = cache_dir() / "passed" / state()
+        self.before: set[str] = set()
+        for path in self._folder.glob("*.json"):
+            self.before.update(json.loads(path.read_text()))
         self._now: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
-            self._now.add(report.nodeid)
+            self._now.add(name_of(report.nodeid))
 
     def save(self, costly: set[str]) -> None:
-        """Add those of these tests that passed in this run."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self._path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(sorted(self.before | (self._now & costly))))
-        scratch.rename(self._path)
+        """Keep those of these tests that passed in this run."""
+        if not self._now & costly:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        scratch = self._folder / f"{os.getpid()}.new"
+        scratch.write_text(json.dumps(sorted(self._now & costly)))
+        scratch.rename(scratch.with_suffix(".json"))
+
+
+def name_of(nodeid: str) -> str:
+    """A test's id without the group that pytest-xdist adds."""
+    return nodeid.partition("@")[0]
 
 
 _PASSED = pytest.StashKey[Passed]()
@@ -58,7 +69,7 @@ _COSTLY = pytest.StashKey[set[str]]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    costly = {item.nodeid for item in items if item.get_closest_marker("costly")}
+    costly = {name_of(item.nodeid) for item in items if item.get_closest_marker("costly")}
     if not costly:
         return
     passed = Passed()
@@ -66,9 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_PASSED], config.stash[_COSTLY] = passed, costly
     if os.environ.get("PAT_TEST_ALL") == "1":
         return
-    left_out = [item for item in items if item.nodeid in costly & passed.before]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item.nodeid not in costly & passed.before]
+    known = costly & passed.before
+    config.hook.pytest_deselected(items=[item for item in items if name_of(item.nodeid) in known])
+    items[:] = [item for item in items if name_of(item.nodeid) not in known]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

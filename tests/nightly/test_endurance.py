@@ -5,10 +5,12 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from benchmarks.endurance.kills import Kill, kill_one
+from benchmarks.endurance.callers import SYNC
+from benchmarks.endurance.kills import Kill
 from benchmarks.endurance.processes import SHARED_MEMORY, engine_processes, names_held
 from benchmarks.endurance.soak import Soaked, soak_engine
 from tests.support.engines import engine
+from tests.support.faults import assert_kill_is_reported
 
 
 def soak_for(seconds: float, speculates: bool) -> Soaked:
@@ -20,16 +22,6 @@ def soak_for(seconds: float, speculates: bool) -> Soaked:
     assert counts["switches"] > 20 and counts["given up"] > 2
     assert bool(counts["changes of the draft length"]) == speculates
     return soaked
-
-
-def assert_kill_is_reported(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How soon is for `make kills` to say, on a machine that does nothing else."""
-    # Lets a function travel to the workers.
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    outcome = kill_one(kill)
-    assert outcome.clear, outcome
-    assert outcome.noticed >= 0
-    assert not outcome.left
 
 
 @pytest.mark.parametrize("speculates", [False, True])
@@ -46,6 +38,7 @@ def test_nothing_grows_in_a_storm(speculates: bool) -> None:
         Kill("switch", rank=0, tp=2, part="hand-over"),
         Kill("batch", rank=0, tp=1, delay=0.3),
         Kill("verification", rank=1, tp=2, call=9),
+        Kill("storm", rank=1, tp=1, delay=0.4, callers=SYNC[1:], seed=3, stops=True),
     ],
     ids=lambda kill: f"{kill.moment} {kill.part}".strip(),
 )

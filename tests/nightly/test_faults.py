@@ -11,21 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.faults import (
-    assert_a_dead_worker_is_noticed,
     assert_a_failed_switch_ends_the_engine,
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along,
-    die_in_exchange,
-    die_soon,
+    assert_a_killed_front_end_takes_its_engine_along,
     fail_in_switch,
     run_out_of_memory,
 )
-
-
-@pytest.mark.parametrize(("tp", "sabotage"), [(2, die_soon), (1, die_in_exchange)])
-def test_a_dead_worker_fails_the_engine_and_leaves_nothing(
-    tp: int, sabotage: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_a_dead_worker_is_noticed({}, sabotage, tp, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +40,7 @@ def test_a_front_end_that_is_terminated_in_a_switch_takes_its_engine_along(
     assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
         signal.SIGTERM, tmp_path, monkeypatch
     )
+
+
+def test_a_killed_front_end_takes_its_engine_along() -> None:
+    assert_a_killed_front_end_takes_its_engine_along(from_server=False)

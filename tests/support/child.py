@@ -25,16 +25,22 @@ class Child:
     Args:
         log: the file for its standard output and errors.
         silence: seconds without output after which waiting for it fails.
+        popen: starts it; `tests.support.fork_server.Program` has it start sooner.
         options: of `subprocess.Popen`.
     """
 
     def __init__(
-        self, command: Sequence[str], log: Path, silence: float = SILENCE, **options: Any
+        self,
+        command: Sequence[str],
+        log: Path,
+        silence: float = SILENCE,
+        popen: Any = subprocess.Popen,
+        **options: Any,
     ) -> None:
         self.log = log
         self.silence = silence
         with log.open("wb") as file:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

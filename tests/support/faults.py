@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 import pat_vllm
+from benchmarks.endurance.kills import Kill, kill_one
+from pat_vllm.patches import front_end
 from tests.support.engines import engine, engine_processes
 
 GONE_WITHIN = 150.0
@@ -125,6 +127,16 @@ def step_to_the_end(llm: Any) -> None:
         llm.llm_engine.step()
 
 
+def assert_kill_is_reported(kill: Kill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How soon is for `make kills` to say, on a machine that does nothing else."""
+    # Lets a function travel to the workers.
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    outcome = kill_one(kill)
+    assert outcome.clear, outcome
+    assert outcome.noticed >= 0
+    assert not outcome.left
+
+
 def assert_a_dead_worker_is_noticed(
     pat: Mapping[str, Any],
     sabotage: Callable[[Any], None],
@@ -192,6 +204,9 @@ def assert_a_failed_switch_ends_the_engine(
 
 def front_end_in_a_switch(reached: str) -> None:
     """Runs in a process of its own, until a signal ends it."""
+    # On a busy machine, too, the engine core is to end in order. If it is killed, names stay as
+    # long as Python's resource tracker lives, which here is pytest's.
+    front_end.ENDS_WITHIN = GONE_WITHIN
     with engine("qwen3", 2, {"kv_transfer": "migrate"}, in_process=False) as llm:
         llm.collective_rpc(linger_in_exchange, args=(reached,))
         add_requests(llm)
@@ -230,3 +245,30 @@ def assert_a_front_end_ended_in_a_switch_takes_its_engine_along(
     finally:
         process.kill()
     assert_gone(spawned, held)
+
+
+def idle_front_end(ready: Any, from_server: bool) -> None:
+    """Runs in a process of its own, until that is killed."""
+    with engine("qwen3", 2, {}, in_process=False, from_server=from_server):
+        ready.set()
+        threading.Event().wait()
+
+
+def assert_a_killed_front_end_takes_its_engine_along(from_server: bool) -> None:
+    """Its engine's processes start from the server, or as for users."""
+    from tests.support.fork_server import context
+
+    server = context()
+    ready = server.Event()
+    process = server.Process(target=idle_front_end, args=(ready, from_server))
+    before = engine_processes()
+    process.start()
+    try:
+        while not ready.wait(1):
+            assert process.is_alive()
+        spawned = engine_processes(before)
+        assert len(spawned) >= 3
+    finally:
+        process.kill()
+    process.join()
+    assert_gone(spawned)

@@ -40,24 +40,34 @@ def preload() -> None:
 
 
 @contextlib.contextmanager
-def another_server(preloaded: Sequence[str]) -> Iterator[None]:
-    """Inside, processes start from a server that begins with the environment as it is now.
+def another_server(preloaded: tuple[str, ...]) -> Iterator[None]:
+    """Inside, processes start from a server that began with the environment of the first time.
 
     Args:
         preloaded: what it imports beside what the server of this process does.
     """
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload([*_PRELOADED[:-1], *preloaded, _PRELOADED[-1]])
-    server.ensure_running()
+    server = _server(preloaded)
     stock = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
         forkserver.connect_to_new_process = stock
-        # By itself it would wait for the last process that it has started.
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        server._stop()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _server(preloaded: tuple[str, ...]) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_PRELOADED[:-1], *preloaded, _PRELOADED[-1]])
+    server.ensure_running()
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: forkserver.ForkServer) -> None:
+    # By itself it would wait for the last process that it has started.
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    server._stop()  # type: ignore[attr-defined]
 
 
 def context() -> Any:
@@ -88,10 +98,23 @@ class Program:
         self._process.start()
         self.pid = self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self.returncode
+
     def wait(self) -> int:
-        """Its exit status."""
+        """Its exit status, when it has ended."""
         self._process.join()
         return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Ask it to end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -48,6 +49,6 @@ def stock_answers(
 
 def _write(path: Path, answers: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".new")
+    scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_text(json.dumps(answers))
     scratch.rename(path)

@@ -21,7 +21,6 @@ from pat_vllm.scheduler.replica import Replica
 from tests.engine.specs import V2_CHUNK, V2_DRAFTS, V2_NGRAM
 from tests.engine.speculation.steps import counted
 from tests.engine.test_memory import TOLERANCE, allocated
-from tests.engine.test_weight_updates import sleep_with_new_weights
 from tests.engine.v2.batch import (
     UNSEEDED,
     Served,
@@ -30,7 +29,6 @@ from tests.engine.v2.batch import (
     check_storm,
     check_tour,
     names_of,
-    run_static,
     serve,
 )
 from tests.engine.v2.in_workers import searches
@@ -187,23 +185,6 @@ def test_storm(served: Served, copies: int) -> None:
     """With random draft lengths."""
     lengths = Lengths(served.llm, seed=copies)
     check_storm(served.few(), copies, spread=20, at_step=lengths.at_step)
-
-
-def test_new_weights_come_while_the_engine_sleeps(served: Served, spec: EngineSpec) -> None:
-    """Drafts are verified by them in every layout."""
-    llm, jobs = served.llm, greedy_jobs(served)
-    old = "qwen3_moe" if "moe" in spec.model else "qwen3"
-    try:
-        sleep_with_new_weights(llm, f"{old}_updated")
-        static = run_static(llm, jobs)
-        assert static["greedy"].token_ids != served.static["greedy"].token_ids
-        for name in names_of(llm):
-            assert_same(run_at(llm, jobs, longest, name), static)
-    finally:
-        go_home(llm)
-        sleep_with_new_weights(llm, spec.model)
-    expected = {name: served.static[name] for name in jobs}
-    assert_same(run_at(llm, jobs, longest, names_of(llm)[-1]), expected)
 
 
 # ---------------------------------------------------------------- grammars

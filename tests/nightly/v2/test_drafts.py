@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.specs import IN_PLACE, V2_DRAFTS, V2_NGRAM
+from tests.engine.test_weight_updates import sleep_with_new_weights
 from tests.engine.v2 import test_drafts
-from tests.engine.v2.batch import Served, assert_same, run_static, serve
+from tests.engine.v2.batch import Served, assert_same, names_of, run_static, serve
 from tests.engine.v2.test_drafts import (  # noqa: F401
     SAMPLED,
+    greedy_jobs,
     longest,
     repeating,
     run_at,
@@ -16,10 +18,9 @@ from tests.engine.v2.test_drafts import (  # noqa: F401
     test_buffers_are_as_computed,
     test_grammars_see_the_drafts,
     test_greedy_tokens_are_the_models_own,
-    test_new_weights_come_while_the_engine_sleeps,
     test_steps_without_drafts_look_for_none,
 )
-from tests.support.pool import EnginePool, EngineSpec
+from tests.support.pool import EnginePool, EngineSpec, go_home
 
 # "ngram" has one step in flight, as vLLM runs it.
 SYNCHRONOUS = EngineSpec(
@@ -54,6 +55,26 @@ def test_every_ordered_pair_of_layouts(served: Served, way_of_kv: str) -> None: 
 @pytest.mark.parametrize("copies", [1, 8])
 def test_storm(served: Served, copies: int) -> None:  # noqa: F811
     test_drafts.test_storm(served, copies)
+
+
+def test_new_weights_come_while_the_engine_sleeps(
+    served: Served,  # noqa: F811
+    spec: EngineSpec,
+) -> None:
+    """Drafts are verified by them in every layout."""
+    llm, jobs = served.llm, greedy_jobs(served)
+    old = "qwen3_moe" if "moe" in spec.model else "qwen3"
+    try:
+        sleep_with_new_weights(llm, f"{old}_updated")
+        static = run_static(llm, jobs)
+        assert static["greedy"].token_ids != served.static["greedy"].token_ids
+        for name in names_of(llm):
+            assert_same(run_at(llm, jobs, longest, name), static)
+    finally:
+        go_home(llm)
+        sleep_with_new_weights(llm, spec.model)
+    expected = {name: served.static[name] for name in jobs}
+    assert_same(run_at(llm, jobs, longest, names_of(llm)[-1]), expected)
 
 
 def test_seeds_give_the_same_where_drafts_are_the_same(served: Served) -> None:  # noqa: F811

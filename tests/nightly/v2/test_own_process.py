@@ -21,7 +21,7 @@ def as_on_cuda() -> Iterator[None]:
         yield
 
 
-from tests.engine.test_async_serve import (  # noqa: E402, F401
+from tests.engine.test_async import (  # noqa: E402, F401
     expected,
     llm,
     loop,

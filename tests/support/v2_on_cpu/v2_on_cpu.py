@@ -14,7 +14,7 @@ from tests.support.fork_server import another_server
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[2]
-_PRELOADED = ["vllm.v1.worker.cpu.model_runner"]
+_PRELOADED = ("vllm.v1.worker.cpu.model_runner",)
 
 
 @contextlib.contextmanager

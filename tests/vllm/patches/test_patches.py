@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.v1.engine.utils as engine_cores
+import zmq
 from torch import nn
-from vllm.v1.engine.core_client import AsyncMPClient, MPClient, SyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_vllm.patches import front_end, runners, schedulers, weights
 
@@ -43,56 +40,6 @@ def test_a_method_is_replaced_once_and_kept() -> None:
 # -------------------------------------------------------------------- the front end
 
 
-def dead_client(outputs: Any) -> Any:
-    """A client whose monitor is about to shut it down; no process, no sockets."""
-    client: Any = object.__new__(SyncMPClient)
-    client._finalizer = SimpleNamespace(detach=lambda: None)
-    client.resources = SimpleNamespace(engine_dead=True)
-    client.outputs_queue = outputs
-    client.utility_results = {}
-    return client
-
-
-@pytest.fixture
-def failing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MPClient, "shutdown", MPClient.shutdown)
-    front_end.fail_waits_for_a_dead_core()
-
-
-@pytest.mark.usefixtures("failing_waits")
-def test_who_waits_for_a_dead_core_is_told() -> None:
-    """vLLM's own client leaves `generate` and calls waiting for good."""
-    client = dead_client(queue.Queue())
-    call: Future[Any] = Future()
-    answered: Future[Any] = Future()
-    client.utility_results.update({1: call, 2: answered})
-    answered.set_result("before")
-    with ThreadPoolExecutor(1) as pool:
-        output = pool.submit(client.get_output)
-        client.shutdown()
-        # Ends the thread also where nobody was told.
-        client.outputs_queue.put_nowait(ValueError("not told"))
-        with pytest.raises(EngineDeadError):
-            output.result(60)
-    assert client.outputs_queue.get_nowait().args == ("not told",)
-    assert isinstance(call.exception(0), EngineDeadError)
-    assert answered.result(0) == "before"
-
-
-@pytest.mark.usefixtures("failing_waits")
-def test_a_coroutine_that_waits_for_a_dead_core_is_told() -> None:
-    client = dead_client(None)
-    client.__class__ = AsyncMPClient
-
-    async def wait() -> None:
-        call = client.utility_results[1] = asyncio.get_running_loop().create_future()
-        await asyncio.to_thread(client.shutdown)
-        await asyncio.wait_for(call, 60)
-
-    with pytest.raises(EngineDeadError):
-        asyncio.run(wait())
-
-
 def test_engine_cores_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM kills them after 5 s, before they have removed what their workers leave."""
     asked = []
@@ -103,6 +50,19 @@ def test_engine_cores_have_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_cores.shutdown([])
     engine_cores.shutdown([], timeout=0.0)
     assert asked == [front_end.ENDS_WITHIN, 0.0]
+
+
+def test_an_interrupt_ends_the_start_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes it for the end of the wait for the engine core, and waits on."""
+    monkeypatch.setattr(engine_cores, "zmq_socket_ctx", engine_cores.zmq_socket_ctx)
+    front_end.interrupt_starts()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        engine_cores.zmq_socket_ctx("inproc://handshake", zmq.ROUTER, bind=True) as opened,
+    ):
+        assert not opened.closed
+        raise KeyboardInterrupt
+    assert opened.closed
 
 
 def test_sends_of_two_threads_do_not_meet() -> None:

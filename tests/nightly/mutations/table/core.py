@@ -24,6 +24,7 @@ INPLACE = "tests/vllm/weights/test_inplace.py"
 EXPERTS = "tests/vllm/weights/test_experts.py"
 KERNELS = "tests/vllm/kernels/test_kernels.py"
 PATCHES = "tests/vllm/patches/test_patches.py"
+DEAD = "tests/vllm/patches/test_dead_engine.py"
 DRAFTS = "tests/vllm/patches/test_drafts.py"
 REJECTION = "tests/vllm/patches/test_rejection.py"
 
@@ -64,7 +65,7 @@ _SCHEDULER: list[Row] = [
     ("a withdrawn switch is made", "layout_controller:LayoutController._run_requested", "continue  # whoever asked has given up", "pass", SCHEDULER),
     ("a step in flight hides that the work is over", "layout_controller:LayoutController.finish_work", "self._active.drain()", "pass", SCHEDULER),
     ("a policy hears of a switch before it is made", "layout_controller:LayoutController._switch", "        active.replace(target, replicas)\n        self.costs.observe(report)\n        self._monitor.switched(report, replicas)\n", "        self._monitor.switched(report, replicas)\n        active.replace(target, replicas)\n", SCHEDULER),
-    ("an engine goes on whose hand-over has failed", "layout_controller:LayoutController._switch", "active.executor.fail()", "pass", SCHEDULER),
+    ("an engine goes on whose hand-over has failed", "layout_controller:LayoutController._switch", "active.executor.fail(error)", "pass", SCHEDULER),
     ("0 is no draft length", "speculation:DraftLengths._table", "requested is not None", "requested", SPECULATION),
     ("the policy's draft lengths are not heard", "speculation:DraftLengths._table", "planned or self", "self", SPECULATION),
     ("draft lengths are not written after a plan", "speculation:DraftLengths.write", "self._written == (requested, of_policy, replicas)", "self._written[::2] == (requested, replicas)", SPECULATION),
@@ -98,7 +99,7 @@ _EXECUTOR: list[Row] = [
     ("shared memory of groups is left", "leftovers:Leftovers.remove", '(path, *_SHARED_MEMORY.glob(f"{glob.escape(path.name)}-*"))', "(path,)", LANES),
     ("a user's file is taken for a socket", "leftovers:_remove", "is_made(path.lstat().st_mode)", "True", LANES),
     ("a socket's path ends at a hash sign", "leftovers:remove_sockets", 'address.removeprefix("ipc://")', 'address.removeprefix("ipc://").partition("#")[0]', LANES),
-    ("a failed switch does not end the engine", "executor:_fatal", "self.fail()", "pass", f"{EXECUTOR}::test_a_rank_that_never_replies_fails_the_engine"),
+    ("a failed switch does not end the engine", "executor:_fatal", "self.fail(error)", "pass", f"{EXECUTOR}::test_a_rank_that_never_replies_fails_the_engine"),
     ("an update leaves other layouts' weights as they were", "executor:PATExecutorMixin.collective_rpc", "self._stale = True", "pass", EXECUTOR),
     ("weights are derived while the engine sleeps", "executor:PATExecutorMixin.refresh_weights", "self._stale and not self.is_sleeping", "self._stale", EXECUTOR),
     ("a switch takes replies to calls before it", "executor:PATExecutorMixin._read_earlier_replies", "if self.futures_queue:", "if False:", EXECUTOR),
@@ -170,7 +171,14 @@ _PATCHES: list[Row] = [
     ("the user's number of numba's threads is replaced", "drafts:keep_openmp_threads", "if name in os.environ:", "if False:", DRAFTS),
     ("methods are replaced twice", "replacing:replace", "getattr(original, _PATCHED, False)", "False", PATCHES),
     ("sends of two threads meet", "front_end:serialize_sends", "with lock:", "if lock:", PATCHES),
-    ("generate waits for a dead core", "front_end:fail_waits_for_a_dead_core", "client.outputs_queue.put_nowait(EngineDeadError())", "pass", PATCHES),
+    ("calls wait for an engine that has said that it is dead", "dead_engine:_set_dead", "if dead and client", "if client and not dead and client", DEAD),
+    ("who waits again for a dead engine waits for ever", "dead_engine:end_waits_for_dead_engines", "client.outputs_queue.put_nowait(_error(client))", "pass", DEAD),
+    ("coroutines wait for a dead engine", "dead_engine:_end_waits", "future.get_loop().call_soon_threadsafe(_fail, future, _error(client))", "pass", DEAD),
+    ("a core does not tell of what it dies", "dead_engine:tell_cause_of_death", "core.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=answer)))", "pass", DEAD),
+    ("a ring that is removed already is a traceback", "dead_engine:let_others_remove_rings", "suppress(FileNotFoundError)", "suppress()", DEAD),
+    ("Ctrl-C does not end a start", "front_end:interrupt_starts", "interrupt = raised", "pass", PATCHES),
+    ("a stopped worker outlives its core", "front_end:let_engine_cores_end", "worker.kill()", "pass", DEAD),
+    ("generate waits for a dead core", "dead_engine:_end_waits", "client.outputs_queue.put_nowait(_error(client))", "pass", DEAD),
     ("a narrower layout uses the last rows of counters", "runners:share_penalty_counts", "shared.output_bin_counts[:rows]", "shared.output_bin_counts[-rows:]", PATCHES),
 ]
 

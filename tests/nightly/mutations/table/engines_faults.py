@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.nightly.mutations.mutation import Mutation
 
 FAULTS = "tests/engine/test_faults.py"
-ASYNC = "tests/engine/test_async_serve.py"
+ASYNC = "tests/engine/test_async.py"
 POLICY = "tests/engine/test_policy.py"
 RAY = "tests/engine/test_ray.py"
 SCHEDULER = "tests/vllm/scheduler/test_scheduler.py"
@@ -23,7 +23,13 @@ MUTATIONS = [
     Mutation(
         "an orphaned engine core waits for its shutdown without end",
         "pat_vllm.executor.orphan:end_when_orphaned",
-        {"threading.Timer(_SHUTDOWN_SECONDS, os._exit, [1]).start()": "pass"},
+        {"threading.Timer(_SHUTDOWN_SECONDS, _exit_with_children).start()": "pass"},
+        (f"{FAULTS}::test_an_orphan_ends",),
+    ),
+    Mutation(
+        "a stopped worker outlives an orphaned engine core",
+        "pat_vllm.executor.orphan:_exit_with_children",
+        {"child.kill()": "pass"},
         (f"{FAULTS}::test_an_orphan_ends",),
     ),
     Mutation(
@@ -36,7 +42,7 @@ MUTATIONS = [
         "queues of killed workers stay in shared memory",
         "pat_vllm.executor.leftovers:Leftovers.remove",
         {"_remove_queue(queue)": "remove_sockets(queue)"},
-        (f"{FAULTS}::test_a_dead_worker_fails_the_engine_and_leaves_nothing",),
+        (f"{FAULTS}::test_a_killed_worker_is_reported_to_all",),
     ),
     Mutation(
         "the file where killed workers have met stays",

@@ -1,0 +1,68 @@
+"""`vllm serve` as users start it; what it does is in `tests/engine/test_serve.py`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.support.fork_server import Program
+from tests.support.serve import PATIENCE, Server
+
+
+def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
+    policy = {"kind": "schedule", "switch_at": {"2": 2}}
+    server = Server(tmp_path / "serve.log", {"policy": policy})
+    try:
+        server.wait_until_ready()
+        assert [tokens for _, tokens in server.complete([60, 120, 180], stream=True)] == [
+            *(60, 120, 180)
+        ]
+        assert "PAT switched tp1dp2 -> tp2dp1 (policy)" in server.child.output
+        assert len(server.family) == 4  # front end, engine core, two workers
+        assert server.stop() == 0
+        _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
+        assert not left
+    finally:
+        server.kill()
+
+
+def test_a_killed_worker_ends_all_waits_and_the_server(tmp_path: Path) -> None:
+    """In a storm of completions, switches, draft lengths and reports over HTTP."""
+    server = Server(tmp_path / "serve.log", {"policy": {"kind": "static", "tp": 1}}, popen=Program)
+
+    def again_and_again(call: Callable[[], Any]) -> None:
+        while True:
+            call()
+
+    try:
+        server.wait_until_ready()
+        worker = next(one for one in server.family if "Worker_TP1" in "".join(one.cmdline()))
+        with ThreadPoolExecutor() as pool:
+            calls: list[Future[None]] = [
+                pool.submit(again_and_again, call)
+                for call in (
+                    lambda: server.complete([60] * 8, stream=False),
+                    lambda: server.switch(2) or server.switch(1),
+                    lambda: server.rpc("pat_speculate", 4),
+                    server.report,
+                )
+            ]
+            for _ in range(3):
+                server.complete([40], stream=True)
+            os.kill(worker.pid, signal.SIGKILL)
+            for one in calls:
+                with pytest.raises((OSError, HTTPException, openai.OpenAIError)):
+                    one.result(PATIENCE)
+        _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
+        assert not left
+    finally:
+        server.kill()
