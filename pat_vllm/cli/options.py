@@ -7,8 +7,6 @@ from typing import Any
 
 import typer
 
-from pat_vllm.files.reading import parse_json, shown
-
 
 def a_number(given: float | None) -> float | None:
     """Callback of an option that has a range, which "nan" would pass."""
@@ -32,6 +30,8 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     Raises:
         ValueError: it is no JSON object.
     """
+    from pat_vllm.files.reading import parse_json, shown  # slow, for `--help`
+
     if text is None:
         return None
     try:
