@@ -26,7 +26,7 @@ from pat_vllm.simulator.modelled.hardware import named_profile
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 pytestmark = pytest.mark.timeout(300)
-EXAMPLES = int(os.environ.get("PAT_TEST_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("PAT_TEST_EXAMPLES", "20"))
 """Of each test; `PAT_TEST_EXAMPLES=5000` looks longer."""
 
 SMALL = {"--max-tokens": "32", "--iterations": "2", "--seed": "1"}
