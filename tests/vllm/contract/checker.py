@@ -56,7 +56,7 @@ _OTHERS = (
 """Packages that are `Any`, for speed."""
 _PARTS = (
     "compilation.passes distributed.aux_output_connector distributed.ec_transfer distributed.eplb "
-    "entrypoints lora model_executor.kernels model_executor.layers.mamba "
+    "entrypoints lora model_executor.layers.mamba "
     "model_executor.layers.quantization model_executor.models models parser reasoning renderers "
     "third_party tool_parsers transformers_utils v1.hisparse"
 )
