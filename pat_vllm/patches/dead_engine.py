@@ -181,5 +181,6 @@ def _cause(client: MPClient) -> str:
     told = vars(client.resources).get(_TOLD)
     if told is not None and told.done():
         return str(told.exception()).rstrip(".")
-    ended = getattr(client.resources.engine_manager, "finished_procs", dict)()
+    processes = getattr(client.resources.engine_manager, "finished_procs", None)
+    ended: dict[str, int] = processes() if processes else {}
     return "; ".join(f"{name} {describe_exit(code)}" for name, code in ended.items() if code)

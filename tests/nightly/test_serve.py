@@ -39,6 +39,10 @@ def test_a_killed_worker_ends_all_waits_and_the_server(tmp_path: Path) -> None:
     """In a storm of completions, switches, draft lengths and reports over HTTP."""
     server = Server(tmp_path / "serve.log", {"policy": {"kind": "static", "tp": 1}}, popen=Program)
 
+    def switch() -> None:
+        for tp in (2, 1):
+            server.switch(tp)
+
     def again_and_again(call: Callable[[], Any]) -> None:
         while True:
             call()
@@ -51,7 +55,7 @@ def test_a_killed_worker_ends_all_waits_and_the_server(tmp_path: Path) -> None:
                 pool.submit(again_and_again, call)
                 for call in (
                     lambda: server.complete([60] * 8, stream=False),
-                    lambda: server.switch(2) or server.switch(1),
+                    switch,
                     lambda: server.rpc("pat_speculate", 4),
                     server.report,
                 )

