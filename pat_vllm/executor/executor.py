@@ -152,9 +152,8 @@ class PATExecutorMixin(_Base):
             lanes.shutdown(self.layout if self._in_lanes else None)
             self._in_lanes = False
         leftovers = getattr(self, "_leftovers", None)
-        if self.is_failed:
-            self._note_cause()
         if leftovers is not None and self.is_failed:
+            self._note_cause()
             # Workers may be stuck, and vLLM kills an engine core that takes long to end.
             leftovers.remove()
         super().shutdown()

@@ -7,7 +7,15 @@ from tests.support.engine_fixtures import (
     llm,
     pytest_collection_modifyitems,
     pytest_generate_tests,
+    pytest_runtest_teardown,
     spec,
 )
 
-__all__ = ["engines", "llm", "pytest_collection_modifyitems", "pytest_generate_tests", "spec"]
+__all__ = [
+    "engines",
+    "llm",
+    "pytest_collection_modifyitems",
+    "pytest_generate_tests",
+    "pytest_runtest_teardown",
+    "spec",
+]

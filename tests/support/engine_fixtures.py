@@ -15,23 +15,32 @@ import pytest
 
 from tests.support.pool import EnginePool, EngineSpec, assert_clean, go_home
 
+_POOL = EnginePool()
+
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[EnginePool]:
     """The engines that tests share."""
-    pool = EnginePool()
-    yield pool
-    pool.close()
-    print(f"\nshared engines started: {', '.join(pool.starts) or 'none'}")
+    yield _POOL
+    _POOL.close()
 
 
-@pytest.fixture(autouse=True)
-def spec(request: pytest.FixtureRequest, engines: EnginePool) -> EngineSpec | None:
-    """The engine of this test. A test of no shared engine starts when none is left."""
-    spec: EngineSpec | None = getattr(request, "param", None)
-    if spec is None:
-        engines.close()
-    return spec
+@pytest.fixture
+def spec(request: pytest.FixtureRequest) -> EngineSpec | None:
+    """The engine of this test."""
+    return getattr(request, "param", None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """A test with another engine, or with none, starts when none is left."""
+    if nextitem is None or _spec_of(nextitem) is not _spec_of(item):
+        _POOL.close()
+
+
+def _spec_of(item: pytest.Item) -> EngineSpec | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("spec") if callspec else None
 
 
 @pytest.fixture
@@ -66,8 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests without a shared engine first, then those of each engine after each other."""
 
     def place(item: pytest.Item) -> int:
-        callspec = getattr(item, "callspec", None)
-        spec = callspec.params.get("spec") if callspec else None
+        spec = _spec_of(item)
         return 0 if spec is None else 1 + order.setdefault(id(spec), len(order))
 
     order: dict[int, int] = {}

@@ -73,6 +73,7 @@ def engine(
             llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
+            envs.disable_envs_cache()
 
 
 @contextlib.contextmanager

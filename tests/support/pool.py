@@ -40,14 +40,9 @@ class EngineSpec:
 
 
 class EnginePool:
-    """Hands out the engine of a spec, and keeps it until another spec is asked for.
-
-    Attributes:
-        starts: names of the engines that were started, in order.
-    """
+    """Hands out the engine of a spec, and keeps it until another spec is asked for."""
 
     def __init__(self) -> None:
-        self.starts: list[str] = []
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._engine = contextlib.ExitStack()
@@ -57,7 +52,6 @@ class EnginePool:
         """The `LLM` of this spec. An engine of another spec ends first."""
         if spec is not self._spec:
             self.close()
-            self.starts.append(spec.name)
             self._llm = self._start(spec)
             self._spec = spec
         return self._llm
