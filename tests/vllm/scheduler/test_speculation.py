@@ -274,6 +274,7 @@ DECODE, DRAFTED, CHUNK = (20, 1, 0), (10, 5, 4), (30, 8, 0)
     ("requests", "new", "shape"),
     [
         ({"a": DRAFTED, "b": (20, 3, 2)}, {}, StepShape(2, 32, 21, 0, 2, 6, 4)),
+        ({"a": DRAFTED, "c": CHUNK}, {}, StepShape(1, 11, 11, 8, 2, 4, 4)),
         (
             {"a": DRAFTED, "b": DECODE, "c": CHUNK},
             {"new": 50},
@@ -281,7 +282,7 @@ DECODE, DRAFTED, CHUNK = (20, 1, 0), (10, 5, 4), (30, 8, 0)
         ),
         ({}, {"new": 50}, StepShape(0, 0, 0, 50, 2, 0, 4)),
     ],
-    ids=["drafts", "beside a chunk and a prompt", "a prompt"],
+    ids=["drafts", "beside a chunk", "beside a chunk and a prompt", "a prompt"],
 )
 def test_shapes_of_steps(requests: Any, new: dict[str, int], shape: StepShape) -> None:
     """Decodes with drafts are not prefill, and the drafter runs after each step."""
