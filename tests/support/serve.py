@@ -130,17 +130,23 @@ class Server:
         assert self.rpc("pat_switch_layout", tp) == ["True"]
 
     def complete(self, lengths: list[int], stream: bool) -> list[tuple[str, int]]:
-        """A completion of each length, all at once: text and number of tokens."""
+        """A completion of each length, all at once: text and number of tokens.
+
+        Of several streams, one at least comes in pieces: a busy front end hands out at once what
+        has come of the others.
+        """
         from openai import AsyncOpenAI
 
-        async def together() -> list[tuple[str, int]]:
+        async def together() -> list[tuple[str, int, int]]:
             url = self.url + "/v1"
             async with AsyncOpenAI(base_url=url, api_key="none", timeout=PATIENCE) as client:
                 return await asyncio.gather(
                     *(_complete(client, i, tokens, stream) for i, tokens in enumerate(lengths))
                 )
 
-        return asyncio.run(together())
+        answers = asyncio.run(together())
+        assert not stream or len(lengths) == 1 or max(pieces for *_, pieces in answers) > 1
+        return [(text, tokens) for text, tokens, _ in answers]
 
     def values(self, metric: str) -> dict[str, float]:
         """A metric's values by its labels."""
@@ -165,7 +171,7 @@ class Server:
                 process.kill()
 
 
-async def _complete(client: Any, index: int, tokens: int, stream: bool) -> tuple[str, int]:
+async def _complete(client: Any, index: int, tokens: int, stream: bool) -> tuple[str, int, int]:
     answer = await client.completions.create(
         model="tiny",
         prompt=f"Question {index}: " + "why " * index,
@@ -177,14 +183,14 @@ async def _complete(client: Any, index: int, tokens: int, stream: bool) -> tuple
         extra_body={"ignore_eos": True},
     )
     if not stream:
-        return answer.choices[0].text, answer.usage.completion_tokens
+        return answer.choices[0].text, answer.usage.completion_tokens, 1
     pieces: list[str] = []
     completion_tokens = -1
     async for chunk in answer:
         pieces += [choice.text for choice in chunk.choices]
         if chunk.usage is not None:
             completion_tokens = chunk.usage.completion_tokens
-    return "".join(pieces), completion_tokens
+    return "".join(pieces), completion_tokens, len(pieces)
 
 
 if __name__ == "__main__":
