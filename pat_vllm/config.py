@@ -21,6 +21,8 @@ from pat_vllm.files.reading import check_name, cut, shown
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture, WantedExperts
 
+LAYOUT = "pat_layout"
+"""Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
 MOST_RANKS = 1024
 """Of an engine: more than any has."""
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
@@ -307,6 +309,12 @@ def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
     config = pat_config(vllm_config)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     return config.resolve_layouts(ranks, mixture_of(vllm_config))
+
+
+def layout_name(vllm_config: Any) -> str | None:
+    """The layout whose copy of an engine's config this is; None: it is an engine's own."""
+    options: dict[str, Any] = vllm_config.additional_config or {}
+    return options.get(LAYOUT)
 
 
 def mixture_of(vllm_config: Any) -> Mixture | None:

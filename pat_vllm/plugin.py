@@ -52,6 +52,8 @@ def register() -> None:
 def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
     """The executor class of a config, which is prepared for PAT if PAT is asked for.
 
+    A worker's configs of layouts are prepared. vLLM asks for their class, too, where it copies one.
+
     Args:
         stock: vLLM's own choice.
     """
@@ -65,9 +67,12 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         chosen = stock(vllm_config)
     if getattr(chosen, "is_pat", False):
         check_vllm_version()
+        from pat_vllm.config import layout_name
         from pat_vllm.executor.launcher import prepare_launch
         from pat_vllm.support import prepare
 
+        if layout_name(vllm_config) is not None:
+            return chosen
         prepare(vllm_config)
         end_waits_for_dead_engines()
         let_engine_cores_end()

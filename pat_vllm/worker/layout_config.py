@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pat_vllm.config import pat_config
+from pat_vllm.config import LAYOUT, pat_config
 from pat_vllm.layout import Layout
 from pat_vllm.limits import limits_of, narrower_limit
 from pat_vllm.speculation import draft_lengths, every_length
@@ -45,7 +45,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
     # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
     assert isinstance(vllm_config.additional_config, dict)
-    config.additional_config = {**vllm_config.additional_config, "pat_layout": str(layout)}
+    config.additional_config = {**vllm_config.additional_config, LAYOUT: str(layout)}
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []

@@ -250,7 +250,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{LAYOUT_CONFIG}:layout_config": {
             "replicas share a compile cache": {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
             "a rank is one of the engine's": {"layout.tp_rank_of(rank)": "rank"},
-            "layouts of one tp share compiled code": {', "pat_layout": str(layout)': ""},
+            "layouts of one tp share compiled code": {", LAYOUT: str(layout)": ""},
             "layouts share the user's folder of compiled code": {"config.compilation_config.cache_dir = folder": "pass"},
         },
         f"{LAYOUT_CONFIG}:_limit_cuda_graphs": {

@@ -73,7 +73,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "a folder of the user's for all layouts": {
                 "config.compilation_config.cache_dir:": "config.compilation_config.cache_dir and False:"
             },
-            "the layout is left out of the key": {', "pat_layout": str(layout)}': "}"},
+            "the layout is left out of the key": {", LAYOUT: str(layout)}": "}"},
             "weights are left out of the key": {"{**vllm_config.additional_config, ": "{"},
             "replicas share": {"layout.replica_of(rank)": "0"},
             "parts of the compiler's config are shared": {"copy.deepcopy(vllm": "copy.copy(vllm"},
