@@ -11,4 +11,4 @@ from tests.gpuless.test_platforms_of_published import PUBLISHED, run_on
 
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_platforms(version: str, tmp_path: Path) -> None:
-    run_on(version, "test_platforms.py", tmp_path)
+    run_on(version, ["gpuless/test_platforms.py"], tmp_path, v2=True)
