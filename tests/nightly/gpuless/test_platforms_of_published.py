@@ -28,19 +28,3 @@ def test_workers(version: str, tmp_path: Path) -> None:
     )
     tests = [f"vllm/{one}" for one in folders] + [f"gpuless/test_{one}.py" for one in files]
     run_on(version, tests, tmp_path, v2=True)
-
-
-@pytest.mark.parametrize("version", PUBLISHED)
-def test_engine_core(version: str, tmp_path: Path) -> None:
-    run_on(version, ["vllm/scheduler", "vllm/executor"], tmp_path)
-
-
-@pytest.mark.parametrize("version", PUBLISHED)
-def test_workers(version: str, tmp_path: Path) -> None:
-    folders = ("kv_transfer", "memory", "metrics", "worker")
-    files = (
-        *("capture_sizes", "collectives", "draft_graphs", "happens_before", "layouts_in_updates"),
-        *("sizes", "worker"),
-    )
-    tests = [f"vllm/{one}" for one in folders] + [f"gpuless/test_{one}.py" for one in files]
-    run_on(version, tests, tmp_path, v2=True)
