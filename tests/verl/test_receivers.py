@@ -45,10 +45,11 @@ def test_a_worker_outlives_the_thread_that_has_started_it() -> None:
     """vLLM 0.33 starts workers from threads, which end when all have started."""
     from pat_verl.extension import PatWorkerExtension
 
+    extension: Any = PatWorkerExtension
     libc, asked = ctypes.CDLL(None), ctypes.c_int(-1)
 
     def make_worker() -> None:
-        PatWorkerExtension.__new__(PatWorkerExtension, vllm_config=VllmConfig())
+        extension.__new__(extension, vllm_config=VllmConfig())
         libc.prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG, of this thread
 
     thread = threading.Thread(target=make_worker)
