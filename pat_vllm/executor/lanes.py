@@ -14,10 +14,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import queue
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -325,7 +327,8 @@ class WorkerLanes:
         replies = layout.tp_rank_of(self._rank) == 0
         while True:
             try:
-                kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
+                with _at_rest():
+                    kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
             except TimeoutError:
                 # A Ray actor has no parent process: Ray ends it with its engine.
                 parent = multiprocessing.parent_process()
@@ -372,6 +375,22 @@ class WorkerLanes:
         if self._finishing is not None:
             self._finishing.put(None)
         remove_sockets(self._reply.handle)
+
+
+@contextmanager
+def _at_rest() -> Iterator[None]:
+    """Inside, vLLM's watchdog knows that this worker waits, and afterwards that it works.
+
+    As in vLLM's own worker loop. Or it would take a lane, which is one call, for a call that is
+    stuck (`watchdog_config.dump_dir`). vLLM 0.32 has none.
+    """
+    module = sys.modules.get("vllm.utils.watch_dog")
+    if module is None:
+        yield
+        return
+    with module.get_watch_dog().disable():
+        yield
+    module.get_watch_dog().feed()
 
 
 def _reply_to(output: Any, drafts: DraftTokenIds | None) -> tuple[bool, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -12,6 +13,9 @@ from pat_vllm.patches.schedulers import block_pools_from, quiet_pool_resets
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
+
+_Kind: TypeAlias = frozenset[tuple[str, Any]]
+"""With which options vLLM makes a pool."""
 
 _SORTED_BLOCKS = 16_384
 """Free blocks of a pool up to this size are put in order: consecutive ones are copied faster."""
@@ -25,33 +29,21 @@ class BlockPools:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[Any, ...], list[BlockPool]] = defaultdict(list)
+        self._kept: dict[_Kind, list[BlockPool]] = defaultdict(list)
+        self._kind_of: WeakKeyDictionary[BlockPool, _Kind] = WeakKeyDictionary()
 
     def reused(self) -> AbstractContextManager[None]:
         """Inside, new schedulers get kept pools where there are any of their kind."""
         return block_pools_from(self._take)
 
-    def _take(
-        self,
-        num_gpu_blocks: int,
-        enable_caching: bool,
-        hash_block_size: int,
-        enable_kv_cache_events: bool = False,
-        metrics_collector: Any = None,
-        **others: Any,
-    ) -> BlockPool:
-        kind = num_gpu_blocks, enable_caching, hash_block_size, enable_kv_cache_events
-        if others or not self._kept[kind]:
-            return BlockPool(
-                num_gpu_blocks,
-                enable_caching,
-                hash_block_size,
-                enable_kv_cache_events,
-                metrics_collector,
-                **others,
-            )
-        pool = self._kept[kind].pop()
-        pool.metrics_collector = metrics_collector
+    def _take(self, metrics_collector: Any = None, **options: Any) -> BlockPool:
+        kind = frozenset(options.items())  # whatever a version of vLLM tells a pool
+        if kept := self._kept[kind]:
+            pool = kept.pop()
+            pool.metrics_collector = metrics_collector
+        else:
+            pool = BlockPool(metrics_collector=metrics_collector, **options)
+            self._kind_of[pool] = kind
         return pool
 
     def keep(self, scheduler: Scheduler) -> None:
@@ -67,9 +59,4 @@ class BlockPools:
         if pool.num_gpu_blocks <= _SORTED_BLOCKS:
             blocks = free.popleft_n(free.num_free_blocks)
             free.append_n(sorted(blocks, key=lambda block: block.block_id))
-        self._kept[
-            pool.num_gpu_blocks,
-            pool.enable_caching,
-            pool.hash_block_size,
-            pool.enable_kv_cache_events,
-        ].append(pool)
+        self._kept[self._kind_of[pool]].append(pool)

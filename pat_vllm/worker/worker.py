@@ -285,10 +285,12 @@ class PATWorkerMixin(_Base):
             self._activate(active)
 
     def _enter_for_a_call(self, runtime: LayoutRuntime) -> None:
-        """Enter a layout before a call that may write weights on other streams than the current."""
-        self._activate(runtime)
-        if self._weights.arrange(runtime.layout):
-            self._synchronize_device()
+        """Enter a layout before a call that may write weights on other streams than the current.
+
+        The call comes after the rows, and after a step that asynchronous scheduling has launched.
+        """
+        self._enter(runtime)
+        self._synchronize_device()
 
     @torch.inference_mode()
     def pat_refresh_weights(self) -> bool:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -219,6 +219,12 @@ class Devices:
         return tensor.tolist()
 
 
+def _record_stream(tensor: torch.Tensor, devices: Devices, stream: Stream) -> None:
+    """`Tensor.record_stream`."""
+    if memory := devices.memory_of(tensor):
+        memory.recorded.add(stream.actor.name)
+
+
 class _HostArray(np.ndarray):
     """An array in pinned memory."""
 
@@ -318,9 +324,12 @@ def imitated(ranks: int) -> Iterator[Devices]:
         patch.setattr(torch.cuda, "current_stream", current_stream)
         patch.setattr(torch.cuda, "set_stream", streams.set_stream)
         patch.setattr(torch.cuda, "stream", streams.on_stream)
+        patch.setattr(torch, "Event", streams.Event)
+        patch.setattr(torch.accelerator, "current_stream", current_stream)
         patch.setattr(torch.accelerator, "synchronize", streams.synchronize)
         patch.setattr(torch.accelerator, "current_device_index", lambda: here.thread.device.index)
         devices = Devices(ranks)
+        patch.setattr(torch.Tensor, "record_stream", partialmethod(_record_stream, devices))
         patch.setattr(exchange, "dist", nccl.distributed(devices))
         patch.setitem(sys.modules, "pat_vllm.kernels.device", launches.kernels(devices))
         # vLLM keeps streams from one update of weights to the next.

@@ -107,12 +107,14 @@ class Memory(bytearray):
 
     Attributes:
         stream: on which it was allocated; None if it is pinned memory of the host.
+        recorded: names of the streams whose work is waited for when it is given back.
     """
 
     def __init__(self, size: int, races: Races, stream: Actor | None) -> None:
         super().__init__(max(-(-size // 16), 1) * 16)
         self.address = int(torch.frombuffer(self, dtype=torch.uint8).data_ptr())
         self.stream = stream
+        self.recorded = set[str]() if stream is None else {stream.name}
         self.before = races.freed_on(stream) if stream else []
         self.last: dict[str, Access] = {}
         self._races = races
@@ -194,7 +196,7 @@ class Races:
         users = tuple(
             user
             for user in memory.last.values()
-            if user.actor != memory.stream.name and not any(host.saw(user) for host in hosts)
+            if user.actor not in memory.recorded and not any(host.saw(user) for host in hosts)
         )
         if users:
             self._freed[memory.stream.name].append(Freed(place(), users))

@@ -176,6 +176,10 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
             )
             finalize_layerwise_reload(model, None)
 
+    def load(self, name: str, values: torch.Tensor) -> None:
+        """A new weight by itself, as OpenRLHF and VeRL's receivers load it."""
+        load_weights(self.model_runner.get_model(), [(name, values.to(CUDA, non_blocking=True))])
+
     def replace(self) -> None:
         """New weights that take the place of the parameters."""
         for weight in model_weights(self.model_runner.get_model()):

@@ -32,7 +32,14 @@ from pat_vllm.worker import worker as worker_module
 from tests.gpuless import rank_worker
 from tests.gpuless.devices import CUDA, imitated
 from tests.gpuless.nccl import Group
-from tests.gpuless.rank_worker import LAYOUTS, RANKS, Worker, make_workers, some_requests
+from tests.gpuless.rank_worker import (
+    LAYOUTS,
+    RANKS,
+    Worker,
+    checkpoint,
+    make_workers,
+    some_requests,
+)
 from tests.gpuless.streams import Queue
 from tests.vllm.kv_transfer import test_exchange as exchanges
 
@@ -123,6 +130,26 @@ def test_loaders() -> None:
             worker.step()
         worker.update("replace")
         receive()
+        worker.step(read=False)
+        receive()
+
+    run_workers(rank_main)
+
+
+def test_buckets() -> None:
+    """Weights come one after the other on the current stream, steps and switches in between."""
+
+    def rank_main(worker: Worker) -> None:
+        layouts = itertools.cycle(LAYOUTS[1:] + LAYOUTS[:1])
+        worker.compile_or_warm_up_model()
+        for factor in (2.0, 3.0):
+            for name, values in checkpoint(factor):
+                worker.update("load", name, values)
+                worker.step(read=False)
+                worker.switch(next(layouts), [])
+            for layout in LAYOUTS:
+                worker.switch(layout, [])
+                worker.check_weights(factor)
 
     run_workers(rank_main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ from tests.vllm.contract.wheels import Unavailable, vllm_sources
 PUBLISHED = ("0.33.0",)
 
 
-def run_on(version: str, tests: str, folder: Path) -> None:
-    """Run a file of this folder on a version of vLLM."""
+def run_on(version: str, tests: Sequence[str], folder: Path, v2: bool = False) -> None:
+    """Run tests on a version of vLLM.
+
+    Args:
+        tests: files and folders of `tests`.
+        v2: with Model Runner V2, which Triton's interpreter runs.
+    """
     try:
         sources = vllm_sources(version)
     except Unavailable as why:
@@ -27,16 +33,17 @@ def run_on(version: str, tests: str, folder: Path) -> None:
     (installed / "METADATA").write_text(f"Name: vllm\nVersion: {version}+cpu\n")
     plugin = folder / "python_files.py"
     plugin.write_text("import vllm\n\n\ndef pytest_report_header():\n    return vllm.__file__\n")
-    folders = (sources, folder, SUPPORT / "v2_on_cpu", ROOT, os.environ.get("PYTHONPATH", ""))
-    path = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "TRITON_INTERPRET": "1"}
+    runner = [SUPPORT / "v2_on_cpu"] if v2 else []
+    folders = [sources, folder, *runner, ROOT, os.environ.get("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     # Without conftest.py, which keeps in mind what passes on the vLLM that is installed.
     command = [sys.executable, "-m", "pytest", "-v", "--noconftest", "-p", "no:cacheprovider"]
     child = Child(
-        [*command, "-p", "python_files", f"tests/gpuless/{tests}"],
+        [*command, "-p", "python_files", *(f"tests/{one}" for one in tests)],
         folder / "log",
         silence=600,
         cwd=ROOT,
-        env=os.environ | path,
+        env=os.environ | path | ({"TRITON_INTERPRET": "1"} if v2 else {}),
     )
     try:
         assert child.wait() == 0, child.tail(20_000)
@@ -49,4 +56,4 @@ def run_on(version: str, tests: str, folder: Path) -> None:
 @pytest.mark.costly
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_kv_layouts(version: str, tmp_path: Path) -> None:
-    run_on(version, "test_kv_layouts.py", tmp_path)
+    run_on(version, ["gpuless/test_kv_layouts.py"], tmp_path, v2=True)

@@ -1,7 +1,9 @@
-"""verl's weight push finds the worker of its own GPU. Starts nothing."""
+"""What verl does in workers: its weight push finds the one of its own GPU. Starts no engine."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +39,20 @@ def test_sockets(base_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         handle = vLLMColocateWorkerExtension._get_zmq_handle(worker)
         assert handle == f"ipc:///tmp/rl-colocate-zmq-2-replica-1-rank-{device}.sock"
+
+
+def test_a_worker_outlives_the_thread_that_has_started_it() -> None:
+    """vLLM 0.33 starts workers from threads, which end when all have started."""
+    from pat_verl.extension import PatWorkerExtension
+
+    extension: Any = PatWorkerExtension
+    libc, asked = ctypes.CDLL(None), ctypes.c_int(-1)
+
+    def make_worker() -> None:
+        extension.__new__(extension, vllm_config=VllmConfig())
+        libc.prctl(2, ctypes.byref(asked))  # PR_GET_PDEATHSIG, of this thread
+
+    thread = threading.Thread(target=make_worker)
+    thread.start()
+    thread.join()
+    assert asked.value == 0

@@ -1,4 +1,4 @@
-"""The matrix of platforms on the Python files of a vLLM without a CPU build."""
+"""On the Python files of a vLLM without a CPU build: platforms, and what needs no kernels."""
 
 from __future__ import annotations
 
@@ -11,4 +11,20 @@ from tests.gpuless.test_platforms_of_published import PUBLISHED, run_on
 
 @pytest.mark.parametrize("version", PUBLISHED)
 def test_platforms(version: str, tmp_path: Path) -> None:
-    run_on(version, "test_platforms.py", tmp_path)
+    run_on(version, ["gpuless/test_platforms.py"], tmp_path, v2=True)
+
+
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_engine_core(version: str, tmp_path: Path) -> None:
+    run_on(version, ["vllm/scheduler", "vllm/executor"], tmp_path)
+
+
+@pytest.mark.parametrize("version", PUBLISHED)
+def test_workers(version: str, tmp_path: Path) -> None:
+    folders = ("kv_transfer", "memory", "metrics", "worker")
+    files = (
+        *("capture_sizes", "collectives", "draft_graphs", "happens_before", "layouts_in_updates"),
+        *("sizes", "worker"),
+    )
+    tests = [f"vllm/{one}" for one in folders] + [f"gpuless/test_{one}.py" for one in files]
+    run_on(version, tests, tmp_path, v2=True)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -162,6 +167,29 @@ def test_only_the_leader_replies_and_a_failed_step_is_its_reply() -> None:
     assert replies(Worker(), STEP, LAYOUTS[1], rank=1) == []
     (failed, fine) = replies(Worker(), [(EXECUTE, -1), *STEP], LAYOUTS[1])
     assert failed == (False, "a step's mistake") and fine[0]
+
+
+def test_a_worker_that_waits_for_a_step_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For vLLM's watchdog, which 0.33 has: it is fed before each step, and off while none comes."""
+    seen: list[str] = []
+
+    class WatchDog:
+        feed = partial(seen.append, "fed")
+
+        @contextmanager
+        def disable(self) -> Iterator[None]:
+            seen.append("off")
+            yield
+            seen.append("on")
+
+    name = "vllm.utils.watch_dog"
+    watch_dog = import_module(name) if find_spec(name) else ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, watch_dog)
+    if of_vllm := getattr(watch_dog, "WatchDog", None):
+        assert {"feed", "disable"} <= vars(of_vllm).keys()
+    monkeypatch.setattr(watch_dog, "get_watch_dog", WatchDog, raising=of_vllm is not None)
+    assert len(replies(Worker(), STEP)) == 1
+    assert seen == ["off", "on", "fed"] * (len(STEP) + 1)
 
 
 # -------------------------------------------------------------------- nothing stays behind

@@ -233,9 +233,10 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             },
         },
         f"{WORKER}._enter_for_a_call": {
-            "loaders: rows are not waited for": {
-                "if self._weights.arrange(runtime.layout):\n            self._synchronize_device()": "self._weights.arrange(runtime.layout)"
+            "loaders: neither rows nor steps are waited for": {
+                "self._synchronize_device()": "pass"
             },
+            "buckets: rows are in the active layout's order": {"_enter(": "_activate("},
         },
         f"{SIDE}.wait": {
             "loaders: of a switch, only the current stream waits": {
