@@ -28,7 +28,7 @@ def receive(carried: Path, kept: Path, site: Path) -> list[str]:
         Names of pieces that have not come yet.
 
     Raises:
-        ValueError: pieces are damaged, or of another archive; they are removed.
+        ValueError: pieces are damaged, or of another archive.
     """
     lines = [line.split() for line in (carried / "SUMS").read_text().splitlines()]
     sums = {name: digest for digest, name in lines}
@@ -40,8 +40,6 @@ def receive(carried: Path, kept: Path, site: Path) -> list[str]:
     damaged = [
         one for one in come if hashlib.sha256(one.read_bytes()).hexdigest() != sums[one.name]
     ]
-    for piece in damaged:
-        piece.unlink()
     if damaged:
         raise ValueError(f"damaged, carry again: {', '.join(one.name for one in damaged)}")
     if missing := [name for name in sums if kept / name not in come]:

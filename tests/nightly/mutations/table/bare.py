@@ -25,7 +25,6 @@ _ROWS = [
     ("what is left out travels", "pack:contents", "any(fnmatch.fnmatch(path, one) for one in left_out)", "False", UNIT),
     ("pieces of an older archive stay", "pack:pack", "old.unlink()", "pass", UNIT),
     ("damaged pieces are unpacked", "receive:receive", "if damaged:", "if False:", UNIT),
-    ("damaged pieces are kept", "receive:receive", "    for piece in damaged:\n        piece.unlink()\n", "", UNIT),
     ("files of an older archive stay", "receive:receive", "shutil.rmtree(site, ignore_errors=True)", "pass", UNIT),
     ("a step calls an option that is gone", "run:commands", "--tensor-parallel-size 1", "--tensor-parallel 1", UNIT),
     ("a step calls a program with another option", "run:commands", '"--out", str(out)', '"--output", str(out)', PROGRAMS),
