@@ -109,7 +109,8 @@ def pack(files: Iterable[tuple[str, bytes]], folder: Path, most: int) -> list[Pa
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("piece.*"):
         old.unlink()
-    whole, pieces, sums = folder / "whole", [], ""
+    whole, sums = folder / "whole", ""
+    pieces: list[Path] = []
     with tarfile.open(whole, "w:xz", preset=2) as archive:
         for path, data in files:
             entry = tarfile.TarInfo(path)

@@ -103,7 +103,12 @@ def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
 
 def test_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
-    monkeypatch.setattr(run, "run", lambda *args: ran.append(args) or args[0] != "two")
+
+    def ran_well(*args: Any) -> bool:
+        ran.append(args)
+        return args[0] != "two"
+
+    monkeypatch.setattr(run, "run", ran_well)
     monkeypatch.setenv("RANKS", "4")
     for words, status in (("profile 8b + smoke", 0), ("two --speculate 4 + tests", 1)):
         assert run.main(words.split()) == status
