@@ -102,60 +102,28 @@ def _of_a_device_for_each_rank(stock: Any) -> Any:
 
 _C10D, _CUDA = "torch.distributed.distributed_c10d", "vllm.platforms.cuda"
 _ALL_REDUCE = "vllm.distributed.device_communicators.all_reduce_utils"
-_SPLITS = "output_split_sizes, input_split_sizes"
+_GATHER = "output_tensor, input_tensor, group, async_op"
+_ALL_TO_ALL = "output, input, output_split_sizes, input_split_sizes, group, async_op"
+_BROADCAST = "tensor, src, group, async_op, group_src"
+_LINKS = "cls, physical_device_ids"
+_PHYSICAL = "vllm.platforms.interface:Platform.device_id_to_physical_device_id"
+_SWAPPED = _through_host("output", "input")
+_ONE, _TWO = _through_host("tensor"), _through_host("output_tensor", "input_tensor")
 _RANKS, _TRUE = (lambda stock: lambda *args: RANKS), (lambda stock: lambda *args: True)
 
 PATCHES = (
-    Patch(
-        f"{_C10D}:all_reduce",
-        "tensor, op, group, async_op",
-        "sums of layers, where custom all-reduce is off; PAT's measuring of its exchange",
-        _through_host("tensor"),
-    ),
-    Patch(
-        f"{_C10D}:broadcast",
-        "tensor, src, group, async_op, group_src",
-        "tensors that one rank gives the others",
-        _through_host("tensor"),
-    ),
-    Patch(
-        f"{_C10D}:all_gather_into_tensor",
-        "output_tensor, input_tensor, group, async_op",
-        "logits",
-        _through_host("output_tensor", "input_tensor"),
-    ),
-    Patch(
-        f"{_C10D}:all_to_all_single",
-        f"output, input, {_SPLITS}, group, async_op",
-        "PAT's exchange of KV; sampling that is spread over ranks",
-        _through_host("output", "input"),
-    ),
+    Patch(f"{_C10D}:all_reduce", "tensor, op, group, async_op", "sums of layers; rates", _ONE),
+    Patch(f"{_C10D}:broadcast", _BROADCAST, "what one rank gives the others", _ONE),
+    Patch(f"{_C10D}:all_gather_into_tensor", _GATHER, "logits", _TWO),
+    Patch(f"{_C10D}:all_to_all_single", _ALL_TO_ALL, "PAT's exchange of KV", _SWAPPED),
     Patch("torch.accelerator:device_count", "", "a worker's rank is a device's index", _RANKS),
     Patch(f"{_CUDA}:CudaPlatformBase.device_count", "cls", "vLLM wants a device a rank", _RANKS),
     Patch(
-        f"{_CUDA}:CudaPlatformBase.dist_backend",
-        None,
-        "NCCL refuses ranks that share a device",
-        lambda stock: "gloo",
+        f"{_CUDA}:CudaPlatformBase.dist_backend", None, "NCCL wants devices", lambda stock: "gloo"
     ),
-    Patch(
-        f"{_CUDA}:NvmlCudaPlatform.is_fully_connected",
-        "cls, physical_device_ids",
-        "custom all-reduce of four ranks wants links, of which a device has none to itself",
-        _TRUE,
-    ),
-    Patch(
-        "vllm.platforms.interface:Platform.device_id_to_physical_device_id",
-        "cls, device_id",
-        "each rank takes the device of its number",
-        _of_first_device,
-    ),
-    Patch(
-        f"{_ALL_REDUCE}:gpu_p2p_access_check",
-        "src, tgt",
-        "custom all-reduce wants peer access between the ranks' devices",
-        _TRUE,
-    ),
+    Patch(f"{_CUDA}:NvmlCudaPlatform.is_fully_connected", _LINKS, "four ranks want links", _TRUE),
+    Patch(_PHYSICAL, "cls, device_id", "each rank has the device of its number", _of_first_device),
+    Patch(f"{_ALL_REDUCE}:gpu_p2p_access_check", "src, tgt", "custom all-reduce asks", _TRUE),
     Patch(
         "pat_vllm.doctor.environment:_device_checks",
         "facts, ranks, machine",

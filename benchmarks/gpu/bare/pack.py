@@ -50,7 +50,6 @@ LEFT_OUT = (
     "*.h",
     "*.hpp",
     "*.inl",
-    "*.jpg",
     "vllm/vllm-rs",
     # For other GPUs, attention of other kinds, and fewer bits.
     "vllm/_deepselect_C.*",
@@ -60,13 +59,11 @@ LEFT_OUT = (
     "vllm/third_party/flashmla/*",
     "vllm/third_party/tml_fa4/*",
     "vllm/vllm_flash_attn/_vllm_fa2_C.*",
-    # Tables and pages.
     "vllm/entrypoints/serve/instrumentator/static/*",
     "vllm/kernels/helion/configs/*",
 )
 """Patterns of paths in wheels. FlashAttention 3 stays."""
-EXPERTS = ("vllm/_moe_C_*",)
-"""Kernels for mixtures of experts: 38 MB."""
+EXPERTS = ("vllm/_moe_C_*",)  # kernels for mixtures: 38 MB
 
 
 def download(wheels: Path, vllm: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -21,8 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OUT = Path(os.environ.get("OUT", ROOT / "build" / "bare" / "results"))
 MODEL = Path("/tmp/pat-bare/model")
-SHOWN = 4000
-"""Characters of a log."""
+SHOWN = 4000  # characters of a log
 
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, (HERE / "start", SITE, ROOT))),
@@ -95,17 +95,9 @@ def run(step: str, arguments: Sequence[str], ranks: int) -> bool:
     OUT.mkdir(parents=True, exist_ok=True)
     log, begun = OUT / f"{step}.log", time.monotonic()
     with log.open("wb") as file:
-        passed = all(
-            subprocess.run(
-                [*programs[program], *words],
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            ).returncode
-            == 0
-            for program, *words in commands(step, arguments, OUT, ranks)
-        )
+        call = partial(subprocess.call, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        todo = commands(step, arguments, OUT, ranks)
+        passed = all(call([*programs[program], *words]) == 0 for program, *words in todo)
     print(log.read_text(errors="replace")[-SHOWN:])
     seconds = time.monotonic() - begun
     print(f"== {step} {'passed' if passed else 'FAILED'} after {seconds:.0f} s", flush=True)

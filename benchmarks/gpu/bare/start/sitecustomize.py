@@ -1,8 +1,4 @@
-"""With this folder on PYTHONPATH and PAT_ONE_GPU=N, N ranks share one GPU (`one_gpu.py`).
-
-A `sitecustomize`, because an engine's core and its workers are new processes, and what is replaced
-there has to be replaced before vLLM is imported.
-"""
+"""With PAT_ONE_GPU=N and this on PYTHONPATH, ranks share a GPU in every process that starts."""
 
 import os
 
