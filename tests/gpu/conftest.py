@@ -12,9 +12,14 @@ RANKS = 2
 
 @pytest.fixture(scope="session")
 def devices() -> int:
-    """The number of CUDA devices; without as many as ranks, tests are skipped."""
+    """The number of CUDA devices, as vLLM sees them, of which one may serve several ranks
+    (`benchmarks/gpu/bare/one_gpu.py`); without as many as ranks, tests are skipped."""
     torch = pytest.importorskip("torch")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = 0
+    if torch.cuda.is_available():
+        from vllm.platforms import current_platform
+
+        count = current_platform.device_count()
     if count < RANKS:
         pytest.skip(f"needs {RANKS} CUDA devices; this machine has {count}")
     return count

@@ -120,7 +120,7 @@ def send_by_ipc(llm: Any, model: str) -> None:
 
     path = random_model(model) / "model.safetensors"
     handles, kept = {}, []
-    for device in range(2):
+    for device in range(min(2, torch.cuda.device_count())):
         weights = load_file(path, device=f"cuda:{device}")
         kept.append(weights)
         uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.vllm.contract.behaviour import check_texts
+from tests.vllm.contract.behaviour import check_patches, check_texts
 from tests.vllm.contract.checker import CACHE, check
 from tests.vllm.contract.test_vllm_contract import INSTALLED, found, sources
 
@@ -91,6 +91,13 @@ BREAKS = {
         '"Worker" has no attribute "discard"',
         "tests/vllm/contract/spelled.py:",
     ),
+    "what ranks that share a GPU replace": Break(
+        "platforms/interface.py",
+        "def device_id_to_physical_device_id(cls, device_id",
+        "def device_id_to_physical_device_id(cls, logical_id",
+        "has cls, logical_id, not cls, device_id",
+        "vllm.platforms.interface:Platform.device_id_to_physical_device_id",
+    ),
     "how it does something": Break(
         "v1/worker/utils.py",
         "torch.zeros(buf_size, dtype=torch.int8",
@@ -115,7 +122,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     gone = [line.replace(": ", ": overridden: ") for line in found(INSTALLED).overrides]
     still = {line.replace(": ", ": overridden: ") for line in broken.overrides}
     texts = check_texts(sources(INSTALLED), instead)
-    return [*broken.problems, *texts, *(line for line in gone if line not in still)]
+    patches = check_patches(sources(INSTALLED), instead)
+    return [*broken.problems, *texts, *patches, *(line for line in gone if line not in still)]
 
 
 @pytest.mark.parametrize("what", BREAKS)

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.gpu.bare.one_gpu import PATCHES
+
 _TEXTS = r"""
 vllm.v1.engine.llm_engine.LLMEngine.__init__
     StatLoggerManager\(vllm_config=vllm_config,
@@ -167,6 +169,23 @@ vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool
     (?s)if tag != old_tag:\s*for pool, _ in self\.allocator_and_pools\.get\(tag,
     \[\]\):\s*self\._trim\(pool\)
     what layouts share is given back when the tag is used once more
+vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator.all_reduce
+    if pynccl_comm is None or pynccl_comm\.disabled:\s+out = input_\.clone\(\)\s+
+    torch\.distributed\.all_reduce\(out, group=self\.device_group\)
+    of ranks that share a GPU: a sum without NCCL (`benchmarks/gpu/bare/one_gpu.py`)
+vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase.all_gather
+    dist\.all_gather_into_tensor\(output_tensor, input_, group=self\.device_group\)
+    of ranks that share a GPU: logits
+vllm.platforms.interface.Platform.logical_device_id_to_visible_device_id
+    physical_device_id = cls\.device_id_to_physical_device_id\(device_id\)
+    of ranks that share a GPU: a worker's device
+vllm.v1.worker.gpu_worker.Worker.init_device
+    self\.local_rank < torch\.accelerator\.device_count\(\)
+    of ranks that share a GPU: what a worker asserts
+vllm.distributed.device_communicators.custom_all_reduce
+    from vllm\.distributed\.device_communicators\.all_reduce_utils import [^()]*
+    gpu_p2p_access_check
+    of ranks that share a GPU: the probe is replaced before this is imported
 """
 """Each: the class, method or function of vLLM's; a regular expression, maybe on several lines, of
 which one that ends with a comma goes on after a space; what of ours rests on it."""
@@ -209,6 +228,24 @@ def check_texts(root: Path, instead: Mapping[Path, Path] | None = None) -> Itera
             yield f"{text.owner} does not contain {text.pattern!r} any more ({text.why})"
 
 
+def check_patches(root: Path, instead: Mapping[Path, Path] | None = None) -> Iterator[str]:
+    """What ranks that share a GPU would replace, and is not there or has other parameters.
+
+    Args:
+        root: a folder of packages. What is in others is not looked at.
+        instead: as of `check_texts`.
+    """
+    for patch in PATCHES:
+        if not (root / patch.where.partition(".")[0]).is_dir():
+            continue
+        found = _find(root, patch.where.replace(":", "."), instead or {})
+        parameters = None
+        if isinstance(found, ast.FunctionDef):
+            parameters = ", ".join(one.arg for one in found.args.args)
+        if found is None or parameters != patch.parameters:
+            yield f"{patch.where} has {parameters}, not {patch.parameters} ({patch.why})"
+
+
 def _find(root: Path, dotted: str, instead: Mapping[Path, Path]) -> ast.AST | None:
     """The definition of a dotted name, in the module that its first parts name."""
     path, names = root, dotted.split(".")
@@ -223,5 +260,12 @@ def _find(root: Path, dotted: str, instead: Mapping[Path, Path]) -> ast.AST | No
     found: ast.AST | None = ast.parse(instead.get(file, file).read_text())
     for name in names:
         body = getattr(found, "body", [])
-        found = next((node for node in body if getattr(node, "name", None) == name), None)
+        found = next((node for node in body if name in _names(node)), None)
     return found
+
+
+def _names(node: ast.AST) -> tuple[str, ...]:
+    """What a statement defines."""
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return (node.target.id,)
+    return (getattr(node, "name", ""),)

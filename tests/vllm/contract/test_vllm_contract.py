@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.bare.one_gpu import ENVIRONMENT
 from pat_vllm.plugin import TESTED_VLLM
-from tests.vllm.contract.behaviour import check_texts
+from tests.vllm.contract.behaviour import check_patches, check_texts
 from tests.vllm.contract.checker import CACHE, FOLDERS, Found, check
 from tests.vllm.contract.wheels import Unavailable, vllm_sources
 
@@ -87,6 +88,17 @@ def test_our_code_has_the_types_of_vllm(version: str) -> None:
 def test_vllm_does_what_we_rely_on(version: str) -> None:
     problems = list(check_texts(sources(version)))
     assert not problems, f"vLLM {version} does something else:\n" + "\n".join(problems)
+
+
+def test_ranks_can_share_a_gpu(version: str) -> None:
+    """What `benchmarks.gpu.bare.one_gpu` replaces and sets is there."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    roots = (sources(version), FOLDERS[0], Path(torch.origin).parents[1])
+    problems = [one for root in roots for one in check_patches(root)]
+    known = (sources(version) / "vllm" / "envs.py").read_text()
+    problems += [name for name in ENVIRONMENT if f'"{name}": ' not in known]
+    assert not problems, f"vLLM {version} has other things:\n" + "\n".join(problems)
 
 
 def test_what_we_override_is_called_so(version: str) -> None:

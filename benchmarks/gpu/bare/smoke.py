@@ -1,0 +1,68 @@
+"""Whether vLLM's build runs here, and PAT on one rank: `python -m benchmarks.gpu.bare.smoke`.
+
+Stock vLLM first, without its compiler and graphs, then with them, then PAT both ways, which has to
+say what stock vLLM says.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from typing import Any
+
+from pat_vllm.doctor.compare import MOST_NOISE, Reference, compare_outputs
+from pat_vllm.doctor.plan import prompts
+from pat_vllm.doctor.session import Session, generate, score
+
+PAT = {
+    "distributed_executor_backend": "pat",
+    "additional_config": {"pat": {"policy": {"kind": "static", "tp": 1}}},
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock vLLM, eager": {"enforce_eager": True},
+    "stock vLLM, compiled": {},
+    "PAT, eager": {"enforce_eager": True, **PAT},
+    "PAT, compiled": PAT,
+}
+
+
+def main() -> int:
+    """The exit status."""
+    from vllm import LLM
+
+    from pat_vllm.cli.random_model import make_model
+
+    session = Session({}, "", prompts(512), 48)
+    references: list[Reference] = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(folder, dtype="bfloat16", hidden=512, head_dim=128)
+        for number, (name, options) in enumerate(ENGINES.items()):
+            begun = time.perf_counter()
+            llm = LLM(
+                folder,
+                max_model_len=512,
+                max_num_seqs=16,
+                kv_cache_memory_bytes=256 << 20,
+                skip_tokenizer_init=True,
+                seed=0,
+                **options,
+            )
+            started = time.perf_counter() - begun
+            outputs = generate(llm, session, lambda: None, likeliest=5)
+            if number < 2:
+                references.append(Reference(outputs, score(llm, session.prompts, outputs)))
+            llm.llm_engine.engine_core.shutdown()
+            expected = references[number // 3]
+            # Compiled code rounds to 16 bits in other places than eager code.
+            tolerance = MOST_NOISE if number == 1 else expected.tolerance
+            agreement = compare_outputs(expected.outputs, outputs, tolerance)
+            problem = references[-1].problem or agreement.problem
+            print(f"{name}: started in {started:.1f} s; {problem or agreement}", flush=True)
+            if problem:
+                return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

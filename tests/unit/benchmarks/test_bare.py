@@ -1,0 +1,121 @@
+"""`benchmarks.gpu.bare`: what is packed arrives whole, and the commands of its steps are ours."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from benchmarks.gpu.bare import pack, receive, run
+from pat_vllm.cli import app
+
+KEPT = {
+    "vllm/__init__.py": b"",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": random.Random(0).randbytes(5000),
+    "vllm/_C_stable_libtorch.abi3.so": random.Random(1).randbytes(700),
+    "other/third_party/deep_gemm/x.py": b"x",
+}
+DROPPED = (
+    "vllm/vllm-rs",
+    "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    "vllm/_flashmla_C.abi3.so",
+    "vllm/_qutlass_C.abi3.so",
+    "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/third_party/deep_gemm/include/a/b.py",
+    "vllm/third_party/fmha_sm100/a.hpp",
+)
+PIECE = 1000
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Path:
+    """The pieces of a made-up wheel."""
+    wheel = tmp_path / "vllm-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, data in {**KEPT, **dict.fromkeys(DROPPED, b"dropped")}.items():
+            archive.writestr(path, data)
+    files = pack.contents([wheel], (*pack.LEFT_OUT, *pack.EXPERTS))
+    folder = tmp_path / "carried"
+    folder.mkdir()
+    (folder / "piece.99").write_bytes(b"of an older archive")
+    pieces = pack.pack(files, folder, PIECE)
+    assert [one.stat().st_size for one in pieces[:-1]] == [PIECE] * (len(pieces) - 1) != []
+    assert 0 < pieces[-1].stat().st_size <= PIECE
+    assert {one.name for one in folder.iterdir()} == {pack.SUMS, *(one.name for one in pieces)}
+    return folder
+
+
+def test_pieces_that_come_one_by_one_are_unpacked_at_last(carried: Path, tmp_path: Path) -> None:
+    loads = [(carried / one.name, one.read_bytes()) for one in sorted(carried.glob("piece.*"))]
+    kept, site = tmp_path / "kept", tmp_path / "site"
+    site.mkdir()
+    (site / "old.py").touch()
+    for piece, _ in loads:
+        piece.unlink()
+    for count, (piece, data) in enumerate(reversed(loads), start=1):
+        piece.write_bytes(data)
+        waiting = receive.receive(carried, kept, site)
+        assert waiting == [one.name for one, _ in loads[: len(loads) - count]]
+    files = {str(one.relative_to(site)): one.read_bytes() for one in site.rglob("*.*")}
+    assert files == KEPT
+    assert not list(kept.iterdir())
+
+
+def test_a_damaged_piece_is_named_and_can_be_carried_again(carried: Path, tmp_path: Path) -> None:
+    piece = carried / "piece.01"
+    whole = piece.read_bytes()
+    piece.write_bytes(whole[:500] + bytes([whole[500] ^ 1]) + whole[501:])
+    kept, site = tmp_path / "kept", tmp_path / "site"
+    with pytest.raises(ValueError, match=r"again: piece\.01$"):
+        receive.receive(carried, kept, site)
+    assert not site.exists()
+    piece.write_bytes(whole)
+    assert receive.receive(carried, kept, site) == []
+    assert (site / "vllm" / "__init__.py").exists()
+
+
+def test_vllm_would_find_pat() -> None:
+    files = {Path(path).name: data.decode() for path, data in pack.plugin()}
+    assert "Name: pat-vllm" in files["METADATA"]
+    assert files["entry_points.txt"].split("\n")[:2] == [
+        "[vllm.general_plugins]",
+        "pat = pat_vllm.plugin:register",
+    ]
+
+
+@pytest.mark.parametrize("step", ["two", "twographs", *(f"profile {size}" for size in run.SIZES)])
+def test_commands_of_a_step_are_accepted(step: str, tmp_path: Path) -> None:
+    """By the parsers, which check names of options and their values."""
+    name, *arguments = step.split()
+    program: Any = typer.main.get_command(app)
+    for ranks in (2, 4):
+        for command, *words in run.commands(name, arguments, tmp_path, ranks):
+            assert command == "pat-vllm"
+            context = program.make_context("pat-vllm", [*words])
+            subcommand, parser, rest = program.resolve_command(context, words)
+            given = parser.make_context(subcommand, rest, parent=context).params
+            assert given.get("ranks") in (None, ranks)
+
+
+def test_steps_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def ran_well(*args: Any) -> bool:
+        ran.append(args)
+        return args[0] != "two"
+
+    monkeypatch.setattr(run, "run", ran_well)
+    monkeypatch.setenv("RANKS", "4")
+    for words, status in (("profile 8b + smoke", 0), ("two --speculate 4 + tests", 1)):
+        assert run.main(words.split()) == status
+    assert ran == [
+        *[("profile", ["8b"], 4), ("smoke", [], 4)],
+        *[("two", ["--speculate", "4"], 4), ("tests", [], 4)],
+    ]
+    for step, unknown in (("profile", "9b"), ("nothing", "nothing")):
+        with pytest.raises(ValueError, match=unknown):
+            run.commands(step, ["9b"], Path(), 2)
