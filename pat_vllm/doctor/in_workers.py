@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 FACTS_METHOD = "doctor_facts"
 EXTENSION = "pat_vllm.doctor.in_workers.InWorkers"
+Handle = tuple[Callable[..., Any], Sequence[Any]]
+"""What makes a tensor of another process's memory, and its arguments."""
+
+
+def load_by_ipc(worker: Any, handles: Mapping[str, Sequence[tuple[str, Handle]]]) -> None:
+    """Load weights that lie in another process's memory, as trainers' code in the worker does.
+
+    Args:
+        handles: of the weights, each with its name, by `device_id` or on CPU by rank.
+    """
+    import torch
+
+    index = worker.device.index
+    on_cpu = worker.device.type == "cpu"
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (make, arguments) in handles[str(worker.rank) if on_cpu else device_id(index)]:
+            arguments = list(arguments)
+            if not on_cpu:
+                arguments[6] = index  # the device's number in this process
+            yield name, make(*arguments)
+
+    worker.model_runner.model.load_weights(weights())
+    if not on_cpu:
+        torch.cuda.synchronize()
+
+
+def device_id(index: int) -> str:
+    """Of a GPU, whatever number it has in a process."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def shared_tensor(storage: Handle, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor in host memory that another process shares."""
+    import torch
+
+    make, arguments = storage
+    return torch.empty(0, dtype=dtype).set_(make(*arguments), 0, shape)
 
 
 class InWorkers:
