@@ -18,30 +18,29 @@ def load_by_ipc(worker: Any, handles: Mapping[str, Sequence[tuple[str, Handle]]]
     """Load weights that lie in another process's memory, as trainers' code in the worker does.
 
     Args:
-        handles: of the weights, each with its name, by `device_id` or on CPU by rank.
+        handles: of the weights, each with its name, by `memory_of`.
     """
     import torch
 
-    index = worker.device.index
-    on_cpu = worker.device.type == "cpu"
+    device = worker.device
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (make, arguments) in handles[str(worker.rank) if on_cpu else device_id(index)]:
+        for name, (make, arguments) in handles[memory_of(device, worker.rank)]:
             arguments = list(arguments)
-            if not on_cpu:
-                arguments[6] = index  # the device's number in this process
+            if device.type != "cpu":
+                arguments[6] = device.index  # its number in this process
             yield name, make(*arguments)
 
     worker.model_runner.model.load_weights(weights())
-    if not on_cpu:
+    if device.type != "cpu":
         torch.cuda.synchronize()
 
 
-def device_id(index: int) -> str:
-    """Of a GPU, whatever number it has in a process."""
+def memory_of(device: torch.device, rank: int) -> str:
+    """A name of a rank's device for all processes."""
     import torch
 
-    return str(torch.cuda.get_device_properties(index).uuid)
+    return f"{rank}" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shared_tensor(storage: Handle, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

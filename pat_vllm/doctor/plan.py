@@ -20,14 +20,11 @@ MAX_TOKENS = 48
 POSITIONS = 4096
 """Of the random models: as many tokens as a request may have."""
 _REQUESTS, _REQUESTS_ON_CPU = 256, 24
-_LONG = (2049, 2500)
-"""Tokens of a long prompt; one of `_REQUESTS_PER_LONG` requests has one."""
-_REQUESTS_PER_LONG = 32
+_LONG, _EACH_LONG = 2400, 32
+"""Tokens of a long prompt, and of how many requests one has it."""
 _ONLY_PAT = ("worker_extension_cls", "compilation_config", "enforce_eager", "max_model_len")
-_LIMITS = ("enforce_eager", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes")
-"""Options that make an engine start soon, which a user's engine does not have."""
-_FILES = ("profile", "lengths_file")
-"""Of a policy, made for the user's own model."""
+_SMALL = ("enforce_eager", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes")
+"""Options that make an engine start soon."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +78,16 @@ class Plan:
         return PATConfig.parse(self.pat).resolve_layouts(self.ranks)
 
 
-def prompts(vocab: int, count: int = 6) -> Prompts:
-    """Of the self-test's requests: 10 to 40 tokens."""
+def prompts(vocab: int, count: int = 6, longest: int = 40) -> Prompts:
+    """Of the self-test's requests: 10 to 40 tokens, of some `longest` if that is more."""
     import random
 
     rng = random.Random(0)
-    return tuple(
-        tuple(rng.randrange(3, vocab) for _ in range(rng.randint(10, 40))) for _ in range(count)
+    lengths = (
+        longest if longest > 40 and at % _EACH_LONG == 0 else rng.randint(10, min(40, longest))
+        for at in range(count)
     )
+    return tuple(tuple(rng.randrange(3, vocab) for _ in range(length)) for length in lengths)
 
 
 def self_test_engine(models: Models, plan: Plan, on_cpu: bool) -> dict[str, Any]:
@@ -165,65 +164,53 @@ def _drafts(method: str, models: Models) -> dict[str, Any]:
 def as_used(models: Models, plan: Plan, facts: Facts) -> tuple[Session, Session]:
     """The sessions of stock vLLM, and of an engine as its user would have it, on many requests.
 
-    That one has vLLM's and PAT's defaults where the user names nothing else. The second session
-    says what it could not take from the user.
+    Where the user names nothing, it has the defaults of vLLM and PAT. The second session says what
+    is not so.
     """
     on_cpu = facts.platform == "cpu"
-    # vLLM's CPU workers do not share what is free among them.
-    limits = {*_LIMITS} - ({"kv_cache_memory_bytes"} if on_cpu else set())
     default = self_test_engine(models, plan, on_cpu)
-    engine = {name: value for name, value in default.items() if name not in limits} | plan.engine
-    stock = {**default, "max_model_len": engine.get("max_model_len", POSITIONS)}
-    if "max_num_seqs" not in plan.engine:
-        del stock["max_num_seqs"]
-    told = []
-    drafts = () if "speculative_config" in engine else models.draft_lengths
-    if drafts:
-        on_device = not on_cpu or facts.runner == "V2"
-        engine["speculative_config"] = _drafts("ngram_gpu" if on_device else "ngram", models)
-        if not on_device:
-            told.append("drafts of ngram, as ngram_gpu needs a GPU or Model Runner V2")
-    engine.setdefault("worker_extension_cls", EXTENSION)
+    engine = {name: value for name, value in default.items() if name not in _SMALL} | plan.engine
+    if not 0 < (length := engine.get("max_model_len", POSITIONS)) <= POSITIONS:
+        length = engine["max_model_len"] = POSITIONS
     if not on_cpu:
         engine.setdefault("enable_sleep_mode", True)
+    else:
+        # Ranks would not share what is free among them, and compiling takes minutes.
+        engine.setdefault("kv_cache_memory_bytes", default["kv_cache_memory_bytes"])
+        if "compilation_config" not in engine:
+            engine.setdefault("enforce_eager", True)
+    why = ""
+    drafts = () if "speculative_config" in engine else models.draft_lengths
+    if drafts:
+        method = "ngram" if on_cpu and facts.runner != "V2" else "ngram_gpu"
+        engine["speculative_config"] = _drafts(method, models)
+        if method == "ngram":
+            why = "; ngram_gpu needs a GPU or Model Runner V2"
+    engine.setdefault("worker_extension_cls", EXTENSION)
     pat = dict(plan.pat)
-    if "policy" in pat:
-        pat["policy"] = {name: one for name, one in pat["policy"].items() if name not in _FILES}
+    if "policy" in pat:  # its files are of the user's model
+        files = ("profile", "lengths_file")
+        pat["policy"] = {name: one for name, one in pat["policy"].items() if name not in files}
     engine |= _with_executor(pat, plan, on_cpu)
-    told.insert(0, f"not the user's: {_set_by_doctor(engine, plan)}")
+    count, longest = _REQUESTS_ON_CPU if on_cpu else _REQUESTS, min(_LONG, length - MAX_TOKENS - 1)
     session = Session(
-        stock,
+        {**default, "max_model_len": length, "max_num_seqs": engine.get("max_num_seqs", count)},
         str(models.other),
-        _long_prompts(models.vocab, on_cpu, stock["max_model_len"] - MAX_TOKENS - 1),
+        prompts(models.vocab, count, longest),
         MAX_TOKENS,
     )
-    own = ("worker_extension_cls", "compilation_config", "enforce_eager")
     return session, replace(
         session,
         engine=engine,
         draft_lengths=drafts,
-        graphs=not (on_cpu or any(name in plan.engine for name in own)),
+        graphs=not (on_cpu or {*_ONLY_PAT[:3]} & {*plan.engine}),
         sleeps=engine.get("enable_sleep_mode", on_cpu),
-        as_used="; ".join(told),
+        as_used=f"not the user's: {_not_the_users(engine, plan)}{why}",
     )
 
 
-def _long_prompts(vocab: int, on_cpu: bool, most: int) -> Prompts:
-    """Some of them long; none has more than `most` tokens."""
-    import random
-
-    rng = random.Random(1)
-    short = prompts(vocab, _REQUESTS_ON_CPU if on_cpu else _REQUESTS)
-    return tuple(
-        tuple(rng.randrange(3, vocab) for _ in range(min(most, rng.randint(*_LONG))))
-        if number % _REQUESTS_PER_LONG == 0
-        else prompt[:most]
-        for number, prompt in enumerate(short)
-    )
-
-
-def _set_by_doctor(engine: Mapping[str, Any], plan: Plan) -> str:
-    """Options that differ from a user's, but for what makes the engine one of PAT's."""
+def _not_the_users(engine: Mapping[str, Any], plan: Plan) -> str:
+    """Options that differ, but for what makes the engine one of PAT's."""
     pat = engine["additional_config"]["pat"]
     given = {**plan.engine, **{f"pat.{name}": one for name, one in plan.pat.items()}}
     has = {**engine, **{f"pat.{name}": one for name, one in pat.items()}}

@@ -26,7 +26,7 @@ from pat_vllm.doctor.compare import (
     compare_forced,
     compare_outputs,
 )
-from pat_vllm.doctor.in_workers import FACTS_METHOD, Handle, device_id, load_by_ipc, shared_tensor
+from pat_vllm.doctor.in_workers import FACTS_METHOD, Handle, load_by_ipc, memory_of, shared_tensor
 from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
@@ -141,36 +141,34 @@ def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journa
     if session.draft_lengths:
         with journal.check("draft length changes with requests in flight") as found:
             found += with_drafts(llm, session, journal, layouts[-1], first)
-    level = 2 if session.as_used else 1
+    lost = session.as_used and session.sleeps
     on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
-    if session.sleeps:
-        with journal.check(f"sleep at level {level} and wake-up") as found:
-            switch_to(llm, layouts[-1])
-            llm.sleep(level=level)
-            llm.wake_up(["weights"])
-            if level == 2:  # which are lost
-                reload_weights(llm, session.engine["model"])
-            llm.wake_up(["kv_cache"])
+    if session.sleeps and not lost:
+        with journal.check("sleep and wake-up") as found:
+            llm.sleep(level=1)
+            llm.wake_up()
             if on_cpu:
                 found.append("without effect on CPU")
             found += in_layout(llm, session, journal, layouts[-1], first)
-    with journal.check("weight update") as found:
+    with journal.check("sleep at level 2, weight update" if lost else "weight update") as found:
         switch_to(llm, layouts[-1])
-        reload_weights(llm, session.other_weights)
+        if lost:
+            llm.sleep(level=2)
+            llm.wake_up(["weights"])
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})
+        if lost:
+            llm.wake_up(["kv_cache"])
+            found.append("sleep is without effect on CPU" if on_cpu else "in place of lost weights")
+        llm.reset_prefix_cache()
         for layout in layouts:
             found += in_layout(llm, session, journal, layout, other)
     if session.as_used:
         with journal.check("weight update by IPC") as found:
             switch_to(llm, layouts[-1])
             found.append(send_by_ipc(llm, session.engine["model"], on_cpu))
+            llm.reset_prefix_cache()
             for layout in layouts:
                 found += in_layout(llm, session, journal, layout, first)
-
-
-def reload_weights(llm: LLM, model: str) -> None:
-    """Update by vLLM's own loader, from a checkpoint's folder."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
-    llm.reset_prefix_cache()
 
 
 def send_by_ipc(llm: LLM, model: str, on_cpu: bool) -> str:
@@ -180,7 +178,7 @@ def send_by_ipc(llm: LLM, model: str, on_cpu: bool) -> str:
         model: folder of a checkpoint with one file of weights.
 
     Returns:
-        What was done, in words.
+        What memory it was.
     """
     import torch
     from safetensors.torch import load_file
@@ -196,18 +194,13 @@ def send_by_ipc(llm: LLM, model: str, on_cpu: bool) -> str:
     set_sharing_strategy("file_system")  # on CPU, by a name
     handles, kept = {}, []
     for rank in range(llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size):
-        device = "cpu" if on_cpu else f"cuda:{rank}"
-        weights = load_file(Path(model) / "model.safetensors", device=device)
-        weights = {name: weight.clone() for name, weight in weights.items()}
-        kept.append(weights)
-        handles[str(rank) if on_cpu else device_id(rank)] = [
-            (name, handle_of(weight)) for name, weight in weights.items()
-        ]
-    if not on_cpu:
-        for rank in range(len(kept)):
-            torch.cuda.synchronize(rank)
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)
+        weights = load_file(Path(model) / "model.safetensors", device=str(device))
+        kept.append([(name, weight.clone()) for name, weight in weights.items()])
+        handles[memory_of(device, rank)] = [(name, handle_of(weight)) for name, weight in kept[-1]]
+        if not on_cpu:
+            torch.cuda.synchronize(device)
     llm.collective_rpc(load_by_ipc, args=(handles,))
-    llm.reset_prefix_cache()
     return "shared host memory" if on_cpu else "CUDA IPC"
 
 

@@ -161,7 +161,7 @@ def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatc
     lengths = [len(one) for one in pat.prompts]
     assert len(lengths) == 256 and sum(one > 2048 for one in lengths) == 8
     assert max(lengths) + pat.max_tokens < stock.engine["max_model_len"]
-    assert "max_num_seqs" not in stock.engine and not stock.as_used
+    assert stock.engine["max_num_seqs"] == 256 and not stock.as_used
 
 
 def test_as_used_on_cpu_says_what_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +196,10 @@ def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not (pat.sleeps or pat.graphs or pat.draft_lengths)
     assert max(map(len, pat.prompts)) == 1024 - 48 - 1
     assert (stock.engine["max_model_len"], stock.engine["max_num_seqs"]) == (1024, 64)
+    # More than the random model's contexts: also of vLLM's "as much as there is room for".
+    for length in (1 << 17, -1):
+        _, pat = as_used(monkeypatch, ON_GPUS, engine={"max_model_len": length})
+        assert pat.engine["max_model_len"] == 4096 and "max_model_len=4096" in pat.as_used
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
