@@ -141,7 +141,7 @@ def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journa
     if session.draft_lengths:
         with journal.check("draft length changes with requests in flight") as found:
             found += with_drafts(llm, session, journal, layouts[-1], first)
-    lost = session.as_used and session.sleeps
+    lost = session.sleeps and bool(session.as_used)
     on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
     if session.sleeps and not lost:
         with journal.check("sleep and wake-up") as found:
