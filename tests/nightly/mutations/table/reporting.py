@@ -52,7 +52,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("wrong scores pass", "doctor.compare:compare_forced", "if not _distance(a, b) <= tolerance", "if False", COMPARE),
     ("rows in a wrong place pass", "doctor.speed.reshard:_Weights.check", "assert _same(found, expected)", "assert True", DEVICE),
     ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if stage.status == "failed" else None', "failed = None", STAGES),
-    ("stock vLLM gets the options that are PAT's alone", "doctor.plan:_for_both", "if name not in only_pat", "if name", STAGES),
+    ("stock vLLM gets the options that are PAT's alone", "doctor.plan:_for_both", "if name not in _ONLY_PAT", "if name", STAGES),
     ("the user's policy is replaced by a static one", "doctor.plan:as_used", "pat = dict(plan.pat)", 'pat = {**plan.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
     ("the KV cache of the user's engine is of a fixed size", "doctor.plan:as_used", "if name not in _SMALL}", "if name not in _SMALL[:3]}", STAGES),
     ("the user's engine has few sequences", "doctor.plan:as_used", "if name not in _SMALL}", 'if name not in _SMALL or name == "max_num_seqs"}', STAGES),
