@@ -19,7 +19,8 @@ COMPARE = "tests/unit/doctor/test_compare.py"
 CHILD = "tests/unit/doctor/test_child.py"
 STAGES = "tests/unit/doctor/test_stages.py"
 ENVIRONMENT = "tests/unit/doctor/test_environment.py"
-DOCTOR = "tests/engine/test_doctor.py"
+SESSION = "tests/unit/doctor/test_session.py"
+IPC = "tests/vllm/doctor/test_ipc.py"
 DEVICE = "tests/vllm/doctor/test_device.py"
 RANDOM_MODEL = "tests/vllm/cli/test_random_model.py"
 
@@ -60,9 +61,9 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("the doctor writes what it has learnt to the user's file", "doctor.plan:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)', STAGES),
     ("all prompts are short", "doctor.plan:prompts", "longest > 40 and", "False and", STAGES),
     ("CPU drafts are taken on GPUs", "doctor.plan:as_used", 'facts.runner != "V2"', "True", STAGES),
-    ("outputs after an update by IPC are not compared", "doctor.session:_check_layouts", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                found += in_layout", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                in_layout", DOCTOR),
-    ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", DOCTOR),
-    ("the policy's own layouts are not looked at", "doctor.session:by_policy", "outputs = generate(", "switch_to(llm, report(llm).layouts[0])\n    outputs = generate(", DOCTOR),
+    ("outputs after an update by IPC are not compared", "doctor.session:_check_layouts", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                found += in_layout", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                in_layout", SESSION),
+    ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", IPC),
+    ("lost weights are left lost", "doctor.session:_check_layouts", 'llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})', "pass", SESSION),
     ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])", ENVIRONMENT),
     ("what a killed process has started goes on", "doctor.child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
     ("a process that hangs is waited for", "doctor.child:_follow", "seen.hangs = True", "seen.hangs = False", CHILD),
