@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model
-from pat_vllm.doctor.plan import Models
+from pat_vllm.doctor.plan import POSITIONS, Models
 from pat_vllm.files.reading import read_json_object, shown
 from pat_vllm.model_size import MIXTURES, ModelSize
 
@@ -100,7 +100,7 @@ def self_test_models(folder: Path, sizes: Mapping[str, Any], draft_length: int) 
     Args:
         draft_length: the longest of the self-test; 0 is no speculative decoding.
     """
-    sizes = dict(sizes)
+    sizes = {**sizes, "max_position_embeddings": POSITIONS}
     if draft_length:
         # A model whose text repeats itself has a head of its own.
         sizes |= {"repeat": _REPEAT, "tie": False}

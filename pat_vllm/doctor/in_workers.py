@@ -2,10 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 FACTS_METHOD = "doctor_facts"
 EXTENSION = "pat_vllm.doctor.in_workers.InWorkers"
+Handle = tuple[Callable[..., Any], Sequence[Any]]
+"""What makes a tensor of another process's memory, and its arguments."""
+
+
+def load_by_ipc(worker: Any, handles: Mapping[str, Sequence[tuple[str, Handle]]]) -> None:
+    """Load weights that lie in another process's memory, as trainers' code in the worker does.
+
+    Args:
+        handles: of the weights, each with its name, by `memory_of`.
+    """
+    import torch
+
+    device = worker.device
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (make, arguments) in handles[memory_of(device, worker.rank)]:
+            arguments = list(arguments)
+            if device.type != "cpu":
+                arguments[6] = device.index  # its number in this process
+            yield name, make(*arguments)
+
+    worker.model_runner.model.load_weights(weights())
+    if device.type != "cpu":
+        torch.cuda.synchronize()
+
+
+def memory_of(device: torch.device, rank: int) -> str:
+    """A name of a rank's device for all processes."""
+    import torch
+
+    return f"{rank}" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
+
+
+def shared_tensor(storage: Handle, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor in host memory that another process shares."""
+    import torch
+
+    make, arguments = storage
+    return torch.empty(0, dtype=dtype).set_(make(*arguments), 0, shape)
 
 
 class InWorkers:

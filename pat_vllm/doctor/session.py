@@ -6,6 +6,7 @@ The engine core has its own process, as for users: a switch is asked for while i
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,9 +26,10 @@ from pat_vllm.doctor.compare import (
     compare_forced,
     compare_outputs,
 )
-from pat_vllm.doctor.in_workers import FACTS_METHOD
+from pat_vllm.doctor.in_workers import FACTS_METHOD, Handle, load_by_ipc, memory_of, shared_tensor
 from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.layout import Layout
+from pat_vllm.profiling.cache import CACHE_DIR
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,6 +39,8 @@ SWITCH_AFTER = 4
 _TRIES = 3
 """To switch before the last response has ended."""
 _LIKELIEST = 5
+Prompts = tuple[tuple[int, ...], ...]
+"""Token ids, by request."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,20 @@ class Session:
         max_tokens: each of them generates, greedily.
         references: of the first weights and of the others; none for stock vLLM, which makes them.
         draft_lengths: to go through while it generates; the engine speculates if there are any.
+        sleeps: it can be put to sleep.
         graphs: it must have captured CUDA graphs.
+        as_used: of an engine as its user would have it, what is not the user's; else empty.
     """
 
     engine: dict[str, Any]
     other_weights: str
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: Prompts
     max_tokens: int
     references: tuple[Reference, ...] = ()
     draft_lengths: tuple[int, ...] = ()
     sleeps: bool = True
     graphs: bool = False
+    as_used: str = ""
 
 
 SESSION = TypeAdapter(Session)
@@ -103,6 +110,10 @@ def check_engine(session: Session, journal: Journal) -> None:
         llm = LLM(**session.engine)
         layouts = report(llm).layouts
         found.append(f"layouts {', '.join(map(str, layouts))}")
+        if session.as_used:
+            lengths = [len(prompt) for prompt in session.prompts]
+            found.append(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens")
+            found.append(session.as_used)
         if session.graphs:
             found.append(captured(llm))
     try:
@@ -118,6 +129,9 @@ def check_engine(session: Session, journal: Journal) -> None:
 
 def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journal: Journal) -> None:
     first, other = session.references
+    if session.as_used:
+        with journal.check("layouts as the policy chooses") as found:
+            found += by_policy(llm, session, journal, first)
     for layout in layouts:
         with journal.check(f"layout {layout}") as found:
             found += in_layout(llm, session, journal, layout, first)
@@ -127,19 +141,67 @@ def _check_layouts(llm: LLM, layouts: Sequence[Layout], session: Session, journa
     if session.draft_lengths:
         with journal.check("draft length changes with requests in flight") as found:
             found += with_drafts(llm, session, journal, layouts[-1], first)
-    if session.sleeps:
+    lost = session.sleeps and bool(session.as_used)
+    on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
+    if session.sleeps and not lost:
         with journal.check("sleep and wake-up") as found:
             llm.sleep(level=1)
             llm.wake_up()
-            if llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+            if on_cpu:
                 found.append("without effect on CPU")
             found += in_layout(llm, session, journal, layouts[-1], first)
-    with journal.check("weight update") as found:
+    with journal.check("sleep at level 2, weight update" if lost else "weight update") as found:
         switch_to(llm, layouts[-1])
+        if lost:
+            llm.sleep(level=2)
+            llm.wake_up(["weights"])
         llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})
+        if lost:
+            llm.wake_up(["kv_cache"])
+            found.append("sleep is without effect on CPU" if on_cpu else "in place of lost weights")
         llm.reset_prefix_cache()
         for layout in layouts:
             found += in_layout(llm, session, journal, layout, other)
+    if session.as_used:
+        with journal.check("weight update by IPC") as found:
+            switch_to(llm, layouts[-1])
+            found.append(send_by_ipc(llm, session.engine["model"], on_cpu))
+            llm.reset_prefix_cache()
+            for layout in layouts:
+                found += in_layout(llm, session, journal, layout, first)
+
+
+def send_by_ipc(llm: LLM, model: str, on_cpu: bool) -> str:
+    """Update from this process's memory: handles of it travel, as from a trainer on these GPUs.
+
+    Args:
+        model: folder of a checkpoint with one file of weights.
+
+    Returns:
+        What memory it was.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from torch.multiprocessing import reductions, set_sharing_strategy
+
+    def handle_of(weight: torch.Tensor) -> Handle:
+        if not on_cpu:
+            handle: Handle = reductions.reduce_tensor(weight)
+            return handle
+        storage = reductions.reduce_storage(weight.untyped_storage())
+        return shared_tensor, (storage, weight.dtype, weight.shape)
+
+    set_sharing_strategy("file_system")  # on CPU, by a name
+    handles, kept = {}, []
+    for rank in range(llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size):
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)
+        weights = load_file(Path(model) / "model.safetensors", device=str(device))
+        kept.append([(name, weight.clone()) for name, weight in weights.items()])
+        handles[memory_of(device, rank)] = [(name, handle_of(weight)) for name, weight in kept[-1]]
+        if not on_cpu:
+            torch.cuda.synchronize(device)
+    llm.collective_rpc(load_by_ipc, args=(handles,))
+    return "shared host memory" if on_cpu else "CUDA IPC"
 
 
 def captured(llm: LLM) -> str:
@@ -154,6 +216,19 @@ def captured(llm: LLM) -> str:
     if not min(counts):
         raise RuntimeError(f"no CUDA graphs were captured: {text}")
     return text
+
+
+def by_policy(
+    llm: LLM, session: Session, journal: Journal, expected: Reference
+) -> list[Agreement | str]:
+    """Generate in the layouts that the engine's policy chooses."""
+    from pat_vllm.api import report
+
+    began = time.monotonic()
+    outputs = generate(llm, session, journal.beat)
+    chosen = [one.target for one in report(llm, since=began).switches if one.reason == "policy"]
+    went = f"it went to {', '.join(map(str, chosen))}" if chosen else "it stayed in one"
+    return [went, compare_outputs(expected.outputs, outputs, expected.tolerance)]
 
 
 def in_layout(
@@ -322,6 +397,11 @@ def score(
 def main(request: str, answer: str, journal: str) -> None:
     """Files in, files out; `answer` gets the references if the session has none."""
     session = SESSION.validate_json(Path(request).read_text())
+    # The profile of a random model is of no use later.
+    os.environ[CACHE_DIR] = str(Path(answer).parent)
+    if session.as_used:
+        # vLLM wants it said that functions, and handles of memory, may be sent to its workers.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     with Path(journal).open("a") as file:
         lines = Journal(file)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pat_vllm.config import PATConfig
@@ -13,21 +14,15 @@ from pat_vllm.doctor.compare import Reference
 from pat_vllm.doctor.device import MOVES, Moves
 from pat_vllm.doctor.environment import FACTS, QUESTION, Facts, Question, environment_checks
 from pat_vllm.doctor.figures import REQUESTS, figures
-from pat_vllm.doctor.plan import (
-    Models,
-    Plan,
-    prompts,
-    self_test_engine,
-    timed_engine,
-    with_pat,
-)
-from pat_vllm.doctor.session import REFERENCES, SESSION, Session
+from pat_vllm.doctor.plan import Models, Plan, as_used, prompts, self_test, timed_engine, with_pat
+from pat_vllm.doctor.session import REFERENCES, SESSION, Prompts
 from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, Steps
 from pat_vllm.doctor.values import Check, Stage
 from pat_vllm.memory.rank_memory import GPU
 
 Doing = Callable[[str], None]
-ENGINE_STAGES = ("eager", "piecewise", "full")
+AS_USED = "as used"
+ENGINE_STAGES = ("eager", "piecewise", "full", AS_USED)
 FIGURES = "figures"
 _GRAPHS: Mapping[str, Mapping[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -64,7 +59,7 @@ class _Stages:
         self._doing = doing
         self._facts: Facts | None = None
         self._models: Models | None = None
-        self._references: tuple[Reference, ...] = ()
+        self._references: dict[Prompts, tuple[Reference, ...]] = {}
         self._log = ""
 
     def run(self, name: str) -> Stage:
@@ -179,17 +174,20 @@ class _Stages:
 
     def _engine(self, name: str) -> list[Check]:
         plan, models = self._plan, self._some_models(name)
-        stock = self_test_engine(models, plan, self._on_cpu)
+        assert self._facts is not None
         checks: list[Check] = []
-        given = plan.prompts or prompts(models.vocab)
-        session = Session(stock, str(models.other), given, plan.max_tokens)
-        if not self._references:
-            run = self._child(name, "session", SESSION.dump_json(session), 1)
+        if name == AS_USED:
+            stock, session = as_used(models, plan, self._facts)
+        else:
+            stock = self_test(models, plan, self._on_cpu)
+            session = with_pat(stock, plan, _GRAPHS[name], models, self._on_cpu)
+        if (references := self._references.get(stock.prompts)) is None:
+            run = self._child(name, "session", SESSION.dump_json(stock), 1)
             checks += run.checks
             if run.answer is None:
                 return checks
-            self._references = REFERENCES.validate_json(run.answer)
-        session = with_pat(session, plan, _GRAPHS[name], models, self._references, self._on_cpu)
+            references = self._references[stock.prompts] = REFERENCES.validate_json(run.answer)
+        session = replace(session, references=references)
         run = self._child(name, "session", SESSION.dump_json(session), plan.ranks)
         return [*checks, *run.checks]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
+from pat_vllm.cli import doctor as command
+from pat_vllm.doctor import stages
 from pat_vllm.doctor.values import Verdict
 from tests.support.fork_server import Program
 
@@ -30,30 +34,48 @@ def from_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pat_vllm.doctor.child.subprocess", started_by)
 
 
-def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
-    verdict, text = doctor(tmp_path, "--speculate", "4")
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage, which a nightly test runs, is left out."""
+    engines = 3 + len(stages.ENGINE_STAGES)
+    run = command.run_stages
+    monkeypatch.setattr(command, "run_stages", lambda *given: islice(run(*given), engines))
+
+
+def test_a_healthy_machine(from_server: None, without_figures: None, tmp_path: Path) -> None:
+    # A policy that needs no profile: the nightly tests take one.
+    policy = {"kind": "schedule", "switch_at": {"24": 2}}
+    options = ("--speculate", "4", "--pat", json.dumps({"policy": policy}))
+    verdict, text = doctor(tmp_path, "--all", *options)
     assert verdict.failed is None, text
     by_name = {stage.name: stage for stage in verdict.stages}
     assert by_name["eager"].status == "passed"
     assert {name for name, one in by_name.items() if one.status == "skipped"} == {
-        *("model", "memory", "piecewise", "full", "figures")
+        *("model", "memory", "piecewise", "full")
     }
-    found = {check.name: check.found for check in by_name["eager"].checks}
-    assert [*found] == [
-        "stock vLLM",
-        "stock vLLM new weights",
-        "start",
+    start = ["stock vLLM", "stock vLLM new weights", "start"]
+    in_layouts = [
         "layout tp1dp2",
         "layout tp2dp1",
         "tp1dp2 -> tp2dp1 with requests in flight",
         "tp2dp1 -> tp1dp2 with requests in flight",
         "draft length changes with requests in flight",
-        "sleep and wake-up",
-        "weight update",
-        "shutdown",
     ]
+    found = {check.name: check.found for check in by_name["eager"].checks}
+    assert [*found] == [*start, *in_layouts, "sleep and wake-up", "weight update", "shutdown"]
     assert "6 in flight, 6 migrated" in found["tp1dp2 -> tp2dp1 with requests in flight"]
     assert " 0 of " not in found["draft length changes with requests in flight"]
     assert "576 tokens" in found["layout tp1dp2"]
+    as_used = {check.name: check.found for check in by_name["as used"].checks}
+    updates = ["sleep at level 2, weight update", "weight update by IPC"]
+    by_policy = "layouts as the policy chooses"
+    assert [*as_used] == [*start, by_policy, *in_layouts, *updates, "shutdown"]
+    assert as_used[by_policy].startswith("it went to tp2dp1; ")
+    assert "24 prompts of 10 to 2400 tokens" in as_used["start"]
+    assert "pat.weights='inplace'" in as_used["start"] and "pat.policy" not in as_used["start"]
+    assert "24 in flight" in as_used["tp1dp2 -> tp2dp1 with requests in flight"]
+    # Of 24 requests, 48 tokens as generated and as a prompt's, in each of two layouts.
+    assert all(f"{24 * 48 * 2 * 2} tokens" in as_used[update] for update in updates)
+    assert "shared host memory" in as_used["weight update by IPC"]
     written = (tmp_path / "doctor.json").read_text()
     assert os.getcwd() not in written and str(tmp_path) not in written

@@ -41,7 +41,7 @@ def run_doctor(
     ] = 0,
     all_stages: Annotated[
         bool,
-        typer.Option("--all", help="Also engines with CUDA graphs, PIECEWISE and FULL; figures."),
+        typer.Option("--all", help="Also engines with CUDA graphs, one as you use it, figures."),
     ] = False,
     figures: Annotated[
         bool, typer.Option("--figures", help="Also measure: copies, moves, decode steps, memory.")

@@ -15,7 +15,7 @@ from pat_vllm.doctor.child import Run
 from pat_vllm.doctor.environment import FACTS, Facts
 from pat_vllm.doctor.in_workers import EXTENSION
 from pat_vllm.doctor.plan import Models, Plan
-from pat_vllm.doctor.session import REFERENCES, SESSION
+from pat_vllm.doctor.session import REFERENCES, SESSION, Session
 from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, StepTime
 from pat_vllm.doctor.values import Check, Stage
@@ -101,13 +101,13 @@ def run_with(
 
 
 def status_of(found: dict[str, Stage]) -> str:
-    """A letter for each of the seven stages: passed, failed or skipped."""
+    """A letter for each of the eight stages: passed, failed or skipped."""
     return "".join(stage.status[0] for stage in found.values())
 
 
 def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    assert status_of(run_with(monkeypatch, children)) == "psspsss"
+    assert status_of(run_with(monkeypatch, children)) == "psspssss"
     stock, pat = children.sessions
     assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
     assert "distributed_executor_backend" not in stock.engine
@@ -119,24 +119,93 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    assert status_of(run_with(monkeypatch, children, all=True)) == "psspssp"
+    assert status_of(run_with(monkeypatch, children, all=True)) == "psspsspp"
     assert not any(one["compiles"] for one in children.environments[1:])
     children = Children(ON_GPUS)
-    assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "psspppp"
+    assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "pssppppp"
     modes = [one.engine.get("compilation_config") for one in children.sessions]
-    assert modes == [None, None, {"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
-    assert [one.graphs for one in children.sessions] == [False, False, True, True]
+    graphs = [{"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
+    assert modes == [None, None, *graphs, None, None]
+    captures = [False, False, True, True, False, True]
+    assert [one.graphs for one in children.sessions] == captures
     # The stages that capture also compile.
-    assert [one["compiles"] for one in children.environments[1:5]] == [False, False, True, True]
-    last = children.sessions[-1].engine
+    assert [one["compiles"] for one in children.environments[1:5]] == captures[:4]
+    last = children.sessions[3].engine
     assert "enforce_eager" not in last and last["enable_sleep_mode"] is True
     assert (last["dtype"], last["worker_extension_cls"]) == ("bfloat16", EXTENSION)
+
+
+def as_used(
+    monkeypatch: pytest.MonkeyPatch, facts: Facts, **options: Any
+) -> tuple[Session, Session]:
+    """What is asked of stock vLLM and of PAT in the stage of that name."""
+    children = Children(facts)
+    run_with(monkeypatch, children, all=True, **options)
+    stock, pat = children.sessions[-2:]
+    assert pat.prompts == stock.prompts and pat.references == (REFERENCE, REFERENCE)
+    return stock, pat
+
+
+def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, pat = as_used(monkeypatch, ON_GPUS, engine={})
+    own = {"enable_sleep_mode", "worker_extension_cls", "speculative_config"}
+    executor = {"tensor_parallel_size", "distributed_executor_backend", "additional_config"}
+    model = {"model", "dtype", "seed", "skip_tokenizer_init"}
+    assert pat.engine.keys() == own | executor | model
+    assert pat.engine["additional_config"] == {"pat": {"base_tp": 1}}
+    assert pat.engine["speculative_config"]["method"] == "ngram_gpu"
+    assert pat.draft_lengths == (4, 0, 1) and pat.sleeps and pat.graphs
+    for name in ("enable_sleep_mode=True", "dtype='bfloat16'", "seed=0"):
+        assert name in pat.as_used
+    assert "pat." not in pat.as_used.replace("pat_vllm.", "")
+    lengths = [len(one) for one in pat.prompts]
+    assert len(lengths) == 256 and sum(one > 2048 for one in lengths) == 8
+    assert max(lengths) + pat.max_tokens < stock.engine["max_model_len"]
+    assert stock.engine["max_num_seqs"] == 256 and not stock.as_used
+
+
+def test_as_used_on_cpu_says_what_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, pat = as_used(monkeypatch, ON_CPU, pat={"weights": "materialized", "kv_transfer": "auto"})
+    lengths = [len(one) for one in pat.prompts]
+    assert len(lengths) == 24 and sum(one > 2048 for one in lengths) == 1
+    assert pat.engine["speculative_config"]["method"] == "ngram" and "ngram_gpu" in pat.as_used
+    assert pat.engine["block_size"] == 32 and "block_size" not in pat.as_used
+    assert f"kv_cache_memory_bytes={256 << 20}, pat.weights='inplace'" in pat.as_used
+    assert pat.sleeps and not pat.graphs
+    v2 = dataclasses.replace(ON_CPU, runner="V2")
+    _, pat = as_used(monkeypatch, v2)
+    assert pat.engine["speculative_config"]["method"] == "ngram_gpu"
+    assert "ngram" not in pat.as_used.replace("'method': 'ngram_gpu'", "")
+
+
+def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: dict[str, Any] = {
+        **{"gpu_memory_utilization": 0.5, "max_num_seqs": 64, "max_model_len": 1024},
+        **{"enforce_eager": True, "enable_sleep_mode": False, "worker_extension_cls": "x.Y"},
+        **{"kv_cache_memory_bytes": 1 << 30, "dtype": "float16", "seed": 7},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+    }
+    policy = {"kind": "predictor", "length_bound": 64, "profile": "p", "lengths_file": "l"}
+    given = {"base_tp": 1, "policy": policy, "kv_transfer": "recompute"}
+    stock, pat = as_used(monkeypatch, ON_GPUS, engine=engine, pat=given)
+    assert {name: pat.engine[name] for name in engine} == engine
+    # Files of the user's own model are neither read nor written.
+    kept = {"kind": "predictor", "length_bound": 64}
+    assert pat.engine["additional_config"]["pat"] == {**given, "policy": kept}
+    assert pat.as_used == f"not the user's: pat.policy={kept!r}, skip_tokenizer_init=True"
+    assert not (pat.sleeps or pat.graphs or pat.draft_lengths)
+    assert max(map(len, pat.prompts)) == 1024 - 48 - 1
+    assert (stock.engine["max_model_len"], stock.engine["max_num_seqs"]) == (1024, 64)
+    # More than the random model's contexts: also of vLLM's "as much as there is room for".
+    for length in (1 << 17, -1):
+        _, pat = as_used(monkeypatch, ON_GPUS, engine={"max_model_len": length})
+        assert pat.engine["max_model_len"] == 4096 and "max_model_len=4096" in pat.as_used
 
 
 def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
     found = run_with(monkeypatch, children, figures=True)
-    assert status_of(found) == "psspssp"
+    assert status_of(found) == "psspsssp"
     assert children.modules[3:] == ["device", "steps", "steps", "steps"]
     assert [one["ranks"] for one in children.environments[3:]] == [2, 1, 2, 2]
     stock, _, pat = (one.engine for one in children.timed)
@@ -152,7 +221,7 @@ def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_GPUS, {3: "rank 1 died"})
     found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == "psspfss"
+    assert status_of(found) == "psspfsss"
     assert found["piecewise"].why == "start: rank 1 died"
     assert found["piecewise"].log == ("the log", "its end")
     assert found["full"].why == "'piecewise' failed"
@@ -168,7 +237,7 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
 ) -> None:
     options: dict[str, Any] = dict(ranks=8, gpu=gpu_named("H100"), machine=False, model=Path("m"))
     found = run_with(monkeypatch, Children(ON_GPUS), **options)
-    assert status_of(found) == "ppfssss"
+    assert status_of(found) == "ppfsssss"
     assert "too little memory" in found["memory"].why
     # Without --gpu, memory is computed for the smallest that is here.
     small = dataclasses.replace(GPU, memory=40 << 30)
@@ -176,6 +245,6 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
     found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
     assert "weights take 32.9 GiB of the 36.0 GiB" in found["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
-    assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
+    assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfssssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
-    assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"
+    assert status_of(run_with(monkeypatch, Children(refused))) == "fsssssss"

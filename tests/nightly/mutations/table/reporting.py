@@ -19,6 +19,8 @@ COMPARE = "tests/unit/doctor/test_compare.py"
 CHILD = "tests/unit/doctor/test_child.py"
 STAGES = "tests/unit/doctor/test_stages.py"
 ENVIRONMENT = "tests/unit/doctor/test_environment.py"
+SESSION = "tests/unit/doctor/test_session.py"
+IPC = "tests/vllm/doctor/test_ipc.py"
 DEVICE = "tests/vllm/doctor/test_device.py"
 RANDOM_MODEL = "tests/vllm/cli/test_random_model.py"
 
@@ -51,7 +53,17 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("wrong scores pass", "doctor.compare:compare_forced", "if not _distance(a, b) <= tolerance", "if False", COMPARE),
     ("rows in a wrong place pass", "doctor.speed.reshard:_Weights.check", "assert _same(found, expected)", "assert True", DEVICE),
     ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if stage.status == "failed" else None', "failed = None", STAGES),
-    ("stock vLLM gets the options that are PAT's alone", "doctor.plan:_for_both", "if name not in only_pat", "if name", STAGES),
+    ("stock vLLM gets the options that are PAT's alone", "doctor.plan:_for_both", "if name not in _ONLY_PAT", "if name", STAGES),
+    ("the user's policy is replaced by a static one", "doctor.plan:as_used", "pat = dict(plan.pat)", 'pat = {**plan.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
+    ("the KV cache of the user's engine is of a fixed size", "doctor.plan:as_used", "if name not in _SMALL}", "if name not in _SMALL[:3]}", STAGES),
+    ("the user's engine has few sequences", "doctor.plan:as_used", "if name not in _SMALL}", 'if name not in _SMALL or name == "max_num_seqs"}', STAGES),
+    ("what is not the user's is not told", "doctor.plan:_not_the_users", "if has.get(name) != given.get(name)", "if name in given and has.get(name) != given.get(name)", STAGES),
+    ("the doctor writes what it has learnt to the user's file", "doctor.plan:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)', STAGES),
+    ("all prompts are short", "doctor.plan:prompts", "longest > 40 and", "False and", STAGES),
+    ("CPU drafts are taken on GPUs", "doctor.plan:as_used", 'facts.runner != "V2"', "True", STAGES),
+    ("outputs after an update by IPC are not compared", "doctor.session:_check_layouts", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                found += in_layout", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                in_layout", SESSION),
+    ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", IPC),
+    ("lost weights are left lost", "doctor.session:_check_layouts", 'llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})', "pass", SESSION),
     ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])", ENVIRONMENT),
     ("what a killed process has started goes on", "doctor.child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
     ("a process that hangs is waited for", "doctor.child:_follow", "seen.hangs = True", "seen.hangs = False", CHILD),
