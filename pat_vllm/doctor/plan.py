@@ -12,8 +12,8 @@ from pat_vllm.config import PATConfig
 from pat_vllm.doctor.compare import Reference
 from pat_vllm.doctor.in_workers import EXTENSION
 from pat_vllm.doctor.session import Session
+from pat_vllm.gpus import Device
 from pat_vllm.layout import Layout
-from pat_vllm.memory.rank_memory import GPU
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Plan:
     pat: dict[str, Any]
     engine: dict[str, Any]
     model: Path | None
-    gpu: GPU | None
+    gpu: Device | None
     machine: bool
     dtype: str | None
     all: bool
