@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
-from pat_vllm.advice.sides import Rollouts, Side, Task, replay, with_room
+from pat_vllm.advice.sides import PLANNED, Rollouts, Side, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
@@ -183,7 +183,7 @@ class Question:
                 f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "
                 "name more GPUs of a node, or shorter responses (--max-tokens)"
             )
-        first = Task(Side(None), chain=0, screening=True)
+        first = Task(Side(None, PLANNED), chain=0, screening=True)
         return min(found, key=lambda one: one.replay(first)[0].seconds)
 
     def _batch(self, earlier: EarlierRollouts | None, seed: int) -> LengthTrace:
