@@ -126,7 +126,7 @@ def modelled_profile(
         num_speculative_tokens=max(lengths, default=0),
     )
     sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= node_size and model.divides(tp)]
-    kv_tokens: Mapping[int, int] = {}
+    kv_tokens: dict[int, int] = {}
     possible: tuple[Layout, ...] = ()
     while sizes and not kv_tokens:
         possible = tuple(Layout.of(tp, ranks) for tp in sizes)
@@ -202,7 +202,7 @@ def mixture_note(skew: float) -> str:
 
 def _kv_tokens(
     model: ModelShape, engine: EngineShape, device: Device, static: bool
-) -> Mapping[int, int]:
+) -> dict[int, int]:
     """Tokens whose KV a replica has room for, by tp."""
     if not static:
         return estimate(model, engine, device).kv_tokens
