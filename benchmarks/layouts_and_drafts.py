@@ -84,18 +84,20 @@ class Result:
 def run_setting(setting: Setting, seeds: int) -> Result:
     """Replay a setting's batches under every side, after one from which policies learn."""
     profile, replayer = _replayer(setting, seeds)
-    truth = ReplayedTruth(profile, measured_noise())
+    alone = replace(replayer, profile=_profile(setting, static=True))
+    steps = alone.profile.model_copy(update={"switches": profile.switches})
+    truth = ReplayedTruth(steps, measured_noise())
     batches = (*replayer.warm_up, *replayer.batches)
 
     def static(layout: Layout, schedule: Schedule, label: str) -> PolicyResult:
         policy = SchedulePolicy(layout, (), {layout: schedule})
-        return replayer.replay(f"{layout} {label}", policy, truth)
+        return alone.replay(f"{layout} {label}", policy, truth)
 
     fixed: list[PolicyResult] = []
     dynamic: list[PolicyResult] = []
     plain: list[PolicyResult] = []
-    for layout in profile.layouts:
-        most = profile.max_num_seqs[layout.tp]
+    for layout in alone.profile.layouts:
+        most = alone.profile.max_num_seqs[layout.tp]
         for k in DRAFT_LENGTHS:
             result = static(layout, ((1, most, k),), f"k={k}")
             (fixed if k else plain).append(result)
@@ -179,14 +181,20 @@ def plot_batch(setting: Setting, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _replayer(setting: Setting, seeds: int) -> tuple[Profile, Replayer]:
-    profile = named_profile(
+def _profile(setting: Setting, static: bool = False) -> Profile:
+    """Of PAT's engine, or of static ones."""
+    return named_profile(
         setting.model,
         setting.gpu,
         setting.ranks,
         draft_lengths=DRAFT_LENGTHS[1:],
         drafting=setting.drafting,
+        static=static,
     )
+
+
+def _replayer(setting: Setting, seeds: int) -> tuple[Profile, Replayer]:
+    profile = _profile(setting)
 
     def batch(seed: int, acceptance: float) -> LengthTrace:
         make = generator(setting.workload)

@@ -110,7 +110,7 @@ def _profile(
         layouts=sizes,
         experts=experts,
         skew=setting.skew,
-        in_place=sizes is not None,
+        static=sizes is None,
     )
 
 

@@ -17,6 +17,7 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "intermediate_size": 14336,
         "vocab_size": 128256,
+        "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
     "qwen3-14b": {
@@ -28,6 +29,7 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "intermediate_size": 17408,
         "vocab_size": 151936,
+        "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
     "qwen3-30b-a3b": {
@@ -45,6 +47,7 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "vocab_size": 151936,
+        "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
 }
@@ -54,6 +57,8 @@ _EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_loc
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 MIXTURES = ("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
+VOCAB_PADDING = 64
+"""vLLM pads the vocabulary to a multiple of it."""
 _LATENT = "kv_lora_rank"
 """Field of the config.json of models with latent attention."""
 
@@ -257,8 +262,8 @@ class ModelSize:
         return self.experts.layers * 3 * self.hidden * self.experts.intermediate
 
     def head_weights(self, tp: int) -> float:
-        """Weights of the LM head on one rank."""
-        return self.vocab * self.hidden / tp
+        """Weights of the LM head on one rank, with the rows that vLLM adds to the vocabulary."""
+        return -(-self.vocab // VOCAB_PADDING) * VOCAB_PADDING * self.hidden / tp
 
     def resident_weights(self, tp: int, spread: bool = False) -> float:
         """Weights in one rank's memory, the embedding included.

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, RANKS, ModelShape
+from pat_vllm.gpus import GPUS
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile, StepSample
-from pat_vllm.simulator.modelled.figures import GPUS, STEP_OVERHEAD
+from pat_vllm.simulator.modelled.figures import STEP_OVERHEAD
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import layer_communication
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
@@ -43,6 +43,7 @@ def compare_with_paper(
     batches: Sequence[LengthTrace],
     *,
     title: str,
+    alone: Profile | None = None,
     lengths: Sequence[int],
     expensive: float = SWITCH_SECONDS,
     paper_home: Layout | None = None,
@@ -52,6 +53,7 @@ def compare_with_paper(
     """Replay batches under every policy.
 
     Args:
+        alone: of static engines, where these have other memory than PAT's.
         lengths: a large sample of the workload's lengths, which the paper's policy may know.
         expensive: seconds of a switch for the rows that show what cheap ones are worth.
         paper_home: layout in which the paper's policy begins; None: it chooses.
@@ -59,10 +61,14 @@ def compare_with_paper(
     """
     replayer = Replayer(profile, batches, warm_up, progress)
     layouts, capacity = profile.layouts, ReplicaCapacity.of(profile)
-    cheap = ReplayedTruth(profile, profile if profile.kind == "measured" else measured_noise())
+    alone = alone or profile
+    cheap = ReplayedTruth(
+        alone.model_copy(update={"switches": profile.switches}),
+        profile if profile.kind == "measured" else measured_noise(),
+    )
     costly = FixedSwitches(cheap, expensive)
     prompt = int(statistics.mean(tokens for batch in batches for tokens in batch.num_prompt_tokens))
-    static = replayer.replay_static(cheap)
+    static = replace(replayer, profile=alone).replay_static(cheap)
     paper = PaperPolicy(
         layouts,
         StepTimeModel.fit(profile).step,

@@ -38,7 +38,7 @@ class PaperSetting:
     Attributes:
         title: for tables.
         model: name in `model_size.MODEL_SHAPES`.
-        gpu: name in `figures.gpu_names()`.
+        gpu: name in `gpus.GPUS`.
         ranks: GPUs; nodes have eight, and tp stays within a node.
         max_tokens: longest response.
         speedup: end to end, as published; None where it was not.

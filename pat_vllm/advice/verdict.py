@@ -114,7 +114,11 @@ class Advice:
         return {
             "simulated": True,
             "step_and_switch_times": profile.kind,
-            "profile": {"title": profile.title, "note": profile.note},
+            "profile": {
+                "title": profile.title,
+                "note": profile.note,
+                "kv_tokens": profile.kv_tokens,
+            },
             "responses": len(batches[0]),
             "max_tokens": batches[0].max_tokens,
             "lengths": batches[0].name,

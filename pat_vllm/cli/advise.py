@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
-from pat_vllm.advice.sides import Rollouts, Side, Task, replay, with_room
+from pat_vllm.advice.sides import PLANNED, Rollouts, Side, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
@@ -98,7 +98,7 @@ class Question:
                 )
 
     def engine(self) -> Profile:
-        """Its profile.
+        """The profile that is given, or a modelled one of static engines.
 
         Raises:
             ValueError: an option is wrong or missing.
@@ -120,7 +120,7 @@ class Question:
                 f"{missing} is missing; name a modelled GPU (--gpu H100) and a model (--model "
                 "DIRECTORY), or an engine's profile (--profile FILE, by `pat-vllm profile`)"
             )
-        return self._modelled()
+        return self._modelled(static=True)
 
     def _modelled(self, **options: Any) -> Profile:
         assert self.model is not None and self.gpu is not None
@@ -159,23 +159,23 @@ class Question:
                 "shorter responses (--max-tokens)"
             )
         rows = tuple(tuple(batches[i::_CHAINS]) for i in range(_CHAINS))
-        if engine.experts is None or self.profile is not None:
+        if self.profile is not None:
             return Rollouts(engine, rows)
-        return self._of_mixture(engine, rows, longest)
+        return self._modelled_rollouts(engine, rows, longest)
 
-    def _of_mixture(
+    def _modelled_rollouts(
         self, alone: Profile, rows: tuple[tuple[LengthTrace, ...], ...], longest: int
     ) -> Rollouts:
         """With the base layout with which PAT is fastest in the first iteration.
 
-        All experts are much of a GPU's memory. A narrow base layout has more layouts beside it, and
-        leaves less for KV in each.
+        A narrow base layout has more layouts beside it. Its weights, which a rank holds in all of
+        them, leave less for KV.
         """
         *bases, _ = sizes = sorted({layout.tp for layout in alone.layouts})
         found = []
         for base in bases:
             wider = [tp for tp in sizes if tp >= base]
-            engine = with_room(self._modelled(layouts=wider, in_place=True), longest)
+            engine = with_room(self._modelled(layouts=wider), longest)
             if engine.layouts[0].tp == base < engine.layouts[-1].tp:
                 found.append(Rollouts(engine, rows, alone))
         if not found:
@@ -183,7 +183,7 @@ class Question:
                 f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "
                 "name more GPUs of a node, or shorter responses (--max-tokens)"
             )
-        first = Task(Side(None), chain=0, screening=True)
+        first = Task(Side(None, PLANNED), chain=0, screening=True)
         return min(found, key=lambda one: one.replay(first)[0].seconds)
 
     def _batch(self, earlier: EarlierRollouts | None, seed: int) -> LengthTrace:

@@ -22,13 +22,13 @@ from rich.table import Table
 from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.cli.engine_run import environment
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.arithmetic import gpu_named
 from pat_vllm.doctor.child import ending_by_signals
 from pat_vllm.doctor.plan import Models, Plan
 from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
 from pat_vllm.files.reading import read_text
 from pat_vllm.files.writing import write_whole
+from pat_vllm.gpus import GPUS, gpu_named
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
@@ -77,7 +77,7 @@ def doctor(
             pat=pat,
             engine=engine,
             model=folder,
-            gpu=None if gpu is None else gpu_named(gpu),
+            gpu=None if gpu is None else GPUS[gpu_named(gpu)].device,
             machine=gpu is None,
             dtype=dtype,
             all=all_stages,

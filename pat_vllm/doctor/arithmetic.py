@@ -8,29 +8,17 @@ from typing import Any
 
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.values import Check
-from pat_vllm.memory.buffers import EngineShape, MiB
+from pat_vllm.gpus import Device
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.memory.rank_memory import GPU, H100, RankMemory, rank_memory
 from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import MIXTURES
 
-GPUS: Mapping[str, GPU] = {"H100": H100, "H200": GPU(143771 * MiB)}
-"""That can be named. The sizes of communicators are those of compute capability 9.0."""
 ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURES)
 """Whose sizes are known to `ModelShape`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GiB = 1 << 30
-
-
-def gpu_named(name: str) -> GPU:
-    """One of `GPUS`.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    if name not in GPUS:
-        raise ValueError(f"--gpu {name!r} is not known; allowed: {', '.join(GPUS)}")
-    return GPUS[name]
 
 
 def engine_shape(
@@ -54,25 +42,22 @@ def engine_shape(
 
 
 def check_memory(
-    config: Mapping[str, Any], gpu: GPU, shape: EngineShape, dtype: str = "bfloat16"
+    config: Mapping[str, Any], device: Device, shape: EngineShape, dtype: str = "bfloat16"
 ) -> Check:
     """Whether the weights, and a KV cache that is of use, find room on each GPU."""
     name = "memory, computed"
     if config.get("model_type") not in ARCHITECTURES:
         return Check(name, f"not computed: the sizes of {config.get('model_type')!r} are not known")
     model = ModelShape.from_config(config, _DTYPE_BYTES[dtype])
-    try:
-        memory = rank_memory(model, shape, gpu)
-    except ValueError as error:
-        return Check(name, problem=str(error))
-    tokens = _kv_tokens(model, shape, memory)
+    memory = estimate(model, shape, device)
+    tokens = memory.kv_tokens[shape.layouts[0].tp]
     found = (
         f"a rank: weights {_gib(memory.weights)} of {_gib(memory.requested)} that vLLM may use, "
         f"buffers, communicators and tables "
         f"{_gib(memory.buffers + memory.communicators + memory.swap_tables)}, activations "
-        f"{_gib(memory.activations)}, KV cache {_gib(max(0, memory.kv))} = {max(0, tokens):,} "
-        f"tokens a replica of {shape.layouts[0]}; {_gib(memory.pinned)} of pinned host memory. "
-        "Without CUDA graphs and NCCL's own memory"
+        f"{_gib(memory.activations)}, CUDA graphs {_gib(memory.graphs)}, KV cache "
+        f"{_gib(max(0, memory.kv))} = {tokens:,} tokens a replica of {shape.layouts[0]}; "
+        f"{_gib(memory.pinned)} of pinned host memory"
     )
     values = {**asdict(memory), "kv_tokens_per_replica": tokens, "computed": True}
     problem = None
@@ -80,17 +65,13 @@ def check_memory(
         problem = (
             f"too little memory: at base layout {shape.layouts[0]} weights take "
             f"{_gib(memory.weights)} of the {_gib(memory.requested)} that vLLM may use of a GPU, "
-            f"and {max(0, tokens):,} tokens of KV have room; a request may have "
-            f"{shape.max_model_len:,}. {_way_out(model, gpu, shape)}"
+            f"and {tokens:,} tokens of KV have room; a request may have "
+            f"{shape.max_model_len:,}. {_way_out(model, device, shape)}"
         )
     return Check(name, found, problem, values=values)
 
 
-def _kv_tokens(model: ModelShape, shape: EngineShape, memory: RankMemory) -> int:
-    return memory.kv // model.kv_bytes_per_token(shape.layouts[0].tp)
-
-
-def _way_out(model: ModelShape, gpu: GPU, shape: EngineShape) -> str:
+def _way_out(model: ModelShape, device: Device, shape: EngineShape) -> str:
     """The smallest base_tp that would do."""
     ranks = shape.layouts[0].world_size
     mixture = None
@@ -102,10 +83,10 @@ def _way_out(model: ModelShape, gpu: GPU, shape: EngineShape) -> str:
         pat = PATConfig(base_tp=base_tp)
         try:
             other = replace(shape, pat=pat, layouts=pat.resolve_layouts(ranks, mixture))
-            memory = rank_memory(model, other, gpu)
         except ValueError:
             continue
-        if (tokens := _kv_tokens(model, other, memory)) >= shape.max_model_len:
+        memory = estimate(model, other, device)
+        if (tokens := memory.kv_tokens[base_tp]) >= shape.max_model_len:
             return f"base_tp={base_tp} has room for {tokens:,} tokens"
     return "No base_tp has enough; a smaller max_model_len, or more GPUs"
 

@@ -12,8 +12,8 @@ from pat_vllm.config import PATConfig
 from pat_vllm.doctor.environment import Facts
 from pat_vllm.doctor.in_workers import EXTENSION
 from pat_vllm.doctor.session import Prompts, Session
+from pat_vllm.gpus import Device
 from pat_vllm.layout import Layout
-from pat_vllm.memory.rank_memory import GPU
 
 MAX_TOKENS = 48
 """That each request of the self-test generates."""
@@ -65,7 +65,7 @@ class Plan:
     pat: dict[str, Any]
     engine: dict[str, Any]
     model: Path | None
-    gpu: GPU | None
+    gpu: Device | None
     machine: bool
     dtype: str | None
     all: bool

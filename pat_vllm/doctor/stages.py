@@ -18,7 +18,7 @@ from pat_vllm.doctor.plan import Models, Plan, as_used, prompts, self_test, time
 from pat_vllm.doctor.session import REFERENCES, SESSION, Prompts
 from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, Steps
 from pat_vllm.doctor.values import Check, Stage
-from pat_vllm.memory.rank_memory import GPU
+from pat_vllm.gpus import Device
 
 Doing = Callable[[str], None]
 AS_USED = "as used"
@@ -127,7 +127,7 @@ class _Stages:
         refused = self._facts.refused
         return Check("options", "" if refused else "PAT runs it", refused)
 
-    def _gpu(self) -> GPU | None:
+    def _gpu(self) -> Device | None:
         assert self._facts is not None
         if self._plan.gpu is not None:
             return self._plan.gpu
@@ -135,17 +135,17 @@ class _Stages:
         if not devices:
             return None
         least = min(devices, key=lambda one: one.memory)
-        return GPU(least.memory, least.capability.startswith("9."))
+        return Device(least.memory, least.capability)
 
-    def _memory(self, gpu: GPU) -> Check:
+    def _memory(self, device: Device) -> Check:
         assert self._facts is not None
         config = self._facts.config
         pat = PATConfig.parse(self._plan.pat)
         shape = engine_shape(config, pat, self._plan.ranks, self._plan.engine)
         if self._facts.platform == "cpu":
-            return check_memory(config, gpu, shape)
+            return check_memory(config, device, shape)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return check_memory(config, gpu, shape, dtype.removeprefix("torch."))
+        return check_memory(config, device, shape, dtype.removeprefix("torch."))
 
     # ---------------------------------------------------------------- with engines
 

@@ -13,7 +13,7 @@ from vllm.device_allocator import get_mem_allocator_instance
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.memory.sizing import Measured, kv_cache_bytes
+from pat_vllm.memory.estimate import Measured, kv_cache_bytes
 from pat_vllm.patches.runners import graphs_measured_apart, report_weights_memory
 from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin

@@ -15,7 +15,7 @@ import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
 from pat_vllm.config import pat_config
-from pat_vllm.memory.sizing import staged_share
+from pat_vllm.memory.estimate import staged_share
 from pat_vllm.patches.runners import (
     attention_workspace,
     is_v2,

@@ -9,8 +9,9 @@ from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from vllm.v1.worker.gpu.sample import logit_bias
 
+from pat_vllm import model_size
 from pat_vllm.kernels import swap
-from pat_vllm.memory import buffers, model, rank_memory
+from pat_vllm.memory import buffers, estimate, model
 
 CAPABILITY = "9.0"
 
@@ -20,23 +21,21 @@ def test_communicators() -> None:
     custom = all_reduce_utils.CUSTOM_ALL_REDUCE_MAX_SIZES[CAPABILITY]
     gather = CustomAllreduce._DEFAULT_MNNVL_ALL_GATHER_MAX_SIZES
     for ranks in (2, 4, 6, 8):
-        assert rank_memory.SYMMETRIC_MEMORY[ranks] == symmetric[ranks]
-        assert rank_memory.CUSTOM_ALL_REDUCE[ranks] == min(custom[ranks], 8 << 20)
-        assert rank_memory.MULTICAST_ALL_GATHER[ranks] == gather[ranks]
-    assert CustomAllreduce._DEFAULT_REDUCE_SCATTER_MAX_SIZE == rank_memory.REDUCE_SCATTER
-    assert CustomAllreduce._DEFAULT_ALL_GATHER_MAX_SIZE <= rank_memory.REDUCE_SCATTER
+        assert estimate.SYMMETRIC_MEMORY[ranks] == symmetric[ranks]
+        assert estimate.CUSTOM_ALL_REDUCE[ranks] == min(custom[ranks], 8 << 20)
+        assert estimate.MULTICAST_ALL_GATHER[ranks] == gather[ranks]
+    assert CustomAllreduce._DEFAULT_REDUCE_SCATTER_MAX_SIZE == estimate.REDUCE_SCATTER
+    assert CustomAllreduce._DEFAULT_ALL_GATHER_MAX_SIZE <= estimate.REDUCE_SCATTER
 
 
 def test_buffers() -> None:
-    assert logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS == buffers.MAX_TOKEN_IDS
-    assert logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS == buffers.MAX_TOKEN_IDS
-    assert logit_bias.MAX_NUM_STOP_TOKEN_IDS == buffers.MAX_STOP_TOKEN_IDS
-    assert envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS == buffers.MAX_TOKEN_IDS
-    assert envs.VLLM_MAX_NUM_BAD_WORDS == buffers.MAX_BAD_WORDS
-    assert MAX_LOGPROB_TOKEN_IDS == buffers.MAX_LOGPROB_TOKEN_IDS
+    tokens = logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS + 2 * logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS
+    tokens += logit_bias.MAX_NUM_STOP_TOKEN_IDS + MAX_LOGPROB_TOKEN_IDS
+    tokens += envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS + envs.VLLM_MAX_NUM_BAD_WORDS
+    assert 4 * tokens == buffers._SAMPLING
     assert envs.VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE == buffers.FLASHINFER_WORKSPACE
 
 
 def test_weights() -> None:
-    assert vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE == model._VOCAB_PADDING
+    assert vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE == model_size.VOCAB_PADDING
     assert swap._CHUNK_BYTES == model.SWAP_CHUNK_BYTES

@@ -16,7 +16,7 @@ def run_doctor(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="Compute memory for so many of this GPU (H100, H200); start no engine."),
+        typer.Option(help="Compute for so many of this GPU (A40, H100, H200); start no engine."),
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=2, max=1024, help="Worker processes, one for each GPU.")

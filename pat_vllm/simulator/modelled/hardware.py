@@ -9,28 +9,29 @@ goes, and real steps correct it online.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import read_json_object, shown
+from pat_vllm.gpus import GPUS, Device, Link, gpu_named
 from pat_vllm.layout import Layout
-from pat_vllm.limits import Limits, layout_limits
+from pat_vllm.limits import Limits
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate, static_engine
+from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize, routing_of
+from pat_vllm.model_size import MODEL_SHAPES, routing_of
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     EXPERT_KERNELS,
-    GPUS,
     KERNEL_OVERHEAD,
     MEMORY_EFFICIENCY,
     STEP_OVERHEAD,
-    Link,
-    gpu_names,
 )
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -61,14 +62,17 @@ def modelled_profile(
     drafting: float = 0.0,
     experts: WantedExperts = "auto",
     skew: float = 0.0,
-    in_place: bool = False,
+    static: bool = False,
     name: str = "",
 ) -> Profile:
-    """A profile from public figures, labelled as such.
+    """A profile from public figures, labelled as such: of PAT's engine, or of static ones.
+
+    Both have the memory of `memory.estimate`. A rank of PAT's engine holds the weights of the base
+    layout, the narrowest, in all layouts.
 
     Args:
         model_config: config.json of a decoder, or a name in `MODEL_SHAPES`.
-        gpu: one of `gpu_names()`.
+        gpu: one of `GPUS`, in any case.
         ranks: GPUs.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
@@ -84,8 +88,7 @@ def modelled_profile(
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
         skew: of its routing; an assumption.
-        in_place: ranks hold the weights of the first layout in all layouts, as PAT's engines do, so
-            that KV has less memory in wider ones than in static engines.
+        static: each layout has engines of its own.
         name: of the model, for title and key.
 
     Raises:
@@ -99,8 +102,7 @@ def modelled_profile(
                 f"{', '.join(MODEL_SHAPES)}, or a path of a checkpoint or of its config.json"
             )
         model_config = MODEL_SHAPES[model_config]
-    if gpu not in GPUS:
-        raise ValueError(f"gpu {shown(gpu)} is unknown; allowed are {', '.join(gpu_names())}")
+    gpu = gpu_named(gpu)
     figures = GPUS[gpu]
     link = link or figures.link
     if link not in figures.links:
@@ -108,33 +110,39 @@ def modelled_profile(
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
-    machine = Machine(ModelSize.of(model_config), figures, link, dtype_bytes, drafting, skew)
+    model = ModelShape.from_config(model_config, dtype_bytes)
+    machine = Machine(model, figures, link, drafting, skew)
     mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     if drafting < 0 or any(length < 0 for length in lengths):
         raise ValueError(f"drafting and draft_lengths are not below 0, got {drafting}, {lengths}")
 
     wanted = sorted({2**i for i in range(ranks.bit_length())} if layouts is None else {*layouts})
-    kv_tokens = {
-        tp: tokens
-        for tp in wanted
-        if ranks % tp == 0 and tp <= node_size and machine.model.divides(tp)
-        if (tokens := machine.kv_tokens(tp, memory_fraction)) > _CONTEXTS[0]
-    }
+    engine = EngineShape(
+        (),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_batch_tokens,
+        gpu_memory_utilization=memory_fraction,
+        num_speculative_tokens=max(lengths, default=0),
+    )
+    sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= node_size and model.divides(tp)]
+    kv_tokens: dict[int, int] = {}
+    possible: tuple[Layout, ...] = ()
+    while sizes and not kv_tokens:
+        possible = tuple(Layout.of(tp, ranks) for tp in sizes)
+        if mixture is not None:
+            possible = mixture.layouts(sizes, ranks, experts)
+        found = _kv_tokens(model, replace(engine, layouts=possible), figures.device, static)
+        if found[sizes[0]] > _CONTEXTS[0]:
+            kv_tokens = found
+        else:
+            sizes = sizes[1:]
     if not kv_tokens:
         raise ValueError(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
             f"and the model's heads, stays within a node of {node_size} and leaves memory for KV"
         )
-    given = Limits(max_num_seqs, max_batch_tokens)
-    possible = tuple(Layout.of(tp, ranks) for tp in kv_tokens)
-    if mixture is not None:
-        possible = mixture.layouts(kv_tokens, ranks, experts)
-    if in_place:
-        kv_tokens = {
-            tp: machine.kv_tokens(tp, memory_fraction, held=possible[0]) for tp in kv_tokens
-        }
-    limits = {one.tp: layout_limits(one, given, PATConfig()) for one in possible}
+    limits = {one.tp: engine.limits(one) for one in possible}
     steps: list[StepSample] = []
     for layout in possible:
         tp = layout.tp
@@ -156,20 +164,20 @@ def modelled_profile(
             "switch_fixed": switch_fixed,
             **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
             **({"experts": experts, "skew": skew} if mixture else {}),
-            **({"in_place": True} if in_place else {}),
+            **({"static": True} if static else {}),
         },
         ranks=ranks,
         layouts=possible,
         max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
         max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         kv_tokens=kv_tokens,
-        kv_bytes_per_token=machine.kv_bytes_per_token,
+        kv_bytes_per_token=model.kv_bytes_per_token(1),
         experts=routing_of(model_config),
         steps=tuple(steps),
         switches=tuple(_switches(machine, possible, kv_tokens, switch_fixed)),
         note=(
             f"Modelled, not measured. Figures of the {figures.source}: "
-            f"{figures.memory / 1e9:.0f} GB, {figures.bandwidth / 1e9:.0f} GB/s, "
+            f"{figures.device.memory / 2**30:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
             f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {link} "
             f"{figures.links[link] / 1e9:.0f} GB/s per direction; shape of the model from its "
             f"config.json. Assumed: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
@@ -192,20 +200,22 @@ def mixture_note(skew: float) -> str:
     )
 
 
+def _kv_tokens(
+    model: ModelShape, engine: EngineShape, device: Device, static: bool
+) -> dict[int, int]:
+    """Tokens whose KV a replica has room for, by tp."""
+    if not static:
+        return estimate(model, engine, device).kv_tokens
+    return {
+        layout.tp: estimate(model, static_engine(engine, layout), device).kv_tokens[layout.tp]
+        for layout in engine.layouts
+    }
+
+
 def named_profile(
-    model: str,
-    gpu: str,
-    ranks: int,
-    node_size: int = NODE_SIZE,
-    *,
-    layouts: Iterable[int] | None = None,
-    draft_lengths: Iterable[int] = (),
-    drafting: float = 0.0,
-    max_num_seqs: int = 256,
-    in_place: bool = False,
+    model: str, gpu: str, ranks: int, node_size: int = NODE_SIZE, **options: Any
 ) -> Profile:
-    """A modelled profile by names; `model` may be a path of a checkpoint or of its config.json,
-    `gpu` in any case.
+    """A modelled profile by names; `model` may be a path of a checkpoint or of its config.json.
 
     For the other arguments see `modelled_profile`.
 
@@ -217,20 +227,7 @@ def named_profile(
     if path := config_file(model):
         config = read_json_object(path, "model config")
         name = path.resolve().parent.name
-    by_lower = {known.lower(): known for known in gpu_names()}
-    gpu = by_lower.get(gpu.lower(), gpu)
-    return modelled_profile(
-        config,
-        gpu,
-        ranks,
-        layouts=layouts,
-        node_size=node_size,
-        draft_lengths=draft_lengths,
-        drafting=drafting,
-        max_num_seqs=max_num_seqs,
-        in_place=in_place,
-        name=name,
-    )
+    return modelled_profile(config, gpu, ranks, node_size=node_size, name=name, **options)
 
 
 def config_file(model: str) -> Path | None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
+from pat_vllm.gpus import Gpu, Link
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import ModelSize
+from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import SwitchSample
 from pat_vllm.simulator.modelled.expert_load import Load, Routing
 from pat_vllm.simulator.modelled.figures import (
-    ACTIVATION_BYTES,
     ALL_REDUCE_EFFICIENCY,
     ALL_REDUCE_LATENCY,
     ALL_REDUCES_PER_LAYER,
-    BLOCK,
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
     EXPERT_KERNELS,
@@ -25,8 +24,6 @@ from pat_vllm.simulator.modelled.figures import (
     KERNELS_PER_LAYER,
     MEMORY_EFFICIENCY,
     STEP_OVERHEAD,
-    Gpu,
-    Link,
 )
 
 
@@ -52,34 +49,11 @@ class Machine:
         skew: of a mixture's routing (`Routing`); an assumption.
     """
 
-    model: ModelSize
+    model: ModelShape
     gpu: Gpu
     link: Link
-    dtype_bytes: int
     drafting: float = 0.0
     skew: float = 0.0
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Over all layers and KV heads."""
-        model = self.model
-        return 2 * model.layers * model.kv_heads * model.head_dim * self.dtype_bytes
-
-    def kv_bytes_on_rank(self, tp: int) -> float:
-        """Of a token, on one rank; heads are replicated when there are fewer than ranks."""
-        return self.kv_bytes_per_token / min(tp, self.model.kv_heads)
-
-    def kv_tokens(self, tp: int, memory_fraction: float, held: Layout | None = None) -> int:
-        """Tokens whose KV fits beside the weights; 0 when not even these do.
-
-        Args:
-            held: the layout whose weights a rank holds; None: one of this tp.
-        """
-        held = held or Layout(tp, 1)
-        resident = self.model.resident_weights(held.tp, held.experts == "ep")
-        weights = resident * self.dtype_bytes
-        left = memory_fraction * self.gpu.memory - ACTIVATION_BYTES - weights
-        return max(0, int(left / self.kv_bytes_on_rank(tp)) // BLOCK * BLOCK)
 
     def expert_load(self, layout: Layout, tokens: int) -> Load:
         """Of a mixture: what a layer's experts are for the rank of a replica that has most to do.
@@ -107,8 +81,8 @@ class Machine:
         model, tokens, tp = self.model, batch + drafts + prefill, layout.tp
         sampled = batch + drafts + (prefill > 0)
         layers, head = model.layer_weights(tp), model.head_weights(tp)
-        memory = (layers + head) * self.dtype_bytes
-        memory += (context + prefill) * self.kv_bytes_on_rank(tp)
+        memory = (layers + head) * model.dtype_bytes
+        memory += (context + prefill) * model.kv_bytes_per_token(tp)
         attended = prefill * prefill / 2
         attended += context * (1 + drafts / batch) if batch else 0
         operations = 2 * (layers * tokens + head * sampled)
@@ -116,13 +90,13 @@ class Machine:
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
             load = self.expert_load(layout, tokens)
-            memory += load.hot * model.expert_weights * self.dtype_bytes
+            memory += load.hot * model.expert_weights * model.dtype_bytes
             operations += 2 * load.work * model.expert_weights
             launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
         communicating = model.layers * layer_communication(
-            self.gpu, self.link, tp, tokens * model.hidden * self.dtype_bytes
+            self.gpu, self.link, tp, tokens * model.hidden * model.dtype_bytes
         )
         drafting = self.drafting if k else 0.0
         return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
@@ -142,7 +116,7 @@ class Machine:
                 for rank in target.ranks_of(new):
                     needed = set(target.kv_heads_of(target.tp_rank_of(rank), heads))
                     total += len(needed - held.get(rank, set()))
-        return self.kv_bytes_per_token / heads * total / pairs
+        return self.model.kv_bytes_per_token(1) / heads * total / pairs
 
     def moved_experts(self, source: Layout, target: Layout, base: Layout) -> float:
         """Weights of experts that trade places on a rank, from one layout to another.
@@ -181,7 +155,7 @@ class Machine:
         if self.model.experts is not None:
             assert base is not None
             shard = self.model.layer_weights(target.tp) + self.moved_experts(source, target, base)
-        shard *= self.dtype_bytes
+        shard *= self.model.dtype_bytes
         weights = 2 * shard / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         return SwitchSample(
             source=source,

@@ -132,7 +132,8 @@ def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
     assert sizes(everything) == (1, 2, 4)
     short = replace(question, max_tokens=everything.kv_tokens[1] // 2).rollouts()
     long = replace(question, max_tokens=everything.kv_tokens[1], shape="straggler").rollouts()
-    assert short.profile == everything
+    assert short.static == everything
+    assert sizes(long.static) == (2, 4)
     assert sizes(long.profile) == (2, 4)
     assert long.replay(Task(Side(long.profile.layouts[0]), 0))
 
@@ -160,19 +161,27 @@ def test_engines_of_mixtures(mixture: Advice) -> None:
     rollouts = mixture.rollouts
     names = [str(layout) for layout in rollouts.static.layouts]
     assert names == ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
-    assert not rollouts.static.key.get("in_place") and rollouts.profile.key["in_place"]
+    assert rollouts.static.key["static"] and "static" not in rollouts.profile.key
     assert rollouts.profile.kv_tokens[4] < rollouts.static.kv_tokens[4]
     assert {*rollouts.profile.layouts} <= {*rollouts.static.layouts}
 
 
-def test_base_layout_of_a_mixture_is_the_one_with_which_pat_is_fastest() -> None:
-    """On 80 GB all experts leave a tenth of the memory to KV, which a full batch does not fit."""
-    of = {"max_tokens": 4096, "shape": "uniform", "iterations": 2}
-    many, few = (
-        Question("qwen3-30b-a3b", "H100", 4, responses=n, **of).rollouts()  # type: ignore[arg-type]
-        for n in (256, 8)
+@pytest.mark.parametrize(
+    ("model", "gpu", "responses", "base_tp"),
+    [
+        ("qwen3-30b-a3b", "H100", 256, 2),
+        ("qwen3-30b-a3b", "H100", 8, 1),
+        ("qwen3-14b", "A40", 256, 2),
+    ],
+)
+def test_base_layout_is_the_one_with_which_pat_is_fastest(
+    model: str, gpu: str, responses: int, base_tp: int
+) -> None:
+    """A rank with all weights has a fifth of its memory for KV, which a full batch does not fit."""
+    question = Question(
+        model, gpu, 4, responses=responses, max_tokens=4096, shape="uniform", iterations=2
     )
-    assert many.profile.layouts[0].tp > 1 == few.profile.layouts[0].tp
+    assert question.rollouts().profile.layouts[0].tp == base_tp
 
 
 # ---------------------------------------------------------------- settings

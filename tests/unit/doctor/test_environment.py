@@ -13,11 +13,12 @@ import pytest
 
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor import environment
-from pat_vllm.doctor.arithmetic import check_memory, engine_shape, gpu_named
+from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.doctor.environment import Device, Facts, environment_checks
 from pat_vllm.doctor.journal import Ended, Journal
 from pat_vllm.doctor.packages import unfit
 from pat_vllm.doctor.values import Check
+from pat_vllm.gpus import GPUS
 
 LLAMA_70B = {
     **{"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80},
@@ -95,7 +96,7 @@ def memory_of(base_tp: int, **config: Any) -> Check:
     model = {**LLAMA_70B, **config}
     shape = engine_shape(model, PATConfig(base_tp=base_tp), 8, {"max_num_seqs": 128, "seed": 1})
     assert shape.max_num_seqs == 128 and shape.max_model_len == 32768
-    return check_memory(model, gpu_named("H100"), shape)
+    return check_memory(model, GPUS["H100"].device, shape)
 
 
 def test_a_model_that_has_no_room_is_told_with_the_way_out() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pat_vllm.doctor import stages
-from pat_vllm.doctor.arithmetic import gpu_named
 from pat_vllm.doctor.child import Run
 from pat_vllm.doctor.environment import FACTS, Facts
 from pat_vllm.doctor.in_workers import EXTENSION
@@ -19,6 +18,7 @@ from pat_vllm.doctor.session import REFERENCES, SESSION, Session
 from pat_vllm.doctor.stages import run_stages
 from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, StepTime
 from pat_vllm.doctor.values import Check, Stage
+from pat_vllm.gpus import GPUS
 from tests.unit.doctor.test_compare import REFERENCE
 from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
 
@@ -235,7 +235,7 @@ def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch)
 def test_too_little_memory_and_refusals_are_stages_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = dict(ranks=8, gpu=gpu_named("H100"), machine=False, model=Path("m"))
+    options: dict[str, Any] = dict(ranks=8, gpu=GPUS["H100"].device, machine=False, model=Path("m"))
     found = run_with(monkeypatch, Children(ON_GPUS), **options)
     assert status_of(found) == "ppfsssss"
     assert "too little memory" in found["memory"].why

@@ -1,4 +1,4 @@
-"""What mixtures of experts take, against vLLM: weights, tables of swaps, workspaces, configs."""
+"""What mixtures of experts take, against vLLM: weights, workspaces, configs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
-from pat_vllm.layout import Layout
-from pat_vllm.memory.model import ModelShape, _swapped
+from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import MODEL_SHAPES, ExpertSizes, ModelSize
-from pat_vllm.weights.inplace import InPlaceShards
 from tests.support.models import random_model
-from tests.vllm.weights.test_experts import LAYOUTS, MODELS, ONE, WIDER, loaded
-from tests.vllm.weights.test_weights import build, shared, vllm_config_for
+from tests.vllm.weights.test_experts import LAYOUTS, MODELS
+from tests.vllm.weights.test_weights import build, vllm_config_for
 
-QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+QWEN3 = MODEL_SHAPES["qwen3-30b-a3b"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +43,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_that_vllm_makes(name: str) -> None:
-    """To the byte, with the most that a rank of a layout has."""
+    """The most that a rank of a layout has, to 1%: norms and biases are left out."""
     shape = ModelShape.from_config(config_of(name), dtype_bytes=4)
     vllm_config = vllm_config_for(random_model(name), tp=1)
     for layout in LAYOUTS:
@@ -53,42 +51,8 @@ def test_weights_are_those_that_vllm_makes(name: str) -> None:
             parameter_bytes(build(vllm_config, layout.place_of(rank)))
             for rank in layout.ranks_of(0)
         ]
-        assert max(sizes) == shape.weight_bytes(layout.tp, layout.experts == "ep"), layout
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        (ONE, *WIDER),
-        tuple(layout for layout in WIDER if layout.experts == "tp"),
-        tuple(layout for layout in WIDER if layout.experts == "ep"),
-    ],
-    ids=["both kinds", "cut, from two", "spread, from two"],
-)
-def test_tables_list_the_swaps_of_every_expert(layouts: tuple[Layout, ...]) -> None:
-    """A swap of rows of one expert is in one chunk here, and moves bytes in both directions."""
-    shape = ModelShape.from_config(  # of the layer that `loaded` makes, and next to nothing else
-        {
-            "model_type": "mixtral",
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "vocab_size": 64,
-            "max_position_embeddings": 64,
-        },
-        dtype_bytes=4,
-    )
-    (experts, held), *_ = [cut for cut in shape._row_cuts(layouts[0]) if cut[0].experts == "tp"]
-    for rank in range(layouts[0].world_size):
-        models = [loaded(layout.place_of(rank)) for layout in layouts]
-        strategy = shared(models[0], models[1:], list(layouts), rank)
-        assert isinstance(strategy, InPlaceShards)
-        rows = sum(move.num_bytes for move in strategy._moves.values())
-        lengths = _swapped(experts, layouts, rank)
-        assert sum(2 * held * length * 32 * 4 for length in lengths) == rows
+        estimated = shape.weight_bytes(layout.tp, layout.experts == "ep")
+        assert max(sizes) == pytest.approx(estimated, rel=0.01), layout
 
 
 def test_a_workspace_is_what_vllms_experts_ask_for() -> None:

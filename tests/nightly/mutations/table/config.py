@@ -16,8 +16,9 @@ READING = "pat_vllm.files.reading"
 TEXT_ONLY = "pat_vllm.text_only"
 BUFFERS = "pat_vllm.memory.buffers"
 SHAPE = "pat_vllm.memory.model:ModelShape"
-SIZING = "pat_vllm.memory.sizing"
-RANK = "pat_vllm.memory.rank_memory"
+SIZE = "pat_vllm.model_size:ModelSize"
+ESTIMATE = "pat_vllm.memory.estimate"
+ARITHMETIC = "pat_vllm.doctor.arithmetic"
 LAYOUT_CONFIG = "pat_vllm.worker.layout_config"
 BUNDLES = "pat_vllm.executor.bundles"
 LAUNCHER = "pat_vllm.executor.launcher"
@@ -140,61 +141,65 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "engines' workers import from the current directory": {", **SAFE_PATH": ""},
         },
     },
-    "tests/unit/memory/test_memory.py": {
-        f"{SHAPE}.weight_bytes": {
-            "the output head is forgotten": {"matrices = 1 if self.tied else 2": "matrices = 1"},
-            "norms are cut": {"of_layer += 2 * self.hidden\n": "of_layer += 2 * self.hidden // tp\n"},
-            "norms of queries and keys are forgotten": {"2 * self.head_dim * self.qk_norm": "0"},
-        },
+    "tests/unit/memory/test_estimate.py": {
         f"{SHAPE}.kv_bytes_per_token": {
             "keys without values": {"2 * self.layers": "self.layers"},
-        },
-        f"{SHAPE}._kv_heads_per_rank": {
             "KV heads are cut beyond one": {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
         },
         f"{BUFFERS}:all_buffers": {
             "a shared buffer for each layout": {"if not one.shared": ""},
             "the smallest of shared buffers": {"max(alike": "min(alike"},
         },
-        f"{BUFFERS}:_v1_buffers": {
-            "embeddings for each layout": {"model.dtype_bytes, shared=True": "model.dtype_bytes"},
-        },
-        f"{BUFFERS}:_attention_buffers": {
-            "an attention workspace for each layout": {"device=workspace, shared=True": "device=workspace"},
-        },
-        f"{BUFFERS}:_v2_buffers": {
+        f"{BUFFERS}:runner_buffers": {
+            "embeddings for each layout": {"Buffer(embeddings, embeddings, shared=True)": "Buffer(embeddings, embeddings)"},
+            "an attention workspace for each layout": {"Buffer(workspace, shared=True, with_kv=True)": "Buffer(workspace, with_kv=True)"},
             "a bitmask of grammars for each layout": {"* mask, shared=True": "* mask"},
             "penalty counters for each layout": {"(model.vocab + mask), shared=True": "(model.vocab + mask)"},
-            "token ids are pinned for a drafter on the device": {"pinned=not drafts": "pinned=True"},
+            "token ids are pinned for a drafter on the device": {"Buffer(token_ids if drafts else 0, 0 if drafts else token_ids, shared=True)": "Buffer(0, token_ids, shared=True)"},
+            "tokens of the drafter for each layout": {"Buffer(searched, shared=True)": "Buffer(searched)"},
         },
-        f"{BUFFERS}:_v1_drafts": {
-            "tokens of the drafter for each layout": {"engine.max_model_len, shared=True": "engine.max_model_len"},
-        },
-        f"{BUFFERS}:_Made.staged": {
-            "token ids have eight bytes": {"4 * count": "8 * count"},
-            "pinned memory is counted as the device's": {"pinned=size + writes": "device=size, pinned=writes"},
-        },
-        f"{SIZING}:staged_share": {
+        f"{ESTIMATE}:staged_share": {
             "a layer is staged in both directions": {"2 / ROUNDS": "1"},
         },
-        f"{SIZING}:kv_cache_bytes": {
+        f"{ESTIMATE}:kv_cache_bytes": {
             "a switch has no memory of its own": {"available if available * staged <= activations else int(left / (1 + staged))": "available"},
             "graphs are not subtracted": {"- graphs ": ""},
             "activations of one layout only": {"max(one.activations for one in layouts)": "last.activations"},
         },
-        f"{RANK}:rank_memory": {
-            "a group for each kind of experts": {"for tp in {one.tp for one in layouts if one.replicas > 1}": "for tp in [one.tp for one in layouts if one.replicas > 1]"},
+        f"{ESTIMATE}:estimate": {
+            "a group for each kind of experts": {"{one.tp for one in layouts if one.tp > 1 and one.replicas > 1}": "[one.tp for one in layouts if one.tp > 1 and one.replicas > 1]"},
             "weights in place are counted for each layout": {"layouts[:1] if in_place else layouts": "layouts"},
+            "copies of weights are counted once": {"layouts[:1] if in_place else layouts": "layouts[:1]"},
+            "graphs of the base layout only": {"for one in limits)": "for one in limits[:1])"},
+            "a wide layout holds as many tokens as the base layout": {"model.kv_bytes_per_token(one.tp)))": "model.kv_bytes_per_token(layouts[0].tp)))"},
+            "a user's KV memory is ignored": {"engine.kv_cache_memory_bytes or kv_cache_bytes(": "kv_cache_bytes("},
+        },
+        f"{ESTIMATE}:communicator_bytes": {
+            "buffers for multicast on every GPU": {' or not device.capability.startswith("9.")': ""},
+        },
+        f"{ESTIMATE}:_graph_bytes": {
+            "piecewise graphs alone": {" + _captures(tokens)": ""},
+        },
+        "pat_vllm.simulator.modelled.hardware:_kv_tokens": {
+            "PAT's simulated engine has the memory of static ones": {"if not static:": "if False:"},
+            "static engines hold the base layout's weights": {"if not static:": "if True:"},
+        },
+        f"{ARITHMETIC}:check_memory": {
+            "the doctor states tokens of the widest layout": {"shape.layouts[0].tp]": "shape.layouts[-1].tp]"},
+        },
+    },
+    "tests/unit/advice/test_advise.py": {
+        "pat_vllm.cli.advise:Question._modelled_rollouts": {
+            "the base layout is chosen by steps without drafts": {"Side(None, PLANNED)": "Side(None)"},
+            "the narrowest base layout is taken": {"return min(found, key=lambda one: one.replay(first)[0].seconds)": "return found[0]"},
         },
     },
     "tests/vllm/memory/test_mixtures.py": {
-        f"{SHAPE}._expert_bytes": {
-            "spread experts are cut": {"self._mlp(one.intermediate, 1)": "self._mlp(one.intermediate, tp)"},
-            "experts that do not divide": {"one.most_on_rank(tp)": "(one.count // tp)"},
-            "shared experts are forgotten": {"self._mlp(one.shared, tp) + ": ""},
-            "routers are cut": {"one.count * self.dtype_bytes": "one.count // tp * self.dtype_bytes"},
+        f"{SIZE}.resident_weights": {
+            "spread experts are cut": {"self.experts.most_on_rank(tp) if spread else self.experts.count / tp": "self.experts.count / tp"},
         },
-        f"{SHAPE}.weight_bytes": {
+        f"{SIZE}.layer_weights": {
+            "shared experts are forgotten": {"router + 3 * self.experts.shared / tp": "router"},
             "dense layers have experts": {"self.dense_layers *": "0 *"},
         },
         f"{SHAPE}.expert_workspace_bytes": {
@@ -203,23 +208,25 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     f"{ALLOCATED}[copies]": {
         f"{SHAPE}.weight_bytes": {
-            "embeddings are forgotten": {"(of_all + outside)": "of_all"},
             "weights have two bytes": {"* self.dtype_bytes": "* 2"},
+        },
+        f"{SIZE}.resident_weights": {
+            "embeddings are forgotten": {"(1 if self.tied else 2)": "0"},
         },
         f"{SHAPE}.kv_bytes_per_token": {
             "KV has two bytes": {"* self.kv_dtype_bytes": "* 2"},
         },
-        f"{SIZING}:staged_share": {
+        f"{ESTIMATE}:staged_share": {
             "two layers are staged": {"max(1,": "max(2,"},
         },
-        f"{BUFFERS}:_v1_buffers": {
-            "slots are forgotten": {'_mirrored("slots", 8 * tokens),': ""},
+        f"{BUFFERS}:runner_buffers": {
+            "small buffers are forgotten": {"small = _OF_TOKEN * tokens": "small = 0"},
         },
     },
     f"{ALLOCATED}[large V2]": {
-        f"{BUFFERS}:_v2_buffers": {
-            "block tables are forgotten": {'made.staged("block tables", width, with_kv=True),': ""},
-            "one table of biases is forgotten": {"count=3)": "count=2)"},
+        f"{BUFFERS}:runner_buffers": {
+            "block tables are forgotten": {"Buffer(2 * table, with_kv=True)": "Buffer(0, with_kv=True)"},
+            "sampling state is forgotten": {"Buffer(seqs * _SAMPLING + small)": "Buffer(small)"},
         },
     },
     "tests/vllm/test_bad_input.py": {

@@ -200,13 +200,13 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "torch.cuda.graph_pool_handle = original": "pass"
             },
         },
-        "pat_vllm.memory.sizing:kv_cache_bytes": {
+        "pat_vllm.memory.estimate:kv_cache_bytes": {
             "the buffers of every layout are counted": {" - max(buffers)": ""},
             "activations of the base layout only": {
                 "max(one.activations for one in layouts)": "last.activations"
             },
         },
-        "pat_vllm.memory.sizing:staged_share": {
+        "pat_vllm.memory.estimate:staged_share": {
             "a switch stages nothing": {"(sent + 2 / ROUNDS)": "0"},
         },
         f"{WORKER}.pat_switch": {

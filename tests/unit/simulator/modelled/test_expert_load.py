@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.cli.held_out import held_out_error
+from pat_vllm.gpus import GPUS
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.expert_load import Load, Routing
-from pat_vllm.simulator.modelled.figures import GPUS
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
-H200 = Machine(ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"], "nvlink", 2)
+H200 = Machine(ModelShape.from_config(MODEL_SHAPES["qwen3-30b-a3b"]), GPUS["H200"], "nvlink")
 EIGHT = [
     Layout.parse(name)
     for name in ("tp1dp8", "tp2dp4", "tp2dp4ep", "tp4dp2", "tp4dp2ep", "tp8dp1", "tp8dp1ep")
@@ -107,7 +108,7 @@ def test_spread_experts_wait_for_the_busiest_rank() -> None:
     for cut, spread in zip(EIGHT[1::2], EIGHT[2::2], strict=True):
         for batch in (1, 8, 256):
             assert H200.step(cut, batch, 500 * batch, 0) <= H200.step(spread, batch, 500 * batch, 0)
-    skewed = Machine(H200.model, H200.gpu, "nvlink", 2, skew=1.0)
+    skewed = Machine(H200.model, H200.gpu, "nvlink", skew=1.0)
     prompts = {"batch": 0, "context": 0, "prefill": 16384}
     assert skewed.step(EIGHT[-1], **prompts) > 1.05 * H200.step(EIGHT[-1], **prompts)
     assert skewed.step(EIGHT[-2], **prompts) == pytest.approx(H200.step(EIGHT[-2], **prompts))
@@ -126,15 +127,6 @@ def test_layouts_without_memory_for_all_experts() -> None:
     assert [str(layout) for layout in profile.layouts] == ["tp2dp4", "tp4dp2", "tp8dp1"]
     spread = modelled_profile("qwen3-30b-a3b", "A40", 8, experts="ep")
     assert [str(layout) for layout in spread.layouts] == ["tp2dp4ep", "tp4dp2ep", "tp8dp1ep"]
-
-
-def test_ranks_that_hold_the_base_layouts_weights_have_less_memory_for_kv(both: Profile) -> None:
-    ours = modelled_profile("qwen3-30b-a3b", "H200", 8, in_place=True)
-    assert ours.kv_tokens[1] == both.kv_tokens[1] and ours.key["in_place"]
-    for tp in (2, 4, 8):
-        heads = min(tp, 4)  # more ranks replicate the four
-        assert ours.kv_tokens[tp] == pytest.approx(heads * ours.kv_tokens[1], rel=1e-3)
-        assert ours.kv_tokens[tp] < both.kv_tokens[tp]
 
 
 def test_switches_move_the_rows_of_cut_experts_only(both: Profile) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from pat_vllm.gpus import GPUS
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.figures import GPUS, gpu_names
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -37,7 +38,7 @@ def h100() -> Profile:
     return modelled_profile("llama-3.1-8b", "H100", 8)
 
 
-@pytest.mark.parametrize("gpu", gpu_names())
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("model", MODEL_SHAPES)
 @pytest.mark.parametrize("ranks", [2, 16])
 def test_every_combination_is_a_valid_labelled_profile(
@@ -77,12 +78,13 @@ def test_steps_are_ordered_as_hardware_is(h100: Profile) -> None:
 
 
 def test_kv_memory(h100: Profile) -> None:
-    """It grows faster than the ranks, until KV heads are replicated."""
+    """Of static engines it grows faster than the ranks, until KV heads are replicated."""
+    alone = modelled_profile("llama-3.1-8b", "H100", 8, static=True)
     for tp in (1, 2, 4):
-        assert h100.kv_tokens[2 * tp] > 2 * h100.kv_tokens[tp]
+        assert alone.kv_tokens[2 * tp] > 2 * alone.kv_tokens[tp]
     assert h100.kv_bytes_per_token == 2 * 32 * 8 * 128 * 2
     few_heads = {**MODEL_SHAPES["llama-3.1-8b"], "num_key_value_heads": 2}
-    profile = modelled_profile(few_heads, "H100", 8)
+    profile = modelled_profile(few_heads, "H100", 8, static=True)
     # From tp=2 on every rank holds one head; only the weights shrink.
     assert profile.kv_tokens[4] < 1.3 * profile.kv_tokens[2]
 
@@ -114,9 +116,9 @@ def test_switches_move_what_changes_ranks(h100: Profile) -> None:
 
 def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
-    machine = Machine(ModelSize.of(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink", 2)
-    size = ModelSize.of(MODEL_SHAPES["qwen3-30b-a3b"])
-    mixture = Machine(size, GPUS["H200"], "nvlink", 2, skew=1.0)
+    machine = Machine(ModelShape.from_config(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink")
+    shape = ModelShape.from_config(MODEL_SHAPES["qwen3-30b-a3b"])
+    mixture = Machine(shape, GPUS["H200"], "nvlink", skew=1.0)
     steps = [
         machine.step(Layout(1, 8), 1, 512, 0),
         machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),

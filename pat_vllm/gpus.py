@@ -1,0 +1,88 @@
+"""GPUs that are known by name: their memory and public figures. Pure; imports nothing of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Link = Literal["nvlink", "pcie"]
+MiB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the memory of an engine depends on.
+
+    Attributes:
+        memory: bytes, as the driver tells them.
+        capability: CUDA's compute capability, "9.0"; "" where there is none.
+    """
+
+    memory: int
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Public figures of a GPU.
+
+    Attributes:
+        bandwidth: bytes per second of its memory.
+        flops: dense 16-bit tensor operations per second, without sparsity.
+        link: what connects the GPUs of a node.
+        links: bytes per second and direction, by link.
+        source: where the figures come from.
+    """
+
+    device: Device
+    bandwidth: float
+    flops: float
+    link: Link
+    links: Mapping[str, float]
+    source: str
+
+
+_PCIE4 = 25e9
+"""PCIe 4.0 x16 has 31.5 GB/s per direction; copies between GPUs reach about 25."""
+_PCIE5 = 50e9
+"""PCIe 5.0 x16, likewise of 63 GB/s."""
+
+GPUS: Mapping[str, Gpu] = {
+    "A40": Gpu(
+        Device(46068 * MiB, "8.6"),
+        696e9,
+        149.7e12,
+        "pcie",
+        {"pcie": _PCIE4},
+        "NVIDIA A40 datasheet",
+    ),
+    "H100": Gpu(
+        Device(81559 * MiB, "9.0"),
+        3.35e12,
+        989e12,
+        "nvlink",
+        {"nvlink": 450e9, "pcie": _PCIE5},
+        "NVIDIA H100 datasheet (SXM)",
+    ),
+    "H200": Gpu(
+        Device(143771 * MiB, "9.0"),
+        4.8e12,
+        989e12,
+        "nvlink",
+        {"nvlink": 450e9, "pcie": _PCIE5},
+        "NVIDIA H200 datasheet (SXM)",
+    ),
+}
+
+
+def gpu_named(name: str) -> str:
+    """The key in `GPUS` of a name in any case.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    for known in GPUS:
+        if known.lower() == name.lower():
+            return known
+    raise ValueError(f"gpu {name[:80]!r} is unknown; allowed are {', '.join(GPUS)}")

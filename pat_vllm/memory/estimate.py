@@ -1,0 +1,195 @@
+"""What an engine takes of each device, and what is left for KV. Pure.
+
+One arithmetic for PAT's engines and for static ones. A worker on a GPU measures what is computed
+here (`worker/gpu_worker.py`), and sizes its KV cache by the same `kv_cache_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pat_vllm.gpus import Device, MiB
+from pat_vllm.kv_transfer.plan import ROUNDS
+from pat_vllm.layout import Layout
+from pat_vllm.limits import Limits
+from pat_vllm.memory.buffers import EngineShape, all_buffers, pinned_bytes
+from pat_vllm.memory.model import ModelShape
+
+SYMMETRIC_MEMORY = {2: 64 * MiB, 4: 32 * MiB, 6: 64 * MiB, 8: 64 * MiB}
+CUSTOM_ALL_REDUCE = {2: 8 * MiB, 4: 8 * MiB, 6: MiB // 2, 8: MiB // 4}
+MULTICAST_ALL_GATHER = {2: 8 * MiB, 4: 4 * MiB, 6: 2 * MiB, 8: 2 * MiB}
+REDUCE_SCATTER = 16 * MiB
+"""Buffers of vLLM's communicators on compute capability 9.0, by ranks of a group."""
+_REGISTERED = 8 * MiB
+_MULTICAST_COPIES = 6
+_NCCL = 256 * MiB
+"""Of a group's NCCL communicator; an assumption."""
+
+GRAPH_BYTES = 172 << 10
+"""Of a CUDA graph, for each layer and size; an assumption. It gives the 0.52 GiB that vLLM's log
+published of Qwen3-8B says, for 51 piecewise and 35 whole graphs (LMCache issue 3430)."""
+_LARGEST_GRAPH = 512
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What vLLM measured of one layout on a device, in bytes.
+
+    Attributes:
+        available: what vLLM would give to the KV cache, were this the only layout and without CUDA
+            graphs.
+        activations: what it has set aside for the largest step.
+    """
+
+    available: int
+    activations: int
+
+
+def kv_cache_bytes(
+    layouts: Sequence[Measured], graphs: int, buffers: Sequence[int], staged: float
+) -> int:
+    """What is left for the KV cache beside all that an engine of these layouts needs.
+
+    One layout runs at a time, so activations count once. A switch has no step beside it and may use
+    the memory of activations; what these lack for it is kept free.
+
+    Args:
+        layouts: in the order of their measurement, all on this device, where each left something.
+        graphs: bytes of the CUDA graphs of all layouts, in the pool that they share.
+        buffers: bytes that each layout allocates with its KV cache, after it was measured. vLLM
+            does not count its own; they lie in what `gpu_memory_utilization` leaves. So do those of
+            one layout here.
+        staged: share of the KV cache that a switch stages in the worst case.
+    """
+    last = layouts[-1]
+    left = last.available + last.activations - graphs - (sum(buffers) - max(buffers))
+    activations = max(one.activations for one in layouts)
+    available = left - activations
+    return available if available * staged <= activations else int(left / (1 + staged))
+
+
+def staged_share(layouts: Sequence[Layout], num_kv_heads: int, num_layers: int) -> float:
+    """Share of the KV cache that a switch between any two layouts stages in the worst case.
+
+    That is a layer to be sent to each rank that has the same KV heads, in whole, and what one round
+    sends and receives of it.
+    """
+    if len(layouts) == 1:
+        return 0.0
+    sent = max(1, max(layout.tp for layout in layouts) // num_kv_heads)
+    return (sent + 2 / ROUNDS) / num_layers
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank takes. Bytes.
+
+    Attributes:
+        requested: what vLLM may use, `gpu_memory_utilization` of the device.
+        weights: with the table of rotary embeddings.
+        swap_tables: which rows trade places between layouts.
+        communicators: of groups that do not span all ranks, one for each tp; vLLM makes those that
+            do before it looks at what is free.
+        buffers: of all model runners.
+        activations: of the largest step.
+        staged: most that a switch stages. It may lie in the memory of activations.
+        graphs: CUDA graphs of all layouts.
+        kv: the KV cache; below 0 where the rest has no room.
+        kv_tokens: that it holds in a replica, by tp; 0 where there is no room.
+        pinned: host memory.
+    """
+
+    requested: int
+    weights: int
+    swap_tables: int
+    communicators: int
+    buffers: int
+    activations: int
+    staged: int
+    graphs: int
+    kv: int
+    kv_tokens: dict[int, int]
+    pinned: int
+
+
+def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemory:
+    """What a rank of an engine takes: of PAT's, or of a static one (`static_engine`).
+
+    With weights in place, a rank holds the base layout's shard in every layout; with copies, each
+    layout's.
+    """
+    layouts = engine.layouts
+    in_place = engine.weights == "inplace"
+    held = layouts[:1] if in_place else layouts
+    weights = sum(model.weight_bytes(one.tp, one.experts == "ep") for one in held)
+    weights += model.rotary_bytes
+    tables = model.swap_table_bytes(layouts) if in_place else 0
+    # Layouts of both kinds of experts share the group of a tp.
+    narrow = {one.tp for one in layouts if one.tp > 1 and one.replicas > 1}
+    groups = sum(communicator_bytes(tp, device) for tp in narrow)
+    limits = [engine.limits(one) for one in layouts]
+    graphs = sum(_graph_bytes(model, engine, one) for one in limits)
+    buffers = all_buffers(model, engine)
+    early = sum(one.device for of_layout in buffers for one in of_layout if not one.with_kv)
+    late = [sum(one.device for one in of_layout if one.with_kv) for of_layout in buffers]
+    steps = [
+        model.step_bytes(layout.tp, one.max_num_batched_tokens, one.max_num_seqs)
+        for layout, one in zip(layouts, limits, strict=True)
+    ]
+    requested = int(device.memory * engine.gpu_memory_utilization)
+    free = requested - weights - tables - groups - early
+    share = staged_share(layouts, model.kv_heads, model.layers) if engine.migrates else 0.0
+    kv = engine.kv_cache_memory_bytes or kv_cache_bytes(
+        [Measured(free - step, step) for step in steps], graphs, late, share
+    )
+    return RankMemory(
+        requested=requested,
+        weights=weights,
+        swap_tables=tables,
+        communicators=groups,
+        buffers=early + sum(late),
+        activations=max(steps),
+        staged=int(kv * share),
+        graphs=graphs,
+        kv=kv,
+        kv_tokens={
+            one.tp: max(0, kv // (engine.block_size * model.kv_bytes_per_token(one.tp)))
+            * engine.block_size
+            for one in layouts
+        },
+        pinned=pinned_bytes(buffers),
+    )
+
+
+def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:
+    """One of the static engines of a layout, with the limits that PAT's replicas have in it."""
+    return replace(engine, layouts=(Layout(layout.tp, 1, layout.experts),))
+
+
+def communicator_bytes(tp: int, device: Device) -> int:
+    """Device memory of a TP group's communicator, without FlashInfer's.
+
+    NCCL's; on compute capability 9.0 symmetric memory, and the custom all-reduce with its buffers
+    for gathering and scattering.
+    """
+    if tp not in SYMMETRIC_MEMORY or not device.capability.startswith("9."):
+        return _NCCL
+    stage = max(MULTICAST_ALL_GATHER[tp] * tp, REDUCE_SCATTER)
+    custom = CUSTOM_ALL_REDUCE[tp] + REDUCE_SCATTER + _REGISTERED
+    return _NCCL + SYMMETRIC_MEMORY[tp] + custom + _MULTICAST_COPIES * stage
+
+
+def _graph_bytes(model: ModelShape, engine: EngineShape, limits: Limits) -> int:
+    """CUDA graphs of a layout: piecewise ones up to two steps' tokens, whole ones of one step's."""
+    if engine.enforce_eager or engine.attention == "CPU_ATTN":
+        return 0
+    tokens = limits.max_num_seqs * (1 + engine.num_speculative_tokens)
+    captured = _captures(2 * tokens) + _captures(tokens)
+    return model.layers * captured * GRAPH_BYTES
+
+
+def _captures(most: int) -> int:
+    """Sizes of at most so many tokens for which vLLM captures a graph."""
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_GRAPH + 1, 16))
+    return sum(size <= most for size in sizes)

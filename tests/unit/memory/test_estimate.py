@@ -1,0 +1,344 @@
+"""What an engine takes of a GPU, estimated; what of that its KV cache is sized by; the bars.
+
+`pytest -s` prints what docs/results.md says of the KV cache. With real engines and vLLM's own
+objects the arithmetic is compared in tests/engine/test_memory.py and
+tests/vllm/memory/test_mixtures.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.cli.advise import Question
+from pat_vllm.config import PATConfig
+from pat_vllm.doctor.arithmetic import check_memory, engine_shape
+from pat_vllm.gpus import GPUS
+from pat_vllm.kv_transfer.plan import ROUNDS
+from pat_vllm.layout import Layout
+from pat_vllm.memory.buffers import EngineShape, all_buffers, pinned_bytes, runner_buffers
+from pat_vllm.memory.estimate import (
+    Measured,
+    RankMemory,
+    communicator_bytes,
+    estimate,
+    kv_cache_bytes,
+    staged_share,
+    static_engine,
+)
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.mixture import Mixture
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
+
+GB = 10**9
+LAYOUTS = tuple(Layout.of(tp, 8) for tp in (1, 2, 4, 8))
+BOTH_KINDS = Mixture(128, 768).layouts((1, 2, 4, 8), 8, "auto")
+H100 = GPUS["H100"].device
+
+LLAMA_8B, QWEN3_30B_A3B = (
+    ModelShape.from_config(MODEL_SHAPES[name]) for name in ("llama-3.1-8b", "qwen3-30b-a3b")
+)
+QWEN3_32B = ModelShape.from_config(
+    {
+        **MODEL_SHAPES["qwen3-14b"],
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    }
+)
+PARAMETERS = {LLAMA_8B: 8_030_261_248, QWEN3_32B: 32_762_123_264, QWEN3_30B_A3B: 30_532_122_624}
+"""As the published checkpoints have them."""
+NAMES = {LLAMA_8B: "Llama-3.1-8B", QWEN3_32B: "Qwen3-32B"}
+DENSE = pytest.mark.parametrize("model", NAMES, ids=NAMES.get)
+
+AS_GIVEN = PATConfig(limits_per="replica")
+
+
+def pat(**options: Any) -> EngineShape:
+    """Layouts that run as many requests as given each, if no option says otherwise."""
+    return EngineShape(LAYOUTS, **{"pat": AS_GIVEN, **options})
+
+
+def static(tp: int = 1, **options: Any) -> EngineShape:
+    """Stock vLLM, or one of eight stock engines."""
+    return EngineShape((Layout(tp, 1),), **options | {"pat": AS_GIVEN})
+
+
+# -------------------------------------------------------------------- sizing the KV cache
+
+
+@st.composite
+def devices(draw: st.DrawFn) -> tuple[int, list[Measured], int, list[int]]:
+    """Memory that is free in the end, and what was measured while layouts took some of it."""
+    sizes = st.integers(0, 8 * GB)
+    free = draw(st.integers(80 * GB, 200 * GB))
+    layouts: list[Measured] = []
+    taken_later = 0
+    for _ in range(draw(st.integers(1, 4))):
+        activations = draw(sizes)
+        layouts.insert(0, Measured(free + taken_later - activations, activations))
+        taken_later += draw(sizes)
+    buffers = [draw(st.integers(0, GB)) for _ in layouts]
+    return free, layouts, draw(sizes), buffers
+
+
+@settings(max_examples=80)
+@given(devices(), st.floats(0, 3))
+def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
+    device: tuple[int, list[Measured], int, list[int]], staged: float
+) -> None:
+    free, layouts, graphs, buffers = device
+    kv = kv_cache_bytes(layouts, graphs, buffers, staged)
+    left = free - graphs - (sum(buffers) - max(buffers)) - kv
+    assert -1000 < left - max(kv * staged, *(one.activations for one in layouts), 0) < 1000
+
+
+@pytest.mark.parametrize("kv_heads, sent", [(16, 1), (8, 1), (4, 2), (1, 8)])
+def test_a_layer_is_sent_to_each_rank_with_the_same_heads(kv_heads: int, sent: int) -> None:
+    share = staged_share(LAYOUTS, kv_heads, num_layers=10)
+    assert share == pytest.approx((sent + 2 / ROUNDS) / 10)
+
+
+# -------------------------------------------------------------------- the arithmetic
+
+
+@pytest.mark.parametrize("model", PARAMETERS, ids=["8B", "32B", "30B-A3B"])
+def test_weights_are_those_of_the_checkpoint(model: ModelShape) -> None:
+    assert model.weight_bytes(1) == pytest.approx(2 * PARAMETERS[model], rel=1e-4)
+    for tp in (2, 4):
+        assert model.weight_bytes(tp) == pytest.approx(2 * PARAMETERS[model] / tp, rel=2e-3)
+        assert model.weight_bytes(tp, spread=True) == model.weight_bytes(tp)
+
+
+def test_tied_embeddings_are_there_once_and_vocabularies_are_padded() -> None:
+    tied = replace(LLAMA_8B, tied=True)
+    assert LLAMA_8B.weight_bytes(2) - tied.weight_bytes(2) == 128256 * 4096
+    odd = replace(tied, vocab=128256 - 63)
+    assert odd.weight_bytes(1) == tied.weight_bytes(1)
+
+
+def test_kv_of_a_token() -> None:
+    assert LLAMA_8B.kv_bytes_per_token(1) == 131072
+    assert QWEN3_32B.kv_bytes_per_token(1) == 262144
+    assert QWEN3_32B.kv_bytes_per_token(8) == 262144 // 8
+    assert QWEN3_32B.kv_bytes_per_token(16) == 262144 // 8, "heads are replicated"
+
+
+@pytest.mark.parametrize("drafts", [0, 8])
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+@pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
+def test_what_layouts_share_is_there_once(attention: Any, runner: Any, drafts: int) -> None:
+    """In the size that the layout with the most requests needs; others have tens of MB."""
+    options: Any = {"attention": attention, "runner": runner, "num_speculative_tokens": drafts}
+    base, *others = all_buffers(QWEN3_32B, pat(**options))
+    alone = runner_buffers(QWEN3_32B, static(**options), Layout(1, 1))
+    assert sorted(base, key=repr) == sorted(alone, key=repr)
+    for buffers in others:
+        assert 0 < sum(buffer.device for buffer in buffers) < 30e6
+        assert sum(buffer.pinned for buffer in buffers) < 4e6
+
+    growing = pat(pat=PATConfig(), **options)
+    every = [runner_buffers(QWEN3_32B, growing, layout) for layout in LAYOUTS]
+    base, *others = all_buffers(QWEN3_32B, growing)
+    assert not any(buffer.shared for buffers in others for buffer in buffers)
+    shared = [one for one in base if one.shared]
+    largest = [max(alike, key=lambda one: one.on_cpu) for alike in zip(*every, strict=True)]
+    assert shared == [one for one in largest if one.shared]
+    assert sum(one.on_cpu for one in shared) > sum(one.on_cpu for one in every[0] if one.shared)
+
+
+def test_pinned_memory() -> None:
+    """Token ids of Model Runner V2: 4 bytes for each token of each request.
+
+    With drafts they are on the device, beside the bits of grammars for each draft.
+    """
+    stock = all_buffers(LLAMA_8B, static())
+    assert pinned_bytes(stock) == 256 * 32768 * 4
+    drafting = all_buffers(LLAMA_8B, static(num_speculative_tokens=8))
+    assert pinned_bytes(drafting) == 0
+    more = sum(buffer.device for buffer in drafting[0]) - sum(buffer.device for buffer in stock[0])
+    assert more == 256 * 32768 * 4 + 256 * 8 * (128256 // 8)
+
+
+# -------------------------------------------------------------------- a rank
+
+
+def added(
+    model: ModelShape, base_tp: int = 1, **options: Any
+) -> tuple[RankMemory, RankMemory, float]:
+    """What a static engine and PAT's take, and by what part PAT's KV cache is smaller, but for the
+    CUDA graphs and communicators of further layouts, which stock vLLM has at their tp.
+
+    Args:
+        base_tp: of PAT's engine, and the tp of the static one.
+    """
+    layouts = tuple(layout for layout in LAYOUTS if layout.tp >= base_tp)
+    engine = estimate(model, EngineShape(layouts, **{"pat": AS_GIVEN, **options}), H100)
+    stock = estimate(model, static(base_tp, **options), H100)
+    assert engine.weights == stock.weights
+    return stock, engine, 1 - (engine.kv + _of_layouts(engine) - _of_layouts(stock)) / stock.kv
+
+
+def _of_layouts(memory: RankMemory) -> int:
+    return memory.graphs + memory.communicators
+
+
+@DENSE
+@pytest.mark.parametrize("seqs, tokens", [(1024, 16384), (256, 2048), (64, 8192)])
+def test_pat_takes_at_most_three_percent_of_the_kv_cache(
+    model: ModelShape, seqs: int, tokens: int
+) -> None:
+    """Beside weights, and the CUDA graphs and communicators that a tp has in stock vLLM, too.
+
+    Where limits grow, stock vLLM runs as many requests as PAT's layout that runs most.
+    """
+    for runner, attention in itertools.product(("V1", "V2"), ("FLASH_ATTN", "FLASHINFER")):
+        options: Any = {"runner": runner, "attention": attention}
+        *_, share = added(model, max_num_batched_tokens=tokens, **options)
+        assert 0 <= share <= 0.03, options
+        engine = EngineShape(LAYOUTS, max_num_seqs=seqs, max_num_batched_tokens=tokens, **options)
+        most = [engine.limits(layout) for layout in LAYOUTS]
+        stock = static(
+            max_num_seqs=max(one.max_num_seqs for one in most),
+            max_num_batched_tokens=max(one.max_num_batched_tokens for one in most),
+            **options,
+        )
+        ours, theirs = (estimate(model, one, H100) for one in (engine, stock))
+        more = _of_layouts(ours) - _of_layouts(theirs)
+        assert ours.kv + more >= 0.97 * theirs.kv, options
+        assert ours.pinned <= 1.25 * theirs.pinned, options
+        if seqs == 1024:  # vLLM's defaults on H100: nothing grows
+            given_ = pat(max_num_seqs=seqs, max_num_batched_tokens=tokens, **options)
+            assert all_buffers(model, engine) == all_buffers(model, given_)
+
+
+@pytest.mark.parametrize(
+    "model, base_tp", [(LLAMA_8B, 1), (QWEN3_32B, 2), (QWEN3_32B, 1)], ids=["8B", "32B", "32B at 1"]
+)
+def test_what_the_kv_cache_loses(model: ModelShape, base_tp: int) -> None:
+    """By further layouts; by limits that grow with the ranks, of 256 requests a rank."""
+    stock, engine, own = added(model, base_tp)
+    assert communicator_bytes(2, GPUS["A40"].device) < communicator_bytes(2, H100)
+    groups = [layout.tp for layout in LAYOUTS[:-1] if layout.tp >= max(2, base_tp)]
+    assert engine.communicators == sum(communicator_bytes(tp, H100) for tp in groups)
+    _, most, grown = added(model, base_tp, pat=PATConfig())
+    assert 0 <= own <= grown < 0.11 and stock.kv > engine.kv > most.kv
+    print(f"{NAMES[model]}, base_tp={base_tp}:")
+    for title, one in (("static", stock), ("PAT", engine), ("PAT, limits per rank", most)):
+        print(f"  {title}: {one.kv / 2**30:.2f} GiB, graphs {one.graphs / 2**30:.2f} GiB,", end="")
+        print(f" communicators {one.communicators / 2**30:.2f} GiB, {1 - one.kv / stock.kv:.2%}")
+    print(f"  without graphs and communicators: {own:.2%}, per rank {grown:.2%}")
+
+
+def test_a_mixture_shares_its_workspace_and_the_groups_of_a_tp() -> None:
+    engine = EngineShape(BOTH_KINDS, pat=AS_GIVEN)
+    base, *others = all_buffers(QWEN3_30B_A3B, engine)
+    assert 2 * 8192 * 8 * 2048 * 2 in [one.device for one in base if one.shared]
+    assert not any(one.shared for buffers in others for one in buffers)
+    memory = estimate(QWEN3_30B_A3B, engine, GPUS["H200"].device)
+    assert memory.communicators == sum(communicator_bytes(tp, H100) for tp in (2, 4))
+
+
+def test_graphs_of_a_layout() -> None:
+    """In vLLM's published log, of Qwen3-8B with 51 piecewise and 35 whole graphs."""
+    qwen3_8b = replace(LLAMA_8B, layers=36)
+    graphs = estimate(qwen3_8b, static(), H100).graphs
+    assert graphs / 2**30 == pytest.approx(0.52, abs=0.02)
+    assert estimate(qwen3_8b, pat(), H100).graphs == 4 * graphs
+    assert estimate(qwen3_8b, pat(num_speculative_tokens=3), H100).graphs > 4 * graphs
+    assert estimate(qwen3_8b, pat(enforce_eager=True), H100).graphs == 0
+
+
+def test_copies_of_weights_take_memory_of_each_layout() -> None:
+    copies = estimate(LLAMA_8B, pat(weights="materialized"), H100)
+    shards = sum(LLAMA_8B.weight_bytes(layout.tp) for layout in LAYOUTS)
+    assert copies.weights == shards + LLAMA_8B.rotary_bytes
+    assert copies.swap_tables == 0 < estimate(LLAMA_8B, pat(), H100).swap_tables < 20e6
+
+
+def test_kv_cache_as_a_user_says() -> None:
+    memory = estimate(LLAMA_8B, pat(kv_cache_memory_bytes=16 * 131072 + 1), H100)
+    assert memory.kv == 16 * 131072 + 1 and memory.kv_tokens == {1: 16, 2: 32, 4: 64, 8: 128}
+    none = estimate(LLAMA_8B, pat(gpu_memory_utilization=0.1), H100)
+    assert none.kv < 0 and set(none.kv_tokens.values()) == {0}
+
+
+# -------------------------------------------------------------------- who else says it
+
+
+def measured_by_a_worker(model: ModelShape, engine: EngineShape, gpu: str) -> int:
+    """The KV cache of an engine whose rank allocates what its checkpoint and layouts take.
+
+    Its layouts are measured one after another, the base layout last (`PATGPUWorker`).
+    """
+    device, (base, *_) = GPUS[gpu].device, engine.layouts
+    buffers = all_buffers(model, engine)
+    used = 2 * PARAMETERS[model] // base.tp
+    used += sum(b.device for of_layout in buffers for b in of_layout if not b.with_kv)
+    narrow = {one.tp for one in engine.layouts if one.replicas > 1} - {1}
+    used += sum(communicator_bytes(tp, device) for tp in narrow)
+    measured = []
+    for layout in reversed(engine.layouts):
+        limits = engine.limits(layout)
+        step = model.step_bytes(layout.tp, limits.max_num_batched_tokens, limits.max_num_seqs)
+        measured.append(Measured(int(0.9 * device.memory) - used - step, step))
+    graphs = [estimate(model, static_engine(engine, one), device).graphs for one in engine.layouts]
+    late = [sum(b.device for b in of_layout if b.with_kv) for of_layout in buffers]
+    share = staged_share(engine.layouts, model.kv_heads, model.layers)
+    return kv_cache_bytes(measured, sum(graphs), late, share)
+
+
+def tokens_by_bytes(model: ModelShape, profile: Profile) -> dict[int, int]:
+    """Bytes of the KV that a simulated rank has, by tp."""
+    return {tp: n * model.kv_bytes_per_token(tp) for tp, n in profile.kv_tokens.items()}
+
+
+@pytest.mark.parametrize("gpu", ["A40", "H100", "H200"])
+@pytest.mark.parametrize(
+    "name, model",
+    [("llama-3.1-8b", LLAMA_8B), ("qwen3-30b-a3b", QWEN3_30B_A3B)],
+    ids=["8B", "30B-A3B"],
+)
+def test_simulator_advise_and_doctor_grant_what_an_engine_has(
+    name: str, model: ModelShape, gpu: str
+) -> None:
+    """PAT's KV in every layout, to 2% of what a worker would measure; and static engines'."""
+    question = Question(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
+    rollouts = question.rollouts()
+    for base in (1, 2, 4):
+        profile = question._modelled(layouts=[tp for tp in (1, 2, 4, 8) if tp >= base])
+        if profile.layouts[0].tp != base:
+            assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
+            continue
+        if base == rollouts.profile.layouts[0].tp:
+            assert rollouts.profile.kv_tokens == profile.kv_tokens
+        config, options = MODEL_SHAPES[name], PATConfig(base_tp=base)
+        shape = engine_shape(config, options, 8, {})
+        assert shape.layouts == profile.layouts
+        stated = check_memory(config, GPUS[gpu].device, shape)
+        assert stated.values["kv_tokens"] == profile.kv_tokens
+        assert f"{profile.kv_tokens[base]:,} tokens" in stated.found
+        kv = measured_by_a_worker(model, shape, gpu)
+        for granted in tokens_by_bytes(model, profile).values():
+            assert granted == pytest.approx(kv, rel=0.02)
+    for layout in rollouts.static.layouts:
+        alone = static_engine(EngineShape(()), layout)
+        granted = tokens_by_bytes(model, rollouts.static)[layout.tp]
+        assert granted == pytest.approx(measured_by_a_worker(model, alone, gpu), rel=0.02)
+
+
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_static_engines_have_more_kv_than_pats(name: str) -> None:
+    ours, alone = (modelled_profile(name, "H200", 8, static=static) for static in (False, True))
+    assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
+    one = MODEL_SHAPES[name]["num_key_value_heads"]
+    for tp in (1, 2, 4, 8):
+        assert ours.kv_tokens[tp] == pytest.approx(min(tp, one) * ours.kv_tokens[1], rel=1e-3)
+        assert ours.kv_tokens[tp] < alone.kv_tokens[tp]
