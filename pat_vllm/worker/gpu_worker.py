@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.memory.sizing import Measured, kv_cache_bytes
-from pat_vllm.patches.runners import graphs_measured_apart, report_weights_memory
+from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
 from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -78,7 +79,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         buffers, workspace = measure_buffers(runtimes, self._enter)
         graphs = [0]
         if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
-            graphs = measure_graphs(runtimes, self._enter, workspace)
+            graphs = measure_graphs(runtimes, self._enter, workspace, self._capture_stream)
         self._enter(self._base)
         # vLLM logs them beside what the base layout's graphs come to.
         self.cudagraph_memory_estimate = graphs[0]
@@ -87,6 +88,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             measured, sum(graphs), buffers, staged_by_switches(self._runtimes)
         )
         return self.available_kv_cache_memory_bytes
+
+    @cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """On which all layouts' CUDA graphs are captured."""
+        return torch.cuda.Stream(self.device)
 
     def _measure(self, runtime: LayoutRuntime) -> Measured:
         self._enter(runtime)
@@ -98,7 +104,8 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As in vLLM, for every layout."""
-        times = super().compile_or_warm_up_model()
+        with capture_on(self._capture_stream):
+            times = super().compile_or_warm_up_model()
         super()._maybe_activate_jit_monitor()
         return times
 

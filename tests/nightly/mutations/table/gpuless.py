@@ -104,6 +104,11 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             },
         },
     },
+    "test_cuda_graphs.py::test_graphs[pools, offloaded]": {
+        f"{RUNNERS}:capture_on": {
+            "each capture has a stream of its own": {"lambda _: original(stream)": "original"},
+        },
+    },
     "test_cuda_graphs.py::test_graphs[V2]": {
         f"{WORKER}.compile_or_warm_up_model": {
             "capture before the weights are there": {
@@ -188,11 +193,21 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "builder.set_workspace_buffer(workspace)": "pass"
             },
         },
+        f"{GPU_WORKER}.compile_or_warm_up_model": {
+            "layouts capture on a stream each": {
+                "with capture_on(self._capture_stream):": "if True:"
+            },
+        },
         f"{LATE}:measure_graphs": {
-            "memory beside steps: a pool for each layout": {"_kept_graph_pool(), ": ""},
+            "layouts are measured on a stream each": {"        capture_on(stream),\n": ""},
+            "memory beside steps: a pool for each layout": {
+                "        _kept_graph_pool(stream),\n": ""
+            },
         },
         f"{LATE}:_kept_graph_pool": {
-            "nothing keeps the pool": {"with torch.cuda.graph(graph, pool=pool):": "if pool:"},
+            "nothing keeps the pool": {
+                "with torch.cuda.graph(graph, pool=pool, stream=stream):": "if pool:"
+            },
             "the pool is kept for ever": {"torch.accelerator.empty_cache()": "pass"},
         },
         f"{RUNNERS}:one_graph_pool": {
