@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm.envs as envs
 from vllm.device_allocator import get_mem_allocator_instance
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.memory.sizing import Measured, kv_cache_bytes
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
+from pat_vllm.weights.experts import what_slows
 from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
+
+
+logger = init_logger(__name__)
 
 
 class PATGPUWorker(PATWorkerMixin, Worker):
@@ -61,6 +66,12 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             self.model_runner,
             sum(runtime.runner.model_memory_usage for runtime in self._runtimes.values()),
         )
+        if self.rank == 0:
+            every = self._runtimes.items()
+            for line in what_slows(
+                (str(one), runtime.runner.get_model()) for one, runtime in every
+            ):
+                logger.info(line)
         if len(self._runtimes) > 1 and self.vllm_config.model_config.enable_cumem_allocator:
             # What layouts share was freed after its pool was left. vLLM trims a tag's pools when
             # the tag is next used, and would keep this through a sleep.

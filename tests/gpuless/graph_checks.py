@@ -88,7 +88,8 @@ def check_drafts() -> None:
 
 
 def check_pools(run: Run) -> None:
-    """All graphs share a pool and a stream of capture. Each layout was measured with graphs elsewhere, which are gone."""
+    """All graphs share a pool, and a stream of capture. Each layout was measured with graphs in
+    another pool, which are gone."""
     gc.collect()
     thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
     kept = [one for one in run.driver.captured if one.phase == "starting"]

@@ -345,6 +345,16 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the engine's ranges": {"_resize_compile_ranges(config, vllm_config)": "pass"},
         },
     },
+    "test_platforms.py::test_what_slows_experts_is_said[sm100]": {
+        "pat_vllm.weights.experts:what_slows": {
+            "another choice of vLLM's is not told": {
+                "stock is not UnquantizedMoeBackend.TRITON": "False"
+            },
+            "the experts of all layouts have one shape": {
+                "count, _, width = experts": "count, _, width = of_layouts[0][1]"
+            },
+        },
+    },
     "test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": {
         f"{SUPPORT}:_unsupported": {
             "ROCM_ATTN passes the front end": {"backend.name in _PACKED_HEADS": "False"},
