@@ -92,7 +92,11 @@ def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
     ]
     untuned = []
     for number, (name, experts) in enumerate(of_layouts):
-        if experts.quant_method.unquantized_backend is not UnquantizedMoeBackend.TRITON:
+        method = experts.quant_method
+        if (
+            not isinstance(method, UnquantizedFusedMoEMethod)
+            or method.unquantized_backend is not UnquantizedMoeBackend.TRITON
+        ):
             return
         stock = backend_of_stock(experts.moe_config)
         if number == 0 and stock is not UnquantizedMoeBackend.TRITON:
@@ -100,7 +104,7 @@ def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
                 f"PAT runs experts with Triton, where vLLM alone would choose {stock.value}, which "
                 "lays them out in a way that layouts cannot share; what that costs is unknown"
             )
-        count, _, width = experts.w2_weight.shape
+        count, _, width = experts.get_parameter("w2_weight").shape
         if get_moe_configs(count, width, None) is None:
             untuned.append(f"{name} (E={count}, N={width})")
     if untuned:

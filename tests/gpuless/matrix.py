@@ -128,6 +128,9 @@ def _mixture() -> dict[str, Any]:
     from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
 
     from pat_vllm.weights.experts import backend_of_stock, what_slows
 
@@ -148,7 +151,8 @@ def _mixture() -> dict[str, Any]:
     def model(count: int, width: int) -> nn.Module:
         experts: Any = RoutedExperts.__new__(RoutedExperts)
         nn.Module.__init__(experts)
-        method = SimpleNamespace(unquantized_backend=UnquantizedMoeBackend.TRITON)
+        method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        vars(method)["unquantized_backend"] = UnquantizedMoeBackend.TRITON
         vars(experts).update(moe_config=config, quant_method=method)
         experts.w2_weight = nn.Parameter(torch.empty(count, 2048, width, device="meta"))
         return nn.ModuleList([experts])
