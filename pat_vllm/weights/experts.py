@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
@@ -104,7 +105,8 @@ def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
                 f"PAT runs experts with Triton, where vLLM alone would choose {stock.value}, which "
                 "lays them out in a way that layouts cannot share; what that costs is unknown"
             )
-        count, _, width = experts.get_parameter("w2_weight").shape
+        layer: Any = experts  # vLLM's class does not declare its weights
+        count, _, width = layer.w2_weight.shape
         if get_moe_configs(count, width, None) is None:
             untuned.append(f"{name} (E={count}, N={width})")
     if untuned:

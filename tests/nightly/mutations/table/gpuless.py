@@ -351,7 +351,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "stock is not UnquantizedMoeBackend.TRITON": "False"
             },
             "the experts of all layouts have one shape": {
-                "count, _, width = experts": "count, _, width = of_layouts[0][1]"
+                "layer: Any = experts ": "layer: Any = of_layouts[0][1] "
             },
         },
     },
