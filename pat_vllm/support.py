@@ -171,6 +171,9 @@ def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     if envs.VLLM_ENABLE_STARTUP_PLAN:
         allowed = "0: its KV cache would leave no memory for the other layouts"
         found.append(("VLLM_ENABLE_STARTUP_PLAN", 1, allowed))
+    if envs.VLLM_USE_NCCL_SYMM_MEM:
+        allowed = "0: vLLM sums over the ranks of one group in each process, whichever is active"
+        found.append(("VLLM_USE_NCCL_SYMM_MEM", 1, allowed))
     if parallel.enable_batch_sharded_sampling:
         allowed = "False: vLLM has checked it for the layout of all ranks only"
         found.append(("enable_batch_sharded_sampling", True, allowed))

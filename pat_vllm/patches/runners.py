@@ -67,6 +67,24 @@ def one_graph_pool(pool: Any) -> Iterator[None]:
 
 
 @contextmanager
+def capture_on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Inside, have vLLM capture CUDA graphs on this stream.
+
+    Without it: each layout captures on a stream of its own. torch uses memory of a pool again on
+    the stream only that it was allocated on, so layouts share none of it, and cuBLAS has a
+    workspace for each stream. Missing seam: `graph_capture` that is given its stream.
+    """
+    import vllm.distributed.parallel_state as parallel_state
+
+    original = parallel_state.GraphCaptureContext
+    parallel_state.GraphCaptureContext = lambda _: original(stream)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        parallel_state.GraphCaptureContext = original  # type: ignore[misc]
+
+
+@contextmanager
 def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
     """Inside, have new attention metadata builders use this workspace, if there is one.
 

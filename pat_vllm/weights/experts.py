@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from torch import nn
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
+    UnquantizedMoeBackend,
+    _get_priority_backends,
+    backend_to_kernel_cls,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
@@ -67,6 +75,56 @@ def check_gates(path: str, runner: MoERunner) -> None:
             f"{path}: vLLM joins the gates of this model's routed and shared experts in a copy, "
             "which new weights do not reach. Use a static tensor_parallel_size without PAT."
         )
+
+
+def what_slows(models: Iterable[tuple[str, nn.Module]]) -> Iterator[str]:
+    """Say why experts may run slower than in stock vLLM or with tuned kernels. None on CPU.
+
+    Args:
+        models: the name and the model of each layout.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
+
+    of_layouts = [
+        (name, module)
+        for name, model in models
+        for module in [next((m for m in model.modules() if isinstance(m, RoutedExperts)), None)]
+        if module is not None
+    ]
+    untuned = []
+    for number, (name, experts) in enumerate(of_layouts):
+        method = experts.quant_method
+        if (
+            not isinstance(method, UnquantizedFusedMoEMethod)
+            or method.unquantized_backend is not UnquantizedMoeBackend.TRITON
+        ):
+            return
+        stock = backend_of_stock(experts.moe_config)
+        if number == 0 and stock is not UnquantizedMoeBackend.TRITON:
+            yield (
+                f"PAT runs experts with Triton, where vLLM alone would choose {stock.value}, which "
+                "lays them out in a way that layouts cannot share; what that costs is unknown"
+            )
+        layer: Any = experts  # vLLM's class does not declare its weights
+        count, _, width = layer.w2_weight.shape
+        if get_moe_configs(count, width, None) is None:
+            untuned.append(f"{name} (E={count}, N={width})")
+    if untuned:
+        yield (
+            "vLLM has no tuned Triton kernel on this device for the experts of the layouts "
+            f"{', '.join(untuned)}; they run with its defaults. Its "
+            "benchmarks/kernels/benchmark_moe.py tunes them, for VLLM_TUNED_CONFIG_FOLDER"
+        )
+
+
+def backend_of_stock(config: FusedMoEConfig) -> UnquantizedMoeBackend:
+    """The first of vLLM's backends for this platform that supports a layer; without one, Triton."""
+    form = FusedMoEActivationFormat.Standard
+    for backend in _get_priority_backends(config):
+        for kernel in backend_to_kernel_cls(backend):
+            if kernel.is_supported_config(kernel, config, None, None, form)[0]:
+                return backend
+    return UnquantizedMoeBackend.TRITON
 
 
 def _reasons(experts: RoutedExperts) -> Iterator[str]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
 from vllm.device_allocator import get_mem_allocator_instance
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.memory.estimate import Measured, kv_cache_bytes
-from pat_vllm.patches.runners import graphs_measured_apart, report_weights_memory
+from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
+from pat_vllm.weights.experts import what_slows
 from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
     from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
+
+
+logger = init_logger(__name__)
 
 
 class PATGPUWorker(PATWorkerMixin, Worker):
@@ -60,6 +66,12 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             self.model_runner,
             sum(runtime.runner.model_memory_usage for runtime in self._runtimes.values()),
         )
+        if self.rank == 0:
+            every = self._runtimes.items()
+            for line in what_slows(
+                (str(one), runtime.runner.get_model()) for one, runtime in every
+            ):
+                logger.info(line)
         if len(self._runtimes) > 1 and self.vllm_config.model_config.enable_cumem_allocator:
             # What layouts share was freed after its pool was left. vLLM trims a tag's pools when
             # the tag is next used, and would keep this through a sleep.
@@ -78,7 +90,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         buffers, workspace = measure_buffers(runtimes, self._enter)
         graphs = [0]
         if envs.VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS:
-            graphs = measure_graphs(runtimes, self._enter, workspace)
+            graphs = measure_graphs(runtimes, self._enter, workspace, self._capture_stream)
         self._enter(self._base)
         # vLLM logs them beside what the base layout's graphs come to.
         self.cudagraph_memory_estimate = graphs[0]
@@ -87,6 +99,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
             measured, sum(graphs), buffers, staged_by_switches(self._runtimes)
         )
         return self.available_kv_cache_memory_bytes
+
+    @cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """On which all layouts' CUDA graphs are captured."""
+        return torch.cuda.Stream(self.device)
 
     def _measure(self, runtime: LayoutRuntime) -> Measured:
         self._enter(runtime)
@@ -98,7 +115,8 @@ class PATGPUWorker(PATWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """As in vLLM, for every layout."""
-        times = super().compile_or_warm_up_model()
+        with capture_on(self._capture_stream):
+            times = super().compile_or_warm_up_model()
         super()._maybe_activate_jit_monitor()
         return times
 

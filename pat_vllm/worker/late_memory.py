@@ -18,6 +18,7 @@ from pat_vllm.config import pat_config
 from pat_vllm.memory.estimate import staged_share
 from pat_vllm.patches.runners import (
     attention_workspace,
+    capture_on,
     is_v2,
     one_graph_pool,
     use_attention_workspace,
@@ -65,18 +66,26 @@ def measure_buffers(
 
 
 def measure_graphs(
-    runtimes: Sequence[LayoutRuntime], enter: Enter, workspace: torch.Tensor | None
+    runtimes: Sequence[LayoutRuntime],
+    enter: Enter,
+    workspace: torch.Tensor | None,
+    stream: torch.cuda.Stream,
 ) -> list[int]:
     """What the CUDA graphs of each layout add to a pool that has those of the layouts before.
 
-    As when they are captured for good, in the one pool of the process. Collective over the ranks of
-    each replica.
+    As when they are captured for good, in the one pool of the process, on one stream. Collective
+    over the ranks of each replica.
 
     Args:
         workspace: of attention, from `measure_buffers`.
+        stream: on which graphs are captured for good.
     """
     found = []
-    with _kept_graph_pool(), use_attention_workspace(workspace):
+    with (
+        capture_on(stream),
+        _kept_graph_pool(stream),
+        use_attention_workspace(workspace),
+    ):
         for runtime in runtimes:
             enter(runtime)
             captures = runtime.config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
@@ -94,11 +103,11 @@ def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
 
 
 @contextmanager
-def _kept_graph_pool() -> Iterator[None]:
+def _kept_graph_pool(stream: torch.cuda.Stream) -> Iterator[None]:
     """Inside, graphs are captured in a pool that keeps its memory when they are gone."""
     pool = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         torch.zeros(1, device="cuda")
     try:
         with one_graph_pool(pool):

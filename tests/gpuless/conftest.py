@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -62,6 +63,30 @@ class Passed:
 def name_of(nodeid: str) -> str:
     """A test's id without the group that pytest-xdist adds."""
     return nodeid.partition("@")[0]
+
+
+_BROKEN = pytest.StashKey[Exception]()
+_CAUSES = pytest.StashKey[dict[tuple[Path, str], str]]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """What breaks a fixture is the failure of one test. Others that it breaks are skipped."""
+    try:
+        yield
+    except Exception as error:
+        first = item.session.stash.setdefault(_CAUSES, {})
+        cause = f"{type(error).__name__}: {error}"
+        name = first.setdefault((item.path, cause), item.name)
+        if name != item.name:
+            pytest.skip(f"a fixture fails as for {name}")
+        item.stash[_BROKEN] = error
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    if error := item.stash.get(_BROKEN, None):
+        raise error
 
 
 _PASSED = pytest.StashKey[Passed]()

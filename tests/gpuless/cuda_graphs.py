@@ -47,6 +47,7 @@ class Captured:
     number: int
     phase: str
     pool: Pool
+    stream: Any
     graph: weakref.ref[Graph]
     collectives: list[Collective]
 
@@ -61,6 +62,8 @@ class Driver:
         self.replayed: list[tuple[str, int]] = []
         """Phase of the test and number of the graph, for each replay."""
         self.capturing: Graph | None = None
+        self.stream: Any = None
+        """Of vLLM's `graph_capture`, inside."""
         self.users: dict[Pool, int] = {}
         """Graphs by pool. Of one that had some and has none, torch may have freed the memory."""
 
@@ -87,7 +90,7 @@ class Driver:
         self, cuda_graph: Graph, pool: Pool | None = None, **options: Any
     ) -> Iterator[None]:
         """In place of `torch.cuda.graph`."""
-        cuda_graph.capture_begin(pool)
+        cuda_graph.capture_begin(pool, **options)
         try:
             yield
         finally:
@@ -156,7 +159,14 @@ class Graph(TorchDispatchMode):
         self._pool = pool
         self.number = len(self._driver.captured)
         self._driver.captured.append(
-            Captured(self.number, self._driver.phase, pool, weakref.ref(self), self.collectives)
+            Captured(
+                self.number,
+                self._driver.phase,
+                pool,
+                self._driver.stream or options["stream"],
+                weakref.ref(self),
+                self.collectives,
+            )
         )
         self._driver.capturing = self
         self.__enter__()

@@ -41,6 +41,7 @@ class DeviceMemory:
     Attributes:
         total: bytes that it has.
         most_used: bytes that were taken from the device at most.
+        offloaded_graphs: bytes for graphs in a pool of vLLM's allocator, by the stream of capture.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int = 16 << 20) -> None:
@@ -49,6 +50,7 @@ class DeviceMemory:
         self.allocator = cumem.CuMemAllocator()
         self._torch = _TorchMemory()
         self.graph_pools = GraphPools()
+        self.offloaded_graphs: Counter[Any] = Counter()
         self._mode = _Allocations(self._take)
         self._segments: dict[int, bytearray] = {}
         runtime = SimpleNamespace(cudaMemcpy=ctypes.memmove)
@@ -92,6 +94,7 @@ class DeviceMemory:
         monkeypatch.setattr(torch.cuda, "empty_cache", self._empty_cache)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self.graph_pools.new_handle)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: object())
         monkeypatch.setattr(torch.cuda, "graph", self._capture)
         monkeypatch.setattr(gpu_worker.Worker, "synchronize_device", lambda worker: None)
         monkeypatch.setattr(
@@ -125,16 +128,17 @@ class DeviceMemory:
         pools = sum(data.handle[1] for data in every if not data.is_asleep)
         return pools + self._torch.reserved + sum(self.graph_pools.bytes_of.values())
 
-    def capture(self, graph: Graph, pool: int, num_bytes: int) -> int:
-        """Have a graph compute with so many bytes of a pool; returns by how many that grows."""
+    def capture(self, graph: Graph, pool: int, stream: Any, num_bytes: int) -> int:
+        """Have a graph compute with so many bytes of a pool on a stream; returns by how many the
+        pool grows."""
         before = self.taken
-        graph.enter(self.graph_pools, pool, num_bytes)
+        graph.enter(self.graph_pools, pool, stream, num_bytes)
         self._note()
         return self.taken - before
 
     @contextmanager
-    def _capture(self, graph: Graph, pool: int) -> Iterator[None]:
-        self.capture(graph, pool, 0)
+    def _capture(self, graph: Graph, pool: int, stream: Any) -> Iterator[None]:
+        self.capture(graph, pool, stream, 0)
         yield
 
     def _empty_cache(self, *args: Any) -> None:
@@ -167,18 +171,18 @@ class DeviceMemory:
 
 
 class GraphPools:
-    """Bytes of pools of CUDA graphs, by handle. Graphs of one use the same memory.
+    """Bytes of pools of CUDA graphs, by handle and stream. Graphs of both use the same memory.
 
     As torch has it, a pool without graphs keeps its memory until the cache is emptied.
     """
 
     def __init__(self) -> None:
-        self.bytes_of: dict[int, int] = {}
+        self.bytes_of: dict[tuple[int, Any], int] = {}
         self.graphs: Counter[int] = Counter()
         self.new_handle = itertools.count().__next__
 
     def trim(self) -> None:
-        self.bytes_of = {one: size for one, size in self.bytes_of.items() if self.graphs[one]}
+        self.bytes_of = {one: size for one, size in self.bytes_of.items() if self.graphs[one[0]]}
 
 
 class Graph:
@@ -186,8 +190,9 @@ class Graph:
 
     _pools: GraphPools | None = None
 
-    def enter(self, pools: GraphPools, handle: int, num_bytes: int) -> None:
-        pools.bytes_of[handle] = max(pools.bytes_of.get(handle, 0), num_bytes)
+    def enter(self, pools: GraphPools, handle: int, stream: Any, num_bytes: int) -> None:
+        used = (handle, stream)
+        pools.bytes_of[used] = max(pools.bytes_of.get(used, 0), num_bytes)
         pools.graphs[handle] += 1
         self._pools, self._handle = pools, handle
 

@@ -61,6 +61,11 @@ def allocated(num_bytes: int) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.int8)
 
 
+def capture_stream() -> Any:
+    """The one that vLLM's `graph_capture` would capture on."""
+    return parallel_state.GraphCaptureContext(torch.cuda.Stream()).stream
+
+
 class Builder:
     """Of FlashInfer's metadata builder what has to do with its workspace."""
 
@@ -172,10 +177,13 @@ class Runner:
         if profile_only:
             manager = self.cudagraph_manager
             manager.graph = Graph()
-            more = self.memory.capture(manager.graph, manager.pool, self.needs.graphs[self.tp])
+            needed = self.needs.graphs[self.tp]
+            more = self.memory.capture(manager.graph, manager.pool, capture_stream(), needed)
             manager._capture_mem_samples.append(more)
             return more
-        more = max(0, self.needs.graphs[self.tp] - self.memory.used("cudagraph"))
+        of_stream = self.memory.offloaded_graphs
+        more = max(0, self.needs.graphs[self.tp] - of_stream[stream := capture_stream()])
+        of_stream[stream] += more
         with get_mem_allocator_instance().use_memory_pool("cudagraph"):
             self.graphs = allocated(more)
         return more
@@ -209,7 +217,7 @@ class RunnerV1(Runner):
     def profile_cudagraph_memory(self) -> int:
         torch.accelerator.empty_cache()
         pool = torch.cuda.graph_pool_handle()
-        return self.memory.capture(Graph(), pool, self.needs.graphs[self.tp])
+        return self.memory.capture(Graph(), pool, capture_stream(), self.needs.graphs[self.tp])
 
     def keep_requests(self) -> None:
         self.requests: dict[str, Any] = {}

@@ -88,7 +88,8 @@ def check_drafts() -> None:
 
 
 def check_pools(run: Run) -> None:
-    """All graphs share a pool. Each layout was measured with graphs elsewhere, which are gone."""
+    """All graphs share a pool, and a stream of capture. Each layout was measured with graphs in
+    another pool, which are gone."""
     gc.collect()
     thrown_away = [one for one in run.driver.captured if one.phase == "measuring"]
     kept = [one for one in run.driver.captured if one.phase == "starting"]
@@ -96,6 +97,7 @@ def check_pools(run: Run) -> None:
     offloaded = run.worker.vllm_config.use_cumem_cudagraph_pool
     pool = OFFLOADED if offloaded else run.worker.graph_pool
     assert {one.pool for one in kept} == {pool}
+    assert len({one.stream for one in run.driver.captured}) == 1, "memory is used again on one"
     assert pool not in {one.pool for one in thrown_away}
     assert all(one.graph() is not None for one in kept)
     assert all(one.graph() is None for one in thrown_away)

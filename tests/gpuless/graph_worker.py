@@ -79,7 +79,11 @@ class Group(parallel_state.GroupCoordinator):
 
     @contextmanager
     def graph_capture(self, graph_capture_context: Any = None) -> Iterator[Any]:
-        yield graph_capture_context
+        self._driver.stream = graph_capture_context.stream
+        try:
+            yield graph_capture_context
+        finally:
+            self._driver.stream = None
 
 
 class RunnerV1(CPUModelRunner):

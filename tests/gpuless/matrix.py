@@ -5,6 +5,8 @@ vLLM's own code chooses the backend and says what the KV cache is, how large its
 they lie; PAT's worker does the rest. Tensors are on the meta device.
 
 Compile ranges: those of each layout, and of stock vLLM at its tp.
+
+Mixtures: what PAT says of the kernels of two layouts' experts, for one of which there is a table.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from unittest import mock
 from tests.gpuless.programs import answer
 
 COMPILE_RANGES = "compile ranges"
+MIXTURE = "mixture"
 MODELS = {
     "gqa": (32, 8, 16),
     "replicated": (32, 4, 16),
@@ -80,6 +83,7 @@ def _decide(platform: str, out: str) -> None:
 
     become(platform)
     if platform in PLATFORMS:
+        add(MIXTURE, **_mixture())
         _ranges(add)
         _cases(add, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
         _cases(add, _others(platform), ["v2"], ["gqa"])
@@ -109,6 +113,59 @@ def _ranges(add: Add) -> None:
         for tp, (of_layout, of_stock) in _compile_ranges(given).items():
             fields = {"given": given, "tp": tp, "of_layout": of_layout, "of_stock": of_stock}
             add(COMPILE_RANGES, **fields)
+
+
+def _mixture() -> dict[str, Any]:
+    import torch
+    import vllm.envs as envs
+    from torch import nn
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import (
+        FusedMoEConfig,
+        FusedMoEParallelConfig,
+        RoutingMethodType,
+    )
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_config_file_name
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    from pat_vllm.weights.experts import backend_of_stock, what_slows
+
+    config = FusedMoEConfig(
+        num_experts=128,
+        experts_per_token=8,
+        hidden_dim=2048,
+        intermediate_size=768,
+        num_local_experts=128,
+        num_logical_experts=128,
+        activation=MoEActivation.SILU,
+        device="cuda",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=torch.bfloat16,
+    )
+
+    def model(count: int, width: int) -> nn.Module:
+        experts: Any = RoutedExperts.__new__(RoutedExperts)
+        nn.Module.__init__(experts)
+        method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        vars(method)["unquantized_backend"] = UnquantizedMoeBackend.TRITON
+        vars(experts).update(moe_config=config, quant_method=method)
+        experts.w2_weight = nn.Parameter(torch.empty(count, 2048, width, device="meta"))
+        return nn.ModuleList([experts])
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, VLLM_TUNED_CONFIG_FOLDER=folder),
+    ):
+        assert folder == envs.VLLM_TUNED_CONFIG_FOLDER
+        (Path(folder) / get_config_file_name(128, 96, None)).write_text("{}")
+        models = {"tp8": model(128, 96), "tp2dp4ep": model(64, 768)}
+        lines = list(what_slows(models.items()))
+    return {"stock": backend_of_stock(config).value, "lines": lines}
 
 
 def _cases(

@@ -10,6 +10,7 @@ from tests.gpuless.matrix import (
     COMPILE_RANGES,
     CUDA,
     GIVEN_ENDS,
+    MIXTURE,
     MODELS,
     ROCM,
     RUNNERS,
@@ -113,6 +114,15 @@ def test_blocks_of_flashinfer(lines: Lines, platform: str, size: int) -> None:
     case = {"backend": "FLASHINFER", "runner": "v2", "model": "large blocks"}
     (found,) = of(lines, platform=platform, **case)
     assert found["kernel_blocks"] == [size]
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_slows_experts_is_said(lines: Lines, platform: str) -> None:
+    (found,) = of(lines, what=MIXTURE, platform=platform)
+    *other, untuned = found["lines"]
+    assert "tp2dp4ep (E=64, N=768)" in untuned and "tp8" not in untuned
+    assert (platform == "sm100") == (found["stock"] != "TRITON") == bool(other), found
+    assert all(found["stock"] in line for line in other)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

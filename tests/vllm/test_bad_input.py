@@ -254,8 +254,10 @@ def test_what_a_config_says_that_vllms_options_cannot_here(
     check(config, *named, "(allowed: False", "(allowed: 0")
 
     monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
+    monkeypatch.setenv("VLLM_USE_NCCL_SYMM_MEM", "1")
     message = refusal(tmp_path, "llama", {})
     assert "VLLM_ENABLE_STARTUP_PLAN=1 (allowed: 0" in message
+    assert "VLLM_USE_NCCL_SYMM_MEM=1 (allowed: 0" in message
 
 
 def test_llm_fails_before_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,6 +232,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     "tests/vllm/test_bad_input.py": {
         f"{SUPPORT}:_unsupported": {
             "prefill context parallelism is not refused": {'"prefill_context_parallel_size": parallel.prefill_context_parallel_size,': ""},
+            "an all-reduce of one group in a process is not refused": {"envs.VLLM_USE_NCCL_SYMM_MEM": "False"},
             "NUMA binding is refused where ranks are in order": {"parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))": "parallel.numa_bind"},
         },
         f"{SUPPORT}:prepare": {

@@ -104,6 +104,11 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             },
         },
     },
+    "test_cuda_graphs.py::test_graphs[pools, offloaded]": {
+        f"{RUNNERS}:capture_on": {
+            "each capture has a stream of its own": {"lambda _: original(stream)": "original"},
+        },
+    },
     "test_cuda_graphs.py::test_graphs[V2]": {
         f"{WORKER}.compile_or_warm_up_model": {
             "capture before the weights are there": {
@@ -188,11 +193,21 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "builder.set_workspace_buffer(workspace)": "pass"
             },
         },
+        f"{GPU_WORKER}.compile_or_warm_up_model": {
+            "layouts capture on a stream each": {
+                "with capture_on(self._capture_stream):": "if True:"
+            },
+        },
         f"{LATE}:measure_graphs": {
-            "memory beside steps: a pool for each layout": {"_kept_graph_pool(), ": ""},
+            "layouts are measured on a stream each": {"        capture_on(stream),\n": ""},
+            "memory beside steps: a pool for each layout": {
+                "        _kept_graph_pool(stream),\n": ""
+            },
         },
         f"{LATE}:_kept_graph_pool": {
-            "nothing keeps the pool": {"with torch.cuda.graph(graph, pool=pool):": "if pool:"},
+            "nothing keeps the pool": {
+                "with torch.cuda.graph(graph, pool=pool, stream=stream):": "if pool:"
+            },
             "the pool is kept for ever": {"torch.accelerator.empty_cache()": "pass"},
         },
         f"{RUNNERS}:one_graph_pool": {
@@ -328,6 +343,16 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     "test_platforms.py::test_a_layout_compiles_for_the_ranges_of_stock_vllm[sm90]": {
         f"{CONFIG}:layout_config": {
             "the engine's ranges": {"_resize_compile_ranges(config, vllm_config)": "pass"},
+        },
+    },
+    "test_platforms.py::test_what_slows_experts_is_said[sm100]": {
+        "pat_vllm.weights.experts:what_slows": {
+            "another choice of vLLM's is not told": {
+                "stock is not UnquantizedMoeBackend.TRITON": "False"
+            },
+            "the experts of all layouts have one shape": {
+                "layer: Any = experts ": "layer: Any = of_layouts[0][1] "
+            },
         },
     },
     "test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": {
