@@ -6,11 +6,15 @@ they lie; PAT's worker does the rest. Tensors are on the meta device.
 
 Compile ranges: those of each layout, and of stock vLLM at its tp.
 
+Autotuning: the key by which FlashInfer's results of each layout are kept, for which vLLM copies the
+layout's config, and whether that is as it was.
+
 Mixtures: what PAT says of the kernels of two layouts' experts, for one of which there is a table.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -24,6 +28,7 @@ from unittest import mock
 
 from tests.gpuless.programs import answer
 
+AUTOTUNING = "autotuning"
 COMPILE_RANGES = "compile ranges"
 MIXTURE = "mixture"
 MODELS = {
@@ -49,6 +54,13 @@ ROCM = (
 RUNNERS = ("v1", "v2")
 GIVEN_ENDS: tuple[list[int] | None, ...] = (None, [100, 1000], [256, 4096])
 """Ends of compile ranges that a user has given; some are vLLM's at another tp."""
+TUNED = ("sm90", "sm100")
+"""Platforms on which vLLM tunes FlashInfer's kernels at start."""
+POLICIES: dict[str, dict[str, Any]] = {
+    "predictor": {},
+    "static": {"policy": {"kind": "static", "tp": 8}},
+    "schedule": {"policy": {"kind": "schedule", "switch_at": {"4": 8}}},
+}
 NUM_LAYERS = 3
 KV_BYTES = 1 << 30
 
@@ -85,6 +97,8 @@ def _decide(platform: str, out: str) -> None:
     if platform in PLATFORMS:
         add(MIXTURE, **_mixture())
         _ranges(add)
+        if platform in TUNED:
+            _keys_of_tuning(add)
         _cases(add, ROCM if platform == "rocm" else CUDA, RUNNERS, MODELS)
         _cases(add, _others(platform), ["v2"], ["gqa"])
     else:
@@ -166,6 +180,44 @@ def _mixture() -> dict[str, Any]:
         models = {"tp8": model(128, 96), "tp2dp4ep": model(64, 768)}
         lines = list(what_slows(models.items()))
     return {"stock": backend_of_stock(config).value, "lines": lines}
+
+
+def _keys_of_tuning(add: Add) -> None:
+    """For each policy, choice of layouts, kind of experts, and with drafts or without."""
+    from tests.gpuless.start import engine_config as engine_of
+
+    ngram = {"method": "ngram_gpu", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    kinds: list[tuple[str, dict[str, Any]]] = [("Qwen3-8B", {})]
+    kinds += [("Qwen3-30B-A3B", {"experts": kind}) for kind in ("auto", "tp", "ep")]
+    for (model, experts), policy in itertools.product(kinds, POLICIES):
+        for layouts, drafts in itertools.product(({}, {"layouts": [1, 8]}), (None, ngram)):
+            pat = POLICIES[policy] | layouts | experts
+            fields = {"model": model, "policy": policy, "pat": pat, "drafts": bool(drafts)}
+            options = {"additional_config": {"pat": pat}, "speculative_config": drafts}
+            try:
+                add(AUTOTUNING, **fields, keys=_keys_of(engine_of(model, **options)))
+            except Exception as error:
+                add(AUTOTUNING, **fields, failed=f"{type(error).__name__}: {error}")
+
+
+def _keys_of(engine: Any) -> dict[str, tuple[str, bool]]:
+    """By layout, vLLM's key, and whether its config is what it was before."""
+    from vllm.model_executor.warmup.flashinfer_autotune_cache import flashinfer_autotune_cache_hash
+
+    from pat_vllm.config import layouts_of
+    from pat_vllm.worker.layout_config import layout_config
+
+    found = {}
+    for layout in layouts_of(engine):
+        config = layout_config(engine, layout)
+        config.cache_config.kv_cache_layout = "LBNHC"
+        before = repr(config)
+        key = flashinfer_autotune_cache_hash(SimpleNamespace(vllm_config=config))  # type: ignore[arg-type]
+        # vLLM adds its own ends of compile ranges once more, stock's configs have them, too.
+        compilation = config.compilation_config
+        compilation.compile_ranges_endpoints = sorted(set(compilation.compile_ranges_endpoints))
+        found[str(layout)] = key, repr(config) == before
+    return found
 
 
 def _cases(

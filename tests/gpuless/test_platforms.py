@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.gpuless.matrix import (
+    AUTOTUNING,
     COMPILE_RANGES,
     CUDA,
     GIVEN_ENDS,
@@ -15,6 +16,7 @@ from tests.gpuless.matrix import (
     ROCM,
     RUNNERS,
     SHUFFLED,
+    TUNED,
 )
 from tests.gpuless.platforms import DEFAULTS_ONLY, PLATFORMS
 from tests.gpuless.programs import asked_for, running
@@ -135,3 +137,15 @@ def test_a_layout_compiles_for_the_ranges_of_stock_vllm(lines: Lines, platform: 
         of_stock = [case["of_stock"] for case in ranges if case["given"] is None]
         assert len({str(stock) for stock in of_stock}) == 4
         assert [fused for _, fused in of_stock] == [False, True, True, True]
+
+
+@pytest.mark.parametrize("platform", TUNED)
+def test_kernels_are_tuned_for_each_layout(lines: Lines, platform: str) -> None:
+    """By vLLM at start, which copies a layout's config to name the file of its results."""
+    cases = of(lines, what=AUTOTUNING, platform=platform)
+    assert len(cases) == 4 * 3 * 2 * 2
+    for case in cases:
+        assert "failed" not in case, case
+        keys = [key for key, _ in case["keys"].values()]
+        assert len(set(keys)) == len(keys) > 1, case
+        assert all(unchanged for _, unchanged in case["keys"].values()), case

@@ -1,0 +1,41 @@
+"""Engines start with a user's defaults: vLLM's own start path, on GPUs without contents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.gpuless.programs import Program, asked_for, running
+from tests.gpuless.start import GPUS, MEMORY
+
+CASES = ("sm80:Qwen3-8B", "sm90:Qwen3-30B-A3B", "sm100:Qwen3-32B", "rocm:Qwen3-8B")
+"""The rest of the product is nightly."""
+
+
+@pytest.fixture(scope="module")
+def starts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Program]:
+    """The starts that the module's tests ask for."""
+    folder = tmp_path_factory.mktemp("starts")
+    with running("start", folder, *asked_for(request, "case")) as program:
+        yield program
+
+
+def check_start(started: dict[str, Any]) -> None:
+    """It has come to its end, with every layout, and within the memory that it may have."""
+    assert "failed" not in started, started["failed"]
+    assert f"tp1dp{GPUS}" in started["layouts"] and f"tp{GPUS}dp1" in started["layouts"]
+    assert started["graphs"] == "FULL_AND_PIECEWISE"
+    assert started["used"] < 0.92 * MEMORY and started["blocks"] > 0
+    # A step, and the exchange, are gone through; so are rows of weights that stay in place.
+    assert {"copy_runs_kernel", "_post_update_kernel"} <= started["launched"].keys()
+    assert ("swap_kernel" in started["launched"]) == started["in_place"]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("case", CASES)
+def test_a_start_with_defaults(starts: Program, case: str) -> None:
+    check_start(starts.of(case))
