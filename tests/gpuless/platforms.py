@@ -41,7 +41,7 @@ DEFAULTS_ONLY = {
 }
 """Platforms of which only the start with vLLM's defaults is looked at."""
 
-_STUBS = (
+_STUBS: tuple[str, ...] = (
     "flashinfer",
     "flashinfer_cubin",
     "flashinfer_jit_cache",
