@@ -3,6 +3,8 @@
 Backward elimination by batch time. PAT replays every workload without each of its parts; the part
 without which batches take least time is dropped, and the rest is measured again, for as long as
 nothing loses more than is allowed. Profiles are modelled and measured, right and wrong by two.
+Steps of `8 x H100, kernels` have the structure of `KernelTruth`, and its profile measures them with
+their noise; `8 x H100, drafts` has draft tokens, of which half are accepted.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.predictor.step_residual import LEAST_SAMPLES, Samples, StepFit, decodes_of
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.truth import KernelTruth, ReplayedTruth
+from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 
 BATCHES = 3
 """One after another, so that learning counts."""
@@ -50,6 +54,16 @@ def _unseen(prior: Prior, pool: Pool) -> Pool:
     return Pool(prior._unseen @ prior._ends, prior._unseen @ prior._tokens)
 
 
+def _always(samples: Samples, *_: Any) -> dict[Layout, StepFit]:
+    """The residual in every layout that has samples enough."""
+    enough = {one for one, some in decodes_of(samples).items() if len(some) >= LEAST_SAMPLES}
+    return {one: StepFit(learned=one in enough) for one in samples}
+
+
+def _never(samples: Samples, *_: Any) -> dict[Layout, StepFit]:
+    return dict.fromkeys(samples, StepFit())
+
+
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
@@ -59,6 +73,10 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
     "dwell": lambda: patch(f"{_HERE}.adaptive._DWELL", 0.0),
+    "choice of the residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _always),
+    "residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _never),
+    "knees": lambda: patch(f"{_HERE}.step_base.KNEES", ()),
+    "hope": lambda: patch(f"{_HERE}.acceptance._HOPE", 0.0),
     "growing contexts": lambda: patch(f"{_HERE}.planner._MOST_PARTS", 1),
 }
 """What makes PAT do without each part."""
@@ -78,15 +96,36 @@ class Scenario:
 @cache
 def engine(name: str) -> Profile:
     """`8 x A40` and the like are modelled; anything else is the file of a measured profile."""
-    if " x " in name:
-        ranks, gpu = name.split(" x ")
-        return named_profile("llama-3.1-8b", gpu, int(ranks))
-    return Profile.load(Path(name))
+    if " x " not in name:
+        return Profile.load(Path(name))
+    devices, _, kind = name.partition(", ")
+    ranks, gpu = devices.split(" x ")
+    lengths = DRAFT_LENGTHS if kind == "drafts" else ()
+    return named_profile("llama-3.1-8b", gpu, int(ranks), draft_lengths=lengths)
+
+
+def _truth(name: str, seed: int) -> ReplayedTruth:
+    profile = engine(name)
+    kind = KernelTruth if name.endswith(", kernels") else ReplayedTruth
+    return kind(profile, measured_noise() if profile.kind == "modelled" else profile, seed)
 
 
 @cache
-def _noise(name: str) -> Profile:
-    return measured_noise() if engine(name).kind == "modelled" else engine(name)
+def profiled(name: str) -> Profile:
+    """What an engine believes of itself: of `KernelTruth` five steps each of a full profile."""
+    profile = engine(name)
+    if not name.endswith(", kernels"):
+        return profile
+    truths = [_truth(name, 1_000_000 + repeat) for repeat in range(5)]
+    steps = []
+    for s in profile.steps:
+        room = profile.kv_tokens[s.layout.tp] // max(1, s.longest)
+        between = min(s.batch + s.batch // 2, room, profile.max_num_seqs[s.layout.tp])
+        for batch in sorted({s.batch, s.batch if s.prefill else between}):
+            shape = replace(s.shape, batch=batch, context=s.longest * batch)
+            times = [truth.step_seconds(s.layout, shape, 0.0) for truth in truths]
+            steps.append(StepSample.of(s.layout, shape, times))
+    return profile.model_copy(update={"steps": tuple(steps)})
 
 
 @cache
@@ -142,10 +181,9 @@ _WRONG_ON = ("log-normal", "straggler", "uniform")
 
 def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     """Of all batches of a scenario, under PAT without some of its parts."""
-    profile = engine(scenario.engine)
-    truth = ReplayedTruth(profile, _noise(scenario.engine), scenario.seed)
+    profile = believed = profiled(scenario.engine)
+    truth = _truth(scenario.engine, scenario.seed)
     batches = batches_of(scenario.engine, scenario.workload, scenario.seed)
-    believed = profile
     if scenario.wrong is not None:
         layout, factor = scenario.wrong
         believed = profile.model_copy(
@@ -164,7 +202,13 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     with ExitStack() as stack:
         for part in sorted(without):
             stack.enter_context(PARTS[part]())
-        policy = AdaptivePolicy(believed, bound=batches[0].max_tokens, timer=lambda: 0.0)
+        lengths = (0,)
+        if scenario.engine.endswith(", drafts"):
+            lengths = DRAFT_LENGTHS
+            batches = tuple(replace(batch, acceptance=0.5) for batch in batches)
+        policy = AdaptivePolicy(
+            believed, bound=batches[0].max_tokens, draft_lengths=lengths, timer=lambda: 0.0
+        )
         runs = simulate_batches(batches, policy, truth, ReplicaCapacity.of(profile))
     return sum(run.seconds for run in runs)
 
