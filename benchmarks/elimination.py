@@ -56,8 +56,8 @@ def _unseen(prior: Prior, pool: Pool) -> Pool:
 
 def _always(samples: Samples, *_: Any) -> dict[Layout, StepFit]:
     """The residual in every layout that has samples enough."""
-    enough = {one for one, some in decodes_of(samples).items() if len(some) >= LEAST_SAMPLES}
-    return {one: StepFit(learned=one in enough) for one in samples}
+    decodes = decodes_of(samples)
+    return {one: StepFit(len(some) >= LEAST_SAMPLES, 0.0) for one, some in decodes.items()}
 
 
 def _never(samples: Samples, *_: Any) -> dict[Layout, StepFit]:

@@ -313,7 +313,7 @@ def show(console: Console, profile: Profile) -> None:
     for line in draft_lines(profile):
         console.print(line)
     try:
-        held_out = _held_out(profile)
+        held_out, fits = _held_out(profile)
     except ImportError as error:
         console.print(f"The error on held-out points is not shown: {error}")
         return
@@ -321,14 +321,15 @@ def show(console: Console, profile: Profile) -> None:
         nine_in_ten = sorted(errors)[int(0.9 * (len(errors) - 1))]
         console.print(
             f"{layout}: {len(errors)} held-out steps are predicted within {errors.mean():.1%} on "
-            f"average, nine in ten within {nine_in_ten:.1%}"
+            f"average, nine in ten within {nine_in_ten:.1%}, by {fits[layout]}"
         )
 
 
-def _held_out(profile: Profile) -> Mapping[Layout, Any]:
+def _held_out(profile: Profile) -> tuple[Mapping[Layout, Any], Mapping[Layout, Any]]:
     from pat_vllm.cli.held_out import held_out_error
+    from pat_vllm.predictor.step_time import StepTimeModel
 
-    return held_out_error(profile)
+    return held_out_error(profile), StepTimeModel.fit(profile).fits
 
 
 def default_budget(quick: bool) -> float:

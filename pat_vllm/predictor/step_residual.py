@@ -6,6 +6,7 @@ stands alone: a profile has tens of noisy samples, and its noise is learnt as ea
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,13 +56,24 @@ class StepFit:
 
     Attributes:
         roofline, with_residual: mean relative error of decode steps that were held out, by the
-            roofline alone and with the residual; None where too few steps are profiled.
-        learned: whether the residual is used: its gain exceeds the standard error of that gain.
+            roofline alone and with the residual; none where too few steps are profiled.
     """
 
-    roofline: float | None = None
-    with_residual: float | None = None
-    learned: bool = False
+    roofline: float = 0.0
+    with_residual: float = math.inf
+
+    @property
+    def learned(self) -> bool:
+        """Whether the residual is used."""
+        return self.with_residual < self.roofline
+
+    def __str__(self) -> str:
+        """For people."""
+        chosen = f"the roofline {'with its residual' if self.learned else 'alone'}"
+        if math.isinf(self.with_residual):
+            return f"{chosen}: too few steps"
+        errors = f"{self.roofline:.1%} alone, {self.with_residual:.1%} with its residual"
+        return f"{chosen} (cross-validated error {errors})"
 
 
 def by_layout(steps: Iterable[StepSample]) -> dict[Layout, list[StepSample]]:
@@ -107,17 +119,8 @@ def cross_validate(samples: Samples, chosen: float, seed: int = 0) -> dict[Layou
         for layout, some in decodes_of(by_layout(held)).items():
             if some and layout in residual.layouts:
                 errors[layout].append(residual.errors(bases[layout], layout, some))
-    return {one: _judged(errors[one]) for one in samples}
-
-
-def _judged(errors: Sequence[Floats]) -> StepFit:
-    """`errors` are relative, of the roofline and with the residual, float64 [2, held]."""
-    if not errors:
-        return StepFit()
-    roofline, with_residual = np.abs(np.hstack(errors))
-    gain = roofline - with_residual
-    learned = gain.mean() > gain.std() / np.sqrt(len(gain))
-    return StepFit(float(roofline.mean()), float(with_residual.mean()), bool(learned))
+    means = {one: np.abs(np.hstack(some)).mean(axis=1).tolist() for one, some in errors.items()}
+    return {one: StepFit(*means.get(one, ())) for one in samples}
 
 
 @dataclass(frozen=True)
