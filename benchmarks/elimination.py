@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -20,20 +20,23 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import numpy as np
 import typer
 
+from benchmarks.held_out import held_out_error
+from benchmarks.kernel_truth import KernelTruth
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
-from pat_vllm.predictor.step_residual import LEAST_SAMPLES, Samples, StepFit, decodes_of
+from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import KernelTruth, ReplayedTruth
+from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 
 BATCHES = 3
@@ -54,14 +57,14 @@ def _unseen(prior: Prior, pool: Pool) -> Pool:
     return Pool(prior._unseen @ prior._ends, prior._unseen @ prior._tokens)
 
 
-def _always(samples: Samples, *_: Any) -> dict[Layout, StepFit]:
+def _always(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:
     """The residual in every layout that has samples enough."""
-    decodes = decodes_of(samples)
-    return {one: StepFit(len(some) >= LEAST_SAMPLES, 0.0) for one, some in decodes.items()}
+    enough = learnable(by_layout(steps, decodes=True))
+    return {one: StepFit((1.0,) if one in enough else ()) for one in by_layout(steps)}
 
 
-def _never(samples: Samples, *_: Any) -> dict[Layout, StepFit]:
-    return dict.fromkeys(samples, StepFit())
+def _never(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:
+    return dict.fromkeys(by_layout(steps), StepFit())
 
 
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -317,6 +320,20 @@ def _mean(ratios: Sequence[float]) -> float:
     return statistics.geometric_mean(ratios) - 1
 
 
+def held_out(names: Sequence[str], seeds: int) -> str:
+    """Mean error of decode steps that were held out, with several ways to split them; Markdown."""
+    rows = []
+    for name in names:
+        row = [name]
+        for without in ("residual", "choice of the residual", None):
+            with PARTS[without]() if without else nullcontext():
+                folds = (held_out_error(profiled(name), seed=seed) for seed in range(seeds))
+                means = [np.hstack([*errors.values()]).mean() for errors in folds]
+            row.append(f"{statistics.mean(means):.2%} ({min(means):.1%} to {max(means):.1%})")
+        rows.append(row)
+    return table(("profile", "roofline alone", "with the residual", "as chosen"), rows)
+
+
 def run(
     engines: Annotated[
         list[str] | None,
@@ -326,11 +343,15 @@ def run(
     wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
     processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
     part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
+    steps: Annotated[bool, typer.Option(help="Only how well steps are predicted.")] = False,
 ) -> None:
     """Print the path of the elimination as a table in Markdown."""
     if unknown := {*(part or ())} - set(PARTS):
         raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS]}")
     names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
+    if steps:
+        print(held_out(names, seeds))
+        return
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
         layouts = engine(name).layouts

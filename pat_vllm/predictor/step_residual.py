@@ -6,7 +6,6 @@ stands alone: a profile has tens of noisy samples, and its noise is learnt as ea
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,6 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.profiling.profile import StepSample, StepShape
-
-Samples = Mapping[Layout, Sequence[StepSample]]
 
 LEAST_SAMPLES = 8
 """Decode samples of a layout from which on its residual is learned."""
@@ -55,42 +52,27 @@ class StepFit:
     """How a layout's steps are predicted.
 
     Attributes:
-        roofline, with_residual: mean relative error of decode steps that were held out, by the
-            roofline alone and with the residual; none where too few steps are profiled.
+        roofline, with_residual: relative errors of decode steps that were held out, by the roofline
+            alone and with the residual; none where too few steps are profiled.
     """
 
-    roofline: float = 0.0
-    with_residual: float = math.inf
+    roofline: tuple[float, ...] = ()
+    with_residual: tuple[float, ...] = ()
 
     @property
     def learned(self) -> bool:
         """Whether the residual is used."""
-        return self.with_residual < self.roofline
-
-    def __str__(self) -> str:
-        """For people."""
-        chosen = f"the roofline {'with its residual' if self.learned else 'alone'}"
-        if math.isinf(self.with_residual):
-            return f"{chosen}: too few steps"
-        errors = f"{self.roofline:.1%} alone, {self.with_residual:.1%} with its residual"
-        return f"{chosen} (cross-validated error {errors})"
+        return sum(self.with_residual) < sum(self.roofline)
 
 
-def by_layout(steps: Iterable[StepSample]) -> dict[Layout, list[StepSample]]:
-    """Samples of each layout, in order."""
-    found: defaultdict[Layout, list[StepSample]] = defaultdict(list)
-    for sample in steps:
-        found[sample.layout].append(sample)
-    return {layout: found[layout] for layout in sorted(found)}
-
-
-def decodes_of(samples: Samples) -> dict[Layout, list[StepSample]]:
-    """Those that only decode."""
-    return {one: [s for s in some if s.batch and not s.prefill] for one, some in samples.items()}
+def by_layout(steps: Iterable[StepSample], decodes: bool = False) -> dict[Layout, list[StepSample]]:
+    """Samples of each layout, in order; of all steps, or of those that only decode."""
+    some = [s for s in steps if not decodes or (s.batch and not s.prefill)]
+    return {one: [s for s in some if s.layout == one] for one in sorted({s.layout for s in some})}
 
 
 def folds(
-    steps: Iterable[StepSample], count: int, seed: int
+    steps: Sequence[StepSample], count: int, seed: int
 ) -> Iterator[tuple[list[StepSample], list[StepSample]]]:
     """Samples that are held out, and the others: `count` times.
 
@@ -109,53 +91,47 @@ def folds(
         yield held, [s for part in parts if part is not held for s in part]
 
 
-def cross_validate(samples: Samples, chosen: float, seed: int = 0) -> dict[Layout, StepFit]:
-    """Where the residual predicts steps better that neither it nor the roofline has seen."""
+def cross_validate(
+    steps: Sequence[StepSample], chosen: float, seed: int = 0
+) -> dict[Layout, StepFit]:
+    """Errors of steps that neither the roofline nor its residual has seen, by layout."""
     errors: defaultdict[Layout, list[Floats]] = defaultdict(list)
-    every = [s for some in samples.values() for s in some]
-    for held, kept in folds(every, _FOLDS, seed):
+    for held, kept in folds(steps, _FOLDS, seed):
         bases = {one: StepBase.fit(some, chosen) for one, some in by_layout(kept).items()}
-        residual = Residual.fit(bases, decodes_of(by_layout(kept)))
-        for layout, some in decodes_of(by_layout(held)).items():
-            if some and layout in residual.layouts:
-                errors[layout].append(residual.errors(bases[layout], layout, some))
-    means = {one: np.abs(np.hstack(some)).mean(axis=1).tolist() for one, some in errors.items()}
-    return {one: StepFit(*means.get(one, ())) for one in samples}
+        decodes = learnable(by_layout(kept, decodes=True))
+        booster = fit_residual(bases, decodes) if decodes else None
+        for layout, some in by_layout(held, decodes=True).items():
+            if layout in decodes:
+                features, extra, rest, seconds = _parts(bases[layout], layout, some)
+                both = np.array([rest, rest * factors(booster, features)])
+                errors[layout].append(np.abs((both + extra) / seconds - 1))
+    found = {one: map(tuple, np.hstack(some).tolist()) for one, some in errors.items()}
+    return {one: StepFit(*found.get(one, ())) for one in by_layout(steps)}
 
 
-@dataclass(frozen=True)
-class Residual:
-    """LightGBM on log(seconds / base) of decode samples, of all `layouts` together."""
+def learnable(decodes: Mapping[Layout, list[StepSample]]) -> dict[Layout, list[StepSample]]:
+    """The layouts that have samples enough."""
+    return {one: some for one, some in decodes.items() if len(some) >= LEAST_SAMPLES}
 
-    layouts: frozenset[Layout]
-    booster: Any = None
 
-    @classmethod
-    def fit(cls, bases: Mapping[Layout, StepBase], decodes: Samples) -> Residual:
-        """Of the layouts that have samples enough."""
-        learnable = {one: some for one, some in decodes.items() if len(some) >= LEAST_SAMPLES}
-        if not learnable:
-            return cls(frozenset())
-        import lightgbm
+def fit_residual(
+    bases: Mapping[Layout, StepBase], decodes: Mapping[Layout, Sequence[StepSample]]
+) -> Any:
+    """LightGBM on log(seconds / base) of decode samples, of all layouts together."""
+    import lightgbm
 
-        features, targets = [], []
-        for layout, some in learnable.items():
-            columns, extra, of_base, seconds = _parts(bases[layout], layout, some)
-            features.append(columns)
-            targets.append(np.log(np.maximum(seconds - extra, _LEAST_SHARE * seconds) / of_base))
-        data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
-        booster = lightgbm.train(_LIGHTGBM, data, num_boost_round=_ROUNDS)
-        return cls(frozenset(learnable), booster)
+    features, targets = [], []
+    for layout, some in decodes.items():
+        columns, extra, rest, seconds = _parts(bases[layout], layout, some)
+        features.append(columns)
+        targets.append(np.log(np.maximum(seconds - extra, _LEAST_SHARE * seconds) / rest))
+    data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
+    return lightgbm.train(_LIGHTGBM, data, num_boost_round=_ROUNDS)
 
-    def factors(self, features: Floats) -> Floats:
-        """Seconds over those of the base, without what longest contexts add, float64 [n]."""
-        return np.exp(self.booster.predict(features, num_threads=1))
 
-    def errors(self, base: StepBase, layout: Layout, decodes: Sequence[StepSample]) -> Floats:
-        """Relative, of the base alone and with the residual, float64 [2, n]."""
-        features, extra, of_base, seconds = _parts(base, layout, decodes)
-        both = np.array([of_base, of_base * self.factors(features)])
-        return (both + extra) / seconds - 1
+def factors(booster: Any, features: Floats) -> Floats:
+    """Seconds over those of the base, without what longest contexts add, float64 [n]."""
+    return np.exp(booster.predict(features, num_threads=1))
 
 
 def features_of(

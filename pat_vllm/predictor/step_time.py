@@ -25,12 +25,13 @@ from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes
 from pat_vllm.predictor.step_residual import (
-    Residual,
     StepFit,
     by_layout,
     cross_validate,
-    decodes_of,
+    factors,
     features_of,
+    fit_residual,
+    learnable,
     of_base,
 )
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
@@ -96,12 +97,12 @@ class StepTimeModel:
         """Learn from a profile."""
         samples = by_layout(profile.steps)
         bases = {one: StepBase.fit(some, profile.chosen) for one, some in samples.items()}
-        decodes = {one: some for one, some in decodes_of(samples).items() if some}
-        fits = cross_validate(samples, profile.chosen)
-        learned = {one for one in decodes if fits[one].learned}
-        residual = Residual.fit(bases, decodes) if learned else None
+        decodes = by_layout(profile.steps, decodes=True)
+        fits = cross_validate(profile.steps, profile.chosen)
+        learned = any(fit.learned for fit in fits.values())
+        booster = fit_residual(bases, learnable(decodes)) if learned else None
         models = {
-            one: _compile(one, bases[one], some, residual if one in learned else None)
+            one: _compile(one, bases[one], some, booster if fits[one].learned else None)
             for one, some in decodes.items()
         }
         return cls(models, {one: fits[one] for one in models})
@@ -168,7 +169,7 @@ class StepTimeModel:
 
 
 def _compile(
-    layout: Layout, base: StepBase, decodes: Sequence[StepSample], residual: Residual | None
+    layout: Layout, base: StepBase, decodes: Sequence[StepSample], booster: Any
 ) -> _LayoutModel:
     """Evaluate base and residual on a grid."""
     sizes = [s.batch for s in decodes]
@@ -183,11 +184,11 @@ def _compile(
     k, each = np.moveaxis(kinds[axes[0]], -1, 0)
     values = of_base(base, axes[2], axes[3], axes[1], each * axes[2], k)
     inside = np.minimum(np.maximum(axes[2], min(sizes)), max(sizes))
-    if residual is not None:
+    if booster is not None:
         # Beyond the samples the residual stays as it is at their edge.
         mean = np.minimum(np.maximum(axes[3] / inside, min(means)), max(means))
         features = features_of(layout, inside, mean, 1.0, axes[1], each, k)
-        values = values * residual.factors(features).reshape(values.shape)
+        values = values * factors(booster, features).reshape(values.shape)
     every = np.arange(lengths[-1] + 1)
     nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
     of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.step_residual import StepFit, by_layout, cross_validate, folds
+from pat_vllm.predictor.step_residual import StepFit, cross_validate, folds
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from tests.unit.predictor.examples import decode, profile_of
@@ -48,15 +48,16 @@ def make_profile(
 @pytest.mark.parametrize("seed", range(6))
 def test_the_residual_is_used_where_steps_have_a_structure_that_no_roofline_has(seed: int) -> None:
     profile = make_profile({ONE: exact, TWO: stepped}, seed)
-    fits = cross_validate(by_layout(profile.steps), 0.0, seed=seed)
+    fits = cross_validate(profile.steps, 0.0, seed=seed)
+    errors = {layout: np.mean(fits[layout].roofline) for layout in LAYOUTS}
     assert [fits[layout].learned for layout in LAYOUTS] == [False, True]
-    assert 0.01 < fits[ONE].roofline < 0.04, "the noise"
+    assert 0.01 < errors[ONE] < 0.04, "the noise"
 
     model = StepTimeModel.fit(profile)
     assert model.fits == StepTimeModel.fit(profile).fits, "the same for the same profile"
     for layout, truth in ((ONE, exact), (TWO, stepped)):
-        errors = [model.step(layout, shape) / truth(shape) - 1 for shape in SHAPES]
-        assert np.abs(errors).mean() < 0.5 * fits[TWO].roofline
+        known = [model.step(layout, shape) / truth(shape) - 1 for shape in SHAPES]
+        assert np.abs(known).mean() < 0.5 * errors[TWO]
     alone = StepTimeModel.fit(make_profile({ONE: exact}, seed))
     for shape in SHAPES:
         assert model.step(ONE, shape) == pytest.approx(alone.step(ONE, shape)), "roofline alone"
@@ -66,7 +67,6 @@ def test_the_residual_is_used_where_steps_have_a_structure_that_no_roofline_has(
 def test_of_few_samples_the_roofline_stands_alone(count: int) -> None:
     (fit,) = StepTimeModel.fit(make_profile({TWO: stepped}, count=count)).fits.values()
     assert fit == StepFit()
-    assert "too few" in str(fit)
 
 
 def test_repeats_of_a_shape_are_held_out_together() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.cli.held_out import held_out_error
+from benchmarks.held_out import held_out_error
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_residual import StepFit
 from pat_vllm.predictor.step_time import StepTimeModel

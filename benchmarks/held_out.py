@@ -1,4 +1,4 @@
-"""How well step times are predicted that the model has not seen. Pure."""
+"""How well step times are predicted that the model has not seen."""
 
 from __future__ import annotations
 
