@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.predictor.step_base import StepBase
-from pat_vllm.profiling.profile import StepSample, StepShape
+from pat_vllm.profiling.profile import StepSample
 
 LEAST_SAMPLES = 8
 """Decode samples of a layout from which on its residual is learned."""
@@ -67,8 +67,11 @@ class StepFit:
 
 def by_layout(steps: Iterable[StepSample], decodes: bool = False) -> dict[Layout, list[StepSample]]:
     """Samples of each layout, in order; of all steps, or of those that only decode."""
-    some = [s for s in steps if not decodes or (s.batch and not s.prefill)]
-    return {one: [s for s in some if s.layout == one] for one in sorted({s.layout for s in some})}
+    found: defaultdict[Layout, list[StepSample]] = defaultdict(list)
+    for s in steps:
+        if not decodes or (s.batch and not s.prefill):
+            found[s.layout].append(s)
+    return {layout: found[layout] for layout in sorted(found)}
 
 
 def folds(
@@ -82,9 +85,9 @@ def folds(
     rng = np.random.default_rng(seed)
     parts: list[list[StepSample]] = [[] for _ in range(count)]
     for samples in by_layout(steps).values():
-        shapes: defaultdict[StepShape, list[StepSample]] = defaultdict(list)
+        shapes: defaultdict[tuple[int, ...], list[StepSample]] = defaultdict(list)
         for s in samples:
-            shapes[replace(s.shape, longest=0)].append(s)
+            shapes[s.batch, s.context, s.prefill, s.busy, s.drafts, s.k].append(s)
         for position, some in zip(rng.permutation(len(shapes)), shapes.values(), strict=True):
             parts[position % count] += some
     for held in parts:
@@ -126,7 +129,7 @@ def fit_residual(
         features.append(columns)
         targets.append(np.log(np.maximum(seconds - extra, _LEAST_SHARE * seconds) / rest))
     data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
-    return lightgbm.train(_LIGHTGBM, data, num_boost_round=_ROUNDS)
+    return lightgbm.train(_LIGHTGBM, data, _ROUNDS, keep_training_booster=True)
 
 
 def factors(booster: Any, features: Floats) -> Floats:

@@ -167,7 +167,9 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "the residual is judged without the roofline": {"rest * factors": "factors"},
     },
     (f"{PREDICTOR}.step_residual:folds", STEP_RESIDUAL): {
-        "repeats of a shape are torn apart": {"replace(s.shape, longest=0)": "s.shape"},
+        "repeats of a shape are torn apart": {
+            "s.batch, s.context, s.prefill": "s.longest, s.batch, s.prefill"
+        },
     },
     (f"{PREDICTOR}.step_residual:learnable", STEP_RESIDUAL): {
         "any number of samples is enough": {">= LEAST_SAMPLES": ">= 0"},
