@@ -205,7 +205,7 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     with ExitStack() as stack:
         for part in sorted(without):
             stack.enter_context(PARTS[part]())
-        lengths = (0,)
+        lengths: tuple[int, ...] = (0,)
         if scenario.engine.endswith(", drafts"):
             lengths = DRAFT_LENGTHS
             batches = tuple(replace(batch, acceptance=0.5) for batch in batches)

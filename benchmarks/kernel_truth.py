@@ -32,7 +32,7 @@ class KernelTruth(ReplayedTruth):
     def decode_seconds(self, layout: Layout, shape: StepShape) -> float:
         tokens = shape.batch + shape.drafts
         batch = math.ceil(shape.batch * _padded(tokens) / tokens)
-        drafts = shape.drafts * batch / shape.batch
+        drafts = shape.drafts * batch // shape.batch
         padded = replace(shape, batch=batch, drafts=drafts)
         short = super().decode_seconds(layout, replace(padded, context=batch))
         attention = super().decode_seconds(layout, padded) - short
