@@ -3,6 +3,8 @@
 Backward elimination by batch time. PAT replays every workload without each of its parts; the part
 without which batches take least time is dropped, and the rest is measured again, for as long as
 nothing loses more than is allowed. Profiles are modelled and measured, right and wrong by two.
+Steps of `8 x H100, kernels` have the structure of `KernelTruth`, and its profile measures them with
+their noise; `8 x H100, drafts` has draft tokens, of which half are accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -18,19 +20,24 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
+import numpy as np
 import typer
 
+from benchmarks.held_out import held_out_error
+from benchmarks.kernel_truth import KernelTruth
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.hazard import Pool, Prior
-from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
+from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
+from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 
 BATCHES = 3
 """One after another, so that learning counts."""
@@ -50,6 +57,16 @@ def _unseen(prior: Prior, pool: Pool) -> Pool:
     return Pool(prior._unseen @ prior._ends, prior._unseen @ prior._tokens)
 
 
+def _always(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:
+    """The residual in every layout that has samples enough."""
+    enough = learnable(by_layout(steps, decodes=True))
+    return {one: StepFit((1.0,) if one in enough else ()) for one in by_layout(steps)}
+
+
+def _never(steps: Sequence[StepSample], _: float) -> dict[Layout, StepFit]:
+    return dict.fromkeys(by_layout(steps), StepFit())
+
+
 PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "online correction": lambda: patch(
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
@@ -59,6 +76,10 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
     "dwell": lambda: patch(f"{_HERE}.adaptive._DWELL", 0.0),
+    "choice of the residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _always),
+    "residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _never),
+    "knees": lambda: patch(f"{_HERE}.step_base.KNEES", ()),
+    "hope": lambda: patch(f"{_HERE}.acceptance._HOPE", 0.0),
     "growing contexts": lambda: patch(f"{_HERE}.planner._MOST_PARTS", 1),
 }
 """What makes PAT do without each part."""
@@ -78,15 +99,36 @@ class Scenario:
 @cache
 def engine(name: str) -> Profile:
     """`8 x A40` and the like are modelled; anything else is the file of a measured profile."""
-    if " x " in name:
-        ranks, gpu = name.split(" x ")
-        return named_profile("llama-3.1-8b", gpu, int(ranks))
-    return Profile.load(Path(name))
+    if " x " not in name:
+        return Profile.load(Path(name))
+    devices, _, kind = name.partition(", ")
+    ranks, gpu = devices.split(" x ")
+    lengths = DRAFT_LENGTHS if kind == "drafts" else ()
+    return named_profile("llama-3.1-8b", gpu, int(ranks), draft_lengths=lengths)
+
+
+def _truth(name: str, seed: int) -> ReplayedTruth:
+    profile = engine(name)
+    kind = KernelTruth if name.endswith(", kernels") else ReplayedTruth
+    return kind(profile, measured_noise() if profile.kind == "modelled" else profile, seed)
 
 
 @cache
-def _noise(name: str) -> Profile:
-    return measured_noise() if engine(name).kind == "modelled" else engine(name)
+def profiled(name: str) -> Profile:
+    """What an engine believes of itself: of `KernelTruth` five steps each of a full profile."""
+    profile = engine(name)
+    if not name.endswith(", kernels"):
+        return profile
+    truths = [_truth(name, 1_000_000 + repeat) for repeat in range(5)]
+    steps = []
+    for s in profile.steps:
+        room = profile.kv_tokens[s.layout.tp] // max(1, s.longest)
+        between = min(s.batch + s.batch // 2, room, profile.max_num_seqs[s.layout.tp])
+        for batch in sorted({s.batch, s.batch if s.prefill else between}):
+            shape = replace(s.shape, batch=batch, context=s.longest * batch)
+            times = [truth.step_seconds(s.layout, shape, 0.0) for truth in truths]
+            steps.append(StepSample.of(s.layout, shape, times))
+    return profile.model_copy(update={"steps": tuple(steps)})
 
 
 @cache
@@ -142,10 +184,9 @@ _WRONG_ON = ("log-normal", "straggler", "uniform")
 
 def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     """Of all batches of a scenario, under PAT without some of its parts."""
-    profile = engine(scenario.engine)
-    truth = ReplayedTruth(profile, _noise(scenario.engine), scenario.seed)
+    profile = believed = profiled(scenario.engine)
+    truth = _truth(scenario.engine, scenario.seed)
     batches = batches_of(scenario.engine, scenario.workload, scenario.seed)
-    believed = profile
     if scenario.wrong is not None:
         layout, factor = scenario.wrong
         believed = profile.model_copy(
@@ -164,7 +205,13 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     with ExitStack() as stack:
         for part in sorted(without):
             stack.enter_context(PARTS[part]())
-        policy = AdaptivePolicy(believed, bound=batches[0].max_tokens, timer=lambda: 0.0)
+        lengths: tuple[int, ...] = (0,)
+        if scenario.engine.endswith(", drafts"):
+            lengths = DRAFT_LENGTHS
+            batches = tuple(replace(batch, acceptance=0.5) for batch in batches)
+        policy = AdaptivePolicy(
+            believed, bound=batches[0].max_tokens, draft_lengths=lengths, timer=lambda: 0.0
+        )
         runs = simulate_batches(batches, policy, truth, ReplicaCapacity.of(profile))
     return sum(run.seconds for run in runs)
 
@@ -273,6 +320,20 @@ def _mean(ratios: Sequence[float]) -> float:
     return statistics.geometric_mean(ratios) - 1
 
 
+def held_out(names: Sequence[str], seeds: int) -> str:
+    """Mean error of decode steps that were held out, with several ways to split them; Markdown."""
+    rows = []
+    for name in names:
+        row = [name]
+        for without in ("residual", "choice of the residual", None):
+            with PARTS[without]() if without else nullcontext():
+                folds = (held_out_error(profiled(name), seed=seed) for seed in range(seeds))
+                means = [np.hstack([*errors.values()]).mean() for errors in folds]
+            row.append(f"{statistics.mean(means):.2%} ({min(means):.1%} to {max(means):.1%})")
+        rows.append(row)
+    return table(("profile", "roofline alone", "with the residual", "as chosen"), rows)
+
+
 def run(
     engines: Annotated[
         list[str] | None,
@@ -282,11 +343,15 @@ def run(
     wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
     processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
     part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
+    steps: Annotated[bool, typer.Option(help="Only how well steps are predicted.")] = False,
 ) -> None:
     """Print the path of the elimination as a table in Markdown."""
     if unknown := {*(part or ())} - set(PARTS):
         raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS]}")
     names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
+    if steps:
+        print(held_out(names, seeds))
+        return
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
         layouts = engine(name).layouts

@@ -313,22 +313,25 @@ def show(console: Console, profile: Profile) -> None:
     for line in draft_lines(profile):
         console.print(line)
     try:
-        held_out = _held_out(profile)
+        fits = _fits(profile)
     except ImportError as error:
         console.print(f"The error on held-out points is not shown: {error}")
         return
-    for layout, errors in held_out.items():
-        nine_in_ten = sorted(errors)[int(0.9 * (len(errors) - 1))]
-        console.print(
-            f"{layout}: {len(errors)} held-out steps are predicted within {errors.mean():.1%} on "
-            f"average, nine in ten within {nine_in_ten:.1%}"
-        )
+    for layout, fit in fits.items():
+        if errors := sorted(fit.with_residual if fit.learned else fit.roofline):
+            means = [statistics.mean(one) for one in (errors, fit.roofline, fit.with_residual)]
+            console.print(
+                f"{layout}: {len(errors)} held-out steps are predicted within {means[0]:.1%} on "
+                f"average, nine in ten within {errors[int(0.9 * (len(errors) - 1))]:.1%}, by the "
+                f"roofline {'with' if fit.learned else 'without'} its residual (without "
+                f"{means[1]:.1%}, with {means[2]:.1%})"
+            )
 
 
-def _held_out(profile: Profile) -> Mapping[Layout, Any]:
-    from pat_vllm.cli.held_out import held_out_error
+def _fits(profile: Profile) -> Mapping[Layout, Any]:
+    from pat_vllm.predictor.step_time import StepTimeModel
 
-    return held_out_error(profile)
+    return StepTimeModel.fit(profile).fits
 
 
 def default_budget(quick: bool) -> float:

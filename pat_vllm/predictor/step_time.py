@@ -1,9 +1,10 @@
 """How long a step of one replica takes. Pure.
 
-A linear roofline (`step_base`) carries the shape of the curve, LightGBM its residual. Both are
-evaluated once, on a grid (`step_grid`); from then on the model interpolates, in microseconds, and
-real steps correct it (`correction`). Outside the profiled range it follows the base. What prefill
-and the longest context add comes from the base alone.
+A linear roofline (`step_base`) carries the shape of the curve, LightGBM its residual in the layouts
+where cross-validation finds that it helps (`step_residual`). Both are evaluated once, on a grid
+(`step_grid`); from then on the model interpolates, in microseconds, and real steps correct it
+(`correction`). Outside the profiled range it follows the base. What prefill and the longest context
+add comes from the base alone.
 
 Each draft length has two grids: steps with no draft to verify and with as many as it makes. Between
 them times are linear in the drafts.
@@ -11,7 +12,6 @@ them times are linear in the drafts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,32 +24,17 @@ from pat_vllm.predictor.correction import OnlineCorrection
 from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.predictor.step_base import StepBase
 from pat_vllm.predictor.step_grid import Surface, batch_nodes, context_nodes
+from pat_vllm.predictor.step_residual import (
+    StepFit,
+    by_layout,
+    cross_validate,
+    factors,
+    features_of,
+    fit_residual,
+    learnable,
+    of_base,
+)
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
-
-LEAST_SAMPLES = 8
-"""Decode samples of a layout from which on its residual is learned."""
-
-_ROUNDS = 80
-_LIGHTGBM = {
-    "objective": "l2",
-    "learning_rate": 0.1,
-    "max_depth": 3,
-    "num_leaves": 8,
-    "min_data_in_leaf": 4,
-    "min_data_in_bin": 1,
-    "lambda_l2": 1.0,
-    "feature_pre_filter": False,
-    "num_threads": 1,
-    "deterministic": True,
-    "force_row_wise": True,
-    "seed": 0,
-    "verbosity": -1,
-}
-"""Small trees: a profile has tens to hundreds of samples, with about 2 % of noise."""
-
-_LEAST_SHARE = 0.1
-"""What is left of a sample, at least, for the grid when the base's share for the longest context
-is taken off."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +76,14 @@ class _LayoutModel:
 
 
 class StepTimeModel:
-    """Predicts the seconds of a step. Made by `fit`. Not thread-safe."""
+    """Predicts the seconds of a step. Made by `fit`. Not thread-safe.
 
-    def __init__(self, models: dict[Layout, _LayoutModel]) -> None:
+    Attributes:
+        fits: by layout, what the profile led to.
+    """
+
+    def __init__(self, models: dict[Layout, _LayoutModel], fits: Mapping[Layout, StepFit]) -> None:
+        self.fits = fits
         self._models = models
         self._correction = OnlineCorrection(models)
 
@@ -105,20 +95,17 @@ class StepTimeModel:
     @classmethod
     def fit(cls, profile: Profile) -> StepTimeModel:
         """Learn from a profile."""
-        samples: defaultdict[Layout, list[StepSample]] = defaultdict(list)
-        for sample in profile.steps:
-            samples[sample.layout].append(sample)
-        bases = {one: StepBase.fit(samples[one], profile.chosen) for one in sorted(samples)}
-        decodes = {one: [s for s in samples[one] if _is_decode(s)] for one in bases}
-        learnable = {one: some for one, some in decodes.items() if len(some) >= LEAST_SAMPLES}
-        booster = _fit_residual(bases, learnable) if learnable else None
-        return cls(
-            {
-                one: _compile(one, bases[one], some, booster if one in learnable else None)
-                for one, some in decodes.items()
-                if some
-            }
-        )
+        samples = by_layout(profile.steps)
+        bases = {one: StepBase.fit(some, profile.chosen) for one, some in samples.items()}
+        decodes = by_layout(profile.steps, decodes=True)
+        fits = cross_validate(profile.steps, profile.chosen)
+        learned = any(fit.learned for fit in fits.values())
+        booster = fit_residual(bases, learnable(decodes)) if learned else None
+        models = {
+            one: _compile(one, bases[one], some, booster if fits[one].learned else None)
+            for one, some in decodes.items()
+        }
+        return cls(models, {one: fits[one] for one in models})
 
     def seconds(
         self,
@@ -181,54 +168,6 @@ class StepTimeModel:
         return self._correction.version
 
 
-def _is_decode(sample: StepSample) -> bool:
-    return sample.batch > 0 and not sample.prefill
-
-
-def _features(
-    layout: Layout,
-    batch: ArrayLike,
-    mean: ArrayLike,
-    skew: ArrayLike,
-    busy: ArrayLike,
-    each: ArrayLike,
-    k: ArrayLike,
-) -> Floats:
-    """What LightGBM sees, float64 [n, 10]; `mean` context per request, `skew` longest / mean,
-    `each` drafts per request."""
-    batch, mean, skew, busy, each, k = np.broadcast_arrays(batch, mean, skew, busy, each, k)
-    tokens = batch * (1 + each)
-    tp, spread = (np.full(batch.size, one) for one in (layout.tp, layout.experts == "ep"))
-    columns = [tp, batch, mean, batch * mean, skew, busy, each, k, tokens, spread]
-    return np.column_stack([np.ravel(column) for column in columns]).astype(np.float64)
-
-
-def _fit_residual(
-    bases: Mapping[Layout, StepBase], learnable: Mapping[Layout, Sequence[StepSample]]
-) -> Any:
-    """LightGBM on log(seconds / base) of decode samples, by layout."""
-    features, targets = [], []
-    for layout, decodes in learnable.items():
-        base = bases[layout]
-        batch, context, longest, busy, drafts, k, seconds = np.array(
-            [(s.batch, s.context, s.longest, s.busy, s.drafts, s.k, s.seconds) for s in decodes],
-            float,
-        ).T
-        mean = np.maximum(context, 1.0) / batch
-        features.append(_features(layout, batch, mean, longest / mean, busy, drafts / batch, k))
-        rest = np.maximum(seconds - base.extra(batch, longest, 0, busy), _LEAST_SHARE * seconds)
-        targets.append(np.log(rest / _of_base(base, batch, context, busy, drafts, k)))
-    import lightgbm
-
-    data = lightgbm.Dataset(np.vstack(features), np.concatenate(targets))
-    return lightgbm.train(_LIGHTGBM, data, num_boost_round=_ROUNDS)
-
-
-def _of_base(base: StepBase, batch: Any, context: Any, busy: Any, drafts: Any, k: Any) -> Any:
-    """Seconds of decode steps by the base, without what their longest contexts add."""
-    return base.decode(batch, context, busy) + base.extra(batch, 0.0, 0, busy, drafts, k)
-
-
 def _compile(
     layout: Layout, base: StepBase, decodes: Sequence[StepSample], booster: Any
 ) -> _LayoutModel:
@@ -243,14 +182,13 @@ def _compile(
     kinds = np.array([(0, 0), *((k, each) for k in lengths for each in (0, k))])
     axes = np.meshgrid(np.arange(len(kinds)), np.array(busy, float), batch, context, indexing="ij")
     k, each = np.moveaxis(kinds[axes[0]], -1, 0)
-    values = _of_base(base, axes[2], axes[3], axes[1], each * axes[2], k)
+    values = of_base(base, axes[2], axes[3], axes[1], each * axes[2], k)
     inside = np.minimum(np.maximum(axes[2], min(sizes)), max(sizes))
     if booster is not None:
         # Beyond the samples the residual stays as it is at their edge.
         mean = np.minimum(np.maximum(axes[3] / inside, min(means)), max(means))
-        features = _features(layout, inside, mean, 1.0, axes[1], each, k)
-        residual = booster.predict(features, num_threads=1)
-        values = values * np.exp(residual).reshape(values.shape)
+        features = features_of(layout, inside, mean, 1.0, axes[1], each, k)
+        values = values * factors(booster, features).reshape(values.shape)
     every = np.arange(lengths[-1] + 1)
     nearest = abs(every[:, None] - np.array(lengths)).argmin(axis=1)
     of_length = np.array([1 + 2 * nearest, 2 + 2 * nearest, np.array(lengths)[nearest]])

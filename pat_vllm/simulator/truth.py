@@ -77,7 +77,7 @@ class ReplayedTruth:
         self._noise = _Noise(noise, seed) if noise is not None else None
 
     def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        seconds = self._decode_seconds(layout, shape) if shape.batch else 0.0
+        seconds = self.decode_seconds(layout, shape) if shape.batch else 0.0
         if tokens := shape.prefill:
             prefill = self._prefill[layout].seconds(tokens, shape.busy)
             seconds += prefill - min(seconds, prefill, self._decode[layout].shortest)
@@ -85,7 +85,8 @@ class ReplayedTruth:
             seconds *= self._noise.of_steps(layout, shape, steps)
         return seconds
 
-    def _decode_seconds(self, layout: Layout, shape: StepShape) -> float:
+    def decode_seconds(self, layout: Layout, shape: StepShape) -> float:
+        """Of a step's decoding, without noise."""
         work = shape.batch, shape.context, shape.busy
         if not shape.k:
             return self._decode[layout].seconds(*work)

@@ -17,6 +17,7 @@ from benchmarks.paper.__main__ import app as paper
 from benchmarks.paper.policy import SETTINGS
 from benchmarks.paper.tables import simulate_settings
 from benchmarks.where_it_pays import app as where_it_pays
+from pat_vllm.predictor.step_time import StepTimeModel
 
 PNG = b"\x89PNG"
 SIDES = ("plain", "fixed", "dynamic", "pat_plain", "pat")
@@ -78,6 +79,19 @@ def test_where_it_pays(tmp_path: Path) -> None:
     (cell,) = json.loads((tmp_path / "where-it-pays.json").read_text())
     assert not cell["answer"]["pays"]
     assert (tmp_path / "where-it-pays.png").read_bytes().startswith(PNG)
+
+
+def test_parts_of_the_predictor_can_be_left_out() -> None:
+    scenario = Scenario("8 x A40, kernels", "uniform", 0)
+    whole = elimination.profiled(scenario.engine)
+    assert {s.repeats for s in whole.steps} == {5}, "measured with its noise"
+    for name, part in elimination.PARTS.items():
+        with part():
+            learned = [fit.learned for fit in StepTimeModel.fit(whole).fits.values()]
+        if name.endswith("residual"):
+            assert all(learned) if name.startswith("choice") else not any(learned)
+    measured = "pat_vllm/simulator/modelled/measured.json"
+    assert elimination.held_out([measured], 1).count("%") == 9
 
 
 def test_elimination(monkeypatch: pytest.MonkeyPatch) -> None:

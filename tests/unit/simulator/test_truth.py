@@ -9,7 +9,12 @@ import pytest
 
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile, named_profile
-from pat_vllm.simulator.truth import DriftingTruth, FixedSwitches, ReplayedTruth, ScaledTruth
+from pat_vllm.simulator.truth import (
+    DriftingTruth,
+    FixedSwitches,
+    ReplayedTruth,
+    ScaledTruth,
+)
 from tests.unit.simulator.simple import ONE, TWO, Constant
 
 

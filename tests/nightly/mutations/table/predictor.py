@@ -11,6 +11,7 @@ LENGTHS = ("tests/unit/predictor/test_lengths.py",)
 PLANNER = ("tests/unit/predictor/test_planner.py",)
 SAVINGS = ("tests/unit/predictor/test_savings.py",)
 STEP_BASE = ("tests/unit/predictor/test_step_base.py",)
+STEP_RESIDUAL = ("tests/unit/predictor/test_step_residual.py",)
 STEP_TIME = ("tests/unit/predictor/test_step_time.py",)
 SHARDS = ("tests/unit/weights/test_shards.py",)
 ROW_ORDER = ("tests/unit/weights/test_row_order.py",)
@@ -154,6 +155,29 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     (f"{PREDICTOR}.step_base:StepBase.fit", STEP_BASE): {
         "only decoded tokens read experts": {"** tokens": "** batch"},
+    },
+    (f"{PREDICTOR}.step_residual:StepFit.learned", STEP_RESIDUAL): {
+        "the residual is always used": {
+            "sum(self.with_residual) < sum(self.roofline)": "bool(self.roofline)"
+        },
+        "the worse one is used": {"< sum(": "> sum("},
+    },
+    (f"{PREDICTOR}.step_residual:cross_validate", STEP_RESIDUAL): {
+        "errors of steps that were seen": {"by_layout(held, decodes": "by_layout(kept, decodes"},
+        "the residual is judged without the roofline": {"rest * factors": "factors"},
+    },
+    (f"{PREDICTOR}.step_residual:folds", STEP_RESIDUAL): {
+        "repeats of a shape are torn apart": {
+            "s.batch, s.context, s.prefill": "s.longest, s.batch, s.prefill"
+        },
+    },
+    (f"{PREDICTOR}.step_residual:learnable", STEP_RESIDUAL): {
+        "any number of samples is enough": {">= LEAST_SAMPLES": ">= 0"},
+    },
+    (f"{PREDICTOR}.step_time:StepTimeModel.fit", STEP_RESIDUAL): {
+        "one layout that needs the residual has all get it": {
+            "booster if fits[one].learned else None": "booster"
+        },
     },
     (f"{PREDICTOR}.correction:OnlineCorrection.observe", STEP_TIME): {
         "outliers are believed": {

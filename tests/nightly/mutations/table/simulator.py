@@ -58,7 +58,7 @@ _ADVICE: list[Row] = [
     ("steps of a directory are read by their digits", "lengths:read_rollouts", "(len(file.stem), file.stem)", "file.stem", LENGTHS),
 ]
 _MIXTURES: list[Row] = [
-    ("steps of both kinds look alike", "predictor.step_time:_features", 'layout.experts == "ep"', "0", MIXTURES),
+    ("steps of both kinds look alike", "predictor.step_residual:features_of", 'layout.experts == "ep"', "0", MIXTURES),
     ("requests stay whatever the layout", "routing:spread", "source.tp == target.tp", "True", MIXTURES),
     ("KV costs time between kinds", "predictor.cost:CostModel._linear", "source.tp == target.tp", "False", MIXTURES),
     ("a switch tells of another kind", "predictor.cost:CostModel.observe", "report.source, report.target", "report.source, Layout(report.target.tp, report.target.replicas)", MIXTURES),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.cli.held_out import held_out_error
+from benchmarks.held_out import held_out_error
 from pat_vllm.gpus import GPUS
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
