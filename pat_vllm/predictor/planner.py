@@ -201,6 +201,13 @@ def _cut(course: Course) -> Course:
     )
 
 
+def _typical_context(course: Course, first: int) -> float:
+    """Mean context with which tokens are generated from group `first` on."""
+    left = slice(first + 1)
+    steps = course.steps[left] + 1e-9
+    return float(steps @ course.context[left]) / float(steps @ course.live[left])
+
+
 @lru_cache(maxsize=4096)
 def _groups(count: int) -> Ints:
     """First index (number of live requests less one) of each group, ascending."""
@@ -268,9 +275,18 @@ class Planner:
         busy = np.minimum(layout.replicas, np.ceil(course.live))
         batch = np.maximum(1.0, course.live / busy)
         mean_context = course.context / course.live
-        held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
-        admitted = np.minimum(batch, self._max_num_seqs[layout.tp])
-        running = np.minimum(admitted, np.maximum(held, 1.0))
+        room, most = self._kv_tokens[layout.tp], self._max_num_seqs[layout.tp]
+        admitted = np.minimum(batch, most)
+        running = np.minimum(admitted, np.maximum(room / np.maximum(1.0, mean_context), 1.0))
+        turns = batch / running
+        short = running < admitted
+        if short.any():
+            # From here on requests do not advance alike: some run to their ends, others wait. The
+            # KV that steps hold is the same in sum, so as many steps are made, of fewer requests.
+            typical = _typical_context(course, int(np.flatnonzero(short)[-1]))
+            queued = short & (batch * typical > room)
+            running = np.where(queued, min(max(room / typical, 1.0), most), running)
+            mean_context = np.where(queued, typical, mean_context)
         steps = self._step(  # [lengths, groups]
             layout,
             running,
@@ -281,11 +297,10 @@ class Planner:
             drafting.drafts[:, None] * running,
             drafting.lengths[:, None],
         )
-        seconds = steps * (batch / running)
+        seconds = steps * turns
         tokens = seconds / drafting.tokens[:, None]
         best = tokens.argmin(axis=0)
         token = tokens.min(axis=0)
-        short = running < admitted
         if short.any():
             # Each token takes another's place, which is computed again when its request goes on.
             token += short * course.live * self._prefill_pace(layout)
