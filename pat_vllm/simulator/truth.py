@@ -51,8 +51,9 @@ class ReplayedTruth:
     with prompts adds their prefill to its decoding, less the reading of the weights, which both
     share.
 
-    Each step then has a factor of its own, drawn from what repeats took relative to their median. Switches follow `CostModel`, which is a line through the profile's few
-    switches; their noise is how far these are from it. KV is always migrated: recomputing some
+    Each step then has a factor of its own, drawn from what repeats took relative to their median.
+    Switches follow `CostModel`, which is a line through the profile's few switches; their noise is
+    how far these are from it. KV is always migrated: recomputing some
     requests is not simulated.
     """
 
