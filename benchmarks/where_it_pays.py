@@ -104,8 +104,8 @@ def ask(cell: Cell) -> Answer:
 
 HEADERS = (
     "GPUs", "model", "lengths", "responses per GPU", "acceptance", "best static layout",
-    "PAT's base", "static seconds, modelled", "PAT's seconds, modelled", "PAT saves, modelled", "95% interval",
-    "pays",
+    "PAT's base", "static seconds, modelled", "PAT's seconds, modelled", "PAT saves, modelled",
+    "95% interval", "pays",
 )  # fmt: skip
 
 

@@ -201,13 +201,6 @@ def _cut(course: Course) -> Course:
     )
 
 
-def _typical_context(course: Course, first: int) -> float:
-    """Mean context with which tokens are generated from group `first` on."""
-    left = slice(first + 1)
-    steps = course.steps[left] + 1e-9
-    return float(steps @ course.context[left]) / float(steps @ course.live[left])
-
-
 @lru_cache(maxsize=4096)
 def _groups(count: int) -> Ints:
     """First index (number of live requests less one) of each group, ascending."""
@@ -281,12 +274,14 @@ class Planner:
         turns = batch / running
         short = running < admitted
         if short.any():
-            # From here on requests do not advance alike: some run to their ends, others wait. The
-            # KV that steps hold is the same in sum, so as many steps are made, of fewer requests.
-            typical = _typical_context(course, int(np.flatnonzero(short)[-1]))
-            queued = short & (batch * typical > room)
-            running = np.where(queued, min(max(room / typical, 1.0), most), running)
-            mean_context = np.where(queued, typical, mean_context)
+            # Requests do not advance alike then: some run to their ends, the others wait. In sum
+            # the KV held by steps is the same. So as many steps are made, but of as many requests
+            # as have room with the mean context of all tokens that are made meanwhile.
+            weights = np.where(short, course.steps + 1e-9, 0.0)
+            typical = float(weights @ course.context) / float(weights @ course.live)
+            queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
+            running = np.where(short, queued, running)
+            mean_context = np.where(short, typical, mean_context)
         steps = self._step(  # [lengths, groups]
             layout,
             running,
