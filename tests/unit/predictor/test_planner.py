@@ -233,7 +233,7 @@ def test_where_memory_is_short_tokens_are_computed_again() -> None:
 
 
 def test_what_waits_for_memory_runs_with_the_contexts_of_all_that_is_left() -> None:
-    """Lengths up to 640: early groups have short contexts, but some requests are near their ends."""
+    """Lengths up to 640: in early groups contexts are short, but some requests are near an end."""
     asked: list[Floats] = []
 
     def seconds(layout: Layout, batch: Any, *_: Any) -> Floats:

@@ -108,14 +108,10 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
-        "every batch opens in the base layout": {
-            "self.home = self._opening(self._largest)": "pass"
-        },
+        "all batches open in the base layout": {"self.home = self._opening": "self._opening"},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._opening", ADAPTIVE): {
-        "a batch opens as the last one ended": {
-            "fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)": "fresh = last"
-        },
+        "the opening has no prompts": {"prompts=prompts": "prompts=0"},
         "a switch of an idle engine costs nothing": {"+ idle": ""},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
