@@ -110,10 +110,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
         "all batches open in the base layout": {"self.home = self._opening": "self._opening"},
     },
-    (f"{PREDICTOR}.adaptive:AdaptivePolicy._opening", ADAPTIVE): {
-        "the opening has no prompts": {"prompts=prompts": "prompts=0"},
-        "a switch of an idle engine costs nothing": {"+ idle": ""},
-    },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
         "it plans before each step": {"> _NEWS * live": ">= 0"},
     },
