@@ -85,7 +85,7 @@ def replaced_elsewhere(source: str) -> list[str]:
                 if any(isinstance(each, ast.Attribute) and is_vllm(each) for each in inside):
                     found.append(f"line {node.lineno}")
                 elif isinstance(node.value, ast.AST) and is_vllm(node.value):
-                    of_vllm |= {each.id for each in inside if isinstance(each, ast.Name)}
+                    of_vllm |= {each.id for each in targets if isinstance(each, ast.Name)}
             case ast.Call(func=ast.Attribute(ast.Call(ast.Name("vars"), [owner]), "update")):
                 found += [f"line {node.lineno}"] * is_vllm(owner)
             case ast.Call(func=ast.Name(name) | ast.Attribute(attr=name), args=[owner, *_]):
