@@ -20,6 +20,7 @@ from vllm.distributed.device_communicators import custom_all_reduce, pynccl, sym
 from vllm.platforms import current_platform
 
 from pat_vllm.kv_transfer import exchange
+from tests.gpuless.replaced import replace
 from tests.gpuless.sequences import Event
 
 _CALLS = (
@@ -121,10 +122,9 @@ def _nccl(recorder: Recorder) -> None:
         ncclGetVersion=lambda: "2.29.0",
         ncclGetUniqueId=pynccl.ncclUniqueId,
     )
-    pynccl.NCCLLibrary = lambda path=None: library  # type: ignore[assignment,misc]
-    communicator: Any = pynccl.PyNcclCommunicator
-    communicator._init_comm = init
-    communicator.all_reduce = _all_reduce(recorder, "NCCL all-reduce")
+    replace(pynccl, "NCCLLibrary", lambda path=None: library)
+    replace(pynccl.PyNcclCommunicator, "_init_comm", init)
+    replace(pynccl.PyNcclCommunicator, "all_reduce", _all_reduce(recorder, "NCCL all-reduce"))
 
 
 def _custom_all_reduce(recorder: Recorder) -> None:
@@ -147,17 +147,17 @@ def _custom_all_reduce(recorder: Recorder) -> None:
         recorder.question("links", *devices, group=making[-1])
         return True
 
-    custom.__init__ = noted
-    custom.all_reduce = _all_reduce(recorder, "custom all-reduce")
-    custom_all_reduce.gpu_p2p_access_check = can_access
+    replace(custom, "__init__", noted)
+    replace(custom, "all_reduce", _all_reduce(recorder, "custom all-reduce"))
+    replace(custom_all_reduce, "gpu_p2p_access_check", can_access)
     torch.cuda.can_device_access_peer = can_access
-    type(current_platform).is_fully_connected = classmethod(connected)
+    replace(type(current_platform), "is_fully_connected", classmethod(connected))
     ops = mock.MagicMock()
     ops.meta_size.return_value = 256
     ops.allocate_shared_buffer_and_handle.return_value = (1, "handle")
     ops.get_graph_buffer_ipc_meta.return_value = ([1], [2])
-    custom_all_reduce.ops = ops
-    custom_all_reduce.custom_ar = True
+    replace(custom_all_reduce, "ops", ops)
+    replace(custom_all_reduce, "custom_ar", True)
 
 
 def _symmetric_memory(recorder: Recorder) -> None:
@@ -171,10 +171,12 @@ def _symmetric_memory(recorder: Recorder) -> None:
         empty=lambda size, device, dtype: SimpleNamespace(size=size, device=device),
         rendezvous=rendezvous,
     )
-    custom_all_reduce.torch_symm_mem = symm_mem.torch_symm_mem = symmetric
+    for module in (custom_all_reduce, symm_mem):
+        replace(module, "torch_symm_mem", symmetric)
 
 
 def _flashinfer(recorder: Recorder) -> None:
+    import flashinfer.comm as library
     from vllm.distributed.device_communicators import flashinfer_all_reduce as flashinfer
 
     def create_workspace(backend: str, group: Any, **options: Any) -> Any:
@@ -195,8 +197,8 @@ def _flashinfer(recorder: Recorder) -> None:
         return input.clone()
 
     assert flashinfer.fi_ar_available
-    flashinfer.flashinfer_comm.create_allreduce_fusion_workspace = create_workspace
-    flashinfer.flashinfer_comm.allreduce_fusion = fused
+    library.create_allreduce_fusion_workspace = create_workspace
+    library.allreduce_fusion = fused
 
 
 def _exchanges(recorder: Recorder) -> None:

@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.gpuless.replaced import replace
+
 Pool = tuple[int, int]
 
 _GARBAGE = 0x7B
@@ -73,8 +75,9 @@ class Driver:
         torch.cuda.graph = self.capture  # type: ignore[assignment,misc]
         torch.cuda.graph_pool_handle = self.graph_pool_handle
         torch.cuda._lazy_init = lambda: None
-        platform.graph_pool_handle = staticmethod(lambda: torch.cuda.graph_pool_handle())
-        platform._global_graph_pool = None
+        handle = staticmethod(lambda: torch.cuda.graph_pool_handle())
+        replace(platform, "graph_pool_handle", handle)
+        replace(platform, "_global_graph_pool", None)
 
     def graph_pool_handle(self) -> Pool:
         """As torch's: a new pool."""

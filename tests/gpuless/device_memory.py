@@ -8,6 +8,7 @@ until that is trimmed, or with torch's allocator until its cache is emptied.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import math
 import sys
@@ -20,8 +21,12 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm import device_allocator
 from vllm.device_allocator import cumem
+from vllm.utils import mem_utils
 from vllm.v1.worker import gpu_worker
+
+from tests.gpuless.replaced import replace
 
 _FACTORIES = (torch.empty, torch.zeros)
 _GARBAGE = 0x5A
@@ -54,13 +59,14 @@ class DeviceMemory:
         self._mode = _Allocations(self._take)
         self._segments: dict[int, bytearray] = {}
         runtime = SimpleNamespace(cudaMemcpy=ctypes.memmove)
-        monkeypatch.setattr(cumem, "cumem_available", True)
-        monkeypatch.setattr(cumem, "libcudart", runtime)
-        monkeypatch.setattr(cumem.CuMemAllocator, "instance", self.allocator)
-        monkeypatch.setattr(cumem, "create_and_map", lambda handle: self._note())
-        monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
-        monkeypatch.setattr(cumem, "use_memory_pool_with_allocator", self._pool)
-        monkeypatch.setattr(cumem, "current_alloc_conf", lambda: "")
+        put = functools.partial(replace, put=monkeypatch.setattr)
+        put(cumem, "cumem_available", True)
+        put(cumem, "libcudart", runtime)
+        put(cumem.CuMemAllocator, "instance", self.allocator)
+        put(cumem, "create_and_map", lambda handle: self._note())
+        put(cumem, "unmap_and_release", self._unmap)
+        put(cumem, "use_memory_pool_with_allocator", self._pool)
+        put(cumem, "current_alloc_conf", lambda: "")
         platform = SimpleNamespace(
             is_cuda_alike=lambda: True,
             is_cpu=lambda: False,
@@ -72,12 +78,12 @@ class DeviceMemory:
             dist_backend="nccl",
             device_name="imitated",
         )
-        for module in ("device_allocator", "utils.mem_utils", "v1.worker.gpu_worker"):
-            monkeypatch.setattr(f"vllm.{module}.current_platform", platform)
+        for module in (device_allocator, mem_utils, gpu_worker):
+            put(module, "current_platform", platform)
         # vLLM's would walk over all objects of the tests, many times.
         no_gc = SimpleNamespace(collect=lambda: 0, unfreeze=lambda: None)
-        for module in ("device_allocator.cumem", "utils.mem_utils", "v1.worker.gpu_worker"):
-            monkeypatch.setattr(f"vllm.{module}.gc", no_gc)
+        for module in (cumem, mem_utils, gpu_worker):
+            put(module, "gc", no_gc)
         answers: dict[str, Callable[..., Any]] = {
             "synchronize": lambda *args: None,
             "empty_cache": self._empty_cache,
@@ -96,10 +102,8 @@ class DeviceMemory:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: object())
         monkeypatch.setattr(torch.cuda, "graph", self._capture)
-        monkeypatch.setattr(gpu_worker.Worker, "synchronize_device", lambda worker: None)
-        monkeypatch.setattr(
-            gpu_worker.Worker, "_scoped_allocator_max_split", contextmanager(_nothing)
-        )
+        put(gpu_worker.Worker, "synchronize_device", lambda worker: None)
+        put(gpu_worker.Worker, "_scoped_allocator_max_split", contextmanager(_nothing))
 
     def __enter__(self) -> DeviceMemory:
         self._mode.__enter__()

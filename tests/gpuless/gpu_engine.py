@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm import ir
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config import vllm as config_module
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-from vllm.v1.worker import workspace
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.utils import AttentionGroup
 
 from pat_vllm.executor.executor import PATExecutorMixin
@@ -43,6 +48,7 @@ from tests.gpuless.gpu_runner import (
     allocated,
     create_builders,
 )
+from tests.gpuless.replaced import replace
 
 
 class Weights:
@@ -140,21 +146,22 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         runner: which of vLLM's model runners they have, of `RUNNERS`.
     """
     monkeypatch.setattr(Runner, "memory", device, raising=False)
-    monkeypatch.setattr(AttentionGroup, "create_metadata_builders", create_builders)
-    monkeypatch.setattr(cudagraph_utils, "current_platform", Platform())
-    monkeypatch.setattr(cudagraph_utils, "set_current_vllm_config", lambda config: nullcontext())
+    put = partial(replace, put=monkeypatch.setattr)
+    put(AttentionGroup, "create_metadata_builders", create_builders)
+    put(cudagraph_utils, "current_platform", Platform())
+    put(cudagraph_utils, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setattr(late_memory, "set_current_vllm_config", lambda config: nullcontext())
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "v2")))
-    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    for name in ("gpu.model_runner", "gpu_model_runner"):
-        monkeypatch.setattr(f"vllm.v1.worker.{name}.GPUModelRunner", RUNNERS[runner])
-    monkeypatch.setattr("vllm.config.kernel.IrOpPriorityConfig.set_default", lambda self: None)
-    monkeypatch.setattr("vllm.ir.set_default_torch_wrap", lambda on: None)
-    monkeypatch.setattr(workspace, "_manager", None)
+    put(config_module, "HAS_TRITON", True)
+    for module in (model_runner, gpu_model_runner):
+        put(module, "GPUModelRunner", RUNNERS[runner])
+    put(IrOpPriorityConfig, "set_default", lambda self: None)
+    put(ir, "set_default_torch_wrap", lambda on: None)
+    put(workspace, "_manager", None)
     every = SimpleNamespace(world_size=RANKS, rank_in_group=0)
     alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-    monkeypatch.setattr(parallel_state, "_TP", every)
-    monkeypatch.setattr(parallel_state, "_ETP", every)
+    put(parallel_state, "_TP", every)
+    put(parallel_state, "_ETP", every)
     loader = SimpleNamespace(get_external_weight_memory=lambda config: 0)
     for name, value in {
         "freeze_gc_heap": lambda: None,
@@ -169,7 +176,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "set_torch_threads_for_runtime": lambda: None,
         "warn_if_flashinfer_kernels_missing": lambda: None,
     }.items():
-        monkeypatch.setattr(f"vllm.v1.worker.gpu_worker.{name}", value)
+        put(gpu_worker, name, value)
     replaced: dict[str, Any] = {
         "cpu_world_group": lambda: None,
         "device_world_group": lambda: None,
@@ -183,7 +190,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
     }
     for name, value in replaced.items():
         monkeypatch.setattr(worker_module, name, value)
-    monkeypatch.setattr(worker_module.current_platform, "update_block_size_for_backend", id)
+    put(current_platform, "update_block_size_for_backend", id)
 
 
 def load_worker() -> Any:

@@ -18,6 +18,7 @@ import torch
 
 from tests.gpuless.graph_run import DRAFTS, Run, full_graphs
 from tests.gpuless.programs import answer
+from tests.gpuless.replaced import replace
 
 RANK = 1
 TOLERANCE = 1e-4
@@ -138,8 +139,8 @@ def _offloading() -> Iterator[None]:
 
     allocator = SimpleNamespace(cudagraph_pool=lambda: nullcontext(OFFLOADED))
     with (
-        mock.patch.object(VllmConfig, "use_cumem_cudagraph_pool", True),
-        mock.patch.object(module, "get_mem_allocator_instance", lambda: allocator),
+        replace(VllmConfig, "use_cumem_cudagraph_pool", True, mock.patch.object),
+        replace(module, "get_mem_allocator_instance", lambda: allocator, mock.patch.object),
     ):
         yield
 

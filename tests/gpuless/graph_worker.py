@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from pat_vllm.patches.experts import _plain_experts
 from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless.cuda_graphs import Driver
+from tests.gpuless.replaced import replace
 from tests.support.models import random_model
 
 SIZES = [1, 4, 8]
@@ -123,7 +125,7 @@ class GraphWorker(PATGPUWorker):
         driver.install(type(current_platform))
         # Other processes have one engine, and do not go on after an error.
         set_cudagraph_capturing_enabled(True)
-        BreakableCUDAGraphCapture._tls.active = None
+        replace(BreakableCUDAGraphCapture, "_tls", threading.local())
         runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(use_v2))}
         warm_up = worker_module.warm_up if warm else lambda *args: 1.0
         with (
@@ -279,10 +281,10 @@ def prepare_process() -> None:
     def no_context(*args: Any, **options: Any) -> Iterator[None]:
         yield
 
-    def install(owner: Any, **replaced: Any) -> None:
+    def install(owner: Any, put: Callable[..., Any] = replace, **replaced: Any) -> None:
         for name, value in replaced.items():
             getattr(owner, name)  # or nothing would be replaced
-            setattr(owner, name, value)
+            put(owner, name, value)
 
     install(
         type(current_platform),
@@ -290,7 +292,7 @@ def prepare_process() -> None:
         # Operators written in Python would be captured as one, and read Python's state at replay.
         opaque_attention_op=staticmethod(lambda: False),
     )
-    install(torch.accelerator, get_memory_info=lambda *args: (60 << 30, 80 << 30))
+    install(torch.accelerator, setattr, get_memory_info=lambda *args: (60 << 30, 80 << 30))
     # Memory that a graph owns lives as long as the graph.
     install(breakable, weak_ref_tensor=lambda one: one, weak_ref_tensors=lambda one: one)
     install(wrapper, weak_ref_tensors=lambda one: one)
@@ -314,13 +316,14 @@ def prepare_process() -> None:
     install(gpu_worker.Worker, init_device=_init_device, _scoped_allocator_max_split=no_context)
     install(
         worker_module,
+        setattr,
         exit_when_orphaned=nothing,
         device_world_group=nothing,
         warm_up_moves=nothing,
         # There is nobody to exchange KV with.
         Exchange=lambda *args: SimpleNamespace(bytes_sent=0, measure=lambda num_bytes: 1.0),
     )
-    install(_plain_experts(), apply=_all_experts)
+    install(_plain_experts(), setattr, apply=_all_experts)
     # vLLM looks at each new model class in a process of its own, which takes long.
     install(registry, _run_in_subprocess=lambda fn: fn())
     config = _engine_config(1, False, experts="tp")  # of a model with all kinds of groups

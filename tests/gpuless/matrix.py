@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 from tests.gpuless.programs import answer
+from tests.gpuless.replaced import replace
 
 AUTOTUNING = "autotuning"
 COMPILE_RANGES = "compile ranges"
@@ -230,7 +231,7 @@ def _cases(
         for runner in runners:
             for model in models:
                 case: dict[str, Any] = {"backend": backend, "runner": runner, "model": model}
-                with mock.patch.object(ops, "is_shuffle_kv_cache_enabled", shuffled):
+                with replace(ops, "is_shuffle_kv_cache_enabled", shuffled, mock.patch.object):
                     case |= _outcome(backend, runner, model)
                 add("case", **case)
 
@@ -292,8 +293,8 @@ def _serve(engine: Any, runner: str) -> dict[str, Any]:
     # ... and its worker process, which has the engine's.
     with (
         set_current_vllm_config(engine),
-        mock.patch.object(Worker, "initialize_from_config", _initialize_from_config),
-        mock.patch.object(Worker, "_maybe_get_memory_pool_context", mock.MagicMock()),
+        replace(Worker, "initialize_from_config", _initialize_from_config, mock.patch.object),
+        replace(Worker, "_maybe_get_memory_pool_context", mock.MagicMock(), mock.patch.object),
     ):
         worker.initialize_from_config(kv_cache_config)
     chosen = worker._base.config.compilation_config.static_forward_context["layers.0.attn"]

@@ -1,13 +1,14 @@
 """A process whose GPU is a `MetaDevice`, and an executor of one rank of many in it.
 
-Of vLLM, what `REPLACED` lists is replaced, and nothing else: it starts by its own code, down to
-the launch of kernels.
+Of vLLM, only what `replaced.py` lists is replaced: it starts by its own code, down to the launch of
+kernels.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
+import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from pat_vllm.worker.gpu_worker import PATGPUWorker
 from tests.gpuless import platforms
 from tests.gpuless.communicators import Recorder, imitate_communicators
 from tests.gpuless.meta_device import CUDA, MetaDevice, OnCuda, launched
+from tests.gpuless.replaced import replace
 
 RANK = 0
 _MULTIPROCESSORS = 132
@@ -38,52 +40,32 @@ def _same_node(group: Any, source_rank: int = 0) -> list[bool]:
     return [True] * dist.get_world_size(group)
 
 
-def _no_queue(*args: Any, **options: Any) -> None:
-    return None
-
-
 def _as_it_is(*args: Any, **options: Any) -> None:
     return None
 
 
-REPLACED: dict[str, tuple[Any, str]] = {
-    "vllm.distributed.parallel_state:in_the_same_node_as": (
-        _same_node,
-        "asks the other ranks, which are not there",
-    ),
-    "vllm.distributed.device_communicators.custom_all_reduce:in_the_same_node_as": (
-        _same_node,
-        "the same, by another name",
-    ),
+REPLACED: dict[str, Any] = {
+    "vllm.distributed.parallel_state:in_the_same_node_as": _same_node,
+    "vllm.distributed.device_communicators.custom_all_reduce:in_the_same_node_as": _same_node,
     "vllm.distributed.device_communicators.shm_broadcast:MessageQueue.create_from_process_group": (
-        staticmethod(_no_queue),
-        "waits for readers in the other ranks",
+        staticmethod(_as_it_is)
     ),
-    "vllm.model_executor.model_loader.dummy_loader:initialize_single_dummy_weight": (
-        _as_it_is,
-        "asks for a generator of the device's; weights have no contents",
-    ),
+    "vllm.model_executor.model_loader.dummy_loader:initialize_single_dummy_weight": _as_it_is,
     "vllm.model_executor.warmup.jit_warmup_triton_helper:_triton_key_deriver": (
-        lambda kernel: lambda *args, **options: [],
-        "asks Triton which of its kernels to compile; those of its interpreter are not compiled",
+        lambda kernel: lambda *args, **options: []
     ),
-    "vllm.v1.worker.gpu_worker:report_usage_stats": (_as_it_is, "sends to the network"),
+    "vllm.v1.worker.gpu_worker:report_usage_stats": _as_it_is,
 }
-"""What of vLLM is replaced, by what, and why. Kernels themselves, and torch's view of a driver, of
-NCCL and of the compiler, are below vLLM: `_imitate_torch`, `_imitate_kernels`, `communicators.py`
-and `platforms.py`."""
+"""What of vLLM is replaced, and by what, beside `_imitate_torch`, `_imitate_kernels`,
+`communicators.py` and `platforms.py`; `replaced.py` says why."""
 
 
 def replace_in_vllm() -> None:
     """Put in what is listed."""
-    for where, (replacement, _) in REPLACED.items():
-        module, _, path = where.partition(":")
-        *owners, name = path.split(".")
-        owner = importlib.import_module(module)
-        for each in owners:
-            owner = getattr(owner, each)
-        getattr(owner, name)  # or nothing would be replaced
-        setattr(owner, name, replacement)
+    for where, replacement in REPLACED.items():
+        module, path = where.split(":")
+        owner, _, name = path.rpartition(".")
+        replace(pkgutil.resolve_name(f"{module}:{owner}"), name, replacement)
 
 
 class Stream:
@@ -198,8 +180,9 @@ def imitate_torch(memory: MetaDevice, gpus: int) -> None:
     )
     import vllm.utils.torch_utils as torch_utils
 
-    here: Any = torch_utils._current_stream_tls
+    here = threading.local()
     here.value = Stream()
+    replace(torch_utils, "_current_stream_tls", here)
 
     def set_stream(stream: Any) -> None:
         here.value = stream
@@ -259,9 +242,10 @@ def imitate_torch(memory: MetaDevice, gpus: int) -> None:
         Uncompiled if function is None else Uncompiled(function)
     )
     torch.Tensor.record_stream = _nothing  # type: ignore[assignment]
-    platform: Any = type(current_platform)
-    platform.is_pin_memory_available = classmethod(lambda cls: True)
-    platform.num_compute_units = classmethod(lambda cls, device_id=0: _MULTIPROCESSORS)
+    platform = type(current_platform)
+    replace(platform, "is_pin_memory_available", classmethod(lambda cls: True))
+    units = classmethod(lambda cls, device_id=0: _MULTIPROCESSORS)
+    replace(platform, "num_compute_units", units)
     from vllm.utils import platform_utils
 
     for answer in (platform_utils.is_pin_memory_available, platform_utils.is_uva_available):
@@ -320,7 +304,7 @@ def imitate_kernels(memory: MetaDevice) -> None:
     import flashinfer
     from vllm.v1.attention.backends import flash_attn
 
-    vars(flash_attn).update(get_scheduler_metadata=scheduler_metadata)
+    replace(flash_attn, "get_scheduler_metadata", scheduler_metadata)
     flashinfer.sampling = SimpleNamespace(
         top_p_sampling_from_probs=sample,
         top_k_sampling_from_probs=sample,
@@ -348,12 +332,11 @@ def imitate_ranks(gpus: int) -> None:
     recorder = Recorder(RANK, gpus, _nothing)
     recorder.device = RANK
     imitate_communicators(recorder)
-    platform: Any = type(current_platform)
-    platform.is_fully_connected = classmethod(lambda cls, devices: True)
+    connected = classmethod(lambda cls, devices: True)
+    replace(type(current_platform), "is_fully_connected", connected)
     # Of those that write to a tensor that they get; an all-reduce returns one.
     for name in ("all_gather", "all_gatherv", "reduce_scatter", "broadcast", "send", "recv"):
-        getattr(PyNcclCommunicator, name)
-        setattr(PyNcclCommunicator, name, _nothing)
+        replace(PyNcclCommunicator, name, _nothing)
 
 
 class OneRank(Executor):

@@ -17,6 +17,8 @@ from unittest import mock
 
 import torch
 
+from tests.gpuless.replaced import replace
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -143,7 +145,7 @@ def become(name: str, gpus: int = 8) -> None:
             pass
 
     # All of vLLM's modules hold this one object.
-    current_platform.__class__ = Platform
+    replace(current_platform, "__class__", Platform)
     # Answers from before.
     for answer in vars(flashinfer).values():
         if callable(getattr(type(answer), "cache_clear", None)):
@@ -153,5 +155,5 @@ def become(name: str, gpus: int = 8) -> None:
     import vllm.model_executor.models.registry as registry
 
     # vLLM looks at each new model class in a process of its own, which takes long.
-    registry._run_in_subprocess = lambda fn: fn()  # type: ignore[assignment]
+    replace(registry, "_run_in_subprocess", lambda fn: fn())
     assert current_platform.is_rocm() == bool(gpu.arch)

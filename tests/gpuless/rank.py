@@ -27,6 +27,7 @@ from pat_vllm.worker import worker as worker_module
 from pat_vllm.worker.gpu_worker import PATGPUWorker
 from pat_vllm.worker.synthetic import synthetic_kv
 from tests.gpuless.communicators import Recorder, imitate_communicators, record_torch
+from tests.gpuless.replaced import replace
 from tests.gpuless.sequences import Event
 
 HIDDEN, LAYERS = 64, 2
@@ -66,8 +67,7 @@ def imitate_device(recorder: Recorder, num_devices: int) -> None:
     cuda.Stream = cuda.current_stream = mock.MagicMock()
     cuda.stream = lambda stream: nullcontext()
     cuda.is_current_stream_capturing = lambda: False
-    type(current_platform).dist_backend = "gloo"
-    stock: Any = gpu_worker
+    replace(type(current_platform), "dist_backend", "gloo")
     for name in (
         "MemorySnapshot",
         "get_model_loader",
@@ -76,8 +76,7 @@ def imitate_device(recorder: Recorder, num_devices: int) -> None:
         "request_memory",
         "warn_if_flashinfer_kernels_missing",
     ):
-        assert hasattr(stock, name), name
-        setattr(stock, name, mock.MagicMock())
+        replace(gpu_worker, name, mock.MagicMock())
     worker: Any = worker_module
     worker.exit_when_orphaned = lambda: None
     worker.LayoutWeights = lambda *args: SimpleNamespace(arrange=lambda layout: 0)
@@ -181,10 +180,9 @@ def live(
     record_torch(recorder)
     imitate_communicators(recorder)
     imitate_device(recorder, num_ranks)
-    stock: Any = gpu_worker.Worker
-    stock.determine_available_memory = measure
-    stock.compile_or_warm_up_model = capture
-    stock._maybe_activate_jit_monitor = lambda worker: None
+    replace(gpu_worker.Worker, "determine_available_memory", measure)
+    replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)
+    replace(gpu_worker.Worker, "_maybe_activate_jit_monitor", lambda worker: None)
     config.cache_config.kv_cache_memory_bytes = 1 << 30
     with OnCpu(), set_current_vllm_config(config):
         worker: Any = Worker(config, rank, rank, address, is_driver_worker=rank == 0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import vllm as config_module
 from vllm.platforms import current_platform
 
 from pat_vllm.config import layouts_of
@@ -21,6 +22,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.patches import drafts as patches
 from pat_vllm.worker.handover import V1Handover
 from pat_vllm.worker.layout_config import layout_config, lengths_of
+from tests.gpuless.replaced import replace
 from tests.support.models import random_model
 
 LONGEST = 5
@@ -38,16 +40,15 @@ def graph_managers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         # vLLM looks at each new model class in a process of its own, which takes long.
-        patch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
-        patch.setattr("vllm.config.vllm.HAS_TRITON", True)
+        put = functools.partial(replace, put=patch.setattr)
+        put(registry, "_run_in_subprocess", lambda fn: fn())
+        put(config_module, "HAS_TRITON", True)
         alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-        patch.setattr(cudagraph_utils, "get_pp_group", lambda: alone)
-        patch.setattr(
-            type(current_platform), "get_global_graph_pool", lambda self: (0, 1), raising=False
-        )
+        put(cudagraph_utils, "get_pp_group", lambda: alone)
+        put(type(current_platform), "get_global_graph_pool", lambda self: (0, 1))
         # Restored with the rest.
         lookup = cudagraph_utils.build_dynamic_sd_schedule_lookup
-        patch.setattr(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
+        put(cudagraph_utils, "build_dynamic_sd_schedule_lookup", lookup)
         runner: Any = SimpleNamespace(speculative_config=NGRAM, req_states=None)
         patches.take_every_draft_length(runner)
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

@@ -19,6 +19,7 @@ from pat_vllm.worker.late_memory import staged_by_switches
 from tests.gpuless.device_memory import DeviceMemory
 from tests.gpuless.gpu_engine import Engine, engine_config, imitate_gpus, load_worker, start_worker
 from tests.gpuless.gpu_runner import LAYOUTS, NUM_LAYERS, RUNNERS, TABLES, Needs, Runner
+from tests.gpuless.replaced import replace
 
 MiB = 1 << 20
 SEEDS = range(2)
@@ -140,9 +141,9 @@ def test_a_process_is_titled_by_its_rank_among_all(
     named: list[str] = []
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
     for name in ("_PP", "_DP", "_PCP", "_DCP"):
-        monkeypatch.setattr(parallel_state, name, alone)
-    monkeypatch.setattr(multiproc_executor, "set_process_title", lambda name: named.append(name))
-    monkeypatch.setattr(multiproc_executor, "decorate_logs", named.append)
+        replace(parallel_state, name, alone, monkeypatch.setattr)
+    for name in ("set_process_title", "decorate_logs"):
+        replace(multiproc_executor, name, lambda name: named.append(name), monkeypatch.setattr)
     worker: Any = PATGPUWorker(engine_config(), 0, 0, "", is_driver_worker=True)
     worker.init_device()
     multiproc_executor.WorkerProc.setup_proc_title_and_log_prefix(enable_ep=False)
@@ -166,8 +167,8 @@ def test_parameters_that_survive_a_sleep_are_the_base_layout_s(
     worker = engine.worker
     engine.switch_to(LAYOUTS[1])
     with monkeypatch.context() as patched:
-        patched.setattr(Worker, "_save_sleep_parameters", save)
-        patched.setattr(Worker, "_restore_sleep_parameters", restore)
+        replace(Worker, "_save_sleep_parameters", save, patched.setattr)
+        replace(Worker, "_restore_sleep_parameters", restore, patched.setattr)
         engine.sleep(2)
         engine.wake_up(None)
     assert seen == [worker._base.runner.model] * 2
@@ -265,7 +266,7 @@ def test_shutdown(
 
 def test_a_worker_that_has_no_device_yet_is_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[Any] = []
-    monkeypatch.setattr(Worker, "shutdown", lambda worker: ended.append(worker))
+    replace(Worker, "shutdown", lambda worker: ended.append(worker), monkeypatch.setattr)
     worker: Any = PATGPUWorker.__new__(PATGPUWorker)
     worker.shutdown()
     assert ended == [worker]

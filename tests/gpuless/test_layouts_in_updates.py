@@ -30,6 +30,7 @@ from pat_vllm.support import _unsupported
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
+from tests.gpuless.replaced import replace
 
 RANKS = 8
 SINGLE, PAIRS = Layout.of(1, RANKS), Layout.of(2, RANKS)
@@ -178,7 +179,7 @@ def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:
     def join(host: str, port: int, rank: int, world_size: int, device: Any) -> None:
         joined.append(rank)
 
-    monkeypatch.setattr(nccl_common, "stateless_init_process_group", join)
+    replace(nccl_common, "stateless_init_process_group", join, monkeypatch.setattr)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     engine = VllmConfig(additional_config={"pat": {}})
     engine.parallel_config.tensor_parallel_size = engine.parallel_config.world_size = RANKS

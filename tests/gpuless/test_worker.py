@@ -19,6 +19,7 @@ from pat_vllm.patches.runners import input_embeddings_of, token_ids_of
 from pat_vllm.worker.cpu_worker import PATCPUWorker
 from pat_vllm.worker.handover import V1Handover, V2Handover, gather_states
 from pat_vllm.worker.runtime import largest_first
+from tests.gpuless.replaced import replace
 
 RANKS = 8
 LAYOUTS = tuple(Layout.of(tp, RANKS) for tp in (1, 2, 4, 8))
@@ -46,8 +47,8 @@ def test_layouts_share_the_pinned_memory_of_token_ids(monkeypatch: pytest.Monkey
         def uva(self, n: int | None = None) -> torch.Tensor:
             return self.cpu[:n]
 
-    monkeypatch.setattr(buffer_utils, "UvaBuffer", Buffer)
-    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: True)
+    replace(buffer_utils, "UvaBuffer", Buffer, monkeypatch.setattr)
+    replace(buffer_utils, "is_uva_available", lambda: True, monkeypatch.setattr)
     host: Any = SimpleNamespace(req_states=request_states())
     shared = host.req_states.all_token_ids
     with token_ids_of(host):
@@ -129,7 +130,8 @@ def test_states_are_gathered_by_all_ranks_or_none(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("given_bytes", [None, 7 << 30])
 def test_on_cpu_a_switch_has_room(monkeypatch: pytest.MonkeyPatch, given_bytes: int | None) -> None:
     free, num_layers = 60 << 30, 32
-    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda worker: given_bytes or free)
+    given = given_bytes or free
+    replace(CPUWorker, "determine_available_memory", lambda worker: given, monkeypatch.setattr)
     worker: Any = PATCPUWorker.__new__(PATCPUWorker)
     runner = SimpleNamespace(get_kv_cache_spec=lambda: dict.fromkeys(range(num_layers)))
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
