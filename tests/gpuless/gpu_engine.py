@@ -167,14 +167,12 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "freeze_gc_heap": lambda: None,
         "get_model_loader": lambda config: loader,
         "get_pp_group": lambda: alone,
-        "has_ec_transfer": lambda: False,
         "init_worker_distributed_environment": lambda *args: None,
         "kernel_warmup": lambda worker: None,
         "report_usage_stats": lambda config: None,
         "set_current_vllm_config": lambda config: nullcontext(),
         "set_random_seed": lambda *args: None,
         "set_torch_threads_for_runtime": lambda: None,
-        "warn_if_flashinfer_kernels_missing": lambda: None,
     }.items():
         put(gpu_worker, name, value)
     replaced: dict[str, Any] = {

@@ -116,7 +116,7 @@ _WHY: dict[str, dict[str, str]] = {
         "current_platform": _ON_GPU + _START,
         "freeze_gc_heap gc": _GARBAGE + _START,
         "enable_gpu_sync_check set_random_seed set_torch_threads_for_runtime": _STATE + _START,
-        "get_model_loader has_ec_transfer set_current_vllm_config": _MODEL + _START,
+        "get_model_loader set_current_vllm_config": _MODEL + _START,
         "get_pp_group init_worker_distributed_environment": _RANKS + _START,
         "init_workspace_manager": _MODEL + _START,
         "kernel_warmup": f"launches kernels of a model that is not there, or not on a GPU{_START}",

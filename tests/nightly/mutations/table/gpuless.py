@@ -422,3 +422,22 @@ MUTATIONS = [
     for function, mistakes in functions.items()
     for name, changes in mistakes.items()
 ]
+MUTATIONS += [
+    Mutation(name, function, changes, ("tests/unit/test_replaced.py",))
+    for name, function, changes in [
+        (
+            "what is replaced of vLLM is not listed",
+            "tests.gpuless.rank:live",
+            {
+                'replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)': (
+                    "gpu_worker.Worker.compile_or_warm_up_model = capture"
+                )
+            },
+        ),
+        (
+            "what is listed is not replaced",
+            "tests.gpuless.communicators:_custom_all_reduce",
+            {'replace(custom_all_reduce, "custom_ar", True)': "pass"},
+        ),
+    ]
+]
