@@ -317,10 +317,13 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
         if profile.layouts[0].tp != base:
             assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
             continue
-        if base == rollouts.profile.layouts[0].tp:
+        if profile.layouts == rollouts.profile.layouts:
             assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, options = MODEL_SHAPES[name], PATConfig(base_tp=base)
-        shape = engine_shape(config, options, 8, {})
+        config, sizes = MODEL_SHAPES[name], {one.tp for one in profile.layouts}
+        kinds = "both" if base == 1 and model.experts else "auto"
+        options = PATConfig(base_tp=base, layouts=tuple(sizes), experts=kinds)
+        given = {"max_model_len": 32768}
+        shape, _ = engine_shape(config, options, 8, given, GPUS[gpu].device)
         assert shape.layouts == profile.layouts
         stated = check_memory(config, GPUS[gpu].device, shape)
         assert stated.values["kv_tokens"] == profile.kv_tokens
