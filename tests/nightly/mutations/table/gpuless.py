@@ -423,7 +423,7 @@ MUTATIONS = [
     for name, changes in mistakes.items()
 ]
 MUTATIONS += [
-    Mutation(name, function, changes, ("tests/unit/test_replaced.py",))
+    Mutation(name, function, changes, ("tests/gpuless/test_replaced.py",))
     for name, function, changes in [
         (
             "what is replaced of vLLM is not listed",
