@@ -52,7 +52,8 @@ def register() -> None:
 def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> type:
     """The executor class of a config, which is prepared for PAT if PAT is asked for.
 
-    A worker's configs of layouts are prepared. vLLM asks for their class, too, where it copies one.
+    A layout's copy of a config has been prepared with the engine's. vLLM asks for its class, too,
+    where it copies that again.
 
     Args:
         stock: vLLM's own choice.

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from pat_vllm.model_size import MODEL_SHAPES
 from tests.gpuless.meta_device import note_python_operators
 from tests.gpuless.programs import answer
 
@@ -36,18 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-32B": _DENSE
     | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
     "Qwen3-30B-A3B": {
+        **MODEL_SHAPES["qwen3-30b-a3b"],
         "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
     },
 }
 
@@ -105,7 +96,7 @@ def engine_config(model: str, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     with tempfile.TemporaryDirectory() as directory:
-        described = _QWEN3 | MODELS[model]
+        described = MODELS[model] | _QWEN3
         (Path(directory) / "config.json").write_text(json.dumps(described))
         defaults = {
             "model": directory,
