@@ -359,6 +359,7 @@ def engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
             "dtype": "bfloat16",
             "tensor_parallel_size": 8,
             "distributed_executor_backend": "pat",
+            "additional_config": {"pat": {"layouts": [1, 2, 4, 8]}},
             "attention_backend": None if backend == "default" else backend.split(",")[0],
         }
         if block_size is not None:
