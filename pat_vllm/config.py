@@ -316,13 +316,8 @@ class PATConfig(StrictModel):
 
 def pat_config(vllm_config: Any) -> PATConfig:
     """The validated PAT options of an engine. Not of a layout, whose config has none."""
-    assert not is_of_layout(vllm_config), "options are the engine's"
+    assert layout_name(vllm_config) is None, "options are the engine's"
     return PATConfig.parse(_additional(vllm_config).get("pat"))
-
-
-def is_of_layout(vllm_config: Any) -> bool:
-    """Whether this is a layout's own copy of the engine's config."""
-    return LAYOUT in _additional(vllm_config)
 
 
 def chosen(vllm_config: Any) -> str:
@@ -344,8 +339,8 @@ def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
 
 def layout_name(vllm_config: Any) -> str | None:
     """The layout whose copy of an engine's config this is; None: it is an engine's own."""
-    options: dict[str, Any] = vllm_config.additional_config or {}
-    return options.get(LAYOUT)
+    name: str | None = _additional(vllm_config).get(LAYOUT)
+    return name
 
 
 def mixture_of(vllm_config: Any) -> Mixture | None:

@@ -17,7 +17,6 @@ from pat_vllm.config import (
     PredictorPolicyConfig,
     SchedulePolicyConfig,
     chosen,
-    is_of_layout,
     layouts_of,
     mixture_of,
     pat_config,
@@ -52,8 +51,6 @@ def prepare(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: an option that PAT does not support; names it, its value and the way out.
     """
-    if is_of_layout(vllm_config):  # vLLM has made another of the engine's that was prepared
-        return
     if unsupported := _unsupported(vllm_config):
         raise ValueError(
             'distributed_executor_backend="pat" does not support '
