@@ -18,10 +18,8 @@ def executor_class(vllm_config: VllmConfig) -> type:
     Raises:
         ValueError: Ray is asked for and cannot be used here.
     """
-    if layout_name(vllm_config) is not None:  # launches nothing
-        launcher = "mp"
-    else:
-        launcher = pat_config(vllm_config).launcher
+    launches_nothing = layout_name(vllm_config) is not None
+    launcher = "mp" if launches_nothing else pat_config(vllm_config).launcher
     if launcher == "auto":
         launcher = "ray" if _in_placement_group(vllm_config.parallel_config) else "mp"
     if launcher == "ray":
