@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     checkpoint = model(args.model)
     # Copies of the weights are of one kind.
-    pat = PATConfig(experts="auto" if args.weights == "inplace" else "tp")
+    pat = PATConfig(experts="both" if args.weights == "inplace" else "tp")
     mixture = Mixture.from_config(model_config(Path(checkpoint)))
     if mixture is None:
         pat = PATConfig()

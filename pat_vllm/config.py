@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -23,6 +24,8 @@ from pat_vllm.mixture import Mixture, WantedExperts
 
 LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
+CHOSEN = "pat_chosen"
+"""Of `additional_config`, in an engine's config: what was chosen of its layouts, in a line."""
 MOST_RANKS = 1024
 """Of an engine: more than any has."""
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
@@ -63,6 +66,10 @@ def _each_once(table: Any) -> Any:
     return table
 
 
+def _none_if_auto(value: Any) -> Any:
+    return None if isinstance(value, str) and value == "auto" else value
+
+
 LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
 """A layout as users name it: by its tp, or as `Layout` prints it."""
 LiveRequests: TypeAlias = Annotated[int, BeforeValidator(_live_requests)]
@@ -81,11 +88,11 @@ class StaticPolicyConfig(StrictModel):
     """Stay in one layout.
 
     Attributes:
-        tp: the layout, by its tp or its name.
+        tp: the layout, by its tp or its name; None: the base layout.
     """
 
     kind: Literal["static"]
-    tp: LayoutName
+    tp: LayoutName | None = None
 
 
 class SchedulePolicyConfig(StrictModel):
@@ -135,12 +142,16 @@ class PATConfig(StrictModel):
     """Options of the adaptive-tensor-parallelism executor.
 
     Attributes:
-        layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None: `base_tp`, its
-            doublings that divide the number of ranks, and the number of ranks itself.
+        layouts: tensor-parallel sizes to keep ready, multiples of `base_tp`. None, or "auto": those
+            that an engine chooses when it starts (`simulator/modelled/choice.py`); until then
+            `base_tp`, its doublings that divide the number of ranks, and the number of ranks.
         base_tp: the smallest tp, in which weights are loaded and to which an idle engine returns.
+            None, or "auto": where `layouts` are named, the largest that divides them; else as an
+            engine chooses, until then 1.
         experts: how the experts of a mixture lie in layouts with tp > 1: "tp" cuts each over the
-            group, "ep" leaves them whole and spreads them over it; "auto" keeps both kinds of
-            layout ready where layouts can share the weights, else the first.
+            group, "ep" leaves them whole and spreads them over it, "both" keeps both kinds of
+            layout ready, with a base layout of one rank; "auto" is as an engine chooses, one kind,
+            until then both where they can be.
         policy: who decides on switches.
         kv_transfer: what becomes of in-flight KV at a switch: "migrate" copies it between ranks,
             "recompute" prefills again, "auto" takes the cheaper for each request.
@@ -155,8 +166,8 @@ class PATConfig(StrictModel):
             placement group; "auto", Ray if the engine is made inside a placement group.
     """
 
-    layouts: tuple[Tp, ...] | None = None
-    base_tp: Annotated[Tp, Field(ge=1)] = 1
+    layouts: Annotated[tuple[Tp, ...] | None, BeforeValidator(_none_if_auto)] = None
+    base_tp: Annotated[Annotated[Tp, Field(ge=1)] | None, BeforeValidator(_none_if_auto)] = None
     experts: WantedExperts = "auto"
     policy: PolicyConfig = PredictorPolicyConfig()
     kv_transfer: Literal["auto", "migrate", "recompute"] = "auto"
@@ -186,6 +197,11 @@ class PATConfig(StrictModel):
                 problems.append(f"and {more} more")
             raise ValueError(f'additional_config["pat"]: {"; ".join(problems)}') from None
 
+    @property
+    def base(self) -> int:
+        """The tp of the base layout, as far as it is chosen."""
+        return self.base_tp or math.gcd(*(self.layouts or ())) or 1
+
     def resolve_layouts(
         self, world_size: int, mixture: Mixture | None = None
     ) -> tuple[Layout, ...]:
@@ -201,7 +217,7 @@ class PATConfig(StrictModel):
         sizes = self._sizes(world_size)
         if mixture is not None:
             layouts = mixture.layouts(sizes, world_size, self.experts)
-        elif self.experts == "auto":
+        elif self.experts in ("auto", "both"):
             layouts = tuple(Layout.of(tp, world_size) for tp in sizes)
         else:
             raise ValueError(
@@ -218,20 +234,20 @@ class PATConfig(StrictModel):
         """
         sizes = self._sizes(world_size)
         layouts = [Layout.of(tp, world_size) for tp in sizes]
-        if any(isinstance(name, str) for name in self._policy_names()):
+        if any(isinstance(name, str) for name in self.policy_names()):
             layouts += [Layout.of(tp, world_size, "ep") for tp in sizes if tp > 1]
         self._check_policy(layouts)
 
     def _sizes(self, world_size: int) -> list[int]:
         """The tp of the layouts, ascending."""
-        if world_size % self.base_tp:
+        if self.base_tp is not None and world_size % self.base_tp:
             raise ValueError(
                 f"pat.base_tp names tp={self.base_tp}, which does not divide "
                 f"tensor_parallel_size={world_size}; allowed: {_divisors(world_size)}"
             )
         if self.layouts is None:
             sizes = {world_size}
-            tp = self.base_tp
+            tp = self.base
             while tp <= world_size:
                 if world_size % tp == 0:
                     sizes.add(tp)
@@ -239,19 +255,19 @@ class PATConfig(StrictModel):
         else:
             if not self.layouts:
                 raise ValueError("pat.layouts is empty; name at least one tensor-parallel size")
-            sizes = {*self.layouts, self.base_tp}
+            sizes = {*self.layouts, self.base}
         for tp in sorted(sizes):
             if tp < 1 or world_size % tp:
                 raise ValueError(
                     f"pat.layouts names tp={tp}, which does not divide tensor_parallel_size="
                     f"{world_size}; allowed: {_divisors(world_size)}"
                 )
-            if tp < self.base_tp:
+            if tp < self.base:
                 raise ValueError(
                     f"pat.layouts names tp={tp}, smaller than pat.base_tp={self.base_tp}; "
                     "base_tp must be the smallest layout"
                 )
-            if tp % self.base_tp:
+            if tp % self.base:
                 raise ValueError(
                     f"pat.layouts names tp={tp}, which is no multiple of pat.base_tp="
                     f"{self.base_tp}: ranks would lack part of their weights in that layout"
@@ -266,12 +282,12 @@ class PATConfig(StrictModel):
                 f"pat.policy.num_speculative_tokens names {', '.join(twice)} more than once, by "
                 "its tp and by its name; leave one out"
             )
-        for name in self._policy_names():
+        for name in self.policy_names():
             if Layout.find(name, layouts) is None:
                 help = "add it to pat.layouts or change the policy"
-                if self.base_tp > 1 and _tp_of(name) in {layout.tp for layout in layouts}:
+                if self.base > 1 and tp_of(name) in {layout.tp for layout in layouts}:
                     help = (
-                        f"with pat.base_tp={self.base_tp} experts lie in one way in all layouts: "
+                        f"with pat.base_tp={self.base} experts lie in one way in all layouts: "
                         "set pat.experts to 'tp' or 'ep', or change the policy"
                     )
                 raise ValueError(
@@ -282,15 +298,16 @@ class PATConfig(StrictModel):
     def largest_batch(self, layout: Layout) -> int | None:
         """Most live requests for which the policy goes to layouts of this tp; None: it sets no
         limit."""
-        if not isinstance(self.policy, SchedulePolicyConfig) or layout.tp == self.base_tp:
+        if not isinstance(self.policy, SchedulePolicyConfig) or layout.tp == self.base:
             return None
         schedule = self.policy.switch_at.items()
-        return max((live for live, name in schedule if _tp_of(name) == layout.tp), default=None)
+        return max((live for live, name in schedule if tp_of(name) == layout.tp), default=None)
 
-    def _policy_names(self) -> tuple[LayoutName, ...]:
+    def policy_names(self) -> tuple[LayoutName, ...]:
+        """The layouts that the policy names."""
         match self.policy:
             case StaticPolicyConfig(tp=tp):
-                return (tp,)
+                return () if tp is None else (tp,)
             case SchedulePolicyConfig() as policy:
                 return (*policy.switch_at.values(), *policy.num_speculative_tokens)
             case _:
@@ -298,10 +315,19 @@ class PATConfig(StrictModel):
 
 
 def pat_config(vllm_config: Any) -> PATConfig:
-    """The validated PAT options of an engine."""
+    """The validated PAT options of an engine. Not of a layout, whose config has none."""
+    assert layout_name(vllm_config) is None, "options are the engine's"
+    return PATConfig.parse(_additional(vllm_config).get("pat"))
+
+
+def chosen(vllm_config: Any) -> str:
+    """How the engine's layouts were chosen, in a line."""
+    return str(_additional(vllm_config).get(CHOSEN, ""))
+
+
+def _additional(vllm_config: Any) -> Mapping[str, Any]:
     additional = vllm_config.additional_config
-    options = additional.get("pat") if isinstance(additional, dict) else None
-    return PATConfig.parse(options)
+    return additional if isinstance(additional, Mapping) else {}
 
 
 def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
@@ -313,8 +339,8 @@ def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
 
 def layout_name(vllm_config: Any) -> str | None:
     """The layout whose copy of an engine's config this is; None: it is an engine's own."""
-    options: dict[str, Any] = vllm_config.additional_config or {}
-    return options.get(LAYOUT)
+    name: str | None = _additional(vllm_config).get(LAYOUT)
+    return name
 
 
 def mixture_of(vllm_config: Any) -> Mixture | None:
@@ -327,14 +353,15 @@ def home_layout(vllm_config: Any) -> Layout:
     """The layout in which the engine starts."""
     layouts = layouts_of(vllm_config)
     policy = pat_config(vllm_config).policy
-    if not isinstance(policy, StaticPolicyConfig):
+    if not isinstance(policy, StaticPolicyConfig) or policy.tp is None:
         return layouts[0]
     home = Layout.find(policy.tp, layouts)
     assert home is not None, "resolve_layouts has checked it"
     return home
 
 
-def _tp_of(name: LayoutName) -> int:
+def tp_of(name: LayoutName) -> int:
+    """The tp of a layout as users name it."""
     return Layout.parse(name).tp if isinstance(name, str) else name
 
 

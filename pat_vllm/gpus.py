@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Link = Literal["nvlink", "pcie"]
 MiB = 1 << 20
+_NEAR = 0.03
+"""By which the memory of a GPU may differ from that of its kind."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,18 @@ def gpu_named(name: str) -> str:
         if known.lower() == name.lower():
             return known
     raise ValueError(f"gpu {name[:80]!r} is unknown; allowed are {', '.join(GPUS)}")
+
+
+def known_gpu(device: Device, name: str = "") -> Gpu | None:
+    """The public figures of a device, with its own memory; None: it is not known.
+
+    Args:
+        name: of the device, by its driver; "" where only its memory is known.
+    """
+    for known, gpu in GPUS.items():
+        near = abs(device.memory / gpu.device.memory - 1) <= _NEAR
+        words = name.upper().replace("-", " ").split()
+        named = not words or (known in words and "PCIE" not in words)
+        if near and named and device.capability == gpu.device.capability:
+            return replace(gpu, device=device)
+    return None

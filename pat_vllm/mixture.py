@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from pat_vllm.layout import Experts, Layout
 from pat_vllm.model_size import experts_of
 
-WantedExperts: TypeAlias = Literal["auto", "tp", "ep"]
+WantedExperts: TypeAlias = Literal["auto", "tp", "ep", "both"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Mixture:
     ) -> tuple[Layout, ...]:
         """The layouts to keep ready, ascending in tp, cut experts before spread ones.
 
-        With a base layout of one rank, which has all experts whole, "auto" is every way in which
-        experts can lie. A wider one has either parts or whole experts, and all layouts like it:
-        with "auto", parts.
+        With a base layout of one rank, which has all experts whole, "both" is every way in which
+        experts can lie. A wider one has either parts or whole experts, and all layouts like it.
+        "auto" is "both", or parts where there is one kind.
 
         Args:
             tps: the smallest is the base layout's.
@@ -46,9 +46,16 @@ class Mixture:
             ValueError: the experts cannot lie so.
         """
         base_tp = min(tps)
+        if wanted == "both" and base_tp > 1:
+            raise ValueError(
+                f"pat.experts is 'both', but with base_tp={base_tp} a rank has either parts of "
+                "experts or whole ones; set pat.base_tp=1, or pat.experts to 'tp' or 'ep'"
+            )
         made = []
         for tp in sorted(tps):
-            kinds: tuple[Experts, ...] = ("tp", "ep") if wanted == "auto" else (wanted,)
+            kinds: tuple[Experts, ...] = (
+                ("tp", "ep") if wanted == "auto" or wanted == "both" else (wanted,)
+            )
             if wanted == "auto" and base_tp > 1:
                 kinds = ("tp",)
             if tp == 1:

@@ -5,22 +5,30 @@ Runs in the front end before any worker starts, so that a mistake is a clear err
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.advice.load import expected_load
 from pat_vllm.config import (
+    CHOSEN,
     PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
+    chosen,
     layouts_of,
     mixture_of,
     pat_config,
 )
+from pat_vllm.gpus import Device
 from pat_vllm.layout import Layout, device_of
+from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.speculation import DRAFTERS
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
@@ -51,9 +59,10 @@ def prepare(vllm_config: VllmConfig) -> None:
             )
         )
     _choose_experts(vllm_config)
+    _check_files(pat_config(vllm_config).policy)
+    _choose_layouts(vllm_config)
     _check_heads(vllm_config, layouts_of(vllm_config))
     _check_draft_lengths(vllm_config)
-    _check_files(pat_config(vllm_config).policy)
 
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls not in WORKER_CLS.values():
@@ -98,20 +107,99 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
     if mixture_of(vllm_config) is None:
         return
     if resolve_weights(vllm_config) == "materialized":
-        options = vllm_config.additional_config
-        assert isinstance(options, dict)
         if (experts := pat_config(vllm_config).experts) == "auto":
-            pat = {**options.get("pat", {}), "experts": "tp"}
-            vllm_config.additional_config = {**options, "pat": pat}
-        elif experts == "ep" and current_platform.is_cpu():
+            _set_options(vllm_config, {"experts": "tp"})
+        elif experts != "tp" and current_platform.is_cpu():
             raise ValueError(
-                "pat.experts is 'ep', but vLLM's CPU kernels, which pat.weights='materialized' "
-                "packs experts for, run only cut ones; set pat.weights='inplace' or "
-                "pat.experts='tp'"
+                f"pat.experts is {experts!r}, but vLLM's CPU kernels, which "
+                "pat.weights='materialized' packs experts for, run only cut ones; set "
+                "pat.weights='inplace' or pat.experts='tp'"
             )
     kernels = vllm_config.kernel_config
     if current_platform.is_cuda_alike() and kernels.moe_backend == "auto":
         kernels.moe_backend = "triton"
+
+
+def _choose_layouts(vllm_config: VllmConfig) -> None:
+    """Put the layouts that the engine keeps ready in its options, where other processes find them,
+    and say which."""
+    model = vllm_config.model_config
+    if model is None or chosen(vllm_config):
+        return
+    import torch
+
+    assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
+    from pat_vllm.simulator.modelled.choice import choose
+
+    shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
+    device, name = _device(vllm_config)
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    choice = choose(
+        model.hf_text_config.to_dict(),
+        pat,
+        shape,
+        ranks,
+        device,
+        device_name=name,
+        dtype_bytes=model.dtype.itemsize,
+        load=expected_load(pat, shape, ranks),
+    )
+    _set_options(vllm_config, choice.options, **{CHOSEN: choice.found})
+    logger.info("PAT: %s", choice.found)
+    if choice.warning is not None:
+        logger.warning("PAT: %s", choice.warning)
+
+
+def _set_options(vllm_config: VllmConfig, pat: dict[str, Any], **others: Any) -> None:
+    """Replace options of PAT's, and add other entries of `additional_config`."""
+    options = vllm_config.additional_config or {}
+    assert isinstance(options, dict)
+    own = {**(options.get("pat") or {}), **pat}
+    vllm_config.additional_config = {**options, "pat": own, **others}
+
+
+def _engine_shape(vllm_config: VllmConfig) -> EngineShape:
+    """Of an engine whose layouts are not chosen yet."""
+    from vllm.platforms import current_platform
+
+    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+    model, backend = vllm_config.model_config, vllm_config.attention_config.backend
+    flashinfer = backend is not None and backend.name == "FLASHINFER"
+    return EngineShape(
+        (),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        block_size=cache.block_size or EngineShape.block_size,
+        gpu_memory_utilization=cache.gpu_memory_utilization,
+        kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+        enforce_eager=model.enforce_eager,
+        runner="V2" if vllm_config.use_v2_model_runner else "V1",
+        weights=resolve_weights(vllm_config),
+        migrates=pat_config(vllm_config).kv_transfer != "recompute",
+        attention="CPU_ATTN"
+        if current_platform.is_cpu()
+        else "FLASHINFER"
+        if flashinfer
+        else "FLASH_ATTN",
+        num_speculative_tokens=vllm_config.num_speculative_tokens,
+    )
+
+
+def _device(vllm_config: VllmConfig) -> tuple[Device | None, str]:
+    """What a rank has, and its name; on CPU, its part of the host's memory."""
+    from vllm.platforms import current_platform
+
+    try:
+        memory = current_platform.get_device_total_memory()
+        if current_platform.is_cpu():
+            return Device(memory // vllm_config.parallel_config.tensor_parallel_size), ""
+        capability = current_platform.get_device_capability()
+        known = Device(memory, "" if capability is None else capability.as_version_str())
+        return known, current_platform.get_device_name()
+    except Exception as error:  # of the driver's library, whichever that is
+        logger.debug("PAT: nothing is known of the devices' memory: %s", error)
+        return None, ""
 
 
 def _check_files(policy: PolicyConfig) -> None:

@@ -128,15 +128,27 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
 
 def _of_an_engine(path: Path) -> EarlierRollouts:
     """What an engine would expect of a batch's responses, from its `lengths_file`."""
-    model, _ = load(path)
-    if not model.responses:
+    if not (lengths := learnt(path)):
         raise ValueError(
             f"{name_of(path)} was kept by an engine that has seen no response; run one first"
         )
+    return EarlierRollouts(path.stem, lengths)
+
+
+def learnt(path: Path) -> tuple[int, ...]:
+    """Tokens of some responses, as an engine would expect them by its `lengths_file`; none if it
+    has seen none.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    model, _ = load(path)
+    if not model.responses:
+        return ()
     none, one = np.zeros(1, np.int64), np.ones(1, np.int64)
     bound = np.array([model.bound])
     fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), none, none, none)
-    return EarlierRollouts(path.stem, tuple(model.sample(fresh, _EXPECTED)[0].tolist()))
+    return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from pat_vllm.advice.sides import PLAIN, TUNED
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.config import PATConfig
 from pat_vllm.layout import Experts
 
 _LENGTHS_FILE = "/PATH/lengths.json"
@@ -43,16 +42,12 @@ def settings(
 def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
     """`additional_config["pat"]`."""
     engine = advice.rollouts.profile
-    options: dict[str, Any] = {}
     sizes = list(dict.fromkeys(layout.tp for layout in engine.layouts))
-    if sizes[0] > 1:
-        options["base_tp"] = sizes[0]
-    default = PATConfig.parse(options).resolve_layouts(engine.ranks)
-    if [layout.tp for layout in default] != sizes:
-        options["layouts"] = sizes
+    # Named, since the load of the advice is not the one that an engine expects by itself.
+    options: dict[str, Any] = {"base_tp": sizes[0], "layouts": sizes}
     kinds = {layout.experts for layout in engine.layouts if layout.tp > 1}
-    if kinds == {"ep"} or (kinds == {"tp"} and engine.experts and sizes[0] == 1):
-        options["experts"] = kinds.pop()
+    if engine.experts:
+        options["experts"] = kinds.pop() if len(kinds) == 1 else "both"
     named = {"profile": profile} if profile else {}
     policy = {"kind": "predictor", **named, "lengths_file": _LENGTHS_FILE}
     return {**options, "policy": policy}

@@ -16,13 +16,18 @@ from rich.table import Table
 
 from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
 from pat_vllm.advice.settings import settings
-from pat_vllm.advice.sides import PLANNED, Rollouts, Side, Task, replay, with_room
+from pat_vllm.advice.sides import Rollouts, Task, replay, with_room
 from pat_vllm.advice.text import PARTS, heading, percents, rows, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
-from pat_vllm.files.reading import cut, read_text, shown
+from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import cut, read_json_object, read_text, shown
 from pat_vllm.files.writing import write_whole
+from pat_vllm.gpus import GPUS, gpu_named
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.choice import Load, choose
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
 from pat_vllm.simulator.run import SimulatedRun
 from pat_vllm.simulator.traces import GENERATORS, MOST_TOKENS, LengthTrace
@@ -166,25 +171,32 @@ class Question:
     def _modelled_rollouts(
         self, alone: Profile, rows: tuple[tuple[LengthTrace, ...], ...], longest: int
     ) -> Rollouts:
-        """With the base layout with which PAT is fastest in the first iteration.
-
-        A narrow base layout has more layouts beside it. Its weights, which a rank holds in all of
-        them, leave less for KV.
-        """
-        *bases, _ = sizes = sorted({layout.tp for layout in alone.layouts})
-        found = []
-        for base in bases:
-            wider = [tp for tp in sizes if tp >= base]
-            engine = with_room(self._modelled(layouts=wider), longest)
-            if engine.layouts[0].tp == base < engine.layouts[-1].tp:
-                found.append(Rollouts(engine, rows, alone))
-        if not found:
+        """With the layouts that an engine would choose for such iterations."""
+        assert self.model is not None and self.gpu is not None
+        first = rows[0][0]
+        shape = EngineShape(
+            (),
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=longest,
+            num_speculative_tokens=max(DRAFT_LENGTHS) if self.acceptance else 0,
+        )
+        path = config_file(self.model)
+        choice = choose(
+            read_json_object(path, "model config") if path else MODEL_SHAPES[self.model],
+            PATConfig(),
+            shape,
+            self.gpus,
+            GPUS[gpu_named(self.gpu)].device,
+            load=Load(self.responses, first.lengths),
+        )
+        sizes = dict.fromkeys(layout.tp for layout in choice.layouts)
+        engine = with_room(self._modelled(layouts=sizes, experts=choice.experts), longest)
+        if engine.layouts != choice.layouts or len(sizes) < 2:
             raise ValueError(
                 f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "
                 "name more GPUs of a node, or shorter responses (--max-tokens)"
             )
-        first = Task(Side(None, PLANNED), chain=0, screening=True)
-        return min(found, key=lambda one: one.replay(first)[0].seconds)
+        return Rollouts(engine, rows, alone)
 
     def _batch(self, earlier: EarlierRollouts | None, seed: int) -> LengthTrace:
         if earlier is not None:

@@ -144,11 +144,11 @@ def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict
     Raises:
         ValueError: PAT's options are not allowed, or do not fit the ranks.
     """
-    base, *_ = PATConfig.parse(dict(pat)).resolve_layouts(options["tensor_parallel_size"])
+    PATConfig.parse(dict(pat)).check_layouts(options["tensor_parallel_size"])
     return {
         "model": model,
         "distributed_executor_backend": "pat",
-        "additional_config": {"pat": {**pat, "policy": {"kind": "static", "tp": base.tp}}},
+        "additional_config": {"pat": {**pat, "policy": {"kind": "static"}}},
         # Requests are made of token ids.
         "skip_tokenizer_init": True,
         **{name: value for name, value in options.items() if value is not None},

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+from pat_vllm.advice.load import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.values import Check
 from pat_vllm.gpus import Device
@@ -14,6 +15,7 @@ from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import MIXTURES
+from pat_vllm.simulator.modelled.choice import Choice, choose
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURES)
 """Whose sizes are known to `ModelShape`."""
@@ -22,29 +24,47 @@ _GiB = 1 << 30
 
 
 def engine_shape(
-    config: Mapping[str, Any], pat: PATConfig, ranks: int, given: Mapping[str, Any]
-) -> EngineShape:
-    """An engine's options that memory depends on.
+    config: Mapping[str, Any],
+    pat: PATConfig,
+    ranks: int,
+    given: Mapping[str, Any],
+    device: Device | None,
+    dtype: str = "bfloat16",
+) -> tuple[EngineShape, Choice]:
+    """An engine's options that memory depends on, and its layouts, as it would choose them.
 
     Args:
         config: of the model.
         given: options of vLLM's; those that memory does not depend on are left out.
+        device: that it would run on.
     """
     known = {one.name for one in fields(EngineShape)} - {"layouts", "pat"}
     options = {name: value for name, value in given.items() if name in known}
     options.setdefault(
         "max_model_len",
-        min(config["max_position_embeddings"], EngineShape.max_model_len),
+        config["max_position_embeddings"],
     )
     weights = pat.weights if pat.weights != "auto" else "inplace"
-    layouts = pat.resolve_layouts(ranks, Mixture.from_config(config))
-    return EngineShape(layouts, pat, **{**options, "weights": weights})
+    migrates = pat.kv_transfer != "recompute"
+    shape = EngineShape((), pat, **{**options, "weights": weights, "migrates": migrates})
+    load = expected_load(pat, shape, ranks)
+    size = _DTYPE_BYTES[dtype]
+    choice = choose(config, pat, shape, ranks, device, dtype_bytes=size, load=load)
+    return replace(shape, layouts=choice.layouts), choice
 
 
 def check_memory(
-    config: Mapping[str, Any], device: Device, shape: EngineShape, dtype: str = "bfloat16"
+    config: Mapping[str, Any],
+    device: Device,
+    shape: EngineShape,
+    dtype: str = "bfloat16",
+    chosen: str = "",
 ) -> Check:
-    """Whether the weights, and a KV cache that is of use, find room on each GPU."""
+    """Whether the weights, and a KV cache that is of use, find room on each GPU.
+
+    Args:
+        chosen: how the layouts were, in a line.
+    """
     name = "memory, computed"
     if config.get("model_type") not in ARCHITECTURES:
         return Check(name, f"not computed: the sizes of {config.get('model_type')!r} are not known")
@@ -59,6 +79,8 @@ def check_memory(
         f"{_gib(max(0, memory.kv))} = {tokens:,} tokens a replica of {shape.layouts[0]}; "
         f"{_gib(memory.pinned)} of pinned host memory"
     )
+    if chosen:
+        found = f"{chosen}; {found}"
     values = {**asdict(memory), "kv_tokens_per_replica": tokens, "computed": True}
     problem = None
     if tokens < shape.max_model_len:

@@ -74,7 +74,8 @@ class Plan:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of the engine, the base layout first."""
+        """Of engines that are tested, the base layout first: all that options allow, since the
+        models are not the user's."""
         return PATConfig.parse(self.pat).resolve_layouts(self.ranks)
 
 
@@ -224,8 +225,11 @@ def _not_the_users(engine: Mapping[str, Any], plan: Plan) -> str:
 
 def _pat(plan: Plan, on_cpu: bool) -> dict[str, Any]:
     """What makes an engine one with PAT, which switches only when it is told to."""
-    pat = {**plan.pat, "policy": {"kind": "static", "tp": plan.layouts[0].tp}}
+    sizes = [layout.tp for layout in plan.layouts]
+    pat = {**plan.pat, "base_tp": sizes[0], "layouts": sizes, "policy": {"kind": "static"}}
     pat.setdefault("kv_transfer", "migrate")
+    if sizes[0] == 1:
+        pat.setdefault("experts", "both")
     return _with_executor(pat, plan, on_cpu)
 
 

@@ -141,11 +141,14 @@ class _Stages:
         assert self._facts is not None
         config = self._facts.config
         pat = PATConfig.parse(self._plan.pat)
-        shape = engine_shape(config, pat, self._plan.ranks, self._plan.engine)
-        if self._facts.platform == "cpu":
-            return check_memory(config, device, shape)
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        return check_memory(config, device, shape, dtype.removeprefix("torch."))
+        dtype = "bfloat16"
+        if self._facts.platform != "cpu":
+            of_model = str(config.get("dtype") or config.get("torch_dtype") or dtype)
+            dtype = of_model.removeprefix("torch.")
+        shape, choice = engine_shape(
+            config, pat, self._plan.ranks, self._plan.engine, device, dtype
+        )
+        return check_memory(config, device, shape, dtype, choice.found)
 
     # ---------------------------------------------------------------- with engines
 

@@ -89,7 +89,13 @@ class History:
     The engine's thread writes. `report` may be called from every thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chosen: str = "") -> None:
+        """Have no history.
+
+        Args:
+            chosen: how the engine's layouts were, in a line.
+        """
+        self._chosen = chosen
         self._switches: Records[SwitchReport] = Records(MAX_RECORDS)
         self._refused: Records[RefusedSwitch] = Records(MAX_RECORDS)
         self._timeline: Records[LiveSample] = Records(MAX_RECORDS)
@@ -187,4 +193,5 @@ class History:
                 for one, count, seconds, recent in steps
             },
             errors=self._errors,
+            chosen=self._chosen,
         )

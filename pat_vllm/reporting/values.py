@@ -290,6 +290,7 @@ class Report:
             their tracebacks.
         drafts: for engines that speculate, by replica over time, oldest first; at most the last
             `history.MAX_RECORDS`.
+        chosen: why these layouts, and what they leave for KV, in a line.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
@@ -303,6 +304,7 @@ class Report:
     predictor: PredictorReport = PredictorReport()
     errors: int = 0
     drafts: tuple[DraftSample, ...] = ()
+    chosen: str = ""
 
     def to_json(self) -> str:
         """The report as JSON text. Layouts are named as in "tp1dp4"."""

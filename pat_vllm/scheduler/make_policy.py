@@ -46,7 +46,7 @@ def make_policy(
 
     match config.policy:
         case StaticPolicyConfig(tp=tp):
-            return StayPolicy(home=named(tp))
+            return StayPolicy(home=layouts[0] if tp is None else named(tp))
         case SchedulePolicyConfig(switch_at=switch_at, num_speculative_tokens=drafts):
             return SchedulePolicy(
                 home=layouts[0],

@@ -18,7 +18,12 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from pat_vllm.memory.estimate import Measured, kv_cache_bytes
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
 from pat_vllm.weights.experts import what_slows
-from pat_vllm.worker.late_memory import measure_buffers, measure_graphs, staged_by_switches
+from pat_vllm.worker.late_memory import (
+    check_room,
+    measure_buffers,
+    measure_graphs,
+    staged_by_switches,
+)
 from pat_vllm.worker.worker import PATWorkerMixin
 
 if TYPE_CHECKING:
@@ -86,6 +91,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         # The base layout comes last, because vLLM logs what it measured last.
         measured = [self._measure(runtime) for runtime in reversed(runtimes)]
         if self.cache_config.kv_cache_memory_bytes:
+            check_room(self._base, measured[-1].available)
             return measured[-1].available
         buffers, workspace = measure_buffers(runtimes, self._enter)
         graphs = [0]
@@ -95,9 +101,11 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         # vLLM logs them beside what the base layout's graphs come to.
         self.cudagraph_memory_estimate = graphs[0]
         self.peak_activation_memory += graphs[0]
+        staged = staged_by_switches(self._runtimes) if self._migrates else 0.0
         self.available_kv_cache_memory_bytes = kv_cache_bytes(
-            measured, sum(graphs), buffers, staged_by_switches(self._runtimes)
+            measured, sum(graphs), buffers, staged
         )
+        check_room(self._base, self.available_kv_cache_memory_bytes)
         return self.available_kv_cache_memory_bytes
 
     @cached_property

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
-from pat_vllm.config import pat_config
 from pat_vllm.memory.estimate import staged_share
 from pat_vllm.patches.runners import (
     attention_workspace,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
 
+_GiB = 1 << 30
 Enter = Callable[["LayoutRuntime"], None]
 """Makes a layout the worker's active one."""
 
@@ -94,12 +94,33 @@ def measure_graphs(
 
 
 def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
-    """Share of the KV cache that a switch stages in the worst case."""
+    """Share of the KV cache that a switch that carries KV stages in the worst case."""
     base = next(iter(runtimes.values()))
-    if pat_config(base.config).kv_transfer == "recompute":
-        return 0.0
     kv_heads = base.config.model_config.get_total_num_kv_heads()
     return staged_share(list(runtimes), kv_heads, len(base.runner.get_kv_cache_spec()))
+
+
+def check_room(base: LayoutRuntime, available: int) -> None:
+    """Check that the KV cache holds a request of `max_model_len`.
+
+    vLLM would check it later, and advise a shorter context only.
+
+    Raises:
+        ValueError: it does not; names `base_tp`.
+    """
+    model = base.config.model_config
+    if model.original_max_model_len == -1:  # vLLM takes the longest that fits
+        return
+    specs = base.runner.get_kv_cache_spec().values()
+    needed = sum(spec.max_memory_usage_bytes(base.config) for spec in specs)
+    if available < needed:
+        raise ValueError(
+            f"pat.base_tp={base.layout.tp} leaves {max(0, available) / _GiB:.2f} GiB of a device "
+            f"for KV, and a request of max_model_len={model.max_model_len} needs "
+            f"{needed / _GiB:.2f} GiB there: a rank holds the base layout's weights in every "
+            "layout. Leave pat.base_tp at 'auto' or name a larger one, raise "
+            "gpu_memory_utilization, or lower max_model_len."
+        )
 
 
 @contextmanager

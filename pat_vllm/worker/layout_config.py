@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from pat_vllm.config import LAYOUT, pat_config
+from pat_vllm.config import CHOSEN, LAYOUT, layouts_of, pat_config
 from pat_vllm.layout import Layout
 from pat_vllm.limits import limits_of, narrower_limit
 from pat_vllm.speculation import draft_lengths, every_length
@@ -43,9 +43,7 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.parallel_config.enable_expert_parallel = layout.experts == "ep"
     # Tells replicas apart where vLLM names ranks: compile caches, senders of weights.
     config.parallel_config.data_parallel_index = layout.replica_of(rank)
-    # Part of vLLM's key of compiled code, which has the name of the layout's group in it.
-    assert isinstance(vllm_config.additional_config, dict)
-    config.additional_config = {**vllm_config.additional_config, LAYOUT: str(layout)}
+    config.additional_config = _of_code(vllm_config, layout)
     config.compilation_config = copy.deepcopy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
@@ -65,6 +63,22 @@ def layout_config(vllm_config: VllmConfig, layout: Layout, rank: int = 0) -> Vll
     config.cache_config = copy.copy(vllm_config.cache_config)
     config.load_config = copy.copy(vllm_config.load_config)
     return config
+
+
+def _of_code(engine: VllmConfig, layout: Layout) -> dict[str, Any]:
+    """`additional_config` of a layout: what changes its code, whose key vLLM makes of it.
+
+    Strides follow the base layout and whether weights lie in place. The name of the layout's group,
+    which is in the code, follows the layouts before it.
+    """
+    options = engine.additional_config
+    assert isinstance(options, dict)
+    return {
+        **{name: one for name, one in options.items() if name not in ("pat", CHOSEN)},
+        LAYOUT: str(layout),
+        "pat_layouts": [str(one) for one in layouts_of(engine)],
+        "pat_weights": resolve_weights(engine),
+    }
 
 
 def resolve_weights(vllm_config: VllmConfig) -> Literal["inplace", "materialized"]:

@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from pat_vllm.config import home_layout, layouts_of
+from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.leftovers import Made, made_here
 from pat_vllm.executor.messages import (
@@ -96,6 +96,7 @@ class PATWorkerMixin(_Base):
 
     local_rank: int
     weight_transfer_engine: Any
+    _migrates = True
 
     # ---------------------------------------------------------------- start
 
@@ -116,6 +117,7 @@ class PATWorkerMixin(_Base):
             }
         self._seed = engine_config.model_config.seed
         self._home = home_layout(engine_config)
+        self._migrates = pat_config(engine_config).kv_transfer != "recompute"
         self._buffer = SharedKVBuffer()
         self._runtimes = {
             layout: LayoutRuntime(

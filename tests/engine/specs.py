@@ -29,7 +29,8 @@ FEATURES: dict[str, Any] = {
 }
 
 DENSE = EngineSpec("dense", "qwen3", 2, MIGRATE, FEATURES)
-MIXTURE = EngineSpec("mixture", "qwen3_moe", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+BOTH_KINDS = {"experts": "both"}
+MIXTURE = EngineSpec("mixture", "qwen3_moe", 2, IN_PLACE | BOTH_KINDS, UPDATES | WHOLE_PROMPTS)
 FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
@@ -46,7 +47,7 @@ POLICY = EngineSpec(
     "policy",
     "qwen3_moe",
     2,
-    {"policy": {"kind": "predictor"}, "weights": "inplace"},
+    {"policy": {"kind": "predictor"}, "weights": "inplace"} | BOTH_KINDS,
     {"disable_log_stats": False},
 )
 
@@ -107,7 +108,7 @@ V2_DRAFTS = EngineSpec(
     "V2 drafts of a mixture",
     "repeating_moe",
     2,
-    IN_PLACE,
+    IN_PLACE | BOTH_KINDS,
     V2_OPTIONS | {"max_num_seqs": 12, "speculative_config": V2_NGRAM},
     model_runner_v2=True,
 )

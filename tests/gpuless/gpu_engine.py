@@ -123,6 +123,7 @@ def engine_config() -> VllmConfig:
         get_total_num_kv_heads=lambda: KV_HEADS,
         max_model_len=64,
         multimodal_config=None,
+        original_max_model_len=None,
         seed=0,
         sleep_mode_backend="cumem",
         sleep_preserve_parameter_names=None,

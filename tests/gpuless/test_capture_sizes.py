@@ -6,11 +6,17 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, VllmConfig
 
-from pat_vllm.config import layouts_of
+from pat_vllm.config import PATConfig, layouts_of
+from pat_vllm.gpus import GPUS
 from pat_vllm.limits import limits_of
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.worker.layout_config import layout_config
+from tests.unit.simulator.modelled.test_choice import QWEN3_8B
 
 
 def engine_config(seqs: int, tokens: int, chosen: dict[str, Any], **pat: Any) -> Any:
@@ -47,6 +53,23 @@ def test_sizes_are_those_of_stock_vllm() -> None:
             assert sizes_of(layout_config(engine, layout)) == sizes_of(stock)
         assert sizes_of(engine) == before
     assert largest_sizes(engine_config(16, 512, {})) == {1: 32, 2: 64, 4: 128, 8: 256}
+
+
+@pytest.mark.parametrize("model", [QWEN3_8B, MODEL_SHAPES["qwen3-30b-a3b"]], ids=["8B", "30B-A3B"])
+def test_a_default_start_costs_little_more_than_stock(model: dict[str, Any]) -> None:
+    """Captured graphs and compiled ranges of 8 H100s, beside stock vLLM's tp=8."""
+    for seqs, tokens in ((1024, 16384), (256, 8192)):
+        shape = EngineShape(
+            (), max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=40960
+        )
+        found = choose(model, PATConfig(), shape, 8, GPUS["H100"].device)
+        engine = engine_config(seqs, tokens, {}, **found.options | {"experts": "auto"})
+        kept = layouts_of(engine)
+        limits = limits_of(engine, kept[-1])
+        stock = engine_config(limits.max_num_seqs, limits.max_num_batched_tokens, {})
+        captured = [len(sizes_of(layout_config(engine, one))[0]) for one in kept]
+        assert sum(captured) <= 2.5 * len(sizes_of(stock)[0])
+        assert sum(1 if one.tp == 1 else 2 for one in kept) <= 2.5 * 2
 
 
 def test_a_users_sizes_stay() -> None:

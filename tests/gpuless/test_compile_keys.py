@@ -77,7 +77,7 @@ def test_folders_of_a_user() -> None:
 def test_other_weights_have_other_artifacts() -> None:
     """tp=2 of each of these has other strides, or another name of its group in the code."""
     engines = [
-        engine_config(2),
+        engine_config(2, weights="inplace"),
         engine_config(2, weights="materialized"),
         engine_config(2, base_tp=2),
         engine_config(4),
@@ -90,6 +90,29 @@ def test_other_weights_have_other_artifacts() -> None:
     ]
     assert [len(one) for one in keys] == [1] * len(engines)
     assert len(set.union(*keys)) == len(engines)
+
+
+def test_what_changes_no_code_changes_no_key() -> None:
+    """Policies, what is carried at a switch, and what was said of the choice; and in every rank."""
+    same = [
+        engine_config(layouts=[1, 4], base_tp=1),
+        engine_config(layouts=[1, 4], base_tp=1, kv_transfer="recompute"),
+        engine_config(layouts=[1, 4], base_tp=1, policy={"kind": "static", "tp": 4}),
+        engine_config(layouts=[1, 4], policy={"kind": "predictor", "lengths_file": "l.json"}),
+        engine_config(layouts=[1, 4], launcher="mp", experts="both"),
+    ]
+    same[1].additional_config["pat_chosen"] = "these"
+    hashes = [[config.compute_hash() for config in configs_of(one).values()] for one in same]
+    assert all(one == hashes[0] for one in hashes)
+    assert len(set(hashes[0])) == 2, "one for each layout"
+    others = [
+        engine_config(layouts=[1, 2, 4]),
+        engine_config(layouts=[1, 4], weights="inplace"),
+        engine_config(layouts=[1, 4]),
+    ]
+    others[-1].additional_config["another_plugin"] = 1
+    for other in others:
+        assert not {*hashes[0]} & {one.compute_hash() for one in configs_of(other).values()}
 
 
 def test_what_compiling_writes_down_stays_in_the_layout() -> None:

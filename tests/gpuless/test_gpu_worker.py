@@ -111,10 +111,16 @@ def test_kv_cache_as_a_user_says(
     graphs, staged = max(Runner.needs.graphs.values()), staged_by_switches(worker._runtimes)
     tables = 4 * TABLES * len(LAYOUTS)  # which stay
     assert graphs / (1 + staged) - 1 <= found["0"] - found["1"] <= graphs + tables
-    worker.vllm_config.additional_config["pat"] = {"kv_transfer": "recompute"}
-    assert staged_by_switches(worker._runtimes) == 0
+    worker._migrates = False
+    monkeypatch.setattr("pat_vllm.worker.gpu_worker.staged_by_switches", lambda of: 1 / 0)
+    assert worker.determine_available_memory() >= found["1"], "no switch stages KV"
     worker.cache_config.kv_cache_memory_bytes = MiB
     assert worker.determine_available_memory() == MiB
+    worker.cache_config.kv_cache_memory_bytes = 1
+    with pytest.raises(ValueError, match=r"pat.base_tp=1 leaves 0.00 GiB .* 'auto'"):
+        worker.determine_available_memory()
+    worker._base.config.model_config.original_max_model_len = -1
+    assert worker.determine_available_memory() == 1
     worker.cache_config.kv_cache_memory_bytes = None
     worker._runtimes = {worker._base.layout: worker._base}
     assert worker.determine_available_memory() == Worker.determine_available_memory(worker)

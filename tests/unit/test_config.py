@@ -42,13 +42,12 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"layouts": "x"}, 4, ["'layouts'", "'x'", "tuple"]),
     ({"kv_transfer": "move"}, 4, ["'kv_transfer'", "'move'", "'auto', 'migrate' or 'recompute'"]),
     ({"weights": "lazy"}, 4, ["'weights'", "'lazy'", "'auto', 'inplace' or 'materialized'"]),
-    ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp' or 'ep'"]),
+    ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp', 'ep' or 'both'"]),
     ({"limits_per": "engine"}, 4, ["'limits_per'", "'engine'", "'rank' or 'replica'"]),
     ({"launcher": "slurm"}, 4, ["'launcher'", "'slurm'", "'auto', 'mp' or 'ray'"]),
     ({"policy": "static"}, 4, ["'policy'", "'static'", "dictionary"]),
     ({"policy": {"tp": 2}}, 4, ["'policy'", "'tp': 2", "'kind'"]),
     ({"policy": {"kind": "magic"}}, 4, ["'policy'", "magic", "'static', 'schedule', 'predictor'"]),
-    ({"policy": {"kind": "static"}}, 4, ["policy.static.tp", "required"]),
     (static(2, at=1), 4, ["'policy.static.at'", "1", "allowed"]),
     (schedule(), 4, ["policy.schedule.switch_at", "required"]),
     (schedule(switch_at={}), 4, ["policy.schedule.switch_at", "{}", "at least 1"]),
@@ -83,7 +82,7 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"base_tp": 2, "layouts": [1, 4]}, 4, ["pat.layouts", "tp=1", "pat.base_tp=2", "smallest"]),
     ({"base_tp": 2, "layouts": [3]}, 6, ["pat.layouts", "tp=3", "multiple of pat.base_tp=2"]),
     (static(3), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
-    (static(2) | {"layouts": [4]}, 4, ["pat.policy", "tp=2", "tp1dp4, tp4dp1", "pat.layouts"]),
+    (static(2) | {"layouts": [1, 4]}, 4, ["pat.policy", "tp=2", "tp1dp4, tp4dp1", "pat.layouts"]),
     (schedule(switch_at={2: 3}), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
     (
         schedule(switch_at={2: 2}, num_speculative_tokens={8: 1}),
@@ -130,6 +129,7 @@ def test_whatever_is_given_is_taken_or_refused_in_a_few_words(options: Any) -> N
     [
         ({"experts": "ep"}, None, ["pat.experts", "'ep'", "no experts", "'auto'"]),
         (static("tp4dp1ep") | {"experts": "tp"}, MIXTURE, ["tp4dp1ep", "tp1dp4, tp2dp2, tp4dp1"]),
+        ({"experts": "both", "base_tp": 2}, MIXTURE, ["'both'", "pat.base_tp=1"]),
         (static("tp4dp1ep") | {"base_tp": 2}, MIXTURE, ["tp4dp1ep", "pat.base_tp=2", "'ep'"]),
     ],
 )
@@ -148,14 +148,23 @@ def test_default_layouts_are_the_powers_of_two_and_the_whole_group() -> None:
     assert layouts({}, 6) == ["tp1dp6", "tp2dp3", "tp6dp1"]
     assert layouts({"base_tp": 2}) == ["tp2dp2", "tp4dp1"]
     assert layouts({"layouts": [4, 1]}) == ["tp1dp4", "tp4dp1"]
-    assert layouts({"layouts": [3]}, 6) == ["tp1dp6", "tp3dp2"]
+    assert layouts({"layouts": [3], "base_tp": 1}, 6) == ["tp1dp6", "tp3dp2"]
+    assert layouts({"layouts": "auto", "base_tp": "auto"}) == layouts(None)
+
+
+def test_named_layouts_have_the_base_layout_that_they_have_in_common() -> None:
+    assert layouts({"layouts": [8, 4]}, 8) == ["tp4dp2", "tp8dp1"]
+    assert layouts({"layouts": [4, 6]}, 12) == ["tp2dp6", "tp4dp3", "tp6dp2"]
+    assert layouts({"layouts": [2, 3], "base_tp": "auto"}, 6) == ["tp1dp6", "tp2dp3", "tp3dp2"]
 
 
 def test_experts_cut_spread_or_either() -> None:
     both = ["tp1dp4", "tp2dp2", "tp2dp2ep", "tp4dp1", "tp4dp1ep"]
     assert layouts({}, mixture=MIXTURE) == layouts(static("tp4dp1ep"), mixture=MIXTURE) == both
     assert layouts({"experts": "tp"}, mixture=MIXTURE) == ["tp1dp4", "tp2dp2", "tp4dp1"]
-    assert layouts({"experts": "ep", "layouts": [4]}, mixture=MIXTURE) == ["tp1dp4", "tp4dp1ep"]
+    assert layouts({"experts": "both"}, mixture=MIXTURE) == both
+    assert layouts({"experts": "both"}) == ["tp1dp4", "tp2dp2", "tp4dp1"]
+    assert layouts({"experts": "ep", "layouts": [1, 4]}, mixture=MIXTURE) == ["tp1dp4", "tp4dp1ep"]
 
 
 def test_a_number_stands_for_cut_experts_where_there_are_both() -> None:
@@ -174,7 +183,12 @@ def test_an_engine_starts_in_its_base_layout_or_where_it_stays() -> None:
         return str(home_layout(config))
 
     assert home({}) == home(schedule(switch_at={4: 4})) == "tp1dp4"
-    assert home({"base_tp": 2}) == home(static(2)) == "tp2dp2"
+    assert (
+        home({"base_tp": 2, "policy": {"kind": "static"}})
+        == home({"base_tp": 2})
+        == home(static(2))
+        == "tp2dp2"
+    )
 
 
 # ---------------------------------------------------------------- what the policies do

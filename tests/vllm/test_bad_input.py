@@ -115,7 +115,8 @@ def draft_lengths(length: int) -> dict[str, Any]:
 
 
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-SPREAD_FROM_TWO = pat(base_tp=2, weights="inplace", policy={"kind": "static", "tp": "tp4dp1ep"})
+SPREAD = {"kind": "static", "tp": "tp4dp1ep"}
+SPREAD_FROM_TWO = pat(base_tp=2, weights="inplace", experts="tp", policy=SPREAD)
 # What does not go with the model or with other options, or is not on the disk; its message's words.
 UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
     # vLLM packs experts for its CPU kernels, which run cut ones only.
@@ -127,7 +128,8 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["num_speculative_tokens", "7 for tp=2", "[0, 1, 2, 3]"]),
     ("llama", draft_lengths(2), ["pat.policy.num_speculative_tokens", "no speculative_config"]),
     # Heads that a layout cannot split, and that it cannot replicate.
-    ("llama_12_3", dict(tensor_parallel_size=6), ["3 KV heads", "tp=2", "pat.layouts"]),
+    ("llama_12_3", dict(tensor_parallel_size=6, **pat(layouts=[1, 2, 6])),
+     ["3 KV heads", "tp=2", "pat.layouts"]),
     ("llama_12_3", dict(tensor_parallel_size=4, **pat(layouts=[1, 4])),
      ["3 KV heads", "tp=4", "pat.layouts"]),
     ("llama", predictor(profile="no/such.json"), ["profile no/such.json", "No such file"]),

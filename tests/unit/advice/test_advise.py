@@ -77,7 +77,7 @@ def test_equal_lengths_or_luck_are_no_gain(equal: Advice) -> None:
 
 def test_long_tail_on_fast_links_gains(tail: Advice) -> None:
     assert tail.pays and "Nothing" not in verdict(tail)
-    assert 0.05 < tail.gain.low < tail.gain.mean < tail.gain.high < 0.3
+    assert 0.04 < tail.gain.low < tail.gain.mean < tail.gain.high < 0.3
     by_name = {source.name: source.gain for source in tail.sources}
     assert set(by_name) == {"concurrency", "layout"}  # no drafts are accepted
     # Without drafts, all that is gained at equal concurrency is the layouts'.
@@ -111,7 +111,7 @@ def test_best_static_side_is_the_fastest(mixture: Advice) -> None:
 
 def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None:
     rollouts = tail.rollouts
-    assert rollouts.profile.max_num_seqs == {1: 256, 2: 512, 4: 1024}
+    assert rollouts.static.max_num_seqs == {1: 256, 2: 512, 4: 1024}
     assert rollouts.with_own_limits.max_num_seqs == {1: 256, 2: 256, 4: 256}
     # 1,024 responses do not fit into one group of 256 at once.
     narrow = Side(Layout(4, 1), own_limits=True)
@@ -169,12 +169,12 @@ def test_engines_of_mixtures(mixture: Advice) -> None:
 @pytest.mark.parametrize(
     ("model", "gpu", "responses", "base_tp"),
     [
-        ("qwen3-30b-a3b", "H100", 256, 2),
+        ("qwen3-30b-a3b", "H100", 1024, 2),
         ("qwen3-30b-a3b", "H100", 8, 1),
         ("qwen3-14b", "A40", 256, 2),
     ],
 )
-def test_base_layout_is_the_one_with_which_pat_is_fastest(
+def test_base_layout_leaves_room_for_the_responses(
     model: str, gpu: str, responses: int, base_tp: int
 ) -> None:
     """A rank with all weights has a fifth of its memory for KV, which a full batch does not fit."""
@@ -233,12 +233,12 @@ def test_settings_with_drafts(accepted: Advice) -> None:
 @pytest.mark.parametrize(
     ("layouts", "expected"),
     [
-        ("tp1dp4 tp2dp2 tp2dp2ep tp4dp1 tp4dp1ep", {}),
-        ("tp1dp4 tp2dp2 tp4dp1", {"experts": "tp"}),
-        ("tp1dp4 tp2dp2ep tp4dp1ep", {"experts": "ep"}),
-        ("tp1dp4 tp4dp1 tp4dp1ep", {"layouts": [1, 4]}),
-        ("tp2dp2 tp4dp1", {"base_tp": 2}),
-        ("tp2dp2ep tp4dp1ep", {"base_tp": 2, "experts": "ep"}),
+        ("tp1dp4 tp2dp2 tp2dp2ep tp4dp1 tp4dp1ep", {"layouts": [1, 2, 4], "experts": "both"}),
+        ("tp1dp4 tp2dp2 tp4dp1", {"layouts": [1, 2, 4], "experts": "tp"}),
+        ("tp1dp4 tp2dp2ep tp4dp1ep", {"layouts": [1, 2, 4], "experts": "ep"}),
+        ("tp1dp4 tp4dp1 tp4dp1ep", {"layouts": [1, 4], "experts": "both"}),
+        ("tp2dp2 tp4dp1", {"base_tp": 2, "layouts": [2, 4], "experts": "tp"}),
+        ("tp2dp2ep tp4dp1ep", {"base_tp": 2, "layouts": [2, 4], "experts": "ep"}),
     ],
 )
 def test_options_of_mixtures_name_base_and_kind(
@@ -249,7 +249,7 @@ def test_options_of_mixtures_name_base_and_kind(
     )
     options = pat_options(replace(mixture, rollouts=replace(mixture.rollouts, profile=engine)))
     del options["policy"]
-    assert options == expected
+    assert options == {"base_tp": 1, **expected}
 
 
 @pytest.mark.parametrize("name", ["tp2dp2", "tp4dp1ep"])

@@ -94,9 +94,11 @@ def test_a_package_that_cannot_be_imported_is_named_with_what_to_do(
 
 def memory_of(base_tp: int, **config: Any) -> Check:
     model = {**LLAMA_70B, **config}
-    shape = engine_shape(model, PATConfig(base_tp=base_tp), 8, {"max_num_seqs": 128, "seed": 1})
-    assert shape.max_num_seqs == 128 and shape.max_model_len == 32768
-    return check_memory(model, GPUS["H100"].device, shape)
+    device, given = GPUS["H100"].device, {"max_num_seqs": 128, "seed": 1}
+    shape, choice = engine_shape(model, PATConfig(base_tp=base_tp), 8, given, device)
+    assert shape.max_num_seqs == 128 and shape.max_model_len == model["max_position_embeddings"]
+    assert shape.layouts == choice.layouts and shape.layouts[0].tp == base_tp
+    return check_memory(model, device, shape)
 
 
 def test_a_model_that_has_no_room_is_told_with_the_way_out() -> None:

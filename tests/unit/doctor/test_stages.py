@@ -111,7 +111,8 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
     stock, pat = children.sessions
     assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
     assert "distributed_executor_backend" not in stock.engine
-    assert pat.engine["additional_config"]["pat"]["policy"] == {"kind": "static", "tp": 1}
+    assert pat.engine["additional_config"]["pat"]["policy"] == {"kind": "static"}
+    assert pat.engine["additional_config"]["pat"]["layouts"] == [1, 2]
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
     assert pat.references == (REFERENCE, REFERENCE)

@@ -32,7 +32,7 @@ from pat_vllm.memory.estimate import (
     static_engine,
 )
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.mixture import Mixture
+from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
@@ -317,10 +317,13 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
         if profile.layouts[0].tp != base:
             assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
             continue
-        if base == rollouts.profile.layouts[0].tp:
+        if profile.layouts == rollouts.profile.layouts:
             assert rollouts.profile.kv_tokens == profile.kv_tokens
-        config, options = MODEL_SHAPES[name], PATConfig(base_tp=base)
-        shape = engine_shape(config, options, 8, {})
+        config, sizes = MODEL_SHAPES[name], {one.tp for one in profile.layouts}
+        kinds: WantedExperts = "both" if base == 1 and model.experts else "auto"
+        options = PATConfig(base_tp=base, layouts=tuple(sizes), experts=kinds)
+        given = {"max_model_len": 32768}
+        shape, _ = engine_shape(config, options, 8, given, GPUS[gpu].device)
         assert shape.layouts == profile.layouts
         stated = check_memory(config, GPUS[gpu].device, shape)
         assert stated.values["kv_tokens"] == profile.kv_tokens

@@ -20,6 +20,7 @@ SIZE = "pat_vllm.model_size:ModelSize"
 ESTIMATE = "pat_vllm.memory.estimate"
 ARITHMETIC = "pat_vllm.doctor.arithmetic"
 LAYOUT_CONFIG = "pat_vllm.worker.layout_config"
+CHOICE = "pat_vllm.simulator.modelled.choice"
 BUNDLES = "pat_vllm.executor.bundles"
 LAUNCHER = "pat_vllm.executor.launcher"
 ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_computed"
@@ -27,6 +28,33 @@ ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_compu
 # Test files: functions: mistakes: what they change.
 # fmt: off
 TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
+    "tests/unit/simulator/modelled/test_choice.py": {
+        f"{CHOICE}:Load.usual": {
+            "vLLM's own limit is a load": {"min(max_num_seqs, USUAL_SEQS)": "max_num_seqs"},
+        },
+        f"{CHOICE}:_Search.fits": {
+            "a request need not fit": {">= self.engine.max_model_len": ">= 0"},
+        },
+        f"{CHOICE}:_Search.by_rule": {
+            "weights may fill a device": {"_LARGEST_WEIGHTS * self.device.memory": "self.device.memory"},
+        },
+        f"{CHOICE}:_Search.experts": {
+            "layouts that the policy names are not kept": {'if "ep" in kinds': "if False"},
+        },
+        f"{CHOICE}:_Search.warning": {
+            "far less KV than static is not told": {"memory.kv < _FAR_LESS * most": "False"},
+        },
+        "pat_vllm.gpus:known_gpu": {
+            "a part of a GPU is a whole one": {"near and named": "named"},
+            "a GPU of another name is known": {"near and named": "near"},
+        },
+    },
+    "tests/vllm/test_layout_choice.py": {
+        f"{SUPPORT}:_choose_layouts": {
+            "layouts are chosen anew": {"CHOSEN in options": "False"},
+            "what is chosen is not written down": {"_set_options(vllm_config, choice.options, ": "_set_options(vllm_config, {}, "},
+        },
+    },
     "tests/unit/test_config.py": {
         f"{CONFIG}:_layout_name": {
             "what is no number is a layout": {"isinstance(value, str) and tp is None": "tp is None"},
@@ -41,15 +69,15 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "a value is printed whole": {"value {shown(error['input'])}: ": "value {error['input']!r}: "},
         },
         f"{OPTIONS}._sizes": {
-            "layouts need not be multiples of the base layout": {"if tp % self.base_tp:": "if tp % 1:"},
-            "the base layout is not kept ready": {"{*self.layouts, self.base_tp}": "{*self.layouts}"},
+            "layouts need not be multiples of the base layout": {"if tp % self.base:": "if tp % 1:"},
+            "the base layout is not kept ready": {"{*self.layouts, self.base}": "{*self.layouts}"},
             "all ranks in one group only if they are a power of two": {"sizes = {world_size}": "sizes = set()"},
         },
         f"{OPTIONS}.largest_batch": {
-            "the base layout has a limit, too": {" or layout.tp == self.base_tp": ""},
+            "the base layout has a limit, too": {" or layout.tp == self.base": ""},
             "the smallest batch of a tp": {"return max(": "return min("},
         },
-        f"{OPTIONS}._policy_names": {
+        f"{OPTIONS}.policy_names": {
             "draft lengths of layouts that are not kept ready": {"(*policy.switch_at.values(), *policy.num_speculative_tokens)": "(*policy.switch_at.values(),)"},
         },
         f"{CONFIG}:home_layout": {
@@ -190,8 +218,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     "tests/unit/advice/test_advise.py": {
         "pat_vllm.cli.advise:Question._modelled_rollouts": {
-            "the base layout is chosen by steps without drafts": {"Side(None, PLANNED)": "Side(None)"},
-            "the narrowest base layout is taken": {"return min(found, key=lambda one: one.replay(first)[0].seconds)": "return found[0]"},
+            "layouts are chosen for the usual load": {"load=Load(self.responses, first.lengths),": ""},
         },
     },
     "tests/vllm/memory/test_mixtures.py": {
@@ -258,7 +285,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{LAYOUT_CONFIG}:layout_config": {
             "replicas share a compile cache": {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
             "a rank is one of the engine's": {"layout.tp_rank_of(rank)": "rank"},
-            "layouts of one tp share compiled code": {", LAYOUT: str(layout)": ""},
             "layouts share the user's folder of compiled code": {"config.compilation_config.cache_dir = folder": "pass"},
         },
         f"{LAYOUT_CONFIG}:_limit_cuda_graphs": {

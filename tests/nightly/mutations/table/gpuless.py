@@ -73,10 +73,17 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "a folder of the user's for all layouts": {
                 "config.compilation_config.cache_dir:": "config.compilation_config.cache_dir and False:"
             },
-            "the layout is left out of the key": {", LAYOUT: str(layout)}": "}"},
-            "weights are left out of the key": {"{**vllm_config.additional_config, ": "{"},
             "replicas share": {"layout.replica_of(rank)": "0"},
             "parts of the compiler's config are shared": {"copy.deepcopy(vllm": "copy.copy(vllm"},
+        },
+        f"{CONFIG}:_of_code": {
+            "policies have code of their own": {'name not in ("pat", CHOSEN)': "name != CHOSEN"},
+            "what is said of the choice is code": {'("pat", CHOSEN)': '("pat",)'},
+            "the layout is left out of the key": {"LAYOUT: str(layout),": ""},
+            "weights are left out of the key": {'"pat_weights": resolve_weights(engine),': ""},
+            "the other layouts are left out of the key": {
+                '"pat_layouts": [str(one) for one in layouts_of(engine)],': ""
+            },
         },
     },
     "test_compiled_kernels.py::test_beyond_2_31_words": {

@@ -1,0 +1,27 @@
+"""The batch that an engine's options let one expect. Pure."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pat_vllm.advice.lengths import learnt
+from pat_vllm.config import PATConfig, PredictorPolicyConfig
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.simulator.modelled.choice import Load
+
+
+def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
+    """As many requests as an engine's limits let one expect, as long as its `lengths_file` says.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
+    policy = pat.policy
+    if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
+        return load
+    path = Path(policy.lengths_file)
+    if not os.path.exists(path) or not (found := learnt(path)):
+        return load
+    return Load(load.responses, found)

@@ -1,0 +1,349 @@
+"""Which layouts an engine keeps ready where its user does not say. Pure.
+
+Where the GPU is known, a batch is played in each set of layouts that may be kept, by modelled step
+and switch times and with the KV cache that the set leaves. Requests advance together, in stretches
+in which about as many are live; each stretch is in the layout that the best path has there. Where
+the GPU is not known, a rule decides by memory. The same in an engine's front end, `advise`,
+`doctor` and `simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pat_vllm.config import PATConfig, tp_of
+from pat_vllm.gpus import Device, Gpu, known_gpu
+from pat_vllm.layout import Layout
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.simulator.modelled.roofline import Machine
+from pat_vllm.simulator.traces import GENERATORS
+
+USUAL_SEQS = 256
+"""Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large
+GPUs, and says little of the load."""
+SWITCH_FIXED = 0.03
+"""Seconds of a switch besides moving KV and weights; an assumption."""
+_MAX_TOKENS, _PROMPT = 16384, 256
+_MOST_COMPILES = 5
+"""Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
+_EARNS = 0.005
+"""Share of a batch's time that a further layout saves at least."""
+_ALONE = 0.03
+"""Share of a batch's time that one layout alone, with all memory to itself, saves at least. What
+comes may be another load, to which several layouts adapt."""
+_LARGEST_WEIGHTS = 0.3
+"""Of a device's memory, where the device is not known."""
+_FAR_LESS = 0.5
+"""KV beside the most that a static layout has, below which a user is warned."""
+_SHRINK = 0.85
+"""Live requests of a stretch, beside those of the one before."""
+_GiB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Load:
+    """A batch that is expected.
+
+    Attributes:
+        responses: of all ranks.
+        lengths: tokens of responses, some or all of them.
+        num_prompt_tokens: of each.
+    """
+
+    responses: int
+    lengths: Sequence[int]
+    num_prompt_tokens: int = _PROMPT
+
+    @classmethod
+    def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
+        """Where nothing is known: as many requests as `max_num_seqs` says for each rank."""
+        responses = ranks * min(max_num_seqs, USUAL_SEQS)
+        most = max(1, min(_MAX_TOKENS, max_model_len - _PROMPT))
+        return cls(responses, GENERATORS["deepscaler"](responses, most, 0).lengths)
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[int, float, float], ...]:
+        """(live requests, tokens of each, mean context) from the first token to the last."""
+        ends = np.sort(np.asarray(self.lengths, np.float64))[::-1]
+        found, live, begun = [], float(self.responses), 0.0
+        while live >= 1:
+            fewer = min(live * _SHRINK, live - 1)
+            place = min(len(ends) - 1, max(0, int(fewer / self.responses * len(ends))))
+            end = float(ends[place]) if fewer >= 1 else float(ends[0])
+            if end > begun:
+                found.append((int(live), end - begun, self.num_prompt_tokens + (begun + end) / 2))
+                begun = end
+            live = fewer
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an engine keeps ready.
+
+    Attributes:
+        layouts: the base layout first.
+        experts: PAT's option, resolved; of a model without experts, as it was.
+        found: what was chosen, what it leaves for KV, and how to choose otherwise, in a line.
+        warning: what a user has named leaves too little; None: it does not.
+    """
+
+    layouts: tuple[Layout, ...]
+    experts: WantedExperts
+    found: str
+    warning: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As options of PAT's."""
+        sizes = list(dict.fromkeys(layout.tp for layout in self.layouts))
+        return {"base_tp": sizes[0], "layouts": sizes, "experts": self.experts}
+
+
+def choose(
+    model_config: Mapping[str, Any],
+    pat: PATConfig,
+    engine: EngineShape,
+    ranks: int,
+    device: Device | None,
+    *,
+    device_name: str = "",
+    dtype_bytes: int = 2,
+    load: Load | None = None,
+) -> Choice:
+    """The layouts of an engine. What its user names is kept.
+
+    Args:
+        model_config: contents of the model's `config.json`.
+        engine: its other options; `layouts` and `pat` are not looked at.
+        device: that of each rank; None: nothing is known of it.
+        load: what is expected; None: what the limits of `engine` allow.
+
+    Raises:
+        ValueError: as `PATConfig.resolve_layouts`.
+    """
+    mixture = Mixture.from_config(model_config)
+    try:
+        model = ModelShape.from_config(model_config, dtype_bytes)
+    except ValueError:  # of a kind whose sizes are not known
+        model = None
+    search = _Search(pat, replace(engine, pat=pat), ranks, mixture, model, device)
+    sets = list(search.sets())
+    if model is None or device is None:
+        layouts, how = search.resolve(sets[0]), "nothing is known of the model's memory"
+        return Choice(layouts, search.experts(sets[0]), _chosen(layouts, how))
+    fitting = [one for one in sets if search.fits(one)]
+    if not fitting:
+        best, how = max(sets, key=lambda one: search.memory(one).kv), "the most room for KV"
+    elif len(fitting) == 1:
+        best, how = fitting[0], "by options and memory"
+    elif gpu := known_gpu(device, device_name):
+        load = load or Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
+        best = search.fastest(fitting, gpu, load)
+        how = f"by modelled times of {load.responses:,} responses"
+    else:
+        best, how = search.by_rule(fitting), "by memory, of a device whose speed is not known"
+    layouts, memory = search.resolve(best), search.memory(best)
+    alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
+    room = ", ".join(f"tp={tp} {_gib(kv)}" for tp, kv in alone.items())
+    kv = f"{_gib(memory.kv)} of KV a rank (static engines: {room}), by computation"
+    return Choice(
+        layouts,
+        search.experts(best),
+        f"{_chosen(layouts, how)}; {kv}",
+        search.warning(best, max(alone.values())),
+    )
+
+
+def _chosen(layouts: Sequence[Layout], how: str) -> str:
+    names = ", ".join(map(str, layouts))
+    return f"layouts {names}, {how} (pat.base_tp, pat.layouts and pat.experts choose others)"
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Sets of tps, ascending."""
+
+    pat: PATConfig
+    engine: EngineShape
+    ranks: int
+    mixture: Mixture | None
+    model: ModelShape | None
+    device: Device | None
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Among which layouts are chosen: doublings, and all ranks, as far as the model allows."""
+        named = self.pat.base
+        sizes = {self.ranks, *(named << i for i in range(self.ranks.bit_length()))}
+        sizes |= {tp_of(name) for name in self.pat.policy_names()} | {*(self.pat.layouts or ())}
+        divisors = [tp for tp in sorted(sizes) if tp > 0 and self.ranks % tp == 0]
+        if self.model is None:
+            return tuple(divisors)
+        return tuple(tp for tp in divisors if self.model.divides(tp)) or tuple(divisors)
+
+    def sets(self) -> Iterator[tuple[int, ...]]:
+        """Those that may be kept, a narrow base layout first; the first is the usual one.
+
+        Raises:
+            ValueError: as `PATConfig.resolve_layouts`.
+        """
+        if self.pat.layouts is not None:
+            layouts = self.pat.resolve_layouts(self.ranks, self.mixture)
+            yield tuple(dict.fromkeys(layout.tp for layout in layouts))
+            return
+        self.pat.check_layouts(self.ranks)
+        needed = {tp_of(name) for name in self.pat.policy_names()}
+        bases = [self.pat.base_tp] if self.pat.base_tp is not None else self.sizes
+        found = False
+        for base in bases:
+            wider = [tp for tp in self.sizes if tp % base == 0 and tp > base]
+            if any(tp % base for tp in needed):
+                continue
+            ends = {base, *wider[-1:], *needed}
+            between = [tp for tp in wider if tp not in ends]
+            # What lies in the middle comes first.
+            middle = between[len(between) // 2 :][:1]
+            between = [*middle, *(tp for tp in between if tp not in middle)]
+            more = [(tp,) for tp in between if _compiles({tp, *ends}) <= _MOST_COMPILES]
+            for some in (*more, ()):
+                chosen = tuple(sorted({*ends, *some}))
+                if self._possible(chosen):
+                    found = True
+                    yield chosen
+        if not found:
+            self.pat.resolve_layouts(self.ranks, self.mixture)  # says why
+            yield self.sizes
+
+    def _possible(self, sizes: Sequence[int]) -> bool:
+        try:
+            self.resolve(sizes)
+        except ValueError:
+            return False
+        return True
+
+    def experts(self, sizes: Sequence[int]) -> WantedExperts:
+        """One kind, unless a user wants both."""
+        if self.mixture is None or self.pat.experts != "auto":
+            return self.pat.experts
+        kinds = {
+            Layout.parse(name).experts
+            for name in self.pat.policy_names()
+            if isinstance(name, str) and tp_of(name) > 1
+        }
+        if "ep" in kinds:
+            return "both" if sizes[0] == 1 else "ep"
+        try:
+            self.mixture.layouts(sizes, self.ranks, "tp")
+        except ValueError:
+            return "ep"
+        return "tp"
+
+    def resolve(self, sizes: Sequence[int]) -> tuple[Layout, ...]:
+        """The layouts of these tps.
+
+        Raises:
+            ValueError: as `PATConfig.resolve_layouts`.
+        """
+        named = {"layouts": tuple(sizes), "base_tp": sizes[0], "experts": self.experts(sizes)}
+        return self.pat.model_copy(update=named).resolve_layouts(self.ranks, self.mixture)
+
+    def memory(self, sizes: Sequence[int]) -> RankMemory:
+        assert self.model is not None and self.device is not None
+        return estimate(self.model, replace(self.engine, layouts=self.resolve(sizes)), self.device)
+
+    def memory_alone(self, tp: int) -> RankMemory:
+        """Of a static engine."""
+        assert self.model is not None and self.device is not None
+        engine = static_engine(self.engine, Layout.of(tp, self.ranks))
+        return estimate(self.model, engine, self.device)
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether the base layout holds a request of `max_model_len`."""
+        memory = self.memory(sizes)
+        assert self.device is not None
+        room = memory.weights + memory.kv <= self.device.memory  # a user may name the KV
+        return room and memory.kv_tokens[sizes[0]] >= self.engine.max_model_len
+
+    def warning(self, sizes: Sequence[int], most: int) -> str | None:
+        memory = self.memory(sizes)
+        base, tokens = sizes[0], memory.kv_tokens[sizes[0]]
+        room = f"pat.base_tp={base} leaves {_gib(memory.kv)} for KV beside weights"
+        if not self.fits(sizes):
+            problem = f"{room}, {tokens:,} tokens; a request may have {self.engine.max_model_len:,}"
+        elif memory.kv < _FAR_LESS * most:
+            problem = f"{room} of {_gib(memory.weights)}, where a static engine has {_gib(most)}"
+        else:
+            return None
+        return f"{problem}; a larger pat.base_tp has more room, 'auto' chooses it"
+
+    def by_rule(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        assert self.device is not None
+        most = _LARGEST_WEIGHTS * self.device.memory
+        light = [one for one in sets if self.memory(one).weights <= most]
+        return light[0] if light else max(sets, key=lambda one: self.memory(one).kv)
+
+    def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
+        """The one with fewest layouts of those that are about as fast as the fastest."""
+        assert self.model is not None
+        machine = Machine(self.model, gpu, gpu.link)
+        seconds = {one: self._seconds(one, machine, load) for one in sets}
+        several = [one for one in sets if len(one) > 1]
+        if not several or min(seconds.values()) * (1 + _ALONE) < min(
+            seconds[one] for one in several
+        ):
+            return min(sets, key=lambda one: seconds[one])
+        enough = min(seconds[one] for one in several) * (1 + _EARNS)
+        near = [one for one in several if seconds[one] <= enough]
+        return min(near, key=lambda one: (len(one), seconds[one]))
+
+    def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
+        """Of a batch, on the best path through the layouts."""
+        layouts, memory = self.resolve(sizes), self.memory(sizes)
+        best = dict.fromkeys(layouts, 0.0)
+        before: tuple[int, float] | None = None
+        for live, tokens, context in load.stretches:
+            if before is not None:
+                best = {
+                    target: min(
+                        spent + _switch(machine, source, target, before, layouts[0])
+                        for source, spent in best.items()
+                    )
+                    for target in layouts
+                }
+            for layout in layouts:
+                most = self.engine.limits(layout).max_num_seqs
+                room = max(1, min(most, int(memory.kv_tokens[layout.tp] / context)))
+                each = -(-live // layout.replicas)
+                batch = min(each, room)
+                # Where KV is short, tokens take the place of others, which are computed again.
+                again = batch if each > batch == int(memory.kv_tokens[layout.tp] / context) else 0
+                step = machine.step(layout, batch, int(batch * context), again)
+                best[layout] += tokens * step * each / batch
+            before = live, context
+        return min(best.values())
+
+
+def _switch(
+    machine: Machine, source: Layout, target: Layout, before: tuple[int, float], base: Layout
+) -> float:
+    if source == target:
+        return 0.0
+    live, context = before
+    return machine.switch(source, target, live, int(live * context), SWITCH_FIXED, base).seconds
+
+
+def _compiles(sizes: set[int]) -> int:
+    return sum(1 if tp == 1 else 2 for tp in sizes)
+
+
+def _gib(size: int) -> str:
+    return f"{max(0, size) / _GiB:.1f} GiB"

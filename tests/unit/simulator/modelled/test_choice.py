@@ -1,0 +1,207 @@
+"""Which layouts an engine keeps where its user does not say. Modelled, nothing measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pat_vllm.cli.advise import Question
+from pat_vllm.config import PATConfig
+from pat_vllm.doctor.arithmetic import check_memory, engine_shape
+from pat_vllm.gpus import GPUS, Device, known_gpu
+from pat_vllm.layout import Layout
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.simulator.modelled import choice
+from pat_vllm.simulator.modelled.choice import Choice, Load, choose
+
+A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
+UNKNOWN = Device(48 << 30, "8.9")
+TINY = {
+    **MODEL_SHAPES["llama-3.1-8b"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+QWEN3_8B = {
+    **MODEL_SHAPES["qwen3-14b"],
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "intermediate_size": 12288,
+}
+QWEN3_32B = {
+    **MODEL_SHAPES["qwen3-14b"],
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+}
+
+
+def chosen(
+    model: str | dict[str, Any],
+    device: Device | None,
+    pat: dict[str, Any] | None = None,
+    ranks: int = 8,
+    *,
+    load: Load | None = None,
+    **engine: Any,
+) -> Choice:
+    config = dict(MODEL_SHAPES[model]) if isinstance(model, str) else model
+    shape = EngineShape((), **{"max_model_len": 32768, **engine})
+    return choose(config, PATConfig.parse(pat), shape, ranks, device, load=load)
+
+
+def sizes(*args: Any, **options: Any) -> list[int]:
+    found: list[int] = chosen(*args, **options).options["layouts"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "expected"),
+    [
+        ("llama-3.1-8b", A40, [2, 8]),
+        ("qwen3-14b", A40, [4, 8]),
+        ("qwen3-30b-a3b", H100, [4, 8]),
+        ("llama-3.1-8b", H200, [1, 4, 8]),
+    ],
+)
+def test_the_layouts_with_which_a_batch_is_fastest(
+    model: str, device: Device, expected: list[int]
+) -> None:
+    """As the simulator has it, which replays the policy in each of the sets."""
+    assert sizes(model, device) == expected
+
+
+def test_a_load_decides() -> None:
+    few, many = Load(16, [1000] * 8), Load(4096, [16000] * 8)
+    assert sizes("qwen3-14b", A40, load=few)[0] < sizes("qwen3-14b", A40, load=many)[0]
+    assert Load.usual(1024, 8, 32768).responses == Load.usual(256, 8, 32768).responses == 2048
+    assert Load.usual(16, 8, 32768).responses == 128
+    assert max(Load.usual(16, 8, 1024).lengths) <= 768
+
+
+def test_stretches_make_all_tokens() -> None:
+    load = Load(100, [10, 10, 10, 1000])
+    assert sum(tokens for _, tokens, _ in load.stretches) == 1000
+    live = [one for one, *_ in load.stretches]
+    assert live[0] == 100 and live == sorted(live, reverse=True) and len(live) < 40
+    made = sum(live * tokens for live, tokens, _ in load.stretches)
+    assert made == pytest.approx(100 * sum(load.lengths) / 4, rel=0.2)
+
+
+def test_what_is_named_is_kept() -> None:
+    assert sizes("qwen3-14b", A40, {"layouts": [1, 2]}) == [1, 2]
+    assert sizes("qwen3-14b", A40, {"layouts": [2, 4], "base_tp": 1}) == [1, 2, 4]
+    assert sizes("qwen3-14b", A40, {"base_tp": 1})[0] == 1
+    assert sizes("qwen3-14b", A40, {"policy": {"kind": "static", "tp": 1}})[0] == 1
+    schedule = {"kind": "schedule", "switch_at": {64: 2, 8: 4}}
+    assert {2, 4} <= {*sizes("qwen3-14b", A40, {"policy": schedule})}
+    with pytest.raises(ValueError, match="names tp=3"):
+        chosen("qwen3-14b", A40, {"policy": {"kind": "static", "tp": 3}})
+
+
+def test_one_kind_of_experts_unless_both_are_asked_for() -> None:
+    def kinds(pat: dict[str, Any], ranks: int = 4) -> set[str]:
+        found = chosen("qwen3-30b-a3b", H200, pat, ranks).layouts
+        return {one.experts for one in found if one.tp > 1}
+
+    assert kinds({}) == {"tp"} and kinds({"experts": "ep"}) == {"ep"}
+    both = {"experts": "both", "base_tp": 1}
+    assert kinds(both) == kinds({"policy": {"kind": "static", "tp": "tp4dp1ep"}, "base_tp": 1})
+    assert kinds(both) == {"tp", "ep"}
+    odd = {**MODEL_SHAPES["qwen3-30b-a3b"], "moe_intermediate_size": 762}
+    assert chosen(odd, H200, ranks=4).experts == "ep"
+
+
+def test_too_little_room_is_told_by_the_option_that_helps() -> None:
+    far = chosen("qwen3-14b", A40, {"base_tp": 1})
+    assert "pat.base_tp=1 leaves" in (far.warning or "") and "'auto'" in (far.warning or "")
+    short = chosen("qwen3-30b-a3b", H100, {"base_tp": 1}, max_model_len=262144)
+    assert "a request may have 262,144" in (short.warning or "")
+    for model, device in (("qwen3-14b", A40), ("qwen3-30b-a3b", H100)):
+        found = chosen(model, device, max_model_len=262144 if device is H100 else 40960)
+        assert found.warning is None
+        assert "GiB of KV a rank (static engines: tp=1 " in found.found
+        assert "pat.base_tp, pat.layouts and pat.experts choose others" in found.found
+
+
+def test_an_unknown_device_decides_by_its_memory() -> None:
+    assert sizes("llama-3.1-8b", UNKNOWN)[0] == 2
+    assert sizes("llama-3.1-8b", replace(UNKNOWN, memory=96 << 30)) == [1, 4, 8]
+    assert sizes("qwen3-14b", replace(UNKNOWN, memory=24 << 30))[0] == 4
+    assert sizes(QWEN3_32B, UNKNOWN)[0] == 8
+
+
+@pytest.mark.parametrize("device", [None, H100, UNKNOWN, Device(4 << 30)])
+def test_a_model_that_takes_no_memory_begins_with_one_rank(device: Device | None) -> None:
+    on_cpu: dict[str, Any] = {"attention": "CPU_ATTN", "weights": "materialized"}
+    for ranks, expected in ((2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 6])):
+        found = sizes(TINY | {"num_attention_heads": 24}, Device(4 << 30), ranks=ranks, **on_cpu)
+        heads = [tp for tp in expected if tp != 6]
+        assert found == heads
+    assert sizes(TINY, device, {"base_tp": 1}, ranks=2) == [1, 2]
+
+
+def test_copies_of_weights_count() -> None:
+    device = Device(28 << 30)
+    inplace, copies = (
+        sizes("llama-3.1-8b", device, weights=one) for one in ("inplace", "materialized")
+    )
+    assert inplace[0] < copies[0]
+
+
+def test_a_model_of_unknown_sizes_keeps_the_usual_layouts() -> None:
+    unknown = {"num_experts": 4, "moe_intermediate_size": 64, "model_type": "other"}
+    assert sizes(unknown, H100, ranks=4) == [1, 2, 4]
+    assert sizes(TINY, None, ranks=4) == [1, 2, 4]
+
+
+def test_a_device_is_known_by_name_or_memory() -> None:
+    h100 = known_gpu(H100, "NVIDIA H100 80GB HBM3")
+    assert h100 == known_gpu(H100) == GPUS["H100"]
+    less = Device(int(H100.memory * 0.98), "9.0")
+    assert known_gpu(less) == replace(GPUS["H100"], device=less)
+    for device, name in (
+        (H100, "NVIDIA H100 PCIe"),
+        (H100, "NVIDIA H200"),
+        (Device(H100.memory // 7, "9.0"), "NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        (Device(A40.memory, "8.9"), ""),
+    ):
+        assert known_gpu(device, name) is None
+
+
+@pytest.mark.parametrize("gpu", ["A40", "H100", "H200"])
+@pytest.mark.parametrize("model", ["8B", "14B", "32B", "30B-A3B"])
+def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gpu: str) -> None:
+    """Engines: tests/vllm/test_layout_choice.py."""
+    configs = {
+        "8B": QWEN3_8B,
+        "14B": MODEL_SHAPES["qwen3-14b"],
+        "32B": QWEN3_32B,
+        "30B-A3B": MODEL_SHAPES["qwen3-30b-a3b"],
+    }
+    config, device = configs[model], GPUS[gpu].device
+    monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
+    rollouts = Question(model, gpu, 8, responses=2048, iterations=2).rollouts()
+    advised, batch = rollouts.profile.layouts, rollouts.batches[0]
+    longest = max(batch.num_prompt_tokens) + batch.max_tokens
+    shape, found = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
+    assert shape.layouts == advised == found.layouts
+    stated = check_memory(config, device, shape, chosen=found.found)
+    assert stated.found.startswith(f"layouts {', '.join(map(str, advised))}, by modelled times")
+    assert found.warning is None and stated.problem is None
+
+
+def test_a_layout_alone_where_others_would_take_its_memory() -> None:
+    load = Load(2048, [16000] * 8)
+    search = choice._Search(PATConfig(), EngineShape((), max_model_len=16384), 8, None, None, H100)
+    assert (8,) in list(search.sets())
+    assert sizes(QWEN3_32B, A40, load=load, max_model_len=16384)[-1] == 8
+    assert Layout(8, 1) in chosen(QWEN3_32B, A40, load=load, max_model_len=16384).layouts

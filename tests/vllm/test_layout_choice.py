@@ -1,0 +1,113 @@
+"""Which layouts a real engine's config gets where its user does not say; the log says which.
+
+GPUs are imitated by what the driver would say of them. Modelled, nothing measured.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pat_vllm import support
+from pat_vllm.config import CHOSEN, PATConfig, layouts_of, pat_config
+from pat_vllm.doctor.arithmetic import engine_shape
+from pat_vllm.gpus import GPUS
+from pat_vllm.model_size import MODEL_SHAPES
+from tests.support.models import random_model
+from tests.unit.simulator.modelled.test_choice import QWEN3_8B, QWEN3_32B
+
+MODELS: dict[str, Any] = {
+    "8B": {**QWEN3_8B, "architectures": ["Qwen3ForCausalLM"]},
+    "14B": {**MODEL_SHAPES["qwen3-14b"], "architectures": ["Qwen3ForCausalLM"]},
+    "32B": {**QWEN3_32B, "architectures": ["Qwen3ForCausalLM"]},
+    "30B-A3B": {**MODEL_SHAPES["qwen3-30b-a3b"], "architectures": ["Qwen3MoeForCausalLM"]},
+}
+LONGEST = 16384 + 256
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    found: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(support.logger, level, lambda text, *of: found.append(text % of))
+    return found
+
+
+def engine_config(model: Path, ranks: int = 8, pat: Any = None, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(
+        model=str(model),
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"weights": "inplace", **(pat or {})}},
+        skip_tokenizer_init=True,
+        **{"max_model_len": LONGEST, "dtype": "bfloat16", **options},
+    ).create_engine_config()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_agrees_with_doctor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], model: str
+) -> None:
+    """And with `advise`: tests/unit/simulator/modelled/test_choice.py."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    shape_of = support._engine_shape
+    monkeypatch.setattr(
+        support,
+        "_engine_shape",
+        lambda config: replace(shape_of(config), runner="V2", attention="FLASH_ATTN"),
+    )
+    for gpu, known in GPUS.items():
+        device, name = known.device, f"NVIDIA {gpu}"
+        monkeypatch.setattr(support, "_device", lambda config, of=(device, name): of)
+        config = engine_config(tmp_path, max_num_seqs=256)
+        given = {"max_model_len": LONGEST, "max_num_seqs": 256}
+        shape, _ = engine_shape(MODELS[model], PATConfig(), 8, given, device)
+        assert layouts_of(config) == shape.layouts
+        stated = f"layouts {', '.join(map(str, shape.layouts))}, by modelled times"
+        assert stated in lines[-1] and stated in config.additional_config[CHOSEN]
+        assert pat_config(config).base_tp == shape.layouts[0].tp
+
+
+def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:
+    for ranks, expected in ((2, ["tp1dp2", "tp2dp1"]), (4, ["tp1dp4", "tp2dp2", "tp4dp1"])):
+        config = engine_config(random_model("qwen3"), ranks, {"weights": "auto"}, max_model_len=512)
+        assert [str(one) for one in layouts_of(config)] == expected
+        assert len(lines) == 1 and "layouts tp1dp" in lines.pop()
+
+
+def test_it_is_chosen_once(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    config = engine_config(random_model("qwen3"), 2, max_model_len=512)
+    before = dict(config.additional_config)
+    monkeypatch.setattr(support, "_device", lambda config: 1 / 0)
+    support.prepare(config)
+    assert config.additional_config == before and len(lines) == 1
+
+
+def test_what_a_user_names_is_kept_and_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["14B"]))
+    known = GPUS["A40"].device, "NVIDIA A40"
+    monkeypatch.setattr(support, "_device", lambda config: known)
+    config = engine_config(tmp_path, pat={"base_tp": 1}, max_num_seqs=256)
+    assert layouts_of(config)[0].tp == 1
+    assert "pat.base_tp=1 leaves" in lines[-1] and "'auto'" in lines[-1]
+
+
+def test_a_driver_that_says_nothing(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    from vllm.platforms import current_platform
+
+    def fails(*args: Any) -> int:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", fails)
+    config = engine_config(random_model("qwen3"), 2, max_model_len=512)
+    assert [str(one) for one in layouts_of(config)] == ["tp1dp2", "tp2dp1"]
+    assert "nothing is known of the model's memory" in lines[-1]
