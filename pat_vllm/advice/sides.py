@@ -29,7 +29,7 @@ TUNED = "k by batch size"
 PLANNED = "k planned"
 """PAT's own choice, by layout and number of requests."""
 
-_NEAR = 1.05
+_NEAR = 1.1
 """Static sides within this of the best of their kind in the first batch are replayed in all."""
 
 

@@ -142,6 +142,14 @@ def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
     assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
 
 
+def test_a_batch_opens_where_one_like_the_last_begins_best() -> None:
+    """An idle engine switches, so that no request waits for it."""
+    few, many = (traces.uniform(n, 370, BOUND, BOUND, seed=1) for n in (2, 100))
+    runs = run(policy_of(PROFILE), [few, few, many, many])
+    assert [one.timeline[0].layout for one in runs] == [REPLICAS, GROUP, GROUP, REPLICAS]
+    assert not runs[1].switches
+
+
 def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     """What was predicted and what became of it; what is learnt is kept for the next engine."""
     path = tmp_path / "lengths.json"
