@@ -45,6 +45,10 @@ _FAR_LESS = 0.5
 """KV beside the most that a static layout has, below which a user is warned."""
 _SHRINK = 0.85
 """Live requests of a stretch, beside those of the one before."""
+_GROWTH = 0.25
+"""By which contexts grow in a stretch, at most."""
+_CHUNK = 2048
+"""Prompt tokens of a step: enough that reading weights costs little beside computing."""
 _GiB = 1 << 30
 
 
@@ -78,9 +82,12 @@ class Load:
             fewer = min(live * _SHRINK, live - 1)
             place = min(len(ends) - 1, max(0, int(fewer / self.responses * len(ends))))
             end = float(ends[place]) if fewer >= 1 else float(ends[0])
-            if end > begun:
-                found.append((int(live), end - begun, self.num_prompt_tokens + (begun + end) / 2))
-                begun = end
+            while end > begun:
+                # Room for KV is by the context, so no stretch may be one in which it grows much.
+                upto = min(end, begun + max(1.0, _GROWTH * (self.num_prompt_tokens + begun)))
+                context = self.num_prompt_tokens + (begun + upto) / 2
+                found.append((int(live), upto - begun, context))
+                begun = upto
             live = fewer
         return tuple(found)
 
@@ -308,7 +315,7 @@ class _Search:
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
         """Of a batch, on the best path through the layouts."""
         layouts, memory = self.resolve(sizes), self.memory(sizes)
-        best = dict.fromkeys(layouts, 0.0)
+        best = {layout: _prompts(machine, layout, load) for layout in layouts}
         before: tuple[int, float] | None = None
         for live, tokens, context in load.stretches:
             if before is not None:
@@ -330,6 +337,12 @@ class _Search:
                 best[layout] += tokens * step * each / batch
             before = live, context
         return min(best.values())
+
+
+def _prompts(machine: Machine, layout: Layout, load: Load) -> float:
+    """Seconds of computing the prompts, by a replica of those that have most."""
+    tokens = -(-load.responses // layout.replicas) * load.num_prompt_tokens
+    return tokens / _CHUNK * machine.step(layout, 0, 0, _CHUNK)
 
 
 def _switch(
