@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -316,10 +316,18 @@ class PATConfig(StrictModel):
 
 def pat_config(vllm_config: Any) -> PATConfig:
     """The validated PAT options of an engine. Not of a layout, whose config has none."""
+    assert layout_name(vllm_config) is None, "options are the engine's"
+    return PATConfig.parse(_additional(vllm_config).get("pat"))
+
+
+def chosen(vllm_config: Any) -> str:
+    """How the engine's layouts were chosen, in a line."""
+    return str(_additional(vllm_config).get(CHOSEN, ""))
+
+
+def _additional(vllm_config: Any) -> Mapping[str, Any]:
     additional = vllm_config.additional_config
-    assert not (additional and LAYOUT in additional), "options are the engine's"
-    options = additional.get("pat") if isinstance(additional, dict) else None
-    return PATConfig.parse(options)
+    return additional if isinstance(additional, Mapping) else {}
 
 
 def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
@@ -331,8 +339,8 @@ def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
 
 def layout_name(vllm_config: Any) -> str | None:
     """The layout whose copy of an engine's config this is; None: it is an engine's own."""
-    options: dict[str, Any] = vllm_config.additional_config or {}
-    return options.get(LAYOUT)
+    name: str | None = _additional(vllm_config).get(LAYOUT)
+    return name
 
 
 def mixture_of(vllm_config: Any) -> Mixture | None:

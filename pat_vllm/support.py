@@ -16,6 +16,7 @@ from pat_vllm.config import (
     PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
+    chosen,
     layouts_of,
     mixture_of,
     pat_config,
@@ -122,9 +123,12 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
 def _choose_layouts(vllm_config: VllmConfig) -> None:
     """Put the layouts that the engine keeps ready in its options, where other processes find them,
     and say which."""
-    model, options = vllm_config.model_config, vllm_config.additional_config
-    if model is None or (isinstance(options, dict) and CHOSEN in options):
+    model = vllm_config.model_config
+    if model is None or chosen(vllm_config):
         return
+    import torch
+
+    assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
     from pat_vllm.simulator.modelled.choice import choose
 
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)
