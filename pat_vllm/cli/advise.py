@@ -27,7 +27,8 @@ from pat_vllm.gpus import GPUS, gpu_named
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.choice import Load, choose
+from pat_vllm.simulator.modelled.batch_time import Load
+from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
 from pat_vllm.simulator.run import SimulatedRun
 from pat_vllm.simulator.traces import GENERATORS, MOST_TOKENS, LengthTrace
@@ -187,11 +188,11 @@ class Question:
             shape,
             self.gpus,
             GPUS[gpu_named(self.gpu)].device,
-            load=Load(self.responses, first.lengths),
+            load=Load.of(first),
         )
         sizes = dict.fromkeys(layout.tp for layout in choice.layouts)
         engine = with_room(self._modelled(layouts=sizes, experts=choice.experts), longest)
-        if engine.layouts != choice.layouts or len(sizes) < 2:
+        if engine.layouts != choice.layouts:
             raise ValueError(
                 f"no layout of {alone.title} leaves memory for {longest:,} tokens to wider ones; "
                 "name more GPUs of a node, or shorter responses (--max-tokens)"

@@ -54,7 +54,7 @@ def modelled_profile(
     link: Link | None = None,
     max_num_seqs: int = 256,
     max_batch_tokens: int = 8192,
-    memory_fraction: float = 0.9,
+    memory_fraction: float = 0.92,
     dtype_bytes: int = 2,
     node_size: int = NODE_SIZE,
     switch_fixed: float = 0.03,
@@ -260,7 +260,7 @@ def _steps(machine: Machine, layout: Layout, room: int, limits: Limits) -> Itera
     prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
     for batch in _BATCHES:
         if batch <= limits.max_num_seqs:
-            yield from (sample(batch, each) for each in _CONTEXTS if batch * each <= room)
+            yield from (sample(batch, each) for each in _contexts(room // batch))
     yield from (sample(0, 0, prefill) for prefill in prefills)
     for batch in _MIXED_BATCHES:
         for prefill in prefills[2::2]:
@@ -276,11 +276,17 @@ def _draft_steps(
     """The same grid of decode steps with each draft length: with all drafts found, with none."""
     for k, batch in product(lengths, _BATCHES):
         if batch <= limits.max_num_seqs and batch * (1 + k) <= limits.max_num_batched_tokens:
-            for each in _CONTEXTS:
-                if batch * (each + k) <= room:
-                    for drafts in (0, k * batch):
-                        shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
-                        yield _sample(machine, layout, shape)
+            for each in _contexts(room // batch - k):
+                for drafts in (0, k * batch):
+                    shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
+                    yield _sample(machine, layout, shape)
+
+
+def _contexts(most: int) -> list[int]:
+    """Contexts of a batch's requests; the last one fills memory, as where KV is short."""
+    if most < 1:
+        return []
+    return [*(one for one in _CONTEXTS if one < most), min(most, _CONTEXTS[-1])]
 
 
 def _sample(machine: Machine, layout: Layout, shape: StepShape) -> StepSample:

@@ -170,7 +170,7 @@ def test_engines_of_mixtures(mixture: Advice) -> None:
     ("model", "gpu", "responses", "base_tp"),
     [
         ("qwen3-30b-a3b", "H100", 1024, 2),
-        ("qwen3-30b-a3b", "H100", 8, 1),
+        ("qwen3-14b", "A40", 8, 1),
         ("qwen3-14b", "A40", 256, 2),
     ],
 )

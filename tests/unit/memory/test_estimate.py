@@ -288,7 +288,9 @@ def measured_by_a_worker(model: ModelShape, engine: EngineShape, gpu: str) -> in
     for layout in reversed(engine.layouts):
         limits = engine.limits(layout)
         step = model.step_bytes(layout.tp, limits.max_num_batched_tokens, limits.max_num_seqs)
-        measured.append(Measured(int(0.9 * device.memory) - used - step, step))
+        measured.append(
+            Measured(int(engine.gpu_memory_utilization * device.memory) - used - step, step)
+        )
     graphs = [estimate(model, static_engine(engine, one), device).graphs for one in engine.layouts]
     late = [sum(b.device for b in of_layout if b.with_kv) for of_layout in buffers]
     share = staged_share(engine.layouts, model.kv_heads, model.layers)

@@ -87,7 +87,9 @@ def test_steps_with_drafts_are_replayed() -> None:
     for sample in profile.steps:
         if sample.k and sample.batch:
             seconds = truth.step_seconds(sample.layout, sample.shape, 0.0)
-            assert seconds == pytest.approx(sample.seconds, rel=1e-6)
+            # What fills memory is no power of two, between which times are linear.
+            whole = (sample.context // sample.batch).bit_count() == 1
+            assert seconds == pytest.approx(sample.seconds, rel=1e-6 if whole else 0.01)
     half, none, every = (
         truth.step_seconds(profile.layouts[0], StepShape(8, 8000, 1000, drafts=drafts, k=4), 0.0)
         for drafts in (16, 0, 32)

@@ -29,7 +29,7 @@ ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_compu
 # fmt: off
 TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     "tests/unit/simulator/modelled/test_choice.py": {
-        f"{CHOICE}:Load.usual": {
+        "pat_vllm.simulator.modelled.batch_time:Load.usual": {
             "vLLM's own limit is a load": {"min(max_num_seqs, USUAL_SEQS)": "max_num_seqs"},
         },
         f"{CHOICE}:_Search.fits": {
@@ -51,7 +51,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     "tests/vllm/test_layout_choice.py": {
         f"{SUPPORT}:_choose_layouts": {
-            "layouts are chosen anew": {"CHOSEN in options": "False"},
+            "layouts are chosen anew": {"chosen(vllm_config)": "False"},
             "what is chosen is not written down": {"_set_options(vllm_config, choice.options, ": "_set_options(vllm_config, {}, "},
         },
     },
@@ -218,7 +218,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     "tests/unit/advice/test_advise.py": {
         "pat_vllm.cli.advise:Question._modelled_rollouts": {
-            "layouts are chosen for the usual load": {"load=Load(self.responses, first.lengths),": ""},
+            "layouts are chosen for the usual load": {"load=Load.of(first),": ""},
         },
     },
     "tests/vllm/memory/test_mixtures.py": {

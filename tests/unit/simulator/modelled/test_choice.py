@@ -15,7 +15,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.simulator.modelled import choice
-from pat_vllm.simulator.modelled.choice import Choice, Load, choose
+from pat_vllm.simulator.modelled.batch_time import Load
+from pat_vllm.simulator.modelled.choice import Choice, choose
 
 A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
 UNKNOWN = Device(48 << 30, "8.9")
@@ -85,15 +86,6 @@ def test_a_load_decides() -> None:
     assert Load.usual(1024, 8, 32768).responses == Load.usual(256, 8, 32768).responses == 2048
     assert Load.usual(16, 8, 32768).responses == 128
     assert max(Load.usual(16, 8, 1024).lengths) <= 768
-
-
-def test_stretches_make_all_tokens() -> None:
-    load = Load(100, [10, 10, 10, 1000])
-    assert sum(tokens for _, tokens, _ in load.stretches) == 1000
-    live = [one for one, *_ in load.stretches]
-    assert live[0] == 100 and live == sorted(live, reverse=True) and len(live) < 40
-    made = sum(live * tokens for live, tokens, _ in load.stretches)
-    assert made == pytest.approx(100 * sum(load.lengths) / 4, rel=0.2)
 
 
 def test_what_is_named_is_kept() -> None:
