@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         "[verl.plugins]\npat = pat_verl.plugin",
     ):
         assert line in points
+    assert metadata.partition("\n\n")[2] == (ROOT / "README.md").read_text()
     for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
         assert f"Provides-Extra: {extra}\n" in metadata
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -73,6 +74,30 @@ def test_every_file_of_the_packages_is_shipped() -> None:
     assert {"pat_vllm", "pat_verl", "pat_openrlhf"} <= shipped
     extras = project["project"]["optional-dependencies"]
     assert {"cpu", "cuda", "ray", "verl", "openrlhf"} <= extras.keys()
+
+
+def test_the_wheel_describes_the_project() -> None:
+    """That it is in the wheel's metadata is in tests/nightly/test_packaging.py."""
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["readme"] == "README.md"
+
+
+def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:
+    """Neither help texts nor errors. Docstrings and comments are for who reads the sources."""
+    cited = []
+    for package in ("pat_vllm", "integrations/verl/pat_verl", "integrations/openrlhf/pat_openrlhf"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            statements = (one for one in ast.walk(tree) if isinstance(one, ast.Expr))
+            docstrings = {id(one.value) for one in statements}
+            cited += [
+                (str(path.relative_to(ROOT)), node.value)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                if id(node) not in docstrings
+                if re.search(r"\bdocs/|CONTRIBUTING\.md|README\.md", node.value)
+            ]
+    assert not cited
 
 
 def test_entry_points_lead_somewhere() -> None:
