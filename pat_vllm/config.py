@@ -26,6 +26,8 @@ LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
 CHOSEN = "pat_chosen"
 """Of `additional_config`, in an engine's config: what was chosen of its layouts, in a line."""
+SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
+"""Of an engine that runs with PAT."""
 MOST_RANKS = 1024
 """Of an engine: more than any has."""
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
@@ -315,6 +317,11 @@ class PATConfig(StrictModel):
                 return (*policy.switch_at.values(), *policy.num_speculative_tokens)
             case _:
                 return ()
+
+
+def runs_pat(vllm_config: Any) -> bool:
+    """Whether an engine of this config runs with PAT."""
+    return bool(vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS)
 
 
 def pat_config(vllm_config: Any) -> PATConfig:

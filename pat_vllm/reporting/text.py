@@ -31,9 +31,7 @@ def describe_report(report: Report) -> str:
     )
     lines.append(f"now in {report.layout}; steps since the start: {steps or 'none'}")
     if report.errors:
-        lines.append(
-            f"{report.errors} switches failed to plan: see the engine's log"
-        )
+        lines.append(f"{report.errors} switches failed to plan: see the engine's log")
     return "\n  ".join([summary(report), *lines])
 
 

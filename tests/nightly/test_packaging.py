@@ -161,7 +161,7 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
         ),
         pytest.param(
             "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
-            "Outputs of all three runs agree",
+            "Outputs of all runs agree",
             "demo.png",
             id="demo",
         ),

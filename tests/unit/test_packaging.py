@@ -11,6 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 STAGES = """
@@ -98,6 +100,20 @@ def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:
                 if re.search(r"\bdocs/|CONTRIBUTING\.md|README\.md", node.value)
             ]
     assert not cited
+
+
+NOISY = "import sys; print('noise\\n' * 300); sys.exit(int(sys.argv[1]))"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_installations_are_quiet_unless_they_fail(status: int) -> None:
+    """What `make venv` runs pip with: two lines, or all of pip's."""
+    quietly = [ROOT / ".ci" / "quietly", "installing", sys.executable, "-c", NOISY, str(status)]
+    done = subprocess.run(quietly, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == status and lines[0] == "installing"
+    assert lines[-1].startswith("installing: failed after" if status else "installing: done in")
+    assert lines.count("noise") == (300 if status else 0)
 
 
 def test_entry_points_lead_somewhere() -> None:

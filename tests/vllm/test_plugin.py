@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,51 @@ def test_stock_configs_are_as_without_the_plugin(
     assert config.compute_hash() == stock.compute_hash()
     assert config.parallel_config.worker_cls == stock.parallel_config.worker_cls
     assert config.scheduler_config.scheduler_cls is None
+
+
+def test_options_that_are_not_read_are_told_of(
+    executor: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When an engine's config is made, once; an engine with PAT, and one without options, say
+    nothing."""
+    from vllm import logger
+
+    logger._print_warning_once.cache_clear()
+    # vLLM sets up its own loggers' handlers anew for each config.
+    monkeypatch.setattr(logging.getLogger("pat_vllm.plugin"), "handlers", [caplog.handler])
+    engine_config("pat", additional_config={"pat": {}})
+    engine_config("mp")
+    for _ in range(2):
+        engine_config("mp", additional_config={"pat": {"policy": {"kind": "static"}}})
+    (line,) = {one for one in caplog.messages if "no effect" in one}
+    assert caplog.messages.count(line) == 1
+    assert line.startswith('additional_config["pat"] has no effect')
+    assert "distributed_executor_backend='mp'" in line and 'backend="pat"' in line
+
+
+def test_calls_on_an_engine_without_pat_name_the_option(executor: Any) -> None:
+    """Before anything is sent to it."""
+    config = engine_config("mp")
+    engine = SimpleNamespace(vllm_config=config)
+    llm: Any = SimpleNamespace(llm_engine=engine)
+    for call in (pat_vllm.report, lambda llm: pat_vllm.switch(llm, 2), speculate_once):
+        with pytest.raises(ValueError, match=WITHOUT_PAT):
+            call(llm)
+    one: Any = engine
+    for coroutine in (
+        pat_vllm.report_async(one),
+        pat_vllm.switch_async(one, 2),
+        pat_vllm.speculate_async(one, 1),
+    ):
+        with pytest.raises(ValueError, match=WITHOUT_PAT):
+            asyncio.run(coroutine)
+
+
+WITHOUT_PAT = "without PAT: distributed_executor_backend='mp'; make it with .*=\"pat\""
+
+
+def speculate_once(llm: Any) -> None:
+    pat_vllm.speculate(llm, 1)
 
 
 IMPORTS = """
