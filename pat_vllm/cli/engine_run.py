@@ -172,7 +172,12 @@ def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, 
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
     else:
         # Threads only spin while they wait for each other when there are more of them than cores.
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        # Numba, which the n-gram drafter uses, would have a thread for each core.
+        threads = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+        }
     defaults = {
         **threads,
         "VLLM_LOGGING_LEVEL": "WARNING",

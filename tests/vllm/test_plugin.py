@@ -120,27 +120,19 @@ def test_options_that_are_not_read_are_told_of(
 
 def test_calls_on_an_engine_without_pat_name_the_option(executor: Any) -> None:
     """Before anything is sent to it."""
-    config = engine_config("mp")
-    engine = SimpleNamespace(vllm_config=config)
+    words = "without PAT: distributed_executor_backend='mp'; make it with .*=\"pat\""
+    engine: Any = SimpleNamespace(vllm_config=engine_config("mp"))
     llm: Any = SimpleNamespace(llm_engine=engine)
-    for call in (pat_vllm.report, lambda llm: pat_vllm.switch(llm, 2), speculate_once):
-        with pytest.raises(ValueError, match=WITHOUT_PAT):
-            call(llm)
-    one: Any = engine
-    for coroutine in (
-        pat_vllm.report_async(one),
-        pat_vllm.switch_async(one, 2),
-        pat_vllm.speculate_async(one, 1),
-    ):
-        with pytest.raises(ValueError, match=WITHOUT_PAT):
-            asyncio.run(coroutine)
-
-
-WITHOUT_PAT = "without PAT: distributed_executor_backend='mp'; make it with .*=\"pat\""
-
-
-def speculate_once(llm: Any) -> None:
-    pat_vllm.speculate(llm, 1)
+    calls: list[tuple[Any, Any, list[int]]] = [
+        (pat_vllm.report, pat_vllm.report_async, []),
+        (pat_vllm.switch, pat_vllm.switch_async, [2]),
+        (pat_vllm.speculate, pat_vllm.speculate_async, [1]),
+    ]
+    for call, call_async, arguments in calls:
+        with pytest.raises(ValueError, match=words):
+            call(llm, *arguments)
+        with pytest.raises(ValueError, match=words):
+            asyncio.run(call_async(engine, *arguments))
 
 
 IMPORTS = """

@@ -137,7 +137,7 @@ def test_environment_binds_ranks_and_respects_the_user() -> None:
     assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
     crowded = environment(100_000, {})
     assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert crowded["OMP_NUM_THREADS"] == "1"
+    assert crowded["OMP_NUM_THREADS"] == crowded["NUMBA_NUM_THREADS"] == "1"
     mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
     assert "VLLM_CPU_KVCACHE_SPACE" not in mine
