@@ -276,9 +276,9 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
 def main(request: str, answers: str) -> None:
     """The child: files in, files out."""
     values = json.loads(Path(request).read_text())
-    batches = {name: Batch(**values.pop(name)) for name in ("batch", "warm_up")}
+    batch, warm_up = (Batch(**values.pop(name)) for name in ("batch", "warm_up"))
     with Path(answers).open("a") as lines:
-        for result in serve(RunSpec(**values, **batches)):
+        for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
             print(result.to_json(), file=lines, flush=True)
 
 

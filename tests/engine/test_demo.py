@@ -28,8 +28,7 @@ def check_demo(
     # As a user has it, rather than as conftest.py sets it: a core for each rank.
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    batch = ("--requests", "10", "--max-tokens", "60", "--switch-at", "3")
-    batch += ("--rounds", "2")
+    batch = ("--requests", "10", "--max-tokens", "60", "--switch-at", "3", "--rounds", "2")
     code, text, image = demo_command(folder, random_model(model), *batch, *options)
     assert code == 0, text
     assert "Outputs of all runs agree" in text
