@@ -232,22 +232,20 @@ def spread(runs: Sequence[RunResult]) -> float:
 
 
 def table_rows(results: Runs) -> list[tuple[str, ...]]:
-    """Cells of the table: label, layouts, seconds, of all rounds, tokens/s, relative time,
-    switches, stall."""
+    """Cells of the table: label, layouts, seconds, spread, relative time, switches, stall."""
     best_static = min(typical(runs).seconds for _, runs in results[:2])
     return [
         (
             contender.label,
             contender.layouts,
             f"{one.seconds:.2f}",
-            f"{min(seconds):.2f}-{max(seconds):.2f}",
-            f"{one.tokens / one.seconds:.0f}",
+            f"{spread(runs):.0%}",
             f"{one.seconds / best_static:.2f}",
             str(len(one.switches)),
             f"{1e3 * sum(s.seconds for s in one.switches):.0f}" if one.switches else "-",
         )
         for contender, runs in results
-        for one, seconds in ((typical(runs), [each.seconds for each in runs]),)
+        for one in (typical(runs),)
     ]
 
 
@@ -296,15 +294,17 @@ def show(console: Console, results: Runs) -> None:
     """Print the table and the timeline of the last contender."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
-    table.add_column("layout")
-    columns = ("seconds", "rounds", "tokens/s", "vs static", "switches", "stall ms")
-    for heading in columns:
+    table.add_column("layout", min_width=10)
+    for heading in ("seconds", "spread", "vs static", "switches", "stall ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in table_rows(results):
         table.add_row(*row)
     console.print(table)
     console.print("Same batch and engine, taking turns. seconds: generation, median of the rounds;")
-    console.print("vs static: relative to the faster static layout; stall: while switching.")
+    console.print(
+        "spread: from the fastest to the slowest round; vs static: relative to the faster"
+    )
+    console.print("static layout; stall: while switching.")
     last, runs = results[-1]
     if any(one.drafts for one in runs):
         console.print(drafts_of(results))

@@ -149,9 +149,9 @@ def test_what_is_shown() -> None:
     assert RESULTS[2].spans == ((ONE, 0.0, 4.0), (TWO, 4.0, 8.0))
     assert RESULTS[1].spans == ((TWO, 0.0, 10.0),)
     assert table_rows(runs()) == [
-        ("replicas", "tp1dp2", "12.00", "11.76-12.24", "0", "1.20", "0", "-"),
-        ("one group", "tp2dp1", "10.00", "9.80-10.20", "1", "1.00", "0", "-"),
-        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "7.84-8.16", "1", "0.80", "1", "250"),
+        ("replicas", "tp1dp2", "12.00", "4%", "1.20", "0", "-"),
+        ("one group", "tp2dp1", "10.00", "4%", "1.00", "0", "-"),
+        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "4%", "0.80", "1", "250"),
     ]
     lines = draw_timeline(RESULTS[2], width=16)
     assert lines[:4] == [
