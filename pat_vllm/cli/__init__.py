@@ -1,9 +1,11 @@
 """The `pat-vllm` command."""
 
 import multiprocessing
+from typing import Annotated
 
 import typer
 
+from pat_vllm import __version__
 from pat_vllm.cli.commands.advise import advise_user
 from pat_vllm.cli.commands.demo import run_demo
 from pat_vllm.cli.commands.doctor import run_doctor
@@ -32,10 +34,22 @@ app.command("advise")(advise_user)
 app.command("plot")(plot_report)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pat-vllm {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Tensor parallelism that changes during generation."""
-    # Without a callback, Typer would turn an only command into the program itself.
 
 
 _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}

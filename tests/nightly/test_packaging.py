@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         "[verl.plugins]\npat = pat_verl.plugin",
     ):
         assert line in points
+    assert metadata.partition("\n\n")[2] == (ROOT / "README.md").read_text()
     for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
@@ -160,7 +161,7 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
         ),
         pytest.param(
             "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
-            "Outputs of all three runs agree",
+            "Outputs of all runs agree",
             "demo.png",
             id="demo",
         ),

@@ -126,9 +126,10 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
 
     monkeypatch.setattr(engine_run.subprocess, "Popen", start)
-    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, *[engine_run.Batch((), ())] * 2)
+    nothing = engine_run.Batch((), ())
+    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, nothing, nothing)
     with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
-        engine_run.run(spec)
+        next(engine_run.run(spec))
     monkeypatch.setattr(advise, "ProcessPoolExecutor", lambda *_: start([]))
     question = advise.Question("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):

@@ -25,7 +25,7 @@ def advise_user(
         Path | None,
         typer.Option(
             help="Earlier rollouts: a JSON array of lengths, one per line, or JSON lines of a "
-            "trainer's dump (docs/advise.md)."
+            "trainer's dump."
         ),
     ] = None,
     shape: Annotated[

@@ -274,11 +274,23 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the first untested version passes": {"first <= version < past": "first <= version <= past"},
             "0 allows untested versions": {'os.environ.get(ALLOW_UNTESTED) == "1"': "os.environ.get(ALLOW_UNTESTED)"},
         },
+        f"{PLUGIN}:_warn_of_unread_options": {
+            "options that are not read are passed over": {'and "pat" in options': 'and "PAT" in options'},
+        },
+        "pat_vllm.api:_check_runs_pat": {
+            "a call is sent to an engine without PAT": {"if not runs_pat(vllm_config):": "if False:"},
+        },
         f"{PLUGIN}:register": {
             "vLLM never looks at vision models": {"if is_without_vision_and_audio():": "if True:"},
         },
         f"{PLUGIN}:_executor_class": {
             "executors given as a class are not prepared": {'getattr(chosen, "is_pat", False)': "vllm_config.parallel_config.distributed_executor_backend == BACKEND"},
+        },
+    },
+    "tests/unit/cli/test_demo.py": {
+        "pat_vllm.cli.demo:verdict": {
+            "noise is a gain": {"if abs(change) <= noise:": "if False:"},
+            "figures of a busy machine are compared": {"if spread(runs) > _MOST_SPREAD:": "if False:"},
         },
     },
     "tests/vllm/worker/test_layout_config.py": {
