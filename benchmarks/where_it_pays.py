@@ -85,8 +85,8 @@ def ask(cell: Cell) -> Answer:
         advice.gain,
         advice.pays,
         f"{side.side.layout}, {side.side.drafts}",
-        side.result.seconds / count,
-        advice.ours.result.seconds / count,
+        sum(side.seconds) / count,
+        sum(advice.ours.seconds) / count,
         time.perf_counter() - began,
     )
 

@@ -1,4 +1,4 @@
-"""Measured decode steps as a profile for `pat-vllm simulate --profile`.
+"""Measured decode steps as a profile for `pat-vllm advise --profile`.
 
     python -m benchmarks.gpu.profiles RESULTS.json
 

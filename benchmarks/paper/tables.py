@@ -23,8 +23,8 @@ from benchmarks.paper.policy import (
     SWITCH_SECONDS,
     PaperSetting,
 )
+from benchmarks.paper.show import make_batches, rounded, show, title_of
 from pat_vllm.cli.results import table, to_json
-from pat_vllm.cli.simulate import make_batches, rounded, show, title_of
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
@@ -100,8 +100,8 @@ def simulate_settings(
     console.print(shown)
     console.print(NOTES)
     if output_dir is not None:
+        from benchmarks.paper.batch_plot import plot_comparison
         from benchmarks.paper.plot import plot_paper
-        from pat_vllm.cli.simulate_plot import plot_comparison
 
         output_dir.mkdir(parents=True, exist_ok=True)
         content = [

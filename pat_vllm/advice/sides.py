@@ -12,11 +12,13 @@ from itertools import chain as concatenated
 from itertools import product
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.policy import SchedulePolicy
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.compare import PAT, PolicyResult, Replayer
 from pat_vllm.simulator.modelled.hardware import measured_noise
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS, tuned_schedule
@@ -49,7 +51,7 @@ class Side:
     own_limits: bool = False
 
     def __str__(self) -> str:
-        return f"static {self.layout}, {self.drafts}" if self.layout else f"{PAT}, {self.drafts}"
+        return f"static {self.layout}, {self.drafts}" if self.layout else f"PAT, {self.drafts}"
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Rollouts:
         }
         return self.static.model_copy(update=limits)
 
-    def replay(self, task: Task) -> tuple[SimulatedRun, ...]:
+    def replay(self, task: Task) -> tuple[SimulatedReport, ...]:
         """The reported batches of a task.
 
         Raises:
@@ -125,13 +127,19 @@ class Rollouts:
         reported = reported[:1] if task.screening else reported
         if side.layout is None:
             lengths = (0,) if side.drafts == PLAIN else self.draft_lengths
-            replayer = Replayer(self.profile, reported, [first])
-            policy = replayer.adaptive(self.profile, draft_lengths=lengths)
-            return replayer.replay(str(side), policy, self.truth).runs
-        profile = self.with_own_limits if side.own_limits else self.static
+            policy: Policy = AdaptivePolicy(
+                self.profile,
+                bound=max(batch.max_tokens for batch in reported),
+                draft_lengths=lengths,
+                # The time that planning takes here is not the simulated engine's.
+                timer=lambda: 0.0,
+            )
+            capacity = ReplicaCapacity.of(self.profile)
+            return tuple(simulate_batches((first, *reported), policy, self.truth, capacity)[1:])
+        capacity = ReplicaCapacity.of(self.with_own_limits if side.own_limits else self.static)
         schedule = self.schedule(side.layout, side.drafts)
-        static = SchedulePolicy(side.layout, (), {side.layout: schedule})
-        return Replayer(profile, reported).replay(str(side), static, self.truth).runs
+        policy = SchedulePolicy(side.layout, (), {side.layout: schedule})
+        return tuple(simulate_batches(reported, policy, self.truth, capacity))
 
     def schedule(self, layout: Layout, drafts: str) -> Schedule:
         most = self.static.max_num_seqs[layout.tp]
@@ -155,7 +163,7 @@ def with_room(profile: Profile, tokens: int) -> Profile:
     )
 
 
-Run = Callable[[Sequence[Task]], Iterable[tuple[SimulatedRun, ...]]]
+Run = Callable[[Sequence[Task]], Iterable[tuple[SimulatedReport, ...]]]
 """Replays tasks, the longest first; yields their runs in the same order."""
 
 
@@ -183,12 +191,12 @@ class Replayed:
     """A side, and what became of it in each reported batch."""
 
     side: Side
-    result: PolicyResult
+    runs: tuple[SimulatedReport, ...]
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of each reported batch."""
-        return tuple(run.seconds for run in self.result.runs)
+        return tuple(run.seconds for run in self.runs)
 
 
 def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
@@ -231,10 +239,10 @@ def replay(rollouts: Rollouts, run: Run | None = None) -> Sides:
 
     def whole(side: Side) -> Replayed:
         in_row = (one for chain in chains for one in runs[Task(side, chain)])
-        return Replayed(side, PolicyResult(str(side), tuple(in_row)))
+        return Replayed(side, tuple(in_row))
 
     def best(sides: Iterable[Side]) -> Replayed:
-        return min(map(whole, sides), key=lambda one: one.result.seconds)
+        return min(map(whole, sides), key=lambda one: sum(one.seconds))
 
     ours = whole(pat)
     ours_plain = ours if pat == pat_plain else whole(pat_plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -104,7 +105,7 @@ class Advice:
     @property
     def path(self) -> str:
         """PAT's layouts in the last batch, and the live requests at which it went there."""
-        run = self.ours.result.runs[-1]
+        run = self.ours.runs[-1]
         went = (f"{one.target} at {one.num_seqs}" for one in run.switches_on_the_way)
         return ", ".join((f"begins in {run.timeline[0].layout}", *went))
 
@@ -128,7 +129,9 @@ class Advice:
             "best_static": _to_json(sides.static),
             "pat": {
                 **_to_json(self.ours),
-                "switches_per_batch": self.ours.result.switches,
+                "switches_per_batch": statistics.mean(
+                    len(run.switches_on_the_way) for run in self.ours.runs
+                ),
                 "last_batch": self.path,
             },
             "comes_from": {

@@ -29,7 +29,7 @@ from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.choice import Load, choose
 from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import GENERATORS, MOST_TOKENS, LengthTrace
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 from pat_vllm.text_only import starting_with_safe_path
@@ -255,7 +255,7 @@ def answer(question: Question, processes: int = 1) -> Advice:
                 )
             )
 
-            def run(tasks: Sequence[Task]) -> Iterable[tuple[SimulatedRun, ...]]:
+            def run(tasks: Sequence[Task]) -> Iterable[tuple[SimulatedReport, ...]]:
                 return pool.map(_replay, tasks)
 
         return advise(rollouts, replay(rollouts, run))
@@ -270,7 +270,7 @@ def _begin(rollouts: Rollouts) -> None:
     _rollouts = rollouts
 
 
-def _replay(task: Task) -> tuple[SimulatedRun, ...]:
+def _replay(task: Task) -> tuple[SimulatedReport, ...]:
     return _rollouts.replay(task)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pat_vllm.advice.text import heading, rows, verdict
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.cli.simulate_plot import spans
 from pat_vllm.reporting.plot import (
     SWITCH_COLOUR,
     draw_live,
@@ -24,13 +23,13 @@ def plot_advice(advice: Advice, path: Path) -> None:
     iteration on every side below."""
     kind = "modelled" if advice.modelled else "simulated"
     sides = list(rows(advice))
-    ours, static = advice.ours.result.runs[-1], advice.sides.static.result.runs[-1]
+    ours, static = advice.ours.runs[-1], advice.sides.static.runs[-1]
     figure, (above, below) = new_figure(10, [4.7, 0.3 * len(sides) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
     colour = layout_colours(advice.rollouts.profile.layouts)
-    used = {layout for layout, _, _ in spans(ours)}
-    bands = layout_bands(above, spans(ours), {one: colour[one] for one in sorted(used)})
+    used = {layout for layout, _, _ in ours.spans}
+    bands = layout_bands(above, ours.spans, {one: colour[one] for one in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):
         live = [(sample.at - run.began, sample.num_seqs) for sample in run.timeline]
         draw_live(above, live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")

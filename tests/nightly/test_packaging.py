@@ -152,11 +152,11 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
     ("command", "words", "file"),
     [
         pytest.param(
-            "simulate --profile profile.json --requests 8 --iterations 1 --max-tokens 256 "
-            "--output-dir out",
-            "",
-            "out/simulate.png",
-            id="simulate",
+            "advise --profile profile.json --responses 8 --iterations 2 --max-tokens 256 --all "
+            "--plot advice.png",
+            "static tp2dp2",
+            "advice.png",
+            id="advise",
         ),
         pytest.param(
             "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",

@@ -33,7 +33,6 @@ SMALL = {"--max-tokens": "32", "--iterations": "2", "--seed": "1"}
 BASES: dict[str, dict[str, str]] = {
     "advise": {"--model": "config.json", "--gpu": "H100", "--gpus": "2", **SMALL}
     | {"--responses": "4", "--processes": "1"},
-    "simulate": {"--profile": "profile.json", "--requests": "4", **SMALL},
     "plot": {"": "report.json"},
     "profile": {"": "nowhere"},
     "doctor": {"--model": "config.json", "--gpu": "H100"},
@@ -43,9 +42,9 @@ BASES: dict[str, dict[str, str]] = {
 """A short run of each command, by options; "" is the argument."""
 READS = {
     "config.json": (("advise", "--model"), ("doctor", "--model"), ("demo", "--ranks")),
-    "profile.json": (("simulate", "--profile"), ("advise", "--profile")),
+    "profile.json": (("advise", "--profile"),),
     "report.json": (("plot", ""),),
-    "lengths.json": (("simulate", "--lengths"), ("advise", "--lengths")),
+    "lengths.json": (("advise", "--lengths"),),
 }
 """Which commands read a file, by which option."""
 ODD = ["", "0", "-1", "1", "nan", "inf", "-inf", "1e999", "9" * 20, "-" + "9" * 400, "9" * 5000]
