@@ -25,7 +25,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SchedulePolicy
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting.plot import LAYOUT_COLOURS
-from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace, generator
 from pat_vllm.simulator.truth import ReplayedTruth
@@ -183,7 +183,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
 
 def _profile(setting: Setting, static: bool = False) -> Profile:
     """Of PAT's engine, or of static ones."""
-    return named_profile(
+    return modelled_profile(
         setting.model,
         setting.gpu,
         setting.ranks,

@@ -28,7 +28,7 @@ from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.choice import Load, choose
-from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, named_profile
+from pat_vllm.simulator.modelled.hardware import NODE_SIZE, config_file, modelled_profile
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import GENERATORS, MOST_TOKENS, LengthTrace
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
@@ -129,7 +129,7 @@ class Question:
 
     def _modelled(self, **options: Any) -> Profile:
         assert self.model is not None and self.gpu is not None
-        return named_profile(
+        return modelled_profile(
             self.model,
             self.gpu,
             self.gpus,

@@ -22,7 +22,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 SMALL = Question("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
 
@@ -323,6 +323,6 @@ def test_missing_options_and_steps_are_named(tmp_path: Path) -> None:
     for arguments, missing in (((), "--gpu"), (("--gpu", "H100"), "--model")):
         code, text = invoke("advise", *arguments)
         assert code == 2 and f"{missing} is missing; name a modelled GPU" in text
-    named_profile("llama-3.1-8b", "H100", 2).save(tmp_path / "plain.json")
+    modelled_profile("llama-3.1-8b", "H100", 2).save(tmp_path / "plain.json")
     code, text = invoke("advise", "--profile", str(tmp_path / "plain.json"), "--acceptance", "0.5")
     assert code == 2 and "has no steps with drafts" in text

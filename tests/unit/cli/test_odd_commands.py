@@ -22,7 +22,7 @@ from pat_vllm.cli import app
 from pat_vllm.files.digest import DIGEST, with_digest
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.reporting import LiveSample, Report
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,7 +76,7 @@ PROGRAM: Any = typer.main.get_command(app)
 def contents() -> dict[str, Any]:
     live = tuple(LiveSample(float(at), (ONE, TWO)[at % 2], 8 - at) for at in range(8))
     report = json.loads(Report(ONE, (ONE, TWO), (switch_report(1.0),), (), live).to_json())
-    profile = named_profile("llama-3.1-8b", "H100", 2)
+    profile = modelled_profile("llama-3.1-8b", "H100", 2)
     few = profile.model_copy(update={"steps": profile.steps[::7], "switches": profile.switches[:2]})
     return {
         "config.json": dict(MODEL_SHAPES["qwen3-30b-a3b"]),

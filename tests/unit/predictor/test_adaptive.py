@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
@@ -23,7 +24,8 @@ from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth, Truth
+from pat_vllm.simulator.truth import ReplayedTruth, Truth
+from tests.support.truths import DriftingTruth
 from tests.unit.predictor.examples import (
     BOUND,
     GROUP,
