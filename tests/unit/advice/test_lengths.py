@@ -60,7 +60,7 @@ def test_every_format_is_read(
         ("a.json", "[3, 2.5]", "got 2.5"),
         ("a.json", "[3, 4", "line 1 is no JSON .* expected a JSON array"),
         ("a.txt", "12\ntwelve\n", "line 2 must be one length in tokens, got 'twelve'"),
-        ("a.txt", "12\n-3\n", "lengths of trace 'a' must be 1 to"),
+        ("a.txt", "12\n-3\n", "lengths.1: Input should be greater than or equal to 1"),
         ("a.jsonl", '{"response_length": 3}\n{"response', "line 2 is no JSON"),
         ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
