@@ -27,8 +27,8 @@ from pat_vllm.files.reading import (
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.state import Floats, Ints
 
-_PROMPT = (64, 512)
-"""Shortest and longest synthetic prompt, in tokens."""
+_SHORTEST_PROMPT, LONGEST_PROMPT = 64, 512
+"""Of synthetic prompts, in tokens."""
 
 _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
@@ -108,7 +108,9 @@ class LengthTrace:
         groups = range(len(cut)) if groups is None else groups
         # A stream of its own, so that prompts do not change with how lengths are drawn.
         random = np.random.default_rng((seed, 1))
-        tokens = random.integers(*_PROMPT, size=max(groups, default=0) + 1, endpoint=True)
+        tokens = random.integers(
+            _SHORTEST_PROMPT, LONGEST_PROMPT, size=max(groups, default=0) + 1, endpoint=True
+        )
         prompts = tuple(int(tokens[group]) for group in groups)
         return cls(name, cut, (), tuple(groups), prompts, max_tokens)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.files.reading import read_json_object, shown
-from pat_vllm.gpus import GPUS, Device, gpu_named
+from pat_vllm.gpus import GPUS, NODE_SIZE, Device, gpu_named
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
@@ -35,9 +35,6 @@ from pat_vllm.simulator.modelled.figures import (
     STEP_OVERHEAD,
 )
 from pat_vllm.simulator.modelled.roofline import Machine
-
-NODE_SIZE = 8
-"""GPUs of a node, of those that are modelled here; tensor parallelism does not span nodes."""
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

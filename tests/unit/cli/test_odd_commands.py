@@ -44,7 +44,7 @@ READS = {
     "config.json": (("advise", "--model"), ("doctor", "--model"), ("demo", "--ranks")),
     "profile.json": (("advise", "--profile"),),
     "report.json": (("plot", ""),),
-    "lengths.json": (("advise", "--lengths"),),
+    "lengths.json": (("advise", "--lengths"), ("advise", "--trace")),
 }
 """Which commands read a file, by which option."""
 ODD = ["", "0", "-1", "1", "nan", "inf", "-inf", "1e999", "9" * 20, "-" + "9" * 400, "9" * 5000]
@@ -199,5 +199,7 @@ def test_odd_files(given: tuple[str, tuple[str, str], list[tuple[tuple[Any, ...]
     if option not in ("--ranks",):
         options[option] = name
     if option == "--profile":
-        options = {key: one for key, one in options.items() if key not in ("--model", "--gpu")}
+        options = {
+            key: one for key, one in options.items() if key not in ("--model", "--gpu", "--gpus")
+        }
     run(command, options)
