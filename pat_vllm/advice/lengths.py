@@ -1,8 +1,8 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
-A file may be a JSON array of lengths, one length per line, a trace as `pat-vllm simulate` takes it,
-the `lengths_file` of an engine, or JSON lines with a record per response, as trainers' dumps have
-them:
+A file may be a JSON array of lengths, one length per line, a trace as `load_trace` takes it (its
+arrivals are left out), the `lengths_file` of an engine, or JSON lines with a record per response,
+as trainers' dumps have them:
 
 * `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
   rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and

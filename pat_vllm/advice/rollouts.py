@@ -92,7 +92,8 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
         ValueError: an option or a file is wrong, or cannot be read.
     """
     engine = engine_of(options)
-    chains = _chains(options, engine.key.get("max_model_len"))
+    limit = engine.key.get("max_model_len")
+    chains = _chains(options, limit if isinstance(limit, int) else None)
     # As vLLM's max_model_len, which a replica's memory has to hold.
     longest = max(
         max(batch.num_prompt_tokens) + batch.max_tokens for chain in chains for batch in chain
@@ -232,10 +233,10 @@ def _longest(
         return most, prompt or LONGEST_PROMPT
     if not prompt:  # they are made up
         room = max_model_len - (options.max_tokens or 0)
-        prompt = min(LONGEST_PROMPT, room if options.max_tokens else room // 4)
+        prompt = max(1, min(LONGEST_PROMPT, room if options.max_tokens else room // 4))
     if options.max_tokens is None:
         most = min(most, max_model_len - prompt)
-    _check_room(max(1, prompt) + max(1, most), max_model_len)
+    _check_room(prompt + max(1, most), max_model_len)
     return most, prompt
 
 

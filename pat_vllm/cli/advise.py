@@ -81,12 +81,14 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
     console.print(f"PAT in the last iteration ({kind}): {advice.path}.")
     parts = Table(title=PARTS, title_justify="left")
     parts.add_column("part", no_wrap=True)
-    for column in (f"saves, {kind}", f"95% interval, {kind}"):
+    single = len(advice.rollouts.batches) == 1
+    for column in [f"saves, {kind}", f"95% interval, {kind}"][: 1 if single else 2]:
         parts.add_column(column, justify="right")
     parts.add_column("compared")
     for name, source in advice.sources.items():
         mean, low, high, *_ = percents(source.gain)
-        parts.add_row(name, mean, f"{low} to {high}", source.meaning)
+        interval = [] if single else [f"{low} to {high}"]
+        parts.add_row(name, mean, *interval, source.meaning)
     console.print(parts)
     console.print(
         "Settings:" if advice.pays else "Settings of the best static layout, without PAT:"

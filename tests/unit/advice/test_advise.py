@@ -397,6 +397,11 @@ def test_errors_name_option_value_and_what_is_allowed(
     assert code == 2 and message in text
 
 
+def test_help_has_the_ranges() -> None:
+    code, text = invoke("advise", "--help")
+    assert code == 0 and "From 2 to 8." in text and "[default: 8]" in text
+
+
 def test_missing_options_and_steps_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--gpus is 9; allowed is 2 to 8"):
         AdviseOptions(gpus=9)
