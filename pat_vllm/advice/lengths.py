@@ -52,13 +52,11 @@ class EarlierRollouts:
         name: of the file.
         lengths: tokens of each response.
         num_prompt_tokens: of each response's prompt; empty where the file does not tell.
-        counted: whether the tokens were counted from text.
     """
 
     name: str
     lengths: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...] = ()
-    counted: bool = False
 
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
         """A batch of responses drawn from these, with replacement; longer ones are cut short."""
@@ -95,7 +93,6 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
         path.name,
         tuple(length for part in parts for length in part.lengths),
         tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
-        any(part.counted for part in parts),
     )
 
 
@@ -217,7 +214,7 @@ def _of_texts(
     lengths = tuple(max(1, tokens) for tokens in count(texts))
     told = len(prompts) == len(texts)
     of_prompts = tuple(max(1, tokens) for tokens in count(prompts)) if told else ()
-    return EarlierRollouts(path.stem, lengths, of_prompts, counted=True)
+    return EarlierRollouts(path.stem, lengths, of_prompts)
 
 
 def _whole_numbers(at: str, name: str, value: Any) -> list[int]:

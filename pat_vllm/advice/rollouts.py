@@ -91,9 +91,22 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
     Raises:
         ValueError: an option or a file is wrong, or cannot be read.
     """
+    trace = None
+    if options.trace is not None:
+        options.refuse_beside(
+            "trace", ("lengths", "shape", "responses", "max_tokens", "iterations", "seed")
+        )
+        trace = load_trace(options.trace)
+        options = replace(options, acceptance=options.acceptance or trace.acceptance)
     engine = engine_of(options)
     limit = engine.key.get("max_model_len")
-    chains = _chains(options, limit if isinstance(limit, int) else None)
+    limit = limit if isinstance(limit, int) else None
+    if trace is None:
+        chains = _drawn(options, limit)
+    else:
+        both = zip(trace.num_prompt_tokens, trace.lengths, strict=True)
+        _check_room(max(map(sum, both)), limit)
+        chains = ((replace(trace, acceptance=options.acceptance),) * 2,)
     # As vLLM's max_model_len, which a replica's memory has to hold.
     longest = max(
         max(batch.num_prompt_tokens) + batch.max_tokens for chain in chains for batch in chain
@@ -198,19 +211,11 @@ def _chosen(options: AdviseOptions, alone: Profile, first: LengthTrace, longest:
 # -------------------------------------------------------------------- responses
 
 
-def _chains(
+def _drawn(
     options: AdviseOptions, max_model_len: int | None
 ) -> tuple[tuple[LengthTrace, ...], ...]:
-    """Iterations in rows, as `Rollouts.chains`; `max_model_len` is the profiled engine's."""
-    if options.trace is not None:
-        options.refuse_beside(
-            "trace", ("lengths", "shape", "responses", "max_tokens", "iterations", "seed")
-        )
-        trace = load_trace(options.trace)
-        trace = replace(trace, acceptance=options.acceptance or trace.acceptance)
-        both = zip(trace.num_prompt_tokens, trace.lengths, strict=True)
-        _check_room(max(map(sum, both)), max_model_len)
-        return ((trace, trace),)
+    """Iterations drawn from a file or a shape, in rows as `Rollouts.chains`; `max_model_len` is
+    that of the profiled engine."""
     earlier = None
     if options.lengths is not None:
         earlier = read_rollouts(options.lengths, _token_counter(options))

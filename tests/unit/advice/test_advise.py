@@ -245,12 +245,14 @@ def test_prompt_and_response_fit_into_the_profiled_engine(tmp_path: Path) -> Non
 def test_traces_are_replayed_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     arrivals = [0.0, 0.0, 0.5, 3.0]
-    file.write_text(json.dumps({"lengths": [30, 200, 40, 90], "arrivals": arrivals}))
+    content = {"lengths": [30, 200, 40, 90], "arrivals": arrivals, "acceptance": 0.8}
+    file.write_text(json.dumps(content))
     advice = advise(AdviseOptions("llama-3.1-8b", "A40", 2, trace=file, all_layouts=True))
     (trace,) = advice.rollouts.batches
     assert (trace.lengths, trace.arrivals) == ((30, 200, 40, 90), tuple(arrivals))
     (report,) = advice.reports(advice.static)
     assert all(end > at for end, at in zip(report.finished, arrivals, strict=True))
+    assert trace.acceptance == 0.8 and advice.static.drafts != "k = 0"
     assert advice.gain.low == advice.gain.mean == advice.gain.most
     assert "of this trace alone" in verdict(advice) and "interval" not in verdict(advice)
     assert "trace of 4 responses of up to 200 tokens" in heading(advice)

@@ -49,7 +49,6 @@ def test_every_format_is_read(
     file.write_text(text)
     rollouts = read_rollouts(file, words)
     assert (rollouts.lengths, rollouts.num_prompt_tokens) == (lengths, prompts)
-    assert rollouts.counted == ("output" in text)
 
 
 @pytest.mark.parametrize(
