@@ -14,7 +14,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import LayoutSteps, Report
-from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests
+from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests, _summed
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from tests.support.schedules import FollowSchedule, LayoutSchedule
@@ -40,6 +40,12 @@ def test_replicas_run_freely() -> None:
     assert run.tokens == 8
     assert run.steps == {ONE: LayoutSteps(8, 8.0, 1.0)}
     assert [(s.at, s.num_seqs) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
+
+
+def test_steps_of_chunks_are_summed() -> None:
+    """The median is that of steps, not of chunks: four of the seven take one second."""
+    assert _summed([(1, 5.0), (2, 6.0), (4, 4.0)]) == LayoutSteps(7, 15.0, 1.0)
+    assert _summed([(3, 9.0)]) == LayoutSteps(3, 9.0, 3.0)
 
 
 def test_switch_and_return_home() -> None:
