@@ -127,7 +127,8 @@ def _of_an_engine(path: Path) -> EarlierRollouts:
     """What an engine would expect of a batch's responses, from its `lengths_file`."""
     if not (lengths := learnt(path)):
         raise ValueError(
-            f"{name_of(path)} was kept by an engine that has seen no response; run one first"
+            f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
+            "first. Requests with ignore_eos do not count: their lengths are prescribed"
         )
     return EarlierRollouts(path.stem, lengths)
 

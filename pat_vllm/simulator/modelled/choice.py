@@ -3,8 +3,8 @@
 Where the GPU is known, a batch is played in each set of layouts that may be kept, by modelled step
 and switch times and with the KV cache that the set leaves. Requests advance together, in stretches
 in which about as many are live; each stretch is in the layout that the best path has there. Where
-the GPU is not known, a rule decides by memory. The same in an engine's front end, `advise`,
-`doctor` and `simulate`.
+the GPU is not known, a rule decides by memory. The same in an engine's front end, `advise`
+and `doctor`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def test_history_of_an_engine_is_read(tmp_path: Path) -> None:
     model = LengthModel(4096)
     file = tmp_path / "lengths.json"
     kept.save(file, model)
-    with pytest.raises(ValueError, match="has seen no response"):
+    with pytest.raises(ValueError, match="has learnt from no response; run one first"):
         read_rollouts(file)
     seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
     for length in seen.tolist():
