@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,9 +20,10 @@ from typing import Annotated
 
 import typer
 
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents
-from pat_vllm.advice.verdict import Gain
-from pat_vllm.cli.advise import Question, answer
+from pat_vllm.advice.verdict import advise
 from pat_vllm.cli.results import table, to_json
 
 GPUS = ("A40", "H100", "H200")
@@ -78,8 +80,8 @@ class Answer:
 def ask(cell: Cell) -> Answer:
     """Simulate a cell."""
     began = time.perf_counter()
-    advice = answer(
-        Question(
+    advice = advise(
+        AdviseOptions(
             cell.model,
             cell.gpu,
             RANKS,
@@ -90,14 +92,13 @@ def ask(cell: Cell) -> Answer:
             iterations=cell.iterations,
         )
     )
-    side, count = advice.sides.static, len(advice.rollouts.batches)
     return Answer(
         advice.gain,
         advice.pays,
-        f"{side.side.layout}, {side.side.drafts}",
+        f"{advice.static.layout}, {advice.static.drafts}",
         str(advice.rollouts.profile.layouts[0]),
-        side.result.seconds / count,
-        advice.ours.result.seconds / count,
+        statistics.mean(advice.seconds(advice.static)),
+        statistics.mean(advice.seconds(advice.ours)),
         time.perf_counter() - began,
     )
 

@@ -12,7 +12,6 @@ from pat_vllm.cli.commands.doctor import run_doctor
 from pat_vllm.cli.commands.plot import plot_report
 from pat_vllm.cli.commands.profile import take_engine_profile
 from pat_vllm.cli.commands.random_model import write_random_model
-from pat_vllm.cli.commands.simulate import run_simulation
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:
@@ -29,7 +28,6 @@ app.command("random-model")(write_random_model)
 app.command("demo")(run_demo)
 app.command("doctor")(run_doctor)
 app.command("profile")(take_engine_profile)
-app.command("simulate")(run_simulation)
 app.command("advise")(advise_user)
 app.command("plot")(plot_report)
 

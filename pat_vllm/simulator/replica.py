@@ -352,5 +352,5 @@ class SimulatedReplica:
 def _too_long(tp: int, tokens: int) -> ValueError:
     return ValueError(
         f"tp={tp}: a replica's memory cannot hold the KV of a request of {tokens} tokens; "
-        "simulate with larger kv_tokens"
+        "shorten the responses, or take a profile with larger kv_tokens"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -242,59 +241,3 @@ def repeats_of(sample: StepSample) -> Sequence[float]:
         return times
     extremes = [sample.low, sample.high][: sample.repeats - 1]
     return [*extremes, *[sample.seconds] * (sample.repeats - len(extremes))]
-
-
-@dataclass(frozen=True)
-class ScaledTruth:
-    """Steps take `steps[layout]` times as long as in `base`, switches `switches` times.
-
-    For a policy whose profile is wrong.
-    """
-
-    base: Truth
-    steps: Mapping[Layout, float] = field(default_factory=dict)
-    switches: float = 1.0
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.steps.get(layout, 1.0) * self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(
-        self, source: Layout, target: Layout, live: Number, tokens: Number
-    ) -> Number:
-        return self.switches * self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class DriftingTruth:
-    """A machine that slows down: steps take `1 + slowdown` times as long after `over` seconds,
-    less before, in proportion, and no more after."""
-
-    base: Truth
-    slowdown: float
-    over: float
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
-        return drift * self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(
-        self, source: Layout, target: Layout, live: Number, tokens: Number
-    ) -> Number:
-        return self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class FixedSwitches:
-    """Every switch that carries requests takes `seconds`; the way home of an idle engine takes
-    what it takes in `base`."""
-
-    base: Truth
-    seconds: float
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
-        if source == target or not np.any(live):
-            return self.base.switch_seconds(source, target, live, tokens)
-        return self.seconds

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pat_vllm import text_only
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.support.models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,11 +153,11 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
     ("command", "words", "file"),
     [
         pytest.param(
-            "simulate --profile profile.json --requests 8 --iterations 1 --max-tokens 256 "
-            "--output-dir out",
-            "",
-            "out/simulate.png",
-            id="simulate",
+            "advise --profile profile.json --responses 8 --iterations 2 --max-tokens 256 --all "
+            "--plot advice.png",
+            "static tp2dp2",
+            "advice.png",
+            id="advise",
         ),
         pytest.param(
             "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
@@ -178,7 +178,7 @@ def test_commands(
     command: str, words: str, file: str, as_pip_installs: Path, tmp_path: Path
 ) -> None:
     """Their engines, too, which are processes of their own."""
-    named_profile("llama-3.1-8b", "H100", 4).save(tmp_path / "profile.json")
+    modelled_profile("llama-3.1-8b", "H100", 4).save(tmp_path / "profile.json")
     arguments = command.replace("MODEL", str(random_model("qwen3"))).split()
     assert words in run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
     assert (tmp_path / file).stat().st_size > 2_000

@@ -23,10 +23,10 @@ def imported():
 
 import pat_vllm.cli
 imported()
-import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate, pat_vllm.cli.doctor
-import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
+import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.doctor
+import pat_vllm.cli.demo_plot, pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
-import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
+import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 imported()
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
 import benchmarks.paper.__main__, benchmarks.paper.tables, benchmarks.paper.plot

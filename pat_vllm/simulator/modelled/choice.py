@@ -2,8 +2,7 @@
 
 Where the GPU is known, a batch is played in each set of layouts that may be kept, by modelled step
 and switch times and with the KV cache that the set leaves (`batch_time`). Where the GPU is not
-known, a rule decides by memory. The same in an engine's front end, `advise`, `doctor` and
-`simulate`.
+known, a rule decides by memory. The same in an engine's front end, `advise` and `doctor`.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
@@ -21,9 +22,10 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth, Truth
+from pat_vllm.simulator.truth import ReplayedTruth, Truth
+from tests.support.truths import DriftingTruth
 from tests.unit.predictor.examples import (
     BOUND,
     GROUP,
@@ -41,11 +43,11 @@ TRUTH = ReplayedTruth(PROFILE)
 CAPACITY = ReplicaCapacity.of(PROFILE)
 
 
-def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedRun]:
+def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedReport]:
     return simulate_batches(traces, policy, truth, CAPACITY)
 
 
-def seconds(runs: list[SimulatedRun]) -> float:
+def seconds(runs: list[SimulatedReport]) -> float:
     """Mean seconds of a batch."""
     return fmean(run.generation_seconds for run in runs)
 
@@ -61,7 +63,7 @@ def static(name: str) -> float:
 
 
 @functools.cache
-def adaptive(name: str) -> list[SimulatedRun]:
+def adaptive(name: str) -> list[SimulatedReport]:
     """A new engine's first batches."""
     return run(policy_of(PROFILE), batches(name))
 

@@ -217,8 +217,8 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/unit/advice/test_advise.py": {
-        "pat_vllm.cli.advise:Question._modelled_rollouts": {
-            "layouts are chosen for the usual load": {"load=Load.of(first),": ""},
+        "pat_vllm.advice.rollouts:_chosen": {
+            "layouts are chosen for the usual load": {", load=Load.of(first)": ""},
         },
     },
     "tests/vllm/memory/test_mixtures.py": {

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.advice.sides import Side, Task
-from pat_vllm.cli.advise import Question
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import Config, Task, replay_chain
+from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.gpus import GPUS
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
@@ -29,11 +30,12 @@ def test_static_layouts_take_as_long_as_the_simulator_says(
     model: str, gpu: str, per_gpu: int, shape: str
 ) -> None:
     """Whether KV is short or not; the simulator adds noise, of 2 % in the mean."""
-    question = Question(model, gpu, 8, responses=8 * per_gpu, shape=shape, max_tokens=4096)
-    rollouts = question.rollouts()
+    rollouts = rollouts_of(
+        AdviseOptions(model, gpu, 8, responses=8 * per_gpu, shape=shape, max_tokens=4096)
+    )
     machine = _machine(model, gpu)
     for layout in rollouts.static.layouts:
-        (run, *_) = rollouts.replay(Task(Side(layout), 0))
+        (run, *_) = replay_chain(rollouts, Task(Config(layout), 0)).reports
         batch = rollouts.chains[0][1]
         most = rollouts.static.max_num_seqs
         assert not isinstance(most, int)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.advise import Question
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS, Device, known_gpu
@@ -181,7 +182,7 @@ def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gp
     }
     config, device = configs[model], GPUS[gpu].device
     monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
-    rollouts = Question(model, gpu, 8, responses=2048, iterations=2).rollouts()
+    rollouts = rollouts_of(AdviseOptions(model, gpu, 8, responses=2048, iterations=2))
     advised, batch = rollouts.profile.layouts, rollouts.batches[0]
     longest = max(batch.num_prompt_tokens) + batch.max_tokens
     shape, found = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
