@@ -73,7 +73,7 @@ def test_equal_lengths_or_luck_are_no_gain(equal: Advice) -> None:
     luck = replace(equal, gain=gain([0.9, 1.04, 0.95, 1.0], [1.0] * 4))
     for advice in (equal, luck):
         assert not advice.pays and "Nothing to gain here" in verdict(advice)
-        assert "the interval reaches 0" in verdict(advice)
+    assert "the interval reaches 0" in verdict(luck)
 
 
 def test_long_tail_on_fast_links_gains(tail: Advice) -> None:
@@ -82,7 +82,7 @@ def test_long_tail_on_fast_links_gains(tail: Advice) -> None:
     assert set(tail.sources) == {"concurrency", "layout"}  # no drafts are accepted
     # Without drafts, all that is gained at equal concurrency is the layouts'.
     assert tail.sources["layout"].gain == tail.gain and not tail.drafts
-    assert "tp4dp1" in tail.path
+    assert " to tp4dp1 at " in tail.path
 
 
 def test_accepted_drafts_are_advised(accepted: Advice) -> None:
@@ -147,8 +147,8 @@ def test_a_loss_is_called_one(equal: Advice) -> None:
     assert not lost.pays
     assert "PAT is 1.5% slower (95% interval 3.6% slower to 0.5% faster;" in verdict(lost)
     assert verdict(lost).endswith("Take the static layout.")
-    assert "to tp4dp1 at 64 live requests" in equal.path
-    assert replace(equal, pat_plain=equal.static).path == "begins in tp2dp2 and stays there"
+    assert equal.path == "begins in tp4dp1 and stays there"
+    assert replace(equal, pat_plain=equal.static).path == equal.path
 
 
 # ---------------------------------------------------------------- what is asked
