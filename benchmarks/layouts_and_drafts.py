@@ -18,14 +18,14 @@ from typing import Annotated
 import typer
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
+from benchmarks.replaying import PolicyResult, Replayer
 from pat_vllm.cli.demo_plot import draw_drafts
 from pat_vllm.cli.results import table, to_json
-from pat_vllm.cli.simulate_plot import LAYOUT_COLOURS, spans
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SchedulePolicy
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.compare import PolicyResult, Replayer
-from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
+from pat_vllm.reporting.plot import LAYOUT_COLOURS
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace, generator
 from pat_vllm.simulator.truth import ReplayedTruth
@@ -159,7 +159,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
         f"acceptance {setting.acceptance:g}",
         fontsize=11,
     )
-    for layout, start, stop in spans(run):
+    for layout, start, stop in run.spans:
         above.axvspan(start, stop, color=colour[layout], alpha=0.2, linewidth=0)
     above.step(
         [sample.at - run.began for sample in run.timeline],
@@ -169,7 +169,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
     )
     above.set_yscale("log", base=2)
     above.set_ylabel("live requests (log scale)")
-    used = [one for one in profile.layouts if one in {span[0] for span in spans(run)}]
+    used = [one for one in profile.layouts if one in {span[0] for span in run.spans}]
     above.legend(
         handles=[Patch(color=colour[one], alpha=0.4, label=f"layout {one}") for one in used],
         loc="upper right",
@@ -183,7 +183,7 @@ def plot_batch(setting: Setting, path: Path) -> None:
 
 def _profile(setting: Setting, static: bool = False) -> Profile:
     """Of PAT's engine, or of static ones."""
-    return named_profile(
+    return modelled_profile(
         setting.model,
         setting.gpu,
         setting.ranks,

@@ -285,7 +285,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=6, help="of a run")
     parser.add_argument("--runs", type=int, default=5, help="of each kind of lengths")
     parser.add_argument(
-        "--lengths", type=Path, help="of your own: a trace file, as `pat-vllm simulate` takes"
+        "--lengths", type=Path, help="of your own: a trace file, as `pat-vllm advise --trace` takes"
     )
     args = parser.parse_args()
     if args.lengths is not None:

@@ -16,12 +16,12 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import machine, write_results
+from benchmarks.replaying import PolicyResult, Replayer
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import WantedExperts
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.compare import PolicyResult, Replayer
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.traces import LengthTrace, generator
 from pat_vllm.simulator.truth import ReplayedTruth

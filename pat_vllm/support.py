@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.advice.load import expected_load
 from pat_vllm.config import (
     CHOSEN,
+    SCHEDULER_CLS,
     PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
 
-SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.worker.gpu_worker.PATGPUWorker",

@@ -9,14 +9,15 @@ from typing import Any
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
 from benchmarks.paper.policy import SWITCH_SECONDS, PaperPolicy
+from benchmarks.replaying import Comparison, PolicyResult, Replayer
+from benchmarks.truths import FixedSwitches
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, SwitchSample
-from pat_vllm.simulator.compare import Comparison, PolicyResult, Replayer
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import FixedSwitches, ReplayedTruth
+from pat_vllm.simulator.truth import ReplayedTruth
 
 OURS = "pat-vllm: several cheap switches"
 CLAIRVOYANT = "clairvoyant"

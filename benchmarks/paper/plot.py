@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.paper.batch_plot import POLICY_COLOURS
 from benchmarks.paper.compare import PaperComparison
 from benchmarks.paper.policy import PaperSetting
-from pat_vllm.cli.simulate_plot import POLICY_COLOURS
 
 
 def plot_paper(results: Sequence[tuple[PaperSetting, PaperComparison]], path: Path) -> None:

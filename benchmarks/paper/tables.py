@@ -23,12 +23,12 @@ from benchmarks.paper.policy import (
     SWITCH_SECONDS,
     PaperSetting,
 )
+from benchmarks.paper.show import make_batches, rounded, show, title_of
 from pat_vllm.cli.results import table, to_json
-from pat_vllm.cli.simulate import make_batches, rounded, show, title_of
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 BASELINE_TP = 2
 """The paper's predictor errors are for TP2DP4 and TP8DP1, so that these seem to be its layouts."""
@@ -77,7 +77,7 @@ def simulate_settings(
             def progress(text: str, setting: PaperSetting = setting) -> None:
                 status.update(f"simulating {setting.title}: {text}")
 
-            profile = named_profile(setting.model, setting.gpu, setting.ranks)
+            profile = modelled_profile(setting.model, setting.gpu, setting.ranks)
             batches = [
                 traces.deepscaler(requests, setting.max_tokens, seed + i) for i in range(seeds)
             ]
@@ -85,7 +85,7 @@ def simulate_settings(
                 profile,
                 batches,
                 title=setting.title,
-                alone=named_profile(setting.model, setting.gpu, setting.ranks, static=True),
+                alone=modelled_profile(setting.model, setting.gpu, setting.ranks, static=True),
                 lengths=traces.deepscaler(SAMPLE, setting.max_tokens, seed + _SAMPLE_SEED).lengths,
                 paper_home=_baseline(profile),
                 warm_up=[traces.deepscaler(requests, setting.max_tokens, seed + seeds)],
@@ -100,8 +100,8 @@ def simulate_settings(
     console.print(shown)
     console.print(NOTES)
     if output_dir is not None:
+        from benchmarks.paper.batch_plot import plot_comparison
         from benchmarks.paper.plot import plot_paper
-        from pat_vllm.cli.simulate_plot import plot_comparison
 
         output_dir.mkdir(parents=True, exist_ok=True)
         content = [
@@ -145,7 +145,7 @@ def simulate_modelled(
         OSError: a file cannot be read.
         ValueError: an option names something that is not there.
     """
-    engine = Profile.load(profile) if profile else named_profile(model, gpu, ranks)
+    engine = Profile.load(profile) if profile else modelled_profile(model, gpu, ranks)
     batches = make_batches(lengths, workload, iterations, requests, max_tokens, seed)
     if lengths is not None:
         known = batches[0].lengths
@@ -156,7 +156,7 @@ def simulate_modelled(
             engine,
             batches,
             title=title_of(engine, batches),
-            alone=None if profile else named_profile(model, gpu, ranks, static=True),
+            alone=None if profile else modelled_profile(model, gpu, ranks, static=True),
             lengths=known,
             expensive=switch_cost,
             progress=lambda text: status.update(f"simulating {text}"),

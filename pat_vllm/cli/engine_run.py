@@ -1,7 +1,7 @@
-"""One batch on one engine in a process of its own: so that no run inherits another's engine.
+"""One batch, served in several ways in turn by an engine in a process of its own.
 
 `run` is called by commands and starts `python -m pat_vllm.cli.engine_run`, which imports vLLM,
-serves the batch and writes the result; both sides are here.
+serves the batch and writes a line for each result; both sides are here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if __name__ in ("__main__", "__mp_main__"):  # the child, and the processes of i
 
 _TAIL_LINES = 40
 """Of a failed engine's output, for the error message."""
+_LOOK_EVERY = 0.1
+"""Seconds between two looks for results."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """An engine and what it serves.
+    """An engine, and how it serves a batch.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        warm_up: served first; its time is discarded.
+        warm_up: served first in each way; its time is discarded.
+        ways: a layout's name: the engine stays in it; None: the engine follows its policy.
+        rounds: how often each way has its turn. In turns, all ways suffer alike where the load of
+            the machine changes.
     """
 
     engine: dict[str, Any]
     batch: Batch
     warm_up: Batch
+    ways: tuple[str | None, ...] = (None,)
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class RunResult:
         began: when `generate` was called, on the machine's monotonic clock, as in `report`.
         seconds: until `generate` returned.
         outputs: generated token ids by request.
-        report: the engine's own, warm-up included.
+        report: the engine's own, from `began` on.
     """
 
     start_seconds: float
@@ -165,7 +172,12 @@ def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, 
         threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
     else:
         # Threads only spin while they wait for each other when there are more of them than cores.
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        # Numba, which the n-gram drafter uses, would have a thread for each core.
+        threads = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",
+        }
     defaults = {
         **threads,
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -181,17 +193,19 @@ def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, 
     return chosen
 
 
-def run(spec: RunSpec) -> RunResult:
-    """Serve a batch in a new process.
+def run(spec: RunSpec) -> Iterator[RunResult]:
+    """Serve a batch in a new process: round by round, in each way.
 
     Raises:
-        RunFailed: the process ended without a result.
+        RunFailed: the process ended before the last result.
     """
+    left = len(spec.ways) * spec.rounds
     with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
-        request, answer, log = (Path(scratch) / name for name in ("spec", "result", "log"))
+        request, answers, log = (Path(scratch) / name for name in ("spec", "results", "log"))
         request.write_text(json.dumps(asdict(spec)))
-        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answer)]
-        with log.open("w") as output:
+        answers.touch()
+        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answers)]
+        with log.open("w") as output, answers.open() as lines:
             process = subprocess.Popen(
                 command,
                 env={**environment(spec.engine["tensor_parallel_size"]), **SAFE_PATH},
@@ -199,31 +213,46 @@ def run(spec: RunSpec) -> RunResult:
                 stderr=subprocess.STDOUT,
             )
             try:
+                begun = ""
+                while left:
+                    ended = process.poll() is not None
+                    *whole, begun = (begun + lines.read()).split("\n")
+                    for line in whole:
+                        left -= 1
+                        yield RunResult.from_json(line)
+                    if ended:
+                        break
+                    time.sleep(_LOOK_EVERY)
                 code = process.wait()
             except BaseException:
                 process.terminate()
                 process.wait()
                 raise
-        if code or not answer.exists():
+        if code or left:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
             raise RunFailed(f"the engine's process ended with exit code {code}:\n{last}")
-        return RunResult.from_json(answer.read_text())
 
 
-def serve(spec: RunSpec) -> RunResult:
-    """Make the engine in this process and serve the batch."""
+def serve(spec: RunSpec) -> Iterator[RunResult]:
+    """Make the engine in this process and serve the batch, round by round."""
     from vllm import LLM
 
-    from pat_vllm.api import report
+    from pat_vllm.api import report, switch
 
     start = time.monotonic()
     llm = LLM(**spec.engine)
     started = time.monotonic() - start
-    _generate(llm, spec.warm_up)
-    began = time.monotonic()
-    outputs = _generate(llm, spec.batch)
-    seconds = time.monotonic() - began
-    return RunResult(started, began, seconds, outputs, report(llm))
+    for number in range(spec.rounds + 1):
+        for way in spec.ways:
+            report(llm)  # the end of the work before is the end of a layout that was asked for
+            if way is not None and not switch(llm, way):
+                raise RuntimeError(f"the engine refused to switch to {way}")
+            llm.reset_prefix_cache()
+            began = time.monotonic()
+            outputs = _generate(llm, spec.batch if number else spec.warm_up)
+            seconds = time.monotonic() - began
+            if number:
+                yield RunResult(started, began, seconds, outputs, report(llm, since=began))
 
 
 def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
@@ -244,14 +273,13 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
 
 
-def main(request: str, answer: str) -> None:
+def main(request: str, answers: str) -> None:
     """The child: files in, files out."""
     values = json.loads(Path(request).read_text())
-    spec = RunSpec(values["engine"], Batch(**values["batch"]), Batch(**values["warm_up"]))
-    result = serve(spec).to_json()
-    scratch = Path(answer).with_suffix(".part")
-    scratch.write_text(result)
-    scratch.rename(answer)
+    batch, warm_up = (Batch(**values.pop(name)) for name in ("batch", "warm_up"))
+    with Path(answers).open("a") as lines:
+        for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
+            print(result.to_json(), file=lines, flush=True)
 
 
 if __name__ == "__main__":

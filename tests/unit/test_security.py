@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli import advise, engine_run
+from pat_vllm.advice import replay
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.verdict import advise
+from pat_vllm.cli import engine_run
 from pat_vllm.doctor.child import run_module
 from pat_vllm.text_only import command_without_vision_and_audio, starting_with_safe_path
 
@@ -126,10 +129,11 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
 
     monkeypatch.setattr(engine_run.subprocess, "Popen", start)
-    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, *[engine_run.Batch((), ())] * 2)
+    nothing = engine_run.Batch((), ())
+    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, nothing, nothing)
     with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
-        engine_run.run(spec)
-    monkeypatch.setattr(advise, "ProcessPoolExecutor", lambda *_: start([]))
-    question = advise.Question("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
+        next(engine_run.run(spec))
+    monkeypatch.setattr(replay, "ProcessPoolExecutor", lambda *_: start([]))
+    options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):
-        advise.answer(question, processes=2)
+        advise(options, processes=2)

@@ -244,7 +244,7 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
     small = dataclasses.replace(GPU, memory=40 << 30)
     here = dataclasses.replace(ON_GPUS, devices=(GPU, small) * 4)
     found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
-    assert "weights take 32.9 GiB of the 36.0 GiB" in found["memory"].why
+    assert "weights take 32.9 GiB of the 36.8 GiB" in found["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
     assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfssssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.

@@ -31,6 +31,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("each step with drafts is a sample of its own", "reporting.history:History.drafts", "self._counting.get(replica)", "None", HISTORY),
     ("a report since a time begins after it", "reporting.history:Records.since", "bisect.bisect_left", "bisect.bisect_right", HISTORY),
     ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected", HISTORY),
+    ("a printed report has lines of all that it holds", "reporting.text:describe_report", "lines = [f\"({earlier}", "_ = [f\"({earlier}", REPORT),
     ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False", REPORT),
     ("requests seem to go on after a batch", "reporting.plot:plot_report", "live += [(one.at - began, 0) for one in savings]", "pass", PLOT),
     ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed", PLOT),

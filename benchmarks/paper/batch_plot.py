@@ -1,11 +1,10 @@
-"""The simulator's picture."""
+"""The picture of one batch under several policies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from pat_vllm.layout import Layout
+from benchmarks.replaying import Comparison
 from pat_vllm.reporting.plot import (
     LAYOUT_COLOURS,
     SWITCH_COLOUR,
@@ -16,10 +15,8 @@ from pat_vllm.reporting.plot import (
     new_figure,
     scale_live,
 )
-from pat_vllm.simulator.compare import Comparison
-from pat_vllm.simulator.run import SimulatedRun
 
-__all__ = ["LAYOUT_COLOURS", "POLICY_COLOURS", "plot_comparison", "spans"]
+__all__ = ["LAYOUT_COLOURS", "POLICY_COLOURS", "plot_comparison"]
 
 POLICY_COLOURS = ("#c03d3e", "#d9a04e", "#222222", "#7f7f7f")
 """Of the policies that switch: PAT alone, or those of the paper's comparison in its order."""
@@ -59,7 +56,7 @@ def plot_comparison(result: Comparison, path: Path) -> None:
     above.legend(loc="upper right", fontsize=8)
 
     for number, (_, run) in enumerate(rows):
-        draw_row(below, number, spans(run), colour)
+        draw_row(below, number, run.spans, colour)
         for switch in run.switches:
             draw_switch_in_row(below, number, switch.at - run.began, switch.seconds, end)
         below.text(run.seconds, number, f" {run.seconds:.1f} s", va="center", fontsize=8)
@@ -75,16 +72,6 @@ def plot_comparison(result: Comparison, path: Path) -> None:
         fontsize=8,
     )
     figure.savefig(path, dpi=130)
-
-
-def spans(run: SimulatedRun) -> Iterator[tuple[Layout, float, float]]:
-    """(layout, start, stop) of a run, seconds since it began; switches belong to their source."""
-    layout, start = run.timeline[0].layout, 0.0
-    for switch in run.switches:
-        stop = switch.at + switch.seconds - run.began
-        yield layout, start, stop
-        layout, start = switch.target, stop
-    yield layout, start, run.seconds
 
 
 def _shades(result: Comparison) -> tuple[str, ...]:

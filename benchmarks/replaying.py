@@ -1,7 +1,8 @@
-"""Static layouts and PAT on the same batches. Pure."""
+"""Policies on the same batches, for the simulated benchmarks."""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,9 @@ from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ReplayedTruth, Truth
-
-PAT = "PAT"
-"""Label of this project's policy."""
+from pat_vllm.simulator.truth import Truth
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class PolicyResult:
     """One policy over the batches of a comparison."""
 
     label: str
-    runs: tuple[SimulatedRun, ...]
+    runs: tuple[SimulatedReport, ...]
 
     @property
     def seconds(self) -> float:
@@ -92,10 +90,10 @@ class Comparison:
         }
 
     def _policy_to_json(self, result: PolicyResult, timelines: bool) -> dict[str, Any]:
-        runs = [run.to_json() for run in result.runs]
-        if not timelines:
-            for run in runs:
-                del run["timeline"]
+        runs = [{"seconds": run.seconds, **json.loads(run.to_json())} for run in result.runs]
+        for run in runs:
+            for left_out in ("predictor", "drafts", *["timeline", "finished"] * (not timelines)):
+                del run[left_out]
         return {
             "policy": result.label,
             "seconds": result.seconds,
@@ -156,18 +154,3 @@ class Replayer:
             # The time that planning takes here is not the simulated engine's.
             timer=lambda: 0.0,
         )
-
-
-def compare(
-    profile: Profile,
-    batches: Sequence[LengthTrace],
-    *,
-    title: str,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Comparison:
-    """Replay batches under every static layout and under PAT."""
-    replayer = Replayer(profile, batches, progress=progress)
-    truth = ReplayedTruth(profile, profile)
-    static = replayer.replay_static(truth)
-    ours = replayer.replay(PAT, replayer.adaptive(profile), truth)
-    return Comparison(title, profile.kind == "modelled", static, (ours,))

@@ -1,4 +1,4 @@
-"""`pat-vllm simulate`: response lengths replayed on a profile, static layouts beside PAT."""
+"""Batches of a workload, and the table, files and picture of a comparison on them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.replaying import Comparison, PolicyResult
 from pat_vllm.cli.results import table, to_json
 from pat_vllm.files.writing import write_whole
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator import traces
-from pat_vllm.simulator.compare import Comparison, PolicyResult, compare
 from pat_vllm.simulator.traces import LengthTrace
 
 Column = tuple[str, Callable[[PolicyResult], str]]
@@ -32,37 +32,6 @@ def make_batches(
         return [traces.load_trace(lengths)] * iterations
     make = traces.generator(workload)
     return [make(requests, max_tokens, seed + number) for number in range(iterations)]
-
-
-def simulate_workload(
-    console: Console,
-    *,
-    profile: Path,
-    lengths: Path | None,
-    workload: str,
-    iterations: int,
-    requests: int,
-    max_tokens: int,
-    seed: int,
-    output_dir: Path | None,
-) -> Comparison:
-    """Compare PAT with every static layout on one workload, and print and write the result.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: an option names something that is not there.
-    """
-    engine = Profile.load(profile)
-    batches = make_batches(lengths, workload, iterations, requests, max_tokens, seed)
-    with console.status("simulating") as status:
-        result = compare(
-            engine,
-            batches,
-            title=title_of(engine, batches),
-            progress=lambda text: status.update(f"simulating {text}"),
-        )
-    show(console, result, output_dir)
-    return result
 
 
 def title_of(profile: Profile, batches: list[LengthTrace]) -> str:
@@ -92,7 +61,7 @@ def show(
     console.print(shown)
     if output_dir is None:
         return
-    from pat_vllm.cli.simulate_plot import plot_comparison
+    from benchmarks.paper.batch_plot import plot_comparison
 
     output_dir.mkdir(parents=True, exist_ok=True)
     markdown = table([header for header, _ in columns], rows)
