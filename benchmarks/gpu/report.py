@@ -75,6 +75,9 @@ def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
         f"{part['swap_bytes_per_second'] / 1e9:,.0f} GB/s: bytes read plus bytes written, best of "
         "the large ones. Shares below are of the copy.\n"
     )
+    if len(part["gpus"]) > 1:
+        rates = ", ".join(_rate(rate) for rate in part["gpus"])
+        yield f"Copies by torch on each GPU: {rates} GB/s.\n"
     kinds = ("torch", "triton", "swap")
     yield _table(
         ("MiB", *(f"{kind} GB/s" for kind in kinds)),
@@ -166,7 +169,41 @@ def _decode(part: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-_SECTIONS = {"ceiling": _ceiling, "reshard": _reshard, "kv": _kv, "decode": _decode}
+def _engines(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"## Engines\n\nRandom model {part['shape']}. Milliseconds between two tokens of a "
+        "request, timed in the front end: one alone, or several in each replica. Stock vLLM has "
+        "the layout's tp, and one replica.\n"
+    )
+    yield _table(
+        ("layout", "requests a replica", "ms", "stock vLLM, ms", "ratio"),
+        [
+            (
+                row["layout"],
+                "one alone" if row["requests"] == 1 else row["requests"],
+                _spread(row),
+                _spread({name: row[f"stock_{name}"] for name in ("ms", "low_ms", "high_ms")}),
+                f"{row['ratio']:.2f}",
+            )
+            for row in part["steps"]
+        ],
+    )
+    yield f"MiB of the rank with most; memory is that {part['memory_of']}.\n"
+    columns = ("weights", "stock_weights", "held", "memory", "stock_memory")
+    names = ("weights", "stock vLLM's", "of all layouts", "memory", "stock vLLM's")
+    yield _table(
+        ("layout", *names),
+        [(row["layout"], *(_mib(row[name]) for name in columns)) for row in part["memory"]],
+    )
+
+
+_SECTIONS = {
+    "ceiling": _ceiling,
+    "reshard": _reshard,
+    "kv": _kv,
+    "decode": _decode,
+    "engines": _engines,
+}
 
 
 def _slowest(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -185,6 +222,10 @@ def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 def _spread(row: Mapping[str, Any]) -> str:
     return f"{row['ms']:.3f} ({row['low_ms']:.3f}-{row['high_ms']:.3f})"
+
+
+def _mib(size: int | None) -> str:
+    return "packed" if size is None else f"{size / 2**20:,.1f}"
 
 
 def _rate(rate: float | None) -> str:

@@ -6,11 +6,13 @@ import typer
 
 from pat_vllm.cli.commands.advise import advise_user
 from pat_vllm.cli.commands.demo import run_demo
-from pat_vllm.cli.commands.doctor import run_doctor
 from pat_vllm.cli.commands.plot import plot_report
 from pat_vllm.cli.commands.profile import take_engine_profile
 from pat_vllm.cli.commands.random_model import write_random_model
 from pat_vllm.cli.commands.simulate import run_simulation
+from pat_vllm.cli.doctor import run_doctor
+from pat_vllm.cli.options import reading
+from pat_vllm.doctor.options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:
@@ -25,7 +27,7 @@ app = typer.Typer(
 )
 app.command("random-model")(write_random_model)
 app.command("demo")(run_demo)
-app.command("doctor")(run_doctor)
+app.command("doctor")(reading(Options, run_doctor))
 app.command("profile")(take_engine_profile)
 app.command("simulate")(run_simulation)
 app.command("advise")(advise_user)

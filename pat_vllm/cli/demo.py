@@ -17,9 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pat_vllm.child import environment
 from pat_vllm.cli import random_model
 from pat_vllm.cli.demo_timeline import coloured, draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
+from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, run
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import name_of, read_json_object
 from pat_vllm.files.writing import forgotten

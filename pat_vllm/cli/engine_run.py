@@ -7,21 +7,18 @@ serves the batch and writes the result; both sides are here.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from pat_vllm.child import Events, environment, run_module
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
-from pat_vllm.text_only import SAFE_PATH, command_of, without_vision_and_audio
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -155,59 +152,18 @@ class RunFailed(RuntimeError):
     """An engine process failed; the message ends with the last lines that it wrote."""
 
 
-def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for engine processes with `ranks` ranks; what the user has set stays.
-
-    On a CPU every rank gets a core of its own where there are enough, else one thread.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if ranks <= len(cores):
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
-    else:
-        # Threads only spin while they wait for each other when there are more of them than cores.
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    defaults = {
-        **threads,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # At tp > 1 vLLM compiles one small function, with C++ and for each layout: seconds of start
-        # for microseconds of a step.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    chosen = {**defaults, **given}
-    # It would override `kv_cache_memory_bytes`.
-    chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    return chosen
-
-
 def run(spec: RunSpec) -> RunResult:
     """Serve a batch in a new process.
 
     Raises:
         RunFailed: the process ended without a result.
     """
-    with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
-        request, answer, log = (Path(scratch) / name for name in ("spec", "result", "log"))
-        request.write_text(json.dumps(asdict(spec)))
-        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answer)]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                env={**environment(spec.engine["tensor_parallel_size"]), **SAFE_PATH},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code or not answer.exists():
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-            raise RunFailed(f"the engine's process ended with exit code {code}:\n{last}")
-        return RunResult.from_json(answer.read_text())
+    variables = environment(spec.engine["tensor_parallel_size"])
+    ended = run_module("pat_vllm.cli.engine_run", json.dumps(asdict(spec)), variables)
+    if ended.code or ended.answer is None:
+        last = "\n".join(ended.log.splitlines()[-_TAIL_LINES:])
+        raise RunFailed(f"the engine's process ended with exit code {ended.code}:\n{last}")
+    return RunResult.from_json(ended.answer)
 
 
 def serve(spec: RunSpec) -> RunResult:
@@ -244,14 +200,11 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
 
 
-def main(request: str, answer: str) -> None:
-    """The child: files in, files out."""
+def main(request: str, events: str) -> None:
+    """The child: a spec in, a result out."""
     values = json.loads(Path(request).read_text())
     spec = RunSpec(values["engine"], Batch(**values["batch"]), Batch(**values["warm_up"]))
-    result = serve(spec).to_json()
-    scratch = Path(answer).with_suffix(".part")
-    scratch.write_text(result)
-    scratch.rename(answer)
+    Events(events).tell(answer=serve(spec).to_json())
 
 
 if __name__ == "__main__":

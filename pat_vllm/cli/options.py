@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+Options = TypeVar("Options")
+
+
+def reading(options: type[Options], run: Callable[[Options], None]) -> Callable[..., None]:
+    """A command of Typer's that has the fields of a dataclass as its options, and runs `run`.
+
+    A field that is a dict is given as a JSON object.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    objects = [name for name, hint in hints.items() if get_origin(get_args(hint)[0]) is dict]
+    parameters = []
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        hint, default = hints[field.name], field.default
+        if field.name in objects:
+            hint, default = Annotated[str, *hint.__metadata__], "{}"
+        parameters.append(
+            Parameter(field.name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+        )
+
+    def command(**given: Any) -> None:
+        try:
+            given |= {name: json_object(f"--{name}", given[name]) for name in objects}
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        run(options(**given))
+
+    command.__doc__ = run.__doc__
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 def a_number(given: float | None) -> float | None:

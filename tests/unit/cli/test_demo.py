@@ -22,7 +22,7 @@ from pat_vllm.cli.demo import (
     verdict,
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec, environment
+from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
@@ -115,16 +115,6 @@ def test_contenders_differ_in_nothing_but_the_policy(drafts: int, tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
     with pytest.raises(ValueError, match="--max-tokens 32 or less"):
         specs(tmp_path, a_batch(longest=90))
-
-
-def test_environment_binds_ranks_and_respects_the_user() -> None:
-    assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
-    crowded = environment(100_000, {})
-    assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert crowded["OMP_NUM_THREADS"] == "1"
-    mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in mine
 
 
 def test_what_is_shown() -> None:
