@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> Path:
         results[part] = measure()
         results["machine"]["seconds"] = round(time.perf_counter() - begun, 1)
         print(f"{part}: done after {results['machine']['seconds']} s", flush=True)
-        stem.with_suffix(".json").write_text(report.to_json(results) + "\n")
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         stem.with_suffix(".md").write_text(report.markdown(results))
     print(report.markdown(results))
     _write_profiles(stem.with_suffix(".json"), "decode" in results and device.type == "cuda")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import RowSwap, prepare
 
 _LARGE = 256 << 20
@@ -47,7 +47,7 @@ def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
             timing = stopwatch.measure(partial(way, source, target))
             assert torch.equal(source, target), f"{name} copies wrongly"
             row[f"{name}_bytes_per_second"] = 2 * size / timing.median
-            row[name] = timing.to_json()
+            row[name] = milliseconds(timing)
         half = len(source) // 2
         swap = prepare([[RowSwap(source, 0, half, half)]])
         timing = stopwatch.measure(swap.run)
@@ -56,7 +56,7 @@ def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
             swap.run()
         assert torch.equal(source, target), "the halves did not come back"
         row["swap_bytes_per_second"] = 2 * swap.num_bytes / timing.median
-        row["swap"] = timing.to_json()
+        row["swap"] = milliseconds(timing)
         rows.append(row)
     gpus = torch.cuda.device_count() if stopwatch.device.type == "cuda" else 0
     large = [row for row in rows if row["bytes"] >= min(_LARGE, sizes[-1])]

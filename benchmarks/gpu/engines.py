@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess
-from benchmarks.gpu.timing import Timing
+from benchmarks.gpu.timing import milliseconds
+from benchmarks.record import Summary
 from pat_vllm.child import environment
 from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.config import PATConfig
@@ -133,7 +134,7 @@ def time_steps(llm: Any, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
                     switch_to(llm, layout)
                 gaps = _gaps(llm, texts[:total])
             name = _STOCK if layout is None else str(layout)
-            steps.append({"layout": name, "requests": requests, **Timing.of(gaps).to_json()})
+            steps.append({"layout": name, "requests": requests, **milliseconds(Summary.of(gaps))})
     return {"steps": steps, "ranks": llm.collective_rpc(_facts)}
 
 

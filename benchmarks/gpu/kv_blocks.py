@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
@@ -153,7 +153,7 @@ def _measure_case(
                     "requests": case.requests,
                     "tokens": case.tokens,
                     "bytes_read_and_written": moved,
-                    **timing.to_json(),
+                    **milliseconds(timing),
                     "share_of_copy": moved / timing.median / copy_rate,
                     "tables_ms": round(tables * 1e3, 3),
                 }

@@ -1,30 +1,25 @@
-"""Where a measurement was made, its JSON, and a page for people."""
+"""Where a measurement was made, and a page for people."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import record
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine(device: torch.device, command: str) -> dict[str, Any]:
     """Facts about the device and the software."""
-    facts: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": _commit(),
-        "device": "CPU",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-    }
+    facts = {**record.machine(command, ROOT), "device": "CPU"}
+    with suppress(PackageNotFoundError):
+        facts["triton"] = version("triton")
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         facts |= {
@@ -36,24 +31,6 @@ def machine(device: torch.device, command: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
-
-
-def to_json(content: Any, indent: int = 0) -> str:
-    """JSON in which whatever holds nothing but plain values takes one line."""
-    inner = content.values() if isinstance(content, Mapping) else content
-    if not isinstance(content, Mapping | list | tuple) or not any(
-        isinstance(value, Mapping | list | tuple) for value in inner
-    ):
-        return json.dumps(content)
-    space = " " * (indent + 1)
-    if isinstance(content, Mapping):
-        lines = [f"{json.dumps(k)}: {to_json(v, indent + 1)}" for k, v in content.items()]
-        opening, closing = "{}"
-    else:
-        lines = [to_json(value, indent + 1) for value in content]
-        opening, closing = "[]"
-    body = ",\n".join(space + line for line in lines)
-    return f"{opening}\n{body}\n{' ' * indent}{closing}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -230,19 +207,3 @@ def _mib(size: int | None) -> str:
 
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate / 1e9:,.0f}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"

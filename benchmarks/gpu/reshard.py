@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.shapes import Scale
-from benchmarks.gpu.timing import Stopwatch
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
@@ -126,7 +126,7 @@ def _measure_walk(
             "rank": rank,
             "walk": "-".join(map(str, walk)),
             "bytes_read_and_written": 2 * move.num_bytes,
-            **timing.to_json(),
+            **milliseconds(timing),
             "share_of_copy": 2 * move.num_bytes / timing.median / copy_rate,
             "planning_ms": round(planning * 1e3, 2),
         }

@@ -53,6 +53,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("wrong scores pass", "doctor.compare:Reference.compare_forced", "_apart(a, b, self.tolerance, where)", "0.0", COMPARE),
     ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None", STAGES),
     ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name", STAGES),
+    ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}', STAGES),
     ("the user's policy is replaced by a static one", "doctor.tasks:as_used", "pat = dict(options.pat)", 'pat = {**options.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
     ("the KV cache of the user's engine is of a fixed size", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("kv_cache_memory_bytes", 1 << 28)\n    if not on_cpu:', STAGES),
     ("the user's engine has few sequences", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("max_num_seqs", 16)\n    if not on_cpu:', STAGES),
