@@ -6,7 +6,7 @@ import re
 
 _DIED = re.compile(
     r"(?:Worker proc (?:VllmWorker-)?|RayWorkerProc rank=)(\w+) died unexpectedly"
-    r"(?! \(exit code: 0\))(?: \(exit code: (-?\w+)\))?"
+    r"(?! \(exit code: 0\))(?: \(exit code: (-?\d+)\))?"
 )
 """With exit code 0 a worker has ended by itself, after an error that is told elsewhere."""
 _MEMORY = re.compile(

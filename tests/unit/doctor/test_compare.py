@@ -72,6 +72,7 @@ DIED = "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: {}), shutti
     ("log", "cause"),
     [
         (DIED.format(-9), "rank 1 died, exit code -9"),
+        (DIED.format(None), "rank 1 died"),
         # It has ended by itself: why is told elsewhere.
         (DIED.format(0), None),
         ("RayWorkerProc rank=2 died unexpectedly, shutting", "rank 2 died"),
