@@ -39,8 +39,8 @@ def test_as_vllm_schedules(shape: str, blocks: int) -> None:
     trace = replace(made, num_prompt_tokens=(PROMPT,) * len(made))
     steps, prefilled, preempted = of_vllm(trace, blocks)
     found = of_replica(trace, blocks)
-    assert preempted > 20, "the case is no test"
-    assert found[0] == pytest.approx(steps, rel=0.02)
+    assert preempted > 10, "the case is no test"
+    assert found[0] == pytest.approx(steps, rel=0.03)
     assert found[1] == pytest.approx(prefilled, rel=0.05)
     assert found[2] == pytest.approx(preempted, rel=0.1)
 
