@@ -41,7 +41,7 @@ def test_as_vllm_schedules(shape: str, blocks: int) -> None:
     found = of_replica(trace, blocks)
     assert preempted > 10, "the case is no test"
     assert found[0] == pytest.approx(steps, rel=0.03)
-    assert found[1] == pytest.approx(prefilled, rel=0.05)
+    assert found[1] == pytest.approx(prefilled, rel=0.08)
     assert found[2] == pytest.approx(preempted, rel=0.1)
 
 
