@@ -52,7 +52,7 @@ TODAY := $(shell date -u +%F)
 test-gpu: ## On a machine with GPUs, in an environment with vLLM for them (BIN=...): fitness, tests, figures
 	$(BIN)/pat-vllm doctor --all --shape large --speculate 4 --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
 	$(BIN)/python -m pytest -m gpu tests/gpu
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu --engines $(GPUS) --shape large
 
 test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer: a slice
 	$(VERL_VENV)/bin/python -m pytest tests/verl

@@ -35,8 +35,8 @@ from benchmarks.bench.serve import Request, Served, requests_of, run_of, serve
 from benchmarks.bench.workloads import SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from benchmarks.record import machine, results_dir
+from pat_vllm.child import environment
 from pat_vllm.cli.demo import demo_model, model_config
-from pat_vllm.cli.engine_run import environment
 from pat_vllm.cli.results import to_json
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout

@@ -17,9 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pat_vllm.child import environment
 from pat_vllm.cli import random_model
 from pat_vllm.cli.demo_timeline import coloured, draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
+from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, run
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import name_of, read_json_object
 from pat_vllm.files.writing import forgotten
@@ -427,7 +428,9 @@ def demo(
     results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
     made = 0
     with console.status("starting an engine and warming up") as status:
-        for result in run(spec):
+
+        def take(result: RunResult) -> None:
+            nonlocal made
             number, way = divmod(made, len(ways))
             made += 1
             if made == 1:
@@ -438,6 +441,8 @@ def demo(
                 console.print(f"  round {number + 1} of {rounds}: {', '.join(seconds)}")
             upcoming = ways[made % len(ways)].label
             status.update(f"round {made // len(ways) + 1} of {rounds}: {upcoming}")
+
+        run(spec, take)
     console.print()
     show(console, results)
 

@@ -7,21 +7,19 @@ serves the batch and writes a line for each result; both sides are here.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from pat_vllm.child import Events, environment, run_module
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
-from pat_vllm.text_only import SAFE_PATH, command_of, without_vision_and_audio
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -31,8 +29,6 @@ if __name__ in ("__main__", "__mp_main__"):  # the child, and the processes of i
 
 _TAIL_LINES = 40
 """Of a failed engine's output, for the error message."""
-_LOOK_EVERY = 0.1
-"""Seconds between two looks for results."""
 
 
 @dataclass(frozen=True)
@@ -162,75 +158,28 @@ class RunFailed(RuntimeError):
     """An engine process failed; the message ends with the last lines that it wrote."""
 
 
-def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for engine processes with `ranks` ranks; what the user has set stays.
-
-    On a CPU every rank gets a core of its own where there are enough, else one thread.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if ranks <= len(cores):
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
-    else:
-        # Threads only spin while they wait for each other when there are more of them than cores.
-        # Numba, which the n-gram drafter uses, would have a thread for each core.
-        threads = {
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "NUMBA_NUM_THREADS": "1",
-        }
-    defaults = {
-        **threads,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # At tp > 1 vLLM compiles one small function, with C++ and for each layout: seconds of start
-        # for microseconds of a step.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    chosen = {**defaults, **given}
-    # It would override `kv_cache_memory_bytes`.
-    chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    return chosen
-
-
-def run(spec: RunSpec) -> Iterator[RunResult]:
+def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
     """Serve a batch in a new process: round by round, in each way.
+
+    Args:
+        told: called with each result.
 
     Raises:
         RunFailed: the process ended before the last result.
     """
     left = len(spec.ways) * spec.rounds
-    with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
-        request, answers, log = (Path(scratch) / name for name in ("spec", "results", "log"))
-        request.write_text(json.dumps(asdict(spec)))
-        answers.touch()
-        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answers)]
-        with log.open("w") as output, answers.open() as lines:
-            process = subprocess.Popen(
-                command,
-                env={**environment(spec.engine["tensor_parallel_size"]), **SAFE_PATH},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                begun = ""
-                while left:
-                    ended = process.poll() is not None
-                    *whole, begun = (begun + lines.read()).split("\n")
-                    for line in whole:
-                        left -= 1
-                        yield RunResult.from_json(line)
-                    if ended:
-                        break
-                    time.sleep(_LOOK_EVERY)
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code or left:
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-            raise RunFailed(f"the engine's process ended with exit code {code}:\n{last}")
+
+    def take(event: dict[str, Any]) -> None:
+        nonlocal left
+        if "answer" in event:
+            left -= 1
+            told(RunResult.from_json(event["answer"]))
+
+    variables = environment(spec.engine["tensor_parallel_size"])
+    ended = run_module("pat_vllm.cli.engine_run", json.dumps(asdict(spec)), variables, take)
+    if ended.code or left:
+        last = "\n".join(ended.log.splitlines()[-_TAIL_LINES:])
+        raise RunFailed(f"the engine's process ended with exit code {ended.code}:\n{last}")
 
 
 def serve(spec: RunSpec) -> Iterator[RunResult]:
@@ -273,13 +222,13 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
 
 
-def main(request: str, answers: str) -> None:
-    """The child: files in, files out."""
+def main(request: str, events: str) -> None:
+    """The child: a spec in, results out."""
     values = json.loads(Path(request).read_text())
     batch, warm_up = (Batch(**values.pop(name)) for name in ("batch", "warm_up"))
-    with Path(answers).open("a") as lines:
-        for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
-            print(result.to_json(), file=lines, flush=True)
+    out = Events(events)
+    for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
+        out.tell(answer=result.to_json())
 
 
 if __name__ == "__main__":

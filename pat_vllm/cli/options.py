@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -16,15 +16,21 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
     """Make a command whose options are the fields of a dataclass.
 
     Args:
-        model: the dataclass, whose fields are annotated with `typer.Option`. The decorated function
-            takes a value of it first, and its other parameters are further options. A `ValueError`
-            or `OSError`, also of the function, ends the command as a wrong option does. Ranges are
-            the dataclass's to check: it names the value and both ends.
+        model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
+            given as a JSON object. The decorated function takes a value of it first, and its other
+            parameters are further options. A `ValueError` or `OSError`, also of the function, ends
+            the command as a wrong option does. Ranges are the dataclass's to check: it names the
+            value and both ends.
     """
+    fields = inspect.signature(model, eval_str=True).parameters
+    objects = [name for name, field in fields.items() if _is_object(field.annotation)]
     of_model = {
         name: field.replace(annotation=_without_range(field.annotation))
-        for name, field in inspect.signature(model, eval_str=True).parameters.items()
+        for name, field in fields.items()
     }
+    for name in objects:
+        hint = Annotated[str, *fields[name].annotation.__metadata__]
+        of_model[name] = fields[name].replace(annotation=hint, default="{}")
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         _, *further = inspect.signature(run, eval_str=True).parameters.values()
@@ -32,6 +38,7 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         @functools.wraps(run)
         def command(**given: Any) -> None:
             try:
+                given |= {name: json_object(f"--{name}", given[name]) for name in objects}
                 run(model(**{name: given.pop(name) for name in of_model}), **given)
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
@@ -41,6 +48,10 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         return command
 
     return decorate
+
+
+def _is_object(annotation: Any) -> bool:
+    return get_origin(get_args(annotation)[0]) is dict
 
 
 def _without_range(annotation: Any) -> Any:

@@ -185,7 +185,7 @@ def test_commands(
 
 
 def test_the_doctor(as_pip_installs: Path, tmp_path: Path) -> None:
-    """Its processes, too: the one that asks vLLM, and the one that measures devices."""
+    """Its process that asks vLLM, too."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "torch_dtype": "bfloat16",
@@ -203,11 +203,3 @@ def test_the_doctor(as_pip_installs: Path, tmp_path: Path) -> None:
     arguments += ["--ranks", "8", "--pat", '{"base_tp": 4}', "--output-dir", tmp_path / "out"]
     run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
     assert "KV cache" in (tmp_path / "out" / "doctor.json").read_text()
-
-    scale = dict(copies=[1 << 20], weights=1, kv=1, requests=1, tokens=64, repeats=1)
-    request = {"model": None, "ranks": 2, "tps": [1, 2], "scale": scale}
-    (tmp_path / "request").write_text(json.dumps(request))
-    (tmp_path / "journal").touch()
-    files = [tmp_path / name for name in ("request", "answer", "journal")]
-    run_from(as_pip_installs, tmp_path, ["-m", "pat_vllm.doctor.device", *files])
-    assert "% of a copy" in (tmp_path / "journal").read_text()

@@ -22,7 +22,7 @@ from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.cli.demo import model_config
 from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import Partial
-from pat_vllm.doctor.values import names_of_this_machine
+from pat_vllm.doctor.report import names_of_this_machine
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
 from pat_vllm.files.digest import with_digest

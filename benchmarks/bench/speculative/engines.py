@@ -25,7 +25,7 @@ from benchmarks.bench.speculative.workloads import (
     SpeculativeWorkload,
 )
 from benchmarks.engine_process import EngineFailed, EngineProcess
-from pat_vllm.cli.engine_run import environment
+from pat_vllm.child import environment
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.reporting import DraftSample, Report

@@ -92,7 +92,7 @@ def batch_seconds(
         }
         best = min(layouts, key=lambda layout: turns[layout].token)
         if here is not None and best != here:
-            saved = (turns[here].token - turns[best].token) * float(left.max())
+            saved = (turns[here].token - turns[best].token) * float(left.mean())
             live, tokens = int(computed.sum()), int(held[computed].sum())
             move = machine.switch(here, best, live, tokens, SWITCH_FIXED, layouts[0]).seconds
             best, spent = (best, move) if saved > move else (here, 0.0)

@@ -26,7 +26,7 @@ _MOST_COMPILES = 5
 """Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
 _EARNS = 0.005
 """Share of a batch's time that a further layout saves at least."""
-_ALONE = 0.03
+_ALONE = 0.015
 """Share of a batch's time that one layout alone, with all memory to itself, saves at least. What
 comes may be another load, to which several layouts adapt."""
 _LARGEST_WEIGHTS = 0.3
@@ -165,8 +165,9 @@ class _Search:
             middle = between[len(between) // 2 :][:1]
             between = [*middle, *(tp for tp in between if tp not in middle)]
             more = [(tp,) for tp in between if _compiles({tp, *ends}) <= _MOST_COMPILES]
-            for some in (*more, ()):
-                chosen = tuple(sorted({*ends, *some}))
+            several = [tuple(sorted({*ends, *some})) for some in (*more, ())]
+            alone = () if needed else ((base,),)
+            for chosen in dict.fromkeys((*several, *alone)):
                 if self._possible(chosen):
                     found = True
                     yield chosen
@@ -239,7 +240,8 @@ class _Search:
     def by_rule(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
-        light = [one for one in sets if self.memory(one).weights <= most]
+        several = [one for one in sets if len(one) > 1]
+        light = [one for one in several if self.memory(one).weights <= most]
         return light[0] if light else max(sets, key=lambda one: self.memory(one).kv)
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
@@ -257,13 +259,15 @@ class _Search:
         return min(near, key=lambda one: (len(one), seconds[one]))
 
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
-        return batch_seconds(
-            machine,
-            self.resolve(sizes),
-            self.memory(sizes).kv_tokens,
-            lambda layout: self.engine.limits(layout).max_num_seqs,
-            load,
-        )
+        layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens
+
+        def seconds(some: Sequence[Layout]) -> float:
+            return batch_seconds(
+                machine, some, room, lambda one: self.engine.limits(one).max_num_seqs, load
+            )
+
+        # Not every switch that seems to pay does.
+        return min(seconds(layouts), *(seconds([one]) for one in layouts))
 
 
 def _compiles(sizes: set[int]) -> int:

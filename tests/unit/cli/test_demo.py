@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from pat_vllm.cli.demo import (
     verdict,
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec, environment
+from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig, SchedulePolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
@@ -133,16 +133,6 @@ def test_the_engine_has_room_for_the_batch(drafts: int, tmp_path: Path) -> None:
         spec(a_batch(longest=90))
 
 
-def test_environment_binds_ranks_and_respects_the_user() -> None:
-    assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
-    crowded = environment(100_000, {})
-    assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert crowded["OMP_NUM_THREADS"] == crowded["NUMBA_NUM_THREADS"] == "1"
-    mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in mine
-
-
 def test_what_is_shown() -> None:
     """Of the batch, without the warm-up."""
     assert RESULTS[2].live == ((0.0, 8), (4.0, 2), (4.5, 2), (6.0, 1), (8.0, 0))
@@ -215,7 +205,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.png"
 
     def demo(answers: Iterable[RunResult], model: Path | str, *options: str) -> tuple[int, str]:
-        monkeypatch.setattr("pat_vllm.cli.demo.run", lambda spec: answers)
+        def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
+            for answer in answers:
+                told(answer)
+
+        monkeypatch.setattr("pat_vllm.cli.demo.run", run)
         options = ("--requests", "2", "--switch-at", "2", "--rounds", "2", *options)
         return demo_command(tmp_path, model, *options)[:2]
 

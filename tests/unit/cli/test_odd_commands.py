@@ -105,7 +105,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.truncate("large", 1 << 40)
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
-        patch.setattr("pat_vllm.cli.doctor.run_stages", lambda *_: iter(()))
+        patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
         patch.setattr("pat_vllm.cli.demo.run", lambda spec: sys.exit(f"ran {spec.engine['model']}"))
         patch.setitem(sys.modules, "torch", None)
         yield

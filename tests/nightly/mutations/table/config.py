@@ -165,7 +165,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{TEXT_ONLY}:starting_with_safe_path": {
             "spawned processes import from the current directory": {"os.environ.update(SAFE_PATH)": "pass"},
         },
-        "pat_vllm.cli.engine_run:run": {
+        "pat_vllm.child:run_module": {
             "engines' workers import from the current directory": {", **SAFE_PATH": ""},
         },
     },
