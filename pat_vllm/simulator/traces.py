@@ -27,9 +27,6 @@ MOST_TOKENS = 1 << 24
 """Of a prompt or a response."""
 _LAST_ARRIVAL = 1e9
 
-_EARLIER_NAMES = {"prompts": "num_prompt_tokens", "bound": "max_tokens"}
-"""What fields of a trace file were called before; files with these names can still be read."""
-
 _DEEPSCALER_MEDIAN = 1443.0
 _DEEPSCALER_SIGMA = 1.406
 
@@ -283,7 +280,6 @@ def load_trace(path: Path) -> LengthTrace:
 def _from_json(stem: str, data: Any) -> LengthTrace:
     if not isinstance(data, dict) or "lengths" not in data:
         raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
-    data = {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
     known = LengthTrace.__dataclass_fields__
     unknown = set(data) - set(known)
     if unknown:
