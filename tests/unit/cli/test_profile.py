@@ -14,7 +14,7 @@ from rich.console import Console
 from pat_vllm.cli import profile as command
 from pat_vllm.profiling.grid import POINTS, Plan, Point, StepPoint
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, StepShape, SwitchSample
-from tests.unit.profiling.test_grid import LIMITS
+from tests.unit.profiling.test_grid import LIMITS, switch_sample
 from tests.unit.profiling.test_profile import KEY, profile
 from tests.unit.profiling.test_quality import NOISY, QUIET
 
@@ -48,9 +48,7 @@ class Engine:
 
     def _sample(self, point: Point) -> StepSample | SwitchSample:
         if not isinstance(point, StepPoint):
-            values = {"tokens": point.num_seqs * point.context, "kv_bytes": 0, "seconds": 1.0}
-            values |= {"num_seqs": point.num_seqs, "kv": 0.0, "weights": 0.0}
-            return SwitchSample(source=point.source, target=point.target, **values)
+            return switch_sample(point)
         batch, drafts = point.batch, point.batch * point.drafts
         contexts = [context + 5 for context in point.contexts]
         longest = max(contexts, default=0)

@@ -118,6 +118,19 @@ def test_points_with_drafts() -> None:
     assert {p.k for p in full if p.hits and p.context == 64} == {*LIMITS.draft_lengths}
 
 
+def switch_sample(point: SwitchPoint) -> SwitchSample:
+    return SwitchSample(
+        source=point.source,
+        target=point.target,
+        num_seqs=point.num_seqs,
+        tokens=point.num_seqs * point.context,
+        kv_bytes=0,
+        seconds=1.0,
+        kv=0.0,
+        weights=0.0,
+    )
+
+
 def test_samples_are_of_their_points() -> None:
     """Contexts grow while a step is measured; no other point's are so."""
     points = Plan.of(LIMITS, quick=False).points
@@ -127,14 +140,12 @@ def test_samples_are_of_their_points() -> None:
             drafts = point.batch * point.drafts
             shape = StepShape(point.batch, context, 0, point.prefill, point.busy, drafts, point.k)
             sample = StepSample.of(point.layout, shape, [1.0])
-            same = [p for p in points if isinstance(p, StepPoint) and p.measured_by(sample)]
+            steps = [p for p in points if isinstance(p, StepPoint) and p.measured_by(sample)]
+            assert steps == [point]
         else:
-            tokens = point.num_seqs * point.context
-            values = {"num_seqs": point.num_seqs, "tokens": tokens, "kv_bytes": 0}
-            values |= {"seconds": 1.0, "kv": 0.0, "weights": 0.0}
-            switch = SwitchSample(source=point.source, target=point.target, **values)
-            same = [p for p in points if isinstance(p, SwitchPoint) and p.measured_by(switch)]
-        assert same == [point]
+            switch = switch_sample(point)
+            switches = [p for p in points if isinstance(p, SwitchPoint) and p.measured_by(switch)]
+            assert switches == [point]
 
 
 def sample(seconds: float, batch: int, context: int, prefill: int = 0, k: int = 0) -> StepSample:
