@@ -244,6 +244,7 @@ def measure(
         for workload in settings.workloads:
             progress(f"{workload.name}: starting {PAT}")
             all_sides[-1].start()
+            profile = _profile(scratch)
             for repeat in range(settings.repeats + 1):
                 trace = settings.trace(workload, repeat)
                 requests = requests_of(trace, config["vocab_size"], settings.seed + repeat)
@@ -251,12 +252,19 @@ def measure(
                 for side in (*all_sides[first:], *all_sides[:first]):
                     progress(f"{workload.name}, batch {repeat} of {settings.repeats}: {side.name}")
                     runs.append(side.run(trace, requests, repeat))
-        profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
-        if len(profiles) != 1:
-            raise EngineFailed(f"expected the profile of one engine, found {len(profiles)}")
-        profile = Profile.load(profiles[0])
     starts = {side.name: tuple(side.start_seconds) for side in all_sides}
     return Measurements(tuple(runs), profile, starts)
+
+
+def _profile(scratch: Path) -> Profile:
+    """The one that the adaptive engines share."""
+    profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
+    if len(profiles) != 1:
+        raise EngineFailed(
+            f"expected the profile of one engine, found {len(profiles)}; a noisy or incomplete one "
+            "is not kept, so let nothing else run on this machine"
+        )
+    return Profile.load(profiles[0])
 
 
 def _free_memory() -> float:

@@ -211,5 +211,8 @@ def _profile(scratch: Path) -> Profile:
     """The one that the engines share."""
     profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
     if len(profiles) != 1:
-        raise EngineFailed(f"expected one profile for all engines, found {len(profiles)}")
+        raise EngineFailed(
+            f"expected one profile for all engines, found {len(profiles)}; a noisy or incomplete "
+            "one is not kept, so let nothing else run on this machine"
+        )
     return Profile.load(profiles[0])

@@ -135,7 +135,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "JSON is nested without end": {"return from_json(text.removeprefix": "return __import__('json').loads(text.removeprefix"},
         },
         f"{READING}:without_digest": {
-            "damage is not seen": {"content[DIGEST] != digest_of(rest)": "False"},
+            "damage is not seen": {"content.get(DIGEST) != digest_of(rest)": "False"},
         },
         "pat_vllm.profiling.cache:cache_dir": {
             "no home, no engine": {"except RuntimeError as error:": "except KeyError as error:"},

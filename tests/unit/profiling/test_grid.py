@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.plan import ProfilePlan, estimate
-from pat_vllm.profiling.points import POINTS, EngineLimits, StepPoint, SwitchPoint
-from pat_vllm.profiling.profile import StepSample, StepShape
+from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
+from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LIMITS = EngineLimits(
@@ -68,7 +66,7 @@ def check_possible(limits: EngineLimits, point: StepPoint) -> None:
 # Not even one request's drafts have room in a step.
 @example(replace(LIMITS, max_batch_tokens={1: 16, 2: 32}, draft_lengths=(4, 16)))
 def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
-    quick, full = ProfilePlan.quick(limits), ProfilePlan.full(limits)
+    quick, full = Plan.of(limits, quick=True), Plan.of(limits, quick=False)
     assert full.points[: len(quick.points)] == quick.points
     assert len({*quick.points} - {*drafting(quick)}) <= 40 * len(limits.layouts)
     for plan in (quick, full):
@@ -87,15 +85,14 @@ def test_plans_are_possible_and_fair(limits: EngineLimits) -> None:
     assert POINTS.validate_python(values) == [*full.points]
 
 
-def drafting(plan: ProfilePlan) -> list[StepPoint]:
+def drafting(plan: Plan) -> list[StepPoint]:
     return [point for point in plan.points if isinstance(point, StepPoint) and point.k]
 
 
-@pytest.mark.parametrize("make", [ProfilePlan.quick, ProfilePlan.full], ids=["quick", "full"])
-def test_without_drafts_the_other_points_are_the_same(
-    make: Callable[[EngineLimits], ProfilePlan],
-) -> None:
-    with_drafts, without = make(LIMITS), make(replace(LIMITS, draft_lengths=()))
+@pytest.mark.parametrize("quick", [True, False], ids=["quick", "full"])
+def test_without_drafts_the_other_points_are_the_same(quick: bool) -> None:
+    with_drafts = Plan.of(LIMITS, quick=quick)
+    without = Plan.of(replace(LIMITS, draft_lengths=()), quick=quick)
     assert not drafting(without)
     drafted = {*drafting(with_drafts)}
     assert {*without.points} == {*with_drafts.points} - drafted
@@ -105,20 +102,50 @@ def test_without_drafts_the_other_points_are_the_same(
 
 def test_no_layout_is_without_drafts_however_slow_the_machine() -> None:
     """Drafts would seem to cost nothing in it, and real steps could not tell."""
-    plan = ProfilePlan.quick(LIMITS)
+    plan = Plan.of(LIMITS, quick=True)
     first = drafting(replace(plan, points=plan.points[: plan.essential]))
     assert {(p.layout, p.hits) for p in first} == {*itertools.product((ONE, TWO), (True, False))}
 
 
 def test_points_with_drafts() -> None:
     """So many requests are measured without drafts, too, to compare with; and all are early."""
-    quick = ProfilePlan.quick(LIMITS)
+    quick = Plan.of(LIMITS, quick=True)
     drafted = {(p.layout, p.batch) for p in drafting(quick)}
     plain = {(p.layout, p.batch) for p in quick.points if isinstance(p, StepPoint) and not p.k}
     assert drafted <= plain and {(ONE, 1), (ONE, 64), (TWO, 1), (TWO, 128)} <= drafted
     assert quick.points.index(drafting(quick)[-1]) <= len(quick.points) / 2
-    full = drafting(ProfilePlan.full(LIMITS))
+    full = drafting(Plan.of(LIMITS, quick=False))
     assert {p.k for p in full if p.hits and p.context == 64} == {*LIMITS.draft_lengths}
+
+
+def switch_sample(point: SwitchPoint) -> SwitchSample:
+    return SwitchSample(
+        source=point.source,
+        target=point.target,
+        num_seqs=point.num_seqs,
+        tokens=point.num_seqs * point.context,
+        kv_bytes=0,
+        seconds=1.0,
+        kv=0.0,
+        weights=0.0,
+    )
+
+
+def test_samples_are_of_their_points() -> None:
+    """Contexts grow while a step is measured; no other point's are so."""
+    points = Plan.of(LIMITS, quick=False).points
+    for point in points:
+        if isinstance(point, StepPoint):
+            context = sum(point.contexts) + 9 * point.batch
+            drafts = point.batch * point.drafts
+            shape = StepShape(point.batch, context, 0, point.prefill, point.busy, drafts, point.k)
+            sample = StepSample.of(point.layout, shape, [1.0])
+            steps = [p for p in points if isinstance(p, StepPoint) and p.measured_by(sample)]
+            assert steps == [point]
+        else:
+            switch = switch_sample(point)
+            switches = [p for p in points if isinstance(p, SwitchPoint) and p.measured_by(switch)]
+            assert switches == [point]
 
 
 def sample(seconds: float, batch: int, context: int, prefill: int = 0, k: int = 0) -> StepSample:
