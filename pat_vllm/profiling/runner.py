@@ -265,8 +265,8 @@ class _Profiler:
         after: _Allotted,
     ) -> None:
         """Carry requests over, with planning as in a real switch."""
-        # Between layouts of one tp schedulers and KV stay (`scheduler/in_place.py`).
-        stays = source.tp == target.tp
+        # Where layouts share KV, schedulers stay, too (`scheduler/in_place.py`).
+        stays = source.shares_kv(target)
         made = 0.0 if stays else self._seconds_to_make(target)
         begun = time.perf_counter()
         placement = spread(requests, source, target)
