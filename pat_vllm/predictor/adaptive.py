@@ -194,12 +194,9 @@ class AdaptivePolicy(Policy):
         self._begun = None
         self._last_switch = None
         self._prober.stop()
-        # The last plan is for a batch's tail. As many drafts of each in a full batch may take the
-        # time of many steps; a plan for it comes soon.
-        self.drafts = self._no_drafts
         self._review = self._next_plan = -math.inf
         if self._largest is not None:
-            self.home = self._opening(self._largest)
+            self._open(self._largest)
             self._largest = None
 
     def report(self, since: float = -math.inf) -> PredictorReport:
@@ -283,8 +280,12 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
 
-    def _opening(self, last: LiveRequests) -> Layout:
-        """Where to begin a batch of as many requests as `last`. An idle engine switches to it."""
+    def _open(self, last: LiveRequests) -> None:
+        """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
+
+        The last plan's drafts were for a batch's tail. As many of each request in a full batch may
+        take the time of many steps.
+        """
         none = np.zeros(len(last), np.int64)
         fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
         ahead = course(fresh, self._lengths.sample(fresh, _FUTURES))
@@ -297,7 +298,8 @@ class AdaptivePolicy(Policy):
         for layout, total in plan.go.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
-        return min(seconds, key=seconds.__getitem__)
+        self.home = min(seconds, key=seconds.__getitem__)
+        self.drafts = plan.drafts
 
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""

@@ -109,7 +109,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
-        "all batches open in the base layout": {"self.home = self._opening": "self._opening"},
+        "all batches open in the base layout": {"self.home = min(": "min("},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
         "it plans before each step": {"> _NEWS * live": ">= 0"},
