@@ -19,6 +19,7 @@ from benchmarks.paper.tables import simulate_settings
 from benchmarks.where_it_pays import app as where_it_pays
 from pat_vllm.predictor.step_time import StepTimeModel
 
+PROFILES = Path(__file__).parents[3] / "benchmarks" / "profiles"
 PNG = b"\x89PNG"
 SIDES = ("plain", "fixed", "dynamic", "pat_plain", "pat")
 
@@ -90,8 +91,9 @@ def test_parts_of_the_predictor_can_be_left_out() -> None:
             learned = [fit.learned for fit in StepTimeModel.fit(whole).fits.values()]
         if name.endswith("residual"):
             assert all(learned) if name.startswith("choice") else not any(learned)
-    measured = "pat_vllm/simulator/modelled/measured.json"
-    assert elimination.held_out([measured], 1).count("%") == 9
+    measured = [str(path) for path in PROFILES.glob("*.json")]
+    assert len(measured) == 2
+    assert elimination.held_out(measured, 1).count("%") == 2 * 9
 
 
 def test_elimination(monkeypatch: pytest.MonkeyPatch) -> None:
