@@ -173,11 +173,5 @@ def test_what_pages_name_exists(missing: Callable[[Path], Iterator[str]]) -> Non
     assert not {page: names for page, names in found.items() if names}
 
 
-def test_pictures_of_results_are_on_a_page() -> None:
-    text = "".join(page.read_text() for page in (*PAGES, *RESULTS))
-    pictures = (ROOT / "benchmarks" / "results").rglob("*.png")
-    assert [picture.name for picture in pictures if picture.name not in text] == []
-
-
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS

@@ -17,7 +17,6 @@ from benchmarks.bench.runs import PAT, Run
 from benchmarks.endurance.growth import trend
 from benchmarks.paper.clairvoyant import clairvoyant
 from benchmarks.speculation.paired import MedianRatio
-from benchmarks.step_error import FLOORS, StepError, Visit
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
@@ -120,20 +119,6 @@ def test_judgement(
         assert result.foregone == pytest.approx(result.replayed - result.clairvoyant)
     if lengths is LATE:
         assert result.foregone == pytest.approx(70 * 0.005, rel=0.1)
-
-
-def steady(predicted: float, medians: list[float]) -> list[Visit]:
-    return [Visit([predicted] * 3, [0.5 * m, m, 5 * m]) for m in medians]
-
-
-def test_step_errors_are_those_of_medians() -> None:
-    """Two kinds of steps: one comes out alike, the other drifts by a quarter."""
-    error = StepError.of([steady(1.1, [1.0, 1.0, 1.0]), steady(1.0, [1.0, 1.25])])
-    assert error.visits == 3
-    assert error.error == pytest.approx((0.1 + 0.1 + 0.2) / 3)
-    assert error.floor == pytest.approx((0 + 0 + 0.2) / 3)
-    assert error.bias == pytest.approx((0.1 + 0.1 - 0.2) / 3)
-    assert error.bar == pytest.approx(FLOORS * 0.2 / 3)
 
 
 def test_ratios_are_those_of_pairs() -> None:
