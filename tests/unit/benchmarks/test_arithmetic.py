@@ -15,7 +15,7 @@ from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.judgement import judge
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.endurance.growth import trend
-from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.simulated.clairvoyant import clairvoyant
 from benchmarks.speculation.paired import MedianRatio
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy

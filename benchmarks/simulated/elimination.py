@@ -1,4 +1,4 @@
-"""`python -m benchmarks.elimination`: which parts of the predictor earn their place. Simulated.
+"""Which parts of the predictor earn their place.
 
 Backward elimination by batch time. PAT replays every workload without each of its parts; the part
 without which batches take least time is dropped, and the rest is measured again, for as long as
@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import typer
 
 from benchmarks.held_out import held_out_error
-from benchmarks.kernel_truth import KernelTruth
+from benchmarks.simulated.kernel_truth import KernelTruth
+from benchmarks.simulated.replay import Processes, scaled_steps
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -188,20 +187,7 @@ def seconds(scenario: Scenario, without: frozenset[str]) -> float:
     truth = _truth(scenario.engine, scenario.seed)
     batches = batches_of(scenario.engine, scenario.workload, scenario.seed)
     if scenario.wrong is not None:
-        layout, factor = scenario.wrong
-        believed = profile.model_copy(
-            update={
-                "steps": tuple(
-                    s.model_copy(
-                        update={
-                            name: getattr(s, name) * (factor if s.layout == layout else 1)
-                            for name in ("seconds", "low", "high")
-                        }
-                    )
-                    for s in profile.steps
-                )
-            }
-        )
+        believed = scaled_steps(profile, *scenario.wrong)
     with ExitStack() as stack:
         for part in sorted(without):
             stack.enter_context(PARTS[part]())
@@ -243,25 +229,21 @@ class Elimination:
     def __init__(
         self,
         scenarios: Sequence[Scenario],
-        processes: int = 1,
+        processes: Processes,
         parts: Sequence[str] | None = None,
     ) -> None:
         """`parts` are those that may be dropped; None: all."""
         self.scenarios = scenarios
         self._parts = parts or [*PARTS]
-        self._pool = ProcessPoolExecutor(processes) if processes > 1 else None
+        self._processes = processes
         self._known: dict[frozenset[str], list[float]] = {}
 
     def measure(self, without: frozenset[str], part: str = "") -> list[float]:
         """Seconds by scenario, without `part` besides."""
         both = without | {part} if part else without
         if both not in self._known:
-            arguments = (self.scenarios, [both] * len(self.scenarios))
-            if self._pool is None:
-                self._known[both] = list(map(seconds, *arguments))
-            else:
-                chunk = max(1, len(self.scenarios) // 16)
-                self._known[both] = list(self._pool.map(seconds, *arguments, chunksize=chunk))
+            work, chunk = partial(seconds, without=both), max(1, len(self.scenarios) // 16)
+            self._known[both] = [*self._processes.map(work, self.scenarios, chunk)]
         return self._known[both]
 
     def loss(self, without: frozenset[str], part: str = "") -> Loss:
@@ -334,46 +316,39 @@ def held_out(names: Sequence[str], seeds: int) -> str:
     return table(("profile", "roofline alone", "with the residual", "as chosen"), rows)
 
 
-def run(
-    engines: Annotated[
-        list[str] | None,
-        typer.Option("--engine", help="`8 x H100` for a modelled one, or a profile's file."),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Per workload.")] = 10,
-    wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
-    processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
-    part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
-    steps: Annotated[bool, typer.Option(help="Only how well steps are predicted.")] = False,
-) -> None:
-    """Print the path of the elimination as a table in Markdown."""
-    if unknown := {*(part or ())} - set(PARTS):
-        raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS]}")
-    names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
-    if steps:
-        print(held_out(names, seeds))
-        return
+def eliminate(
+    names: Sequence[str],
+    seeds: int,
+    wrong_seeds: int,
+    processes: int,
+    parts: Sequence[str] | None = None,
+) -> str:
+    """The path of the elimination; Markdown.
+
+    Args:
+        names: of engines.
+        seeds, wrong_seeds: per workload, with right and with wrong profiles.
+        parts: that may be dropped; None: all.
+    """
     scenarios = [Scenario(*one) for one in product(names, WORKLOADS, range(seeds))]
     for name, workload, seed in product(names, _WRONG_ON, range(wrong_seeds)):
         layouts = engine(name).layouts
         for layout, factor in product((layouts[0], layouts[-1]), (0.5, 2.0)):
             scenarios.append(Scenario(name, workload, seed, (layout, factor)))
     rows = []
-    for tried, dropped, loss in Elimination(scenarios, processes, part).path(
-        lambda text: print(text, flush=True)
-    ):
-        worst = max(loss.workloads, key=loss.workloads.__getitem__)
-        row = (
-            tried or "nothing",
-            "dropped" if dropped else "stays",
-            f"{loss.mean:+.2%}",
-            f"{loss.workloads[worst]:+.2%} ({worst})",
-            f"{max(loss.wrong.values(), default=0):+.2%}",
-        )
-        rows.append(row)
-        print(" | ".join(row), flush=True)
+    with Processes(processes) as pool:
+        for tried, dropped, loss in Elimination(scenarios, pool, parts).path(
+            lambda text: print(text, flush=True)
+        ):
+            worst = max(loss.workloads, key=loss.workloads.__getitem__)
+            row = (
+                tried or "nothing",
+                "dropped" if dropped else "stays",
+                f"{loss.mean:+.2%}",
+                f"{loss.workloads[worst]:+.2%} ({worst})",
+                f"{max(loss.wrong.values(), default=0):+.2%}",
+            )
+            rows.append(row)
+            print(" | ".join(row), flush=True)
     headers = ("without", "", "all, against the whole", "worst workload", "worst wrong profile")
-    print(table(headers, rows))
-
-
-if __name__ == "__main__":
-    typer.run(run)
+    return table(headers, rows)
