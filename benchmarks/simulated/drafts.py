@@ -68,7 +68,9 @@ def run(setting: Setting, count: int) -> Result:
         policy = SchedulePolicy(layout, (), {layout: schedule})
         return batches.replay(f"{layout} {label}", policy, truth, alone)
 
-    plain, fixed, tuned = [], [], []
+    plain: list[Replayed] = []
+    fixed: list[Replayed] = []
+    tuned: list[Replayed] = []
     for layout in alone.layouts:
         most = alone.max_num_seqs[layout.tp]
         for k in DRAFT_LENGTHS:
@@ -87,7 +89,9 @@ def run(setting: Setting, count: int) -> Result:
     sides.append(batches.replay("clairvoyant", told, truth, profile))
     bests = [fastest(some) for some in (plain, fixed, tuned)]
     return Result(
-        *(best.seconds for best in bests),
+        bests[0].seconds,
+        bests[1].seconds,
+        bests[2].seconds,
         pat_plain.seconds,
         pat.seconds,
         sum(least_of_each(sides)),

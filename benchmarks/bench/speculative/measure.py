@@ -36,7 +36,7 @@ from benchmarks.bench.speculative.workloads import (
     requests_with_phrase,
 )
 from benchmarks.engine_process import EngineFailed
-from benchmarks.speculation.paired import shuffled
+from benchmarks.paired import shuffled
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile

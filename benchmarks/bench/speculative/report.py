@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench.judgement import NEVER_WORSE, Bar
-from benchmarks.bench.ratios import Ratio, better_static, paired_ratio
 from benchmarks.bench.runs import PAT, prediction_error
 from benchmarks.bench.speculative.engines import (
     PAT_PLAIN,
@@ -19,6 +18,7 @@ from benchmarks.bench.speculative.engines import (
 )
 from benchmarks.bench.speculative.tuning import accepted_share
 from benchmarks.bench.speculative.workloads import ACCEPTED, DRAFT_LENGTHS
+from benchmarks.paired import Ratio, better_static, paired_ratio
 from benchmarks.record import Summary, provenance
 from pat_vllm.cli.results import table
 
@@ -119,7 +119,7 @@ def _bars(models: Sequence[str], ratios: Mapping[str, Ratio]) -> list[Bar]:
             Bar("PAT / PAT with k = 0, median", _OFF, statistics.median(ratios["k"].values))
         )
     elif min(most) > _HARDLY:
-        bars.append(Bar("PAT / best static layout with its table", _TAIL, ratios["table"].mean))
+        bars.append(Bar("PAT / best static layout with its table", _TAIL, ratios["table"].centre))
     return bars
 
 
@@ -197,7 +197,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def _ratio(one: Mapping[str, Any], name: str) -> str:
     ratio = one["ratios"][name]
-    return Ratio(ratio["mean"], ratio["low"], ratio["high"], ()).show()
+    return Ratio(ratio["centre"], ratio["low"], ratio["high"], ()).show()
 
 
 def _gains(workloads: Sequence[Mapping[str, Any]]) -> str:
