@@ -58,20 +58,6 @@ MODELS: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
         max_position_embeddings=4096,
     ),
-    # A third of a billion parameters, with half of the above's KV heads' width.
-    "qwen3-0.3b": dict(
-        arch="qwen3",
-        hidden=1024,
-        layers=24,
-        heads=16,
-        kv_heads=8,
-        head_dim=64,
-        intermediate=3072,
-        vocab=32_000,
-        tie=True,
-        dtype="bfloat16",
-        max_position_embeddings=4096,
-    ),
     # A step of tens of milliseconds on one core, so that overheads show as on a fast device.
     "qwen3-100m": dict(
         arch="qwen3",

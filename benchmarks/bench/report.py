@@ -16,7 +16,8 @@ from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
-    from benchmarks.bench.run import BenchSettings, Measurements
+    from benchmarks.bench.engines import BenchSettings
+    from benchmarks.bench.run import Measurements
     from benchmarks.bench.workloads import Workload
 
 Judged = Mapping[str, tuple[CalibratedSimulator, Sequence[Judgement]]]
