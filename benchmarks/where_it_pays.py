@@ -1,32 +1,42 @@
 """`python -m benchmarks.where_it_pays`: a map of what PAT gains. Simulated on modelled profiles.
 
 Each cell is what `pat-vllm advise` says: the gain over the best static layout with its best draft
-length, at equal concurrency, by responses per GPU, tail, GPU and model.
+length, at equal concurrency, by responses per GPU, tail, GPU and model. In some cells, which are
+drawn, drafts are accepted. With an output directory the map goes on where it was interrupted.
 """
 
 from __future__ import annotations
 
+import json
+import random
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents
-from pat_vllm.advice.verdict import Gain
-from pat_vllm.cli.advise import Question, answer
+from pat_vllm.advice.verdict import advise
 from pat_vllm.cli.results import table, to_json
 
 GPUS = ("A40", "H100", "H200")
-MODELS = ("llama-3.1-8b", "qwen3-14b")
+MODELS = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")
 PER_GPU = (4, 16, 64, 256)
+FEWEST_OF_LARGE = 16
+LARGE = ("qwen3-32b", "qwen3-30b-a3b")
+"""Models that are asked about from so many responses per GPU on."""
 TAILS = ("alike", "uniform", "deepscaler", "two-mode", "straggler")
 """Shapes of `pat_vllm.simulator.traces`."""
 RANKS = 8
+MOST_LOST = 0.01
+"""Share of the time that PAT may lose in a cell."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class Answer:
 
     Attributes:
         static: the best static layout and its draft length.
+        base: PAT's base layout.
         static_seconds, pat_seconds: of an iteration, in the mean; modelled.
         took: seconds to simulate it.
     """
@@ -60,6 +71,7 @@ class Answer:
     gain: Gain
     pays: bool
     static: str
+    base: str
     static_seconds: float
     pat_seconds: float
     took: float
@@ -68,8 +80,8 @@ class Answer:
 def ask(cell: Cell) -> Answer:
     """Simulate a cell."""
     began = time.perf_counter()
-    advice = answer(
-        Question(
+    advice = advise(
+        AdviseOptions(
             cell.model,
             cell.gpu,
             RANKS,
@@ -80,21 +92,21 @@ def ask(cell: Cell) -> Answer:
             iterations=cell.iterations,
         )
     )
-    side, count = advice.sides.static, len(advice.rollouts.batches)
     return Answer(
         advice.gain,
         advice.pays,
-        f"{side.side.layout}, {side.side.drafts}",
-        side.result.seconds / count,
-        advice.ours.result.seconds / count,
+        f"{advice.static.layout}, {advice.static.drafts}",
+        str(advice.rollouts.profile.layouts[0]),
+        statistics.mean(advice.seconds(advice.static)),
+        statistics.mean(advice.seconds(advice.ours)),
         time.perf_counter() - began,
     )
 
 
 HEADERS = (
-    "GPUs", "model", "lengths", "responses per GPU", "best static layout",
-    "its seconds, modelled", "PAT's seconds, modelled", "PAT saves, modelled", "95% interval",
-    "pays",
+    "GPUs", "model", "lengths", "responses per GPU", "acceptance", "best static layout",
+    "PAT's base", "static seconds, modelled", "PAT's seconds, modelled", "PAT saves, modelled",
+    "95% interval", "pays",
 )  # fmt: skip
 
 
@@ -106,7 +118,9 @@ def row(cell: Cell, found: Answer) -> tuple[str, ...]:
         cell.model,
         cell.tail,
         str(cell.per_gpu),
+        f"{cell.acceptance:g}",
         found.static,
+        found.base,
         f"{found.static_seconds:.1f}",
         f"{found.pat_seconds:.1f}",
         mean,
@@ -119,8 +133,41 @@ def title(cell: Cell) -> str:
     """What all cells have in common."""
     return (
         f"Simulated on MODELLED profiles, nothing measured. Responses of up to {cell.max_tokens:,} "
-        f"tokens, acceptance {cell.acceptance:g}, {cell.iterations} iterations of each"
+        f"tokens, {cell.iterations} iterations of each"
     )
+
+
+def summary(results: Sequence[tuple[Cell, Answer]]) -> str:
+    """How many cells are slower, and by how much."""
+    gains = [found.gain for _, found in results]
+    slower = [gain for gain in gains if gain.mean < -MOST_LOST]
+    sure = sum(gain.high < 0 for gain in slower)
+    return (
+        f"{len(gains)} cells: {sum(found.pays for _, found in results)} pay; {len(slower)} are "
+        f"more than {MOST_LOST:.0%} slower, of which {sure} with an interval that excludes zero; "
+        f"worst {min(gain.mean for gain in gains):.1%}"
+    )
+
+
+def drawn(cells: Sequence[Cell], acceptance: float, share: float, seed: int) -> list[Cell]:
+    """The cells in an order that is drawn, with drafts in a share of them."""
+    draw = random.Random(seed)
+    shuffled = draw.sample(cells, len(cells))
+    count = round(share * len(cells))
+    order = [replace(one, acceptance=acceptance) for one in shuffled[:count]] + shuffled[count:]
+    draw.shuffle(order)
+    return order
+
+
+def known(output_dir: Path) -> dict[Cell, Answer]:
+    """What an earlier run found."""
+    file = output_dir / "where-it-pays.json"
+    if not file.is_file():
+        return {}
+    return {
+        Cell(**one["cell"]): Answer(**one["answer"] | {"gain": Gain(**one["answer"]["gain"])})
+        for one in json.loads(file.read_text())
+    }
 
 
 def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
@@ -129,8 +176,9 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    cell_of = {(c.model, c.gpu, c.tail, c.per_gpu): c for c, _ in results}
     found = {(c.model, c.gpu, c.tail, c.per_gpu): answer for c, answer in results}
-    models, gpus, tails, per_gpu = (tuple(dict.fromkeys(one)) for one in zip(*found, strict=True))
+    models, gpus, tails, per_gpu = (sorted({*one}) for one in zip(*found, strict=True))
     figure = Figure(
         figsize=(4 + 0.7 * len(per_gpu) * len(gpus), 2.5 + 0.5 * len(tails) * len(models)),
         layout="constrained",
@@ -147,6 +195,7 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
             if one is not None:
                 gains[y, x] = one.gain.mean if one.pays else 0.0
                 text = f"{one.gain.mean:.0%}" if one.pays else "-"
+                text += "*" * (cell_of[model, gpu, tail, count].acceptance > 0)
                 axes.text(x, y, text, ha="center", va="center", fontsize=8)
         image = axes.imshow(gains, cmap="YlGn", vmin=0, vmax=most, aspect="auto")
         axes.set_title(f"{RANKS} x {gpu}, {model}", fontsize=9)
@@ -154,15 +203,17 @@ def plot_map(results: Sequence[tuple[Cell, Answer]], path: Path) -> None:
         axes.set_yticks(range(len(tails)), tails)
         if i == len(models) - 1:
             axes.set_xlabel("responses per GPU")
-    figure.colorbar(image, ax=panels, label="saved, modelled (-: nothing)")
+    figure.colorbar(image, ax=panels, label="saved, modelled (-: nothing; *: drafts)")
     figure.savefig(path, dpi=130)
 
 
 def write(results: Sequence[tuple[Cell, Answer]], output_dir: Path) -> None:
     """Markdown, JSON and PNG."""
     output_dir.mkdir(parents=True, exist_ok=True)
+    results = sorted(results, key=lambda one: astuple(one[0]))
     by = table(HEADERS, [row(*one) for one in results])
-    (output_dir / "where-it-pays.md").write_text(f"{title(results[0][0])}.\n\n{by}")
+    about = f"{title(results[0][0])}. {summary(results)}."
+    (output_dir / "where-it-pays.md").write_text(f"{about}\n\n{by}")
     content = [{"cell": asdict(cell), "answer": asdict(found)} for cell, found in results]
     (output_dir / "where-it-pays.json").write_text(to_json(content))
     plot_map(results, output_dir / "where-it-pays.png")
@@ -178,23 +229,28 @@ def main(
     tail: Annotated[list[str], typer.Option(help="May be repeated.")] = list(TAILS),  # noqa: B006
     per_gpu: Annotated[list[int], typer.Option(help="May be repeated.")] = list(PER_GPU),  # noqa: B006
     max_tokens: int = 16384,
-    acceptance: float = 0.0,
+    acceptance: Annotated[float, typer.Option(help="Where there are drafts.")] = 0.5,
+    drafts: Annotated[float, typer.Option(help="Share of the cells with drafts.")] = 1 / 3,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     iterations: Annotated[int, typer.Option(min=2, help="Of each cell.")] = 4,
     processes: Annotated[int, typer.Option(min=1)] = 1,
     output_dir: Annotated[Path | None, typer.Option(help="For Markdown, JSON and PNG.")] = None,
 ) -> None:
     """Simulate a map."""
-    cells = [
-        Cell(*which, max_tokens=max_tokens, acceptance=acceptance, iterations=iterations)
+    every = [
+        Cell(*which, max_tokens=max_tokens, iterations=iterations)
         for which in product(gpu, model, tail, per_gpu)
+        if which[1] not in LARGE or which[3] >= FEWEST_OF_LARGE
     ]
-    results: list[tuple[Cell, Answer]] = []
+    found = known(output_dir) if output_dir is not None else {}
+    cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
     with ProcessPoolExecutor(processes) as pool:
-        for cell, found in zip(cells, pool.map(ask, cells), strict=True):
-            results.append((cell, found))
-            print(" | ".join((*row(cell, found), f"{found.took:.1f} s")), flush=True)
+        for cell, one in zip(cells, pool.map(ask, cells), strict=True):
+            found[cell] = one
+            print(" | ".join((*row(cell, one), f"{one.took:.1f} s")), flush=True)
             if output_dir is not None:
-                write(results, output_dir)
+                write([*found.items()], output_dir)
+    print(summary([*found.items()]))
 
 
 if __name__ == "__main__":

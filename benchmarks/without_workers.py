@@ -73,7 +73,7 @@ def engine_config(
         model=model("qwen3-8-heads"),
         tensor_parallel_size=RANKS,
         distributed_executor_backend="pat",
-        additional_config={"pat": {"policy": policy}},
+        additional_config={"pat": {"policy": policy, "layouts": [1, 2, 4, 8]}},
         max_model_len=8192,
         max_num_seqs=256,
         enforce_eager=True,

@@ -6,10 +6,12 @@ import math
 from typing import TYPE_CHECKING
 
 from pat_vllm.commands import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
+from pat_vllm.config import runs_pat
 from pat_vllm.patches.front_end import serialize_sends
 from pat_vllm.reporting import Report
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.entrypoints.llm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -31,9 +33,10 @@ def switch(llm: LLM, tp: int | str) -> bool:
         explains.
 
     Raises:
-        ValueError: the engine does not keep that layout ready (from the engine's process this
-            arrives as vLLM's exception for a failed call).
+        ValueError: the engine runs without PAT, or does not keep that layout ready (from the
+            engine's process this arrives as vLLM's exception for a failed call).
     """
+    _check_runs_pat(llm.llm_engine.vllm_config)
     serialize_sends(llm)
     return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
@@ -52,9 +55,10 @@ def speculate(llm: LLM, num_speculative_tokens: int | None) -> None:
             `num_speculative_tokens_per_batch_size`. None: what holds without this call.
 
     Raises:
-        ValueError: the engine does not keep that number ready (from the engine's process this
-            arrives as vLLM's exception for a failed call).
+        ValueError: the engine runs without PAT, or does not keep that number ready (from the
+            engine's process this arrives as vLLM's exception for a failed call).
     """
+    _check_runs_pat(llm.llm_engine.vllm_config)
     serialize_sends(llm)
     llm.collective_rpc(SPECULATE_COMMAND, args=(num_speculative_tokens,))
 
@@ -70,21 +74,37 @@ def report(llm: LLM, since: float = -math.inf) -> Report:
             The report then holds the switches, refused switches, timeline samples and decisions of
             that time or later. Totals always count from the start of the engine. By default the
             report holds all that the engine has kept.
+
+    Raises:
+        ValueError: the engine runs without PAT.
     """
+    _check_runs_pat(llm.llm_engine.vllm_config)
     serialize_sends(llm)
     return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 
 async def switch_async(llm: AsyncLLM, tp: int | str) -> bool:
     """`switch` for an `AsyncLLM`."""
+    _check_runs_pat(llm.vllm_config)
     return (await llm.collective_rpc(SWITCH_COMMAND, args=(tp,)))[0]
 
 
 async def speculate_async(llm: AsyncLLM, num_speculative_tokens: int | None) -> None:
     """`speculate` for an `AsyncLLM`."""
+    _check_runs_pat(llm.vllm_config)
     await llm.collective_rpc(SPECULATE_COMMAND, args=(num_speculative_tokens,))
 
 
 async def report_async(llm: AsyncLLM, since: float = -math.inf) -> Report:
     """`report` for an `AsyncLLM`."""
+    _check_runs_pat(llm.vllm_config)
     return Report.from_json((await llm.collective_rpc(REPORT_COMMAND, args=(since,)))[0])
+
+
+def _check_runs_pat(vllm_config: VllmConfig) -> None:
+    if not runs_pat(vllm_config):
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        raise ValueError(
+            f"this engine runs without PAT: distributed_executor_backend={backend!r}; make it "
+            'with distributed_executor_backend="pat"'
+        )

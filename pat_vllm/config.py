@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -26,6 +26,8 @@ LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
 CHOSEN = "pat_chosen"
 """Of `additional_config`, in an engine's config: what was chosen of its layouts, in a line."""
+SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
+"""Of an engine that runs with PAT."""
 MOST_RANKS = 1024
 """Of an engine: more than any has."""
 _MOST_DIGITS, _MOST_TOKENS = 9, 2**31
@@ -282,8 +284,11 @@ class PATConfig(StrictModel):
                 f"pat.policy.num_speculative_tokens names {', '.join(twice)} more than once, by "
                 "its tp and by its name; leave one out"
             )
+        ranks = layouts[0].world_size
         for name in self.policy_names():
             if Layout.find(name, layouts) is None:
+                if ranks % tp_of(name):
+                    raise ValueError(f"pat.policy names {_described(name)}, but {no_tp_of(ranks)}")
                 help = "add it to pat.layouts or change the policy"
                 if self.base > 1 and tp_of(name) in {layout.tp for layout in layouts}:
                     help = (
@@ -314,12 +319,25 @@ class PATConfig(StrictModel):
                 return ()
 
 
+def runs_pat(vllm_config: Any) -> bool:
+    """Whether an engine of this config runs with PAT."""
+    return bool(vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLS)
+
+
 def pat_config(vllm_config: Any) -> PATConfig:
     """The validated PAT options of an engine. Not of a layout, whose config has none."""
+    assert layout_name(vllm_config) is None, "options are the engine's"
+    return PATConfig.parse(_additional(vllm_config).get("pat"))
+
+
+def chosen(vllm_config: Any) -> str:
+    """How the engine's layouts were chosen, in a line."""
+    return str(_additional(vllm_config).get(CHOSEN, ""))
+
+
+def _additional(vllm_config: Any) -> Mapping[str, Any]:
     additional = vllm_config.additional_config
-    assert not (additional and LAYOUT in additional), "options are the engine's"
-    options = additional.get("pat") if isinstance(additional, dict) else None
-    return PATConfig.parse(options)
+    return additional if isinstance(additional, Mapping) else {}
 
 
 def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
@@ -331,8 +349,8 @@ def layouts_of(vllm_config: Any) -> tuple[Layout, ...]:
 
 def layout_name(vllm_config: Any) -> str | None:
     """The layout whose copy of an engine's config this is; None: it is an engine's own."""
-    options: dict[str, Any] = vllm_config.additional_config or {}
-    return options.get(LAYOUT)
+    name: str | None = _additional(vllm_config).get(LAYOUT)
+    return name
 
 
 def mixture_of(vllm_config: Any) -> Mixture | None:
@@ -361,6 +379,15 @@ def _described(name: LayoutName) -> str:
     return f"tp={name}" if isinstance(name, int) else name
 
 
+def no_tp_of(ranks: int) -> str:
+    """Why a tp that does not divide the number of ranks is none of an engine's, and what to do."""
+    return (
+        f"the engine has {ranks} ranks (tensor_parallel_size={ranks}), whose layouts can have "
+        f"tp={', '.join(map(str, _divisors(ranks)))}; name one of these, or make the engine with a "
+        "tensor_parallel_size that it divides"
+    )
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -372,4 +399,10 @@ def _describe(error: Any) -> str:
             f"unknown option {option!r} (value {shown(error['input'])}); "
             f"allowed: {', '.join(PATConfig.model_fields)}"
         )
-    return f"option {option!r} has value {shown(error['input'])}: {cut(error['msg'], 400)}"
+    problem = cut(error["msg"], 400)
+    if error["loc"] == ("policy",) and error["type"] != "union_tag_invalid":
+        problem = (
+            "expected an object with a 'kind' ('static', 'schedule', 'predictor') and its options, "
+            'such as {"kind": "predictor"}'
+        )
+    return f"option {option!r} has value {shown(error['input'])}: {problem}"

@@ -45,6 +45,9 @@ class Gpu:
     source: str
 
 
+NODE_SIZE = 8
+"""GPUs of a node; tensor parallelism does not span nodes."""
+
 _PCIE4 = 25e9
 """PCIe 4.0 x16 has 31.5 GB/s per direction; copies between GPUs reach about 25."""
 _PCIE5 = 50e9

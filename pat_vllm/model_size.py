@@ -32,6 +32,18 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 25600,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
         "num_hidden_layers": 48,

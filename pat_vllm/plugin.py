@@ -66,7 +66,9 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         chosen = executor_class(vllm_config)
     else:
         chosen = stock(vllm_config)
-    if getattr(chosen, "is_pat", False):
+    if not getattr(chosen, "is_pat", False):
+        _warn_of_unread_options(vllm_config)
+    else:
         check_vllm_version()
         from pat_vllm.config import layout_name
         from pat_vllm.executor.launcher import prepare_launch
@@ -83,14 +85,30 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
     return chosen
 
 
+def _warn_of_unread_options(vllm_config: VllmConfig) -> None:
+    """Say that an engine that does not ask for PAT has options of PAT's."""
+    options = getattr(vllm_config, "additional_config", None)
+    if isinstance(options, dict) and "pat" in options:
+        from vllm.logger import init_logger
+
+        init_logger(__name__).warning_once(
+            'additional_config["pat"] has no effect: distributed_executor_backend=%r is not '
+            '"%s", so this engine runs without PAT. Set distributed_executor_backend="%s", or '
+            "leave these options out.",
+            vllm_config.parallel_config.distributed_executor_backend,
+            BACKEND,
+            BACKEND,
+        )
+
+
 def _config_for_loggers(vllm_config: VllmConfig) -> VllmConfig:
     """The config for which vLLM makes its loggers of statistics: with PAT's metrics if it is PAT's.
 
     A process may have other engines, too.
     """
-    from pat_vllm.support import SCHEDULER_CLS
+    from pat_vllm.config import runs_pat
 
-    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER_CLS:
+    if not runs_pat(vllm_config):
         return vllm_config
     from pat_vllm.metrics.prometheus import naming_connector
 

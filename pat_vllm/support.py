@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pat_vllm.advice.load import expected_load
 from pat_vllm.config import (
     CHOSEN,
+    SCHEDULER_CLS,
     PolicyConfig,
     PredictorPolicyConfig,
     SchedulePolicyConfig,
+    chosen,
     layouts_of,
     mixture_of,
     pat_config,
@@ -32,7 +34,6 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
 
-SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 WORKER_CLS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.worker.gpu_worker.PATGPUWorker",
@@ -122,9 +123,12 @@ def _choose_experts(vllm_config: VllmConfig) -> None:
 def _choose_layouts(vllm_config: VllmConfig) -> None:
     """Put the layouts that the engine keeps ready in its options, where other processes find them,
     and say which."""
-    model, options = vllm_config.model_config, vllm_config.additional_config
-    if model is None or (isinstance(options, dict) and CHOSEN in options):
+    model = vllm_config.model_config
+    if model is None or chosen(vllm_config):
         return
+    import torch
+
+    assert isinstance(model.dtype, torch.dtype)  # a name until it is resolved
     from pat_vllm.simulator.modelled.choice import choose
 
     shape, pat = _engine_shape(vllm_config), pat_config(vllm_config)

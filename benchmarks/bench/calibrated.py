@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import ScaledTruth, Truth
+from pat_vllm.simulator.truth import Truth
 
 
 @dataclass(frozen=True)

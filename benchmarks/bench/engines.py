@@ -13,7 +13,7 @@ from benchmarks.bench.runs import Run
 from benchmarks.bench.serve import Served, run_of
 from benchmarks.bench.workloads import SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
-from pat_vllm.cli.engine_run import environment
+from pat_vllm.child import environment
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR

@@ -1,26 +1,28 @@
-"""`python -m benchmarks.gpu [--quick] [--device cuda|cpu] [--out DIR] [--parts ...]`."""
+"""`python -m benchmarks.gpu [--quick] [--device cuda|cpu] [--parts ...] [--engines RANKS]`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import decode, moves, report
+from benchmarks.gpu import ceiling, decode, kv_blocks, report, reshard
 from benchmarks.gpu.shapes import Scale, scale_of
-from pat_vllm.doctor.speed.timing import Stopwatch
+from benchmarks.gpu.timing import Stopwatch
 
 Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
 
 PARTS: dict[str, Part] = {
-    "reshard": moves.rows_of_weights,
-    "kv": moves.kv,
+    "reshard": reshard.measure,
+    "kv": kv_blocks.measure,
     "decode": decode.measure,
 }
 """What can be measured, beside the ceilings, which all of them refer to."""
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str]) -> Path:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=report.ROOT / "benchmarks" / "results")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--engines", type=int, help="also time engines of so many ranks, by vLLM")
+    parser.add_argument("--shape", default="tiny", help="of their model, as of pat-vllm doctor")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is at hand; --device cpu runs tiny shapes, to see that it works")
@@ -47,13 +51,20 @@ def main(arguments: Sequence[str]) -> Path:
     given.out.mkdir(parents=True, exist_ok=True)
 
     begun = time.perf_counter()
-    results["ceiling"] = moves.ceilings(stopwatch, scale)
-    for part in given.parts:
+    results["ceiling"] = ceiling.measure(stopwatch, scale)
+    rate = results["ceiling"]["copy_bytes_per_second"]
+    parts = {part: partial(PARTS[part], stopwatch, scale, rate) for part in given.parts}
+    if given.engines:
+        from benchmarks.gpu import engines
+
+        on_cpu = device.type == "cpu"
+        parts["engines"] = partial(engines.measure, given.engines, given.shape, on_cpu)
+    for part, measure in parts.items():
         _give_back()
-        results[part] = PARTS[part](stopwatch, scale, results["ceiling"]["copy_bytes_per_second"])
+        results[part] = measure()
         results["machine"]["seconds"] = round(time.perf_counter() - begun, 1)
         print(f"{part}: done after {results['machine']['seconds']} s", flush=True)
-        stem.with_suffix(".json").write_text(report.to_json(results) + "\n")
+        stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         stem.with_suffix(".md").write_text(report.markdown(results))
     print(report.markdown(results))
     _write_profiles(stem.with_suffix(".json"), "decode" in results and device.type == "cuda")

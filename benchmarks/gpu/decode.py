@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu import torch_ops
 from benchmarks.gpu.decode_model import DecodeShard, ops_for
+from benchmarks.gpu.kv_blocks import BLOCK
 from benchmarks.gpu.shapes import TINY, ModelShape, Scale
-from pat_vllm.doctor.speed.kv_blocks import BLOCK
-from pat_vllm.doctor.speed.timing import Stopwatch
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 
 _MEMORY_SHARE = 0.9
 """Of the device, for weights and KV, as engines have it."""
@@ -138,7 +138,7 @@ def _measure_shard(
                 "tp": tp,
                 "batch": batch,
                 "context": context,
-                **timing.to_json(),
+                **milliseconds(timing),
                 "bytes_read": read,
                 "share_of_copy": read / timing.median / copy_rate,
             }

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu import torch_ops
+from benchmarks.gpu.kv_blocks import BLOCK
 from benchmarks.gpu.shapes import ModelShape
-from pat_vllm.doctor.speed.kv_blocks import BLOCK
 from pat_vllm.layout import Layout
 
 _EPS = 1e-6

@@ -1,4 +1,4 @@
-"""Measured decode steps as a profile for `pat-vllm simulate --profile`.
+"""Measured decode steps as a profile for `pat-vllm advise --profile`.
 
     python -m benchmarks.gpu.profiles RESULTS.json
 
@@ -41,7 +41,10 @@ def profile_of(results: Mapping[str, Any], shape: ModelShape, ranks: int = RANKS
     if not rows:
         raise ValueError(f"the results have no decode steps of {shape.name}")
     base = modelled_profile(
-        shape.config(), name, ranks, layouts={row["tp"] for row in rows}, name=shape.name
+        {**shape.config(), "_name_or_path": shape.name},
+        name,
+        ranks,
+        layouts={row["tp"] for row in rows},
     )
     gpu = GPUS[name]
 

@@ -1,30 +1,25 @@
-"""Where a measurement was made, its JSON, and a page for people."""
+"""Where a measurement was made, and a page for people."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import record
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine(device: torch.device, command: str) -> dict[str, Any]:
     """Facts about the device and the software."""
-    facts: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "commit": _commit(),
-        "device": "CPU",
-        "torch": torch.__version__,
-        "triton": _version("triton"),
-    }
+    facts = {**record.machine(command, ROOT), "device": "CPU"}
+    with suppress(PackageNotFoundError):
+        facts["triton"] = version("triton")
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         facts |= {
@@ -36,24 +31,6 @@ def machine(device: torch.device, command: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
-
-
-def to_json(content: Any, indent: int = 0) -> str:
-    """JSON in which whatever holds nothing but plain values takes one line."""
-    inner = content.values() if isinstance(content, Mapping) else content
-    if not isinstance(content, Mapping | list | tuple) or not any(
-        isinstance(value, Mapping | list | tuple) for value in inner
-    ):
-        return json.dumps(content)
-    space = " " * (indent + 1)
-    if isinstance(content, Mapping):
-        lines = [f"{json.dumps(k)}: {to_json(v, indent + 1)}" for k, v in content.items()]
-        opening, closing = "{}"
-    else:
-        lines = [to_json(value, indent + 1) for value in content]
-        opening, closing = "[]"
-    body = ",\n".join(space + line for line in lines)
-    return f"{opening}\n{body}\n{' ' * indent}{closing}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -75,6 +52,9 @@ def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
         f"{part['swap_bytes_per_second'] / 1e9:,.0f} GB/s: bytes read plus bytes written, best of "
         "the large ones. Shares below are of the copy.\n"
     )
+    if len(part["gpus"]) > 1:
+        rates = ", ".join(_rate(rate) for rate in part["gpus"])
+        yield f"Copies by torch on each GPU: {rates} GB/s.\n"
     kinds = ("torch", "triton", "swap")
     yield _table(
         ("MiB", *(f"{kind} GB/s" for kind in kinds)),
@@ -166,7 +146,41 @@ def _decode(part: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-_SECTIONS = {"ceiling": _ceiling, "reshard": _reshard, "kv": _kv, "decode": _decode}
+def _engines(part: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"## Engines\n\nRandom model {part['shape']}. Milliseconds between two tokens of a "
+        "request, timed in the front end: one alone, or several in each replica. Stock vLLM has "
+        "the layout's tp, and one replica.\n"
+    )
+    yield _table(
+        ("layout", "requests a replica", "ms", "stock vLLM, ms", "ratio"),
+        [
+            (
+                row["layout"],
+                "one alone" if row["requests"] == 1 else row["requests"],
+                _spread(row),
+                _spread({name: row[f"stock_{name}"] for name in ("ms", "low_ms", "high_ms")}),
+                f"{row['ratio']:.2f}",
+            )
+            for row in part["steps"]
+        ],
+    )
+    yield f"MiB of the rank with most; memory is that {part['memory_of']}.\n"
+    columns = ("weights", "stock_weights", "held", "memory", "stock_memory")
+    names = ("weights", "stock vLLM's", "of all layouts", "memory", "stock vLLM's")
+    yield _table(
+        ("layout", *names),
+        [(row["layout"], *(_mib(row[name]) for name in columns)) for row in part["memory"]],
+    )
+
+
+_SECTIONS = {
+    "ceiling": _ceiling,
+    "reshard": _reshard,
+    "kv": _kv,
+    "decode": _decode,
+    "engines": _engines,
+}
 
 
 def _slowest(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -187,21 +201,9 @@ def _spread(row: Mapping[str, Any]) -> str:
     return f"{row['ms']:.3f} ({row['low_ms']:.3f}-{row['high_ms']:.3f})"
 
 
+def _mib(size: int | None) -> str:
+    return "packed" if size is None else f"{size / 2**20:,.1f}"
+
+
 def _rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate / 1e9:,.0f}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return done.stdout.strip() or "unknown"

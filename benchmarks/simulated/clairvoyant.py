@@ -18,7 +18,7 @@ from pat_vllm.simulator.engine import CHUNK, SimulatedLiveRequests
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
 
@@ -109,7 +109,7 @@ def clairvoyant(
     capacity: ReplicaCapacity,
     *,
     chunk: int = CHUNK,
-) -> SimulatedRun:
+) -> SimulatedReport:
     """A batch under `ClairvoyantPolicy`, or in a static layout where that is faster."""
     policies: list[Policy] = [ClairvoyantPolicy([trace], layouts, truth, capacity)]
     policies += [StayPolicy(layout) for layout in layouts]

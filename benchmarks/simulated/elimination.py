@@ -31,7 +31,7 @@ from pat_vllm.predictor.hazard import Pool, Prior
 from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import traces
-from pat_vllm.simulator.modelled.hardware import measured_noise, named_profile
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
@@ -103,7 +103,7 @@ def engine(name: str) -> Profile:
     devices, _, kind = name.partition(", ")
     ranks, gpu = devices.split(" x ")
     lengths = DRAFT_LENGTHS if kind == "drafts" else ()
-    return named_profile("llama-3.1-8b", gpu, int(ranks), draft_lengths=lengths)
+    return modelled_profile("llama-3.1-8b", gpu, int(ranks), draft_lengths=lengths)
 
 
 def _truth(name: str, seed: int) -> ReplayedTruth:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from benchmarks.simulated.clairvoyant import ClairvoyantPolicy
 from benchmarks.simulated.replay import Comparison, Setting, least_of_each
+from benchmarks.truths import FixedSwitches
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.state import LiveState
@@ -25,7 +26,7 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import generator
-from pat_vllm.simulator.truth import FixedSwitches, ReplayedTruth
+from pat_vllm.simulator.truth import ReplayedTruth
 
 SWITCH_SECONDS = 5.52
 """A switch on the paper's hardware, seconds."""

@@ -13,10 +13,10 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace, generator
 from pat_vllm.simulator.truth import Truth
 
@@ -53,7 +53,7 @@ class Setting:
 
     def profile(self, **options: Any) -> Profile:
         """Modelled: of PAT's engine, or of static ones with `static=True`."""
-        return named_profile(
+        return modelled_profile(
             self.model, self.gpu, self.ranks, drafting=self.drafting, skew=self.skew, **options
         )
 
@@ -98,7 +98,7 @@ class Replayed:
     """A policy over the batches of a setting."""
 
     label: str
-    runs: tuple[SimulatedRun, ...]
+    runs: tuple[SimulatedReport, ...]
 
     @property
     def seconds(self) -> float:

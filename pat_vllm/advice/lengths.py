@@ -1,8 +1,8 @@
 """Lengths of earlier rollouts, from the files that people have of them. Pure.
 
-A file may be a JSON array of lengths, one length per line, a trace as `pat-vllm simulate` takes it,
-the `lengths_file` of an engine, or JSON lines with a record per response, as trainers' dumps have
-them:
+A file may be a JSON array of lengths, one length per line, a trace as `load_trace` takes it (its
+arrivals are left out), the `lengths_file` of an engine, or JSON lines with a record per response,
+as trainers' dumps have them:
 
 * `response_length`, in tokens: what both trainers call it. OpenRLHF 0.11.2 writes no file of its
   rollouts; those of its `Experience` are lists, one number for each response of a micro-batch, and
@@ -52,13 +52,11 @@ class EarlierRollouts:
         name: of the file.
         lengths: tokens of each response.
         num_prompt_tokens: of each response's prompt; empty where the file does not tell.
-        counted: whether the tokens were counted from text.
     """
 
     name: str
     lengths: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...] = ()
-    counted: bool = False
 
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
         """A batch of responses drawn from these, with replacement; longer ones are cut short."""
@@ -95,7 +93,6 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
         path.name,
         tuple(length for part in parts for length in part.lengths),
         tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
-        any(part.counted for part in parts),
     )
 
 
@@ -130,7 +127,8 @@ def _of_an_engine(path: Path) -> EarlierRollouts:
     """What an engine would expect of a batch's responses, from its `lengths_file`."""
     if not (lengths := learnt(path)):
         raise ValueError(
-            f"{name_of(path)} was kept by an engine that has seen no response; run one first"
+            f"{name_of(path)} was kept by an engine that has learnt from no response; run one "
+            "first. Requests with ignore_eos do not count: their lengths are prescribed"
         )
     return EarlierRollouts(path.stem, lengths)
 
@@ -217,7 +215,7 @@ def _of_texts(
     lengths = tuple(max(1, tokens) for tokens in count(texts))
     told = len(prompts) == len(texts)
     of_prompts = tuple(max(1, tokens) for tokens in count(prompts)) if told else ()
-    return EarlierRollouts(path.stem, lengths, of_prompts, counted=True)
+    return EarlierRollouts(path.stem, lengths, of_prompts)
 
 
 def _whole_numbers(at: str, name: str, value: Any) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from pat_vllm.advice.lengths import learnt
 from pat_vllm.config import PATConfig, PredictorPolicyConfig
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.simulator.modelled.choice import Load
+from pat_vllm.simulator.modelled.batch_time import Load
 
 
 def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
@@ -24,4 +25,4 @@ def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
     path = Path(policy.lengths_file)
     if not os.path.exists(path) or not (found := learnt(path)):
         return load
-    return Load(load.responses, found)
+    return replace(load, lengths=found)

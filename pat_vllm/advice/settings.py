@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pat_vllm.advice.sides import PLAIN, TUNED
+from pat_vllm.advice.replay import PLAIN, TUNED, draft_schedule
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.layout import Experts
 
-_LENGTHS_FILE = "/PATH/lengths.json"
+CHECKPOINT, LENGTHS_FILE = "CHECKPOINT", "/PATH/lengths.json"
+PLACEHOLDERS = {
+    CHECKPOINT: "the model's directory, or its name on Hugging Face",
+    LENGTHS_FILE: "a file that the engine may write: what it learns about lengths (those of "
+    "requests with ignore_eos left out), for the next engine",
+}
+"""What a user has to put in place of names in the settings."""
+
 _VERL = "actor_rollout_ref.rollout"
 _VLLM_IN_VERL = f"{_VERL}.engine_kwargs.vllm"
 
@@ -25,18 +31,27 @@ def settings(
         max_num_seqs: of a rank; None: as the engine has it that was profiled.
         profile: file of the engine's profile, where it was measured.
     """
+    rollouts = advice.rollouts
     if advice.pays:
-        drafts = _ngram(advice.rollouts.draft_lengths[-1]) if advice.drafts else None
-        engine = _Engine(model, advice.rollouts.profile.ranks, 1, max_num_seqs, drafts)
-        return engine.settings(pat_options(advice, profile))
-    layout = advice.sides.static.side.layout
+        options = {
+            "tensor_parallel_size": rollouts.profile.ranks,
+            "distributed_executor_backend": "pat",
+            "max_num_seqs": max_num_seqs,
+            "speculative_config": _ngram(rollouts.draft_lengths[-1]) if advice.drafts else None,
+            "additional_config": {"pat": pat_options(advice, profile)},
+        }
+        return _forms(model, options, engines=1, mixture=False)
+    layout = advice.static.layout
     assert layout is not None
-    # What it was simulated with: as many requests as PAT's replicas of this layout.
-    engines = advice.rollouts.static
-    seqs = engines.max_num_seqs[layout.tp]
-    mixture = None if engines.experts is None else layout.experts
-    drafts = _drafts(advice)
-    return _Engine(model, layout.tp, layout.replicas, seqs, drafts, mixture).settings(None)
+    mixture = rollouts.static.experts is not None
+    options = {
+        "tensor_parallel_size": layout.tp,
+        "enable_expert_parallel": True if mixture and layout.experts == "ep" else None,
+        # What it was simulated with: as many requests as PAT's replicas of this layout.
+        "max_num_seqs": rollouts.static.max_num_seqs[layout.tp],
+        "speculative_config": _drafts(advice),
+    }
+    return _forms(model, options, layout.replicas, mixture)
 
 
 def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
@@ -49,23 +64,19 @@ def pat_options(advice: Advice, profile: str | None = None) -> dict[str, Any]:
     if engine.experts:
         options["experts"] = kinds.pop() if len(kinds) == 1 else "both"
     named = {"profile": profile} if profile else {}
-    policy = {"kind": "predictor", **named, "lengths_file": _LENGTHS_FILE}
-    return {**options, "policy": policy}
+    return {**options, "policy": {"kind": "predictor", **named, "lengths_file": LENGTHS_FILE}}
 
 
 def _drafts(advice: Advice) -> dict[str, Any] | None:
     """`speculative_config` of the best static layout."""
-    static = advice.sides.static.side
-    assert static.layout is not None
-    if static.drafts == PLAIN:
+    drafts = advice.static.drafts
+    if drafts == PLAIN:
         return None
-    if static.drafts != TUNED:
-        return _ngram(int(static.drafts.removeprefix("k = ")))
-    schedule = [list(entry) for entry in advice.rollouts.schedule(static.layout, TUNED)]
-    return {
-        **_ngram(max(1, *(k for *_, k in schedule))),
-        "num_speculative_tokens_per_batch_size": schedule,
-    }
+    if drafts != TUNED:
+        return _ngram(int(drafts.removeprefix("k = ")))
+    schedule = [list(entry) for entry in draft_schedule(advice.rollouts, advice.static)]
+    longest = max(1, *(k for *_, k in schedule))
+    return {**_ngram(longest), "num_speculative_tokens_per_batch_size": schedule}
 
 
 def _ngram(tokens: int) -> dict[str, Any]:
@@ -77,78 +88,68 @@ def _ngram(tokens: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """An engine's options.
-
-    Attributes:
-        tp: `tensor_parallel_size`.
-        engines: how many of them.
-        drafts: `speculative_config`.
-        experts: of a mixture, how a static layout has them.
-    """
-
-    model: str
-    tp: int
-    engines: int
-    max_num_seqs: int | None
-    drafts: dict[str, Any] | None
-    experts: Experts | None = None
-
-    def settings(self, pat: dict[str, Any] | None) -> dict[str, str]:
-        """By whom it is started; `pat` are PAT's options, None without PAT."""
-        arguments = [repr(self.model), f"tensor_parallel_size={self.tp}"]
-        serve = [f"vllm serve {self.model} --tensor-parallel-size {self.tp}"]
-        verl = [
-            f"{_VERL}.name={'vllm' if pat is None else 'pat'} "
-            f"{_VERL}.tensor_model_parallel_size={self.tp}"
-        ]
-        openrlhf = [
-            f"{'' if pat is None else '--vllm_engine pat '}--vllm.num_engines {self.engines} "
-            f"--vllm.tensor_parallel_size {self.tp}"
-        ]
-        if pat is not None:
-            arguments.append('distributed_executor_backend="pat"')
-            serve[0] += " --distributed-executor-backend pat"
-        elif self.engines > 1 and self.experts is None:
-            serve[0] += f" --data-parallel-size {self.engines}"
-        if self.experts == "ep":
-            arguments.append("enable_expert_parallel=True")
-            serve.append("--enable-expert-parallel")
-            verl.append(f"{_VERL}.expert_parallel_size={self.tp}")
-        if self.max_num_seqs is not None:
-            arguments.append(f"max_num_seqs={self.max_num_seqs}")
-            serve.append(f"--max-num-seqs {self.max_num_seqs}")
-            verl.append(f"{_VERL}.max_num_seqs={self.max_num_seqs}")
-        if self.drafts is not None:
-            drafts = json.dumps(self.drafts)
-            arguments.append(f"speculative_config={drafts}")
-            serve.append(f"--speculative-config '{drafts}'")
-            verl.append(f"+{_VLLM_IN_VERL}.speculative_config='{_hydra(self.drafts)}'")
-            if pat is not None:  # OpenRLHF itself has no such option
-                openrlhf.append(f"--vllm.speculative_config '{drafts}'")
-        if pat is not None:
-            arguments.append(f"additional_config={json.dumps({'pat': pat})}")
-            serve.append(f"--additional-config '{json.dumps({'pat': pat})}'")
-            verl += [
-                f"+{_VLLM_IN_VERL}.additional_config.pat.{name}='{_hydra(value)}'"
-                for name, value in pat.items()
-            ]
-            openrlhf.append(f"--vllm.pat '{json.dumps(pat)}'")
-        inside = "".join(f"    {one},\n" for one in arguments)
-        each = f"# {self.engines} engines like this\n" if self.engines > 1 else ""
-        # vLLM would share a mixture's experts out among data-parallel ranks.
-        servers = "" if self.experts is None else each
-        spread = "# with enable_expert_parallel of vLLM's\n" if self.experts == "ep" else ""
-        return {
-            "LLM": f"{each}LLM(\n{inside})",
-            "vllm serve": servers + _joined(serve),
-            "VeRL": _joined(verl),
-            "OpenRLHF": spread + _joined(openrlhf),
-        }
+def _forms(model: str, options: Mapping[str, Any], engines: int, mixture: bool) -> dict[str, str]:
+    """vLLM's engine options in each form, those that are None left out."""
+    options = {name: value for name, value in options.items() if value is not None}
+    each = f"# {engines} engines like this\n" if engines > 1 else ""
+    call = [repr(model), *(f"{name}={_python(value)}" for name, value in options.items())]
+    serve = [f"vllm serve {model}", *(_flag(name, value) for name, value in options.items())]
+    # vLLM would share a mixture's experts out among data-parallel ranks.
+    if engines > 1 and not mixture:
+        serve.insert(2, f"--data-parallel-size {engines}")
+    return {
+        "LLM": f"{each}LLM(\n{''.join(f'    {argument},' + chr(10) for argument in call)})",
+        "vllm serve": (each if mixture else "") + _joined(serve),
+        "VeRL": _joined(_verl(options)),
+        "OpenRLHF": _openrlhf(options, engines),
+    }
 
 
-def _joined(parts: list[str]) -> str:
+def _verl(options: Mapping[str, Any]) -> Iterator[str]:
+    pat = options.get("additional_config", {}).get("pat", {})
+    yield f"{_VERL}.name={'pat' if pat else 'vllm'}"
+    yield f"{_VERL}.tensor_model_parallel_size={options['tensor_parallel_size']}"
+    if "enable_expert_parallel" in options:
+        yield f"{_VERL}.expert_parallel_size={options['tensor_parallel_size']}"
+    if "max_num_seqs" in options:
+        yield f"{_VERL}.max_num_seqs={options['max_num_seqs']}"
+    if drafts := options.get("speculative_config"):
+        yield f"+{_VLLM_IN_VERL}.speculative_config='{_hydra(drafts)}'"
+    for name, value in pat.items():
+        yield f"+{_VLLM_IN_VERL}.additional_config.pat.{name}='{_hydra(value)}'"
+
+
+def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
+    pat, drafts = options.get("additional_config", {}).get("pat"), options.get("speculative_config")
+    words = ["--vllm_engine pat"] if pat else []
+    words += [f"--vllm.num_engines {engines}"]
+    words += [f"--vllm.tensor_parallel_size {options['tensor_parallel_size']}"]
+    notes = ""
+    if "enable_expert_parallel" in options:
+        notes += "# with enable_expert_parallel of vLLM's\n"
+    if pat and drafts:
+        words.append(f"--vllm.speculative_config '{json.dumps(drafts)}'")
+    elif drafts:
+        notes += "# WITHOUT the drafts of the other forms: OpenRLHF has no option for them\n"
+    if pat:
+        words.append(f"--vllm.pat '{json.dumps(pat)}'")
+    return notes + _joined(words)
+
+
+def _python(value: Any) -> str:
+    return repr(value) if isinstance(value, bool) else json.dumps(value)
+
+
+def _flag(name: str, value: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return option
+    return (
+        f"{option} {value}" if isinstance(value, str | int) else f"{option} '{json.dumps(value)}'"
+    )
+
+
+def _joined(parts: Iterable[str]) -> str:
     """Arguments of a shell command."""
     return " \\\n    ".join(parts)
 

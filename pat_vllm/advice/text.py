@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pat_vllm.advice.sides import Replayed
-from pat_vllm.advice.verdict import Advice, Gain
+from pat_vllm.advice.replay import Gain
+from pat_vllm.advice.verdict import Advice
 
 PARTS = (
     "Where it comes from: parts of what PAT saves over the best static layout without drafts, "
@@ -13,39 +11,41 @@ PARTS = (
 )
 
 
-def rows(advice: Advice) -> Iterator[tuple[str, Replayed]]:
-    """(label, side) of the table and the picture."""
-    sides = advice.sides
-    yield f"static {sides.own.side.layout}, k = 0, vLLM's own limits", sides.own
-    if sides.static is not sides.plain and sides.static.side != sides.plain.side:
-        yield str(sides.plain.side), sides.plain
-    yield str(sides.static.side), sides.static
-    if sides.pat.side != sides.pat_plain.side:
-        yield str(sides.pat_plain.side), sides.pat_plain
-    yield str(sides.pat.side), sides.pat
-
-
 def heading(advice: Advice) -> str:
     """What was simulated."""
     batch, count = advice.rollouts.batches[0], len(advice.rollouts.batches)
     times = "MODELLED, not measured" if advice.modelled else "measured"
-    return (
-        f"Simulated, step and switch times {times}. {advice.rollouts.profile.title}; {batch.name}, "
-        f"{count} iterations of {len(batch):,} responses of up to {batch.max_tokens:,} tokens, "
-        f"acceptance {batch.acceptance:g}, after one from which PAT learns"
-    )
+    responses = f"{len(batch):,} responses of up to {batch.max_tokens:,} tokens"
+    learns = f"acceptance {batch.acceptance:g}, after one from which PAT learns"
+    if count == 1:
+        replayed = f"trace of {responses}, {learns.replace('one', 'the same trace')}"
+    else:
+        replayed = f"{count} iterations of {responses}, {learns}"
+    title = advice.rollouts.profile.title
+    return f"Simulated, step and switch times {times}. {title}; {batch.name}, {replayed}"
 
 
 def verdict(advice: Advice) -> str:
-    """The answer in two sentences."""
-    side, kind = advice.sides.static.side, "modelled" if advice.modelled else "simulated"
-    assert side.layout is not None
-    best = f"Best static layout: {side.layout} (tp={side.layout.tp}), {side.drafts}."
-    saved = f"PAT saves {_range(advice.gain)}, {kind}"
+    """The answer in two or three sentences."""
+    static, kind = advice.static, "modelled" if advice.modelled else "simulated"
+    assert static.layout is not None
+    best = f"Best static layout: {static.layout} (tp={static.layout.tp}), {static.drafts}."
+    gain, single = advice.gain, len(advice.rollouts.batches) == 1
+    mean, low, high, least, most = percents(gain)
+    if slower := round(gain.mean, 3) < 0:
+        mean, low, high, least, most = map(_as_slower, percents(gain))
+    spread = f"95% interval {low} to {high}; single iterations {least} to {most}"
+    if single:
+        spread = "of this trace alone"
+    said = f"PAT {'is' if slower else 'saves'} {mean} ({spread}), {kind}"
     if advice.pays:
-        return f"{best} {saved}."
-    bar = "what PAT's own work in a step takes" if advice.gain.reaches else "0"
-    return f"{best} Nothing to gain here: {saved}; the interval reaches {bar}."
+        return f"{best} {said}."
+    if slower:
+        reason = ""
+    else:
+        bar = "what PAT's own work in a step takes" if gain.reaches else "0"
+        reason = f"; {'that is no more than' if single else 'the interval reaches'} {bar}"
+    return f"{best} Nothing to gain here: {said}{reason}. Take the static layout."
 
 
 def percents(gain: Gain) -> list[str]:
@@ -54,6 +54,5 @@ def percents(gain: Gain) -> list[str]:
     return [f"{round(part, 3) + 0.0:.1%}" for part in parts]
 
 
-def _range(gain: Gain) -> str:
-    mean, low, high, least, most = percents(gain)
-    return f"{mean} (95% interval {low} to {high}; single iterations {least} to {most})"
+def _as_slower(saved: str) -> str:
+    return f"{saved[1:]} slower" if saved.startswith("-") else f"{saved} faster"

@@ -1,70 +1,31 @@
-"""What the sides say: whether PAT pays, how sure that is, and where it comes from. Pure."""
+"""What the replays say: whether PAT pays, how sure that is, and where it comes from. Pure."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from pat_vllm.advice.sides import Replayed, Rollouts, Sides
-
-_CONFIDENCE = 0.95
-
-OWN_WORK = 0.005
-"""Part of a step that PAT's own work takes, which the simulator leaves out: 47 microseconds of one
-of 10 ms on a CPU (docs/results.md)."""
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Time that one side saves over another, as a fraction of the other's.
-
-    Attributes:
-        mean: by the geometric mean of the batches' ratios.
-        low, high: its 95% interval (Student's t over the logarithms of the ratios).
-        least, most: of single batches.
-    """
-
-    mean: float
-    low: float
-    high: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> Gain:
-        """Of seconds of the same batches, at least two."""
-        from scipy.special import stdtrit
-
-        logs = np.log(np.array(ours) / np.array(theirs))
-        mean, count = float(logs.mean()), len(logs)
-        t = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2))
-        half = t * float(logs.std(ddof=1)) / math.sqrt(count)
-        shown = (mean, mean + half, mean - half, float(logs.max()), float(logs.min()))
-        return cls(*(-math.expm1(log) + 0.0 for log in shown))
-
-    @property
-    def reaches(self) -> float | None:
-        """0 or `OWN_WORK` where the interval reaches it, so that nothing may be left of the gain;
-        else None. Rounded as it is shown, to a tenth of a percent."""
-        low = round(self.low, 3)
-        return next((bar for bar in (0.0, OWN_WORK) if low <= bar), None)
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import (
+    PLANNED,
+    Config,
+    Gain,
+    Record,
+    best,
+    gain,
+    replay,
+    reports_of,
+    seconds_of,
+)
+from pat_vllm.advice.rollouts import Rollouts, rollouts_of
+from pat_vllm.simulator.run import SimulatedReport
 
 
-@dataclass(frozen=True)
-class Source:
-    """A part of what PAT saves.
+class Source(NamedTuple):
+    """A part of what PAT saves, and which two configurations are compared."""
 
-    Attributes:
-        name: "concurrency", "layout" or "draft length".
-        gain: of this part alone.
-        meaning: which two sides are compared.
-    """
-
-    name: str
     gain: Gain
     meaning: str
 
@@ -74,16 +35,25 @@ class Advice:
     """What is said to the user.
 
     Attributes:
-        gain: of PAT over the best static layout with its best draft length, at equal concurrency.
-        sources: of all that PAT saves over the best static layout without drafts and with vLLM's
-            own limits.
+        own: the best static layout without drafts, with vLLM's own limits.
+        plain: the best static layout without drafts, at equal concurrency.
+        static: the best static layout with its best draft length, at equal concurrency.
+        pat_plain: PAT without drafts.
+        pat: PAT; the same as `pat_plain` where no drafts are accepted.
+        gain: of PAT over `static`.
+        sources: of all that PAT saves over `own`, by name: "concurrency", "layout", "draft length".
         drafts: whether drafts make PAT faster.
     """
 
     rollouts: Rollouts
-    sides: Sides
+    records: Sequence[Record]
+    own: Config
+    plain: Config
+    static: Config
+    pat_plain: Config
+    pat: Config
     gain: Gain
-    sources: tuple[Source, ...]
+    sources: Mapping[str, Source]
     drafts: bool
 
     @property
@@ -97,21 +67,47 @@ class Advice:
         return self.rollouts.profile.kind == "modelled"
 
     @property
-    def ours(self) -> Replayed:
+    def ours(self) -> Config:
         """PAT as advised, with drafts or without."""
-        return self.sides.pat if self.drafts else self.sides.pat_plain
+        return self.pat if self.drafts else self.pat_plain
+
+    def reports(self, config: Config) -> tuple[SimulatedReport, ...]:
+        """Of each reported batch."""
+        return reports_of(self.records, config)
+
+    def seconds(self, config: Config) -> tuple[float, ...]:
+        """Of each reported batch."""
+        return seconds_of(self.records, config)
+
+    def rows(self) -> Iterator[tuple[str, Config]]:
+        """(label, configuration) of the table and the picture."""
+        shown = [self.own, self.plain, self.static]
+        if self.rollouts.all_layouts:
+            for layout in self.rollouts.static.layouts:
+                of_layout = [
+                    record.config
+                    for record in self.records
+                    if record.config.layout == layout and not record.config.own_limits
+                ]
+                shown += [Config(layout), best(self.records, of_layout)]
+        for config in dict.fromkeys((*shown, self.pat_plain, self.pat)):
+            yield str(config), config
 
     @property
     def path(self) -> str:
         """PAT's layouts in the last batch, and the live requests at which it went there."""
-        run = self.ours.result.runs[-1]
-        went = (f"{one.target} at {one.num_seqs}" for one in run.switches_on_the_way)
-        return ", ".join((f"begins in {run.timeline[0].layout}", *went))
+        report = self.reports(self.ours)[-1]
+        begins = f"begins in {report.timeline[0].layout}"
+        if not report.switches_on_the_way:
+            return f"{begins} and stays there"
+        went = (f"{one.target} at {one.num_seqs}" for one in report.switches_on_the_way)
+        return f"{begins}, switches to {', to '.join(went)} live requests"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; times in seconds of each reported batch, gains as fractions."""
-        profile, batches, sides = self.rollouts.profile, self.rollouts.batches, self.sides
-        return {
+        profile, batches = self.rollouts.profile, self.rollouts.batches
+        switches = [len(one.switches_on_the_way) for one in self.reports(self.ours)]
+        content = {
             "simulated": True,
             "step_and_switch_times": profile.kind,
             "profile": {
@@ -125,57 +121,86 @@ class Advice:
             "acceptance": batches[0].acceptance,
             "pays": self.pays,
             "gain_over_best_static": asdict(self.gain),
-            "best_static": _to_json(sides.static),
+            "best_static": self._to_json(self.static),
             "pat": {
-                **_to_json(self.ours),
-                "switches_per_batch": self.ours.result.switches,
+                **self._to_json(self.ours),
+                "switches_per_batch": statistics.mean(switches),
                 "last_batch": self.path,
             },
             "comes_from": {
-                one.name: {**asdict(one.gain), "meaning": one.meaning} for one in self.sources
+                name: {**asdict(source.gain), "meaning": source.meaning}
+                for name, source in self.sources.items()
             },
             "sides": {
-                "best_static_plain_vllm_limits": _to_json(sides.own),
-                "best_static_plain": _to_json(sides.plain),
-                "pat_plain": _to_json(sides.pat_plain),
-                "pat": _to_json(sides.pat),
+                "best_static_plain_vllm_limits": self._to_json(self.own),
+                "best_static_plain": self._to_json(self.plain),
+                "pat_plain": self._to_json(self.pat_plain),
+                "pat": self._to_json(self.pat),
             },
         }
+        if self.rollouts.all_layouts:
+            content["all"] = {label: self._to_json(config) for label, config in self.rows()}
+        return content
+
+    def _to_json(self, config: Config) -> dict[str, Any]:
+        layout = config.layout
+        static = (
+            {} if layout is None else {"layout": str(layout), "tensor_parallel_size": layout.tp}
+        )
+        return {**static, "drafts": config.drafts, "seconds": self.seconds(config)}
 
 
-def _to_json(one: Replayed) -> dict[str, Any]:
-    layout = one.side.layout
-    static = {} if layout is None else {"layout": str(layout), "tensor_parallel_size": layout.tp}
-    return {**static, "drafts": one.side.drafts, "seconds": one.seconds}
+def advise(options: AdviseOptions, processes: int = 1) -> Advice:
+    """Replay what is asked about, and say what follows.
+
+    Args:
+        processes: processes among which the work is spread.
+
+    Raises:
+        ValueError: an option or a file is wrong, or cannot be read.
+    """
+    rollouts = rollouts_of(options)
+    return conclude(rollouts, replay(rollouts, processes))
 
 
-def advise(rollouts: Rollouts, sides: Sides) -> Advice:
-    """What the replayed sides say."""
-    pat, plain = sides.pat.seconds, sides.pat_plain.seconds
+def conclude(rollouts: Rollouts, records: Sequence[Record]) -> Advice:
+    """What replays say."""
+    configs = list(dict.fromkeys(record.config for record in records))
+    static = [one for one in configs if one.layout and not one.own_limits]
+    own = best(records, [one for one in configs if one.own_limits])
+    plain = best(records, [one for one in static if one == Config(one.layout)])
+    fastest = best(records, static)
     drafted = len(rollouts.draft_lengths) > 1
-    drafts = drafted and sum(pat) < sum(plain)
-    sources = [
-        Source(
-            "concurrency",
-            Gain.of(sides.plain.seconds, sides.own.seconds),
+    pat_plain, pat = Config(None), Config(None, PLANNED) if drafted else Config(None)
+
+    def over(ours: Config, theirs: Config) -> Gain:
+        return gain(seconds_of(records, ours), seconds_of(records, theirs))
+
+    ours = best(records, (pat_plain, pat))
+    sources = {
+        "concurrency": Source(
+            over(plain, own),
             "static, k = 0: wide replicas run as many requests per GPU as narrow ones, against "
             "vLLM's own limits",
         ),
-        Source(
-            "layout",
-            Gain.of(plain, sides.plain.seconds),
-            "k = 0: PAT against the best static layout",
-        ),
-    ]
+        "layout": Source(over(pat_plain, plain), "k = 0: PAT against the best static layout"),
+    }
     if drafted:
-        fixed = Gain.of(sides.static.seconds, sides.plain.seconds)
-        sources.append(
-            Source(
-                "draft length",
-                Gain.of(pat, plain),
-                f"PAT with drafts against PAT without; the best static layout's "
-                f"({sides.static.side.drafts}) save it {max(0.0, fixed.mean):.1%}",
-            )
+        fixed = max(0.0, over(fastest, plain).mean)
+        sources["draft length"] = Source(
+            over(pat, pat_plain),
+            f"PAT with drafts against PAT without; the best static layout's ({fastest.drafts}) "
+            f"save it {fixed:.1%}",
         )
-    gain = Gain.of(pat if drafts else plain, sides.static.seconds)
-    return Advice(rollouts, sides, gain, tuple(sources), drafts)
+    return Advice(
+        rollouts,
+        records,
+        own,
+        plain,
+        fastest,
+        pat_plain,
+        pat,
+        gain=over(ours, fastest),
+        sources=sources,
+        drafts=ours != pat_plain,
+    )

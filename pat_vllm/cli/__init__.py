@@ -1,16 +1,17 @@
 """The `pat-vllm` command."""
 
 import multiprocessing
+from typing import Annotated
 
 import typer
 
+from pat_vllm import __version__
 from pat_vllm.cli.commands.advise import advise_user
 from pat_vllm.cli.commands.demo import run_demo
-from pat_vllm.cli.commands.doctor import run_doctor
 from pat_vllm.cli.commands.plot import plot_report
 from pat_vllm.cli.commands.profile import take_engine_profile
 from pat_vllm.cli.commands.random_model import write_random_model
-from pat_vllm.cli.commands.simulate import run_simulation
+from pat_vllm.cli.doctor import run_doctor
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:
@@ -27,15 +28,26 @@ app.command("random-model")(write_random_model)
 app.command("demo")(run_demo)
 app.command("doctor")(run_doctor)
 app.command("profile")(take_engine_profile)
-app.command("simulate")(run_simulation)
 app.command("advise")(advise_user)
 app.command("plot")(plot_report)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pat-vllm {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Tensor parallelism that changes during generation."""
-    # Without a callback, Typer would turn an only command into the program itself.
 
 
 _MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pat_vllm.advice.text import heading, rows, verdict
+from pat_vllm.advice.text import heading, verdict
 from pat_vllm.advice.verdict import Advice
-from pat_vllm.cli.simulate_plot import spans
 from pat_vllm.reporting.plot import (
     SWITCH_COLOUR,
     draw_live,
@@ -21,16 +20,16 @@ _STATIC, _OTHER, _SINGLE = "#7f7f7f", "#b8b8b8", "#c03d3e"
 
 def plot_advice(advice: Advice, path: Path) -> None:
     """Save a PNG: the last iteration under PAT and in the best static layout above, the time of an
-    iteration on every side below."""
+    iteration in every configuration below."""
     kind = "modelled" if advice.modelled else "simulated"
-    sides = list(rows(advice))
-    ours, static = advice.ours.result.runs[-1], advice.sides.static.result.runs[-1]
-    figure, (above, below) = new_figure(10, [4.7, 0.3 * len(sides) + 0.5], same_time=False)
+    rows = list(advice.rows())
+    ours, static = (advice.reports(one)[-1] for one in (advice.ours, advice.static))
+    figure, (above, below) = new_figure(10, [4.7, 0.3 * len(rows) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
     colour = layout_colours(advice.rollouts.profile.layouts)
-    used = {layout for layout, _, _ in spans(ours)}
-    bands = layout_bands(above, spans(ours), {one: colour[one] for one in sorted(used)})
+    used = {layout for layout, _, _ in ours.spans}
+    bands = layout_bands(above, ours.spans, {one: colour[one] for one in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):
         live = [(sample.at - run.began, sample.num_seqs) for sample in run.timeline]
         draw_live(above, live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")
@@ -39,15 +38,16 @@ def plot_advice(advice: Advice, path: Path) -> None:
     above.add_artist(above.legend(loc="upper right", fontsize=8))
     above.legend(handles=bands, title="PAT", loc="lower left", fontsize=8)
 
-    for number, (_, one) in enumerate(sides):
-        mean = sum(one.seconds) / len(one.seconds)
-        best = one is advice.sides.static
-        shade = SWITCH_COLOUR if one is advice.ours else _STATIC if best else _OTHER
+    all_seconds = [advice.seconds(config) for _, config in rows]
+    for number, ((_, config), seconds) in enumerate(zip(rows, all_seconds, strict=True)):
+        mean = sum(seconds) / len(seconds)
+        plain = _STATIC if config == advice.static else _OTHER
+        shade = SWITCH_COLOUR if config == advice.ours else plain
         below.barh(number, mean, color=shade, height=0.6)
-        below.plot(one.seconds, [number] * len(one.seconds), "|", color=_SINGLE, markersize=12)
-        below.text(max(one.seconds), number, f"  {mean:.1f} s", va="center", fontsize=8)
-    below.set_yticks(range(len(sides)), [label for label, _ in sides], fontsize=8)
+        below.plot(seconds, [number] * len(seconds), "|", color=_SINGLE, markersize=12)
+        below.text(max(seconds), number, f"  {mean:.1f} s", va="center", fontsize=8)
+    below.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     below.invert_yaxis()
-    below.set_xlim(0, max(max(one.seconds) for _, one in sides) * 1.12)
+    below.set_xlim(0, max(map(max, all_seconds)) * 1.12)
     below.set_xlabel(f"seconds of an iteration, {kind}; red: single iterations")
     figure.savefig(path, dpi=130)

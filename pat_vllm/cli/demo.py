@@ -17,9 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pat_vllm.child import environment
 from pat_vllm.cli import random_model
 from pat_vllm.cli.demo_timeline import coloured, draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, environment, run
+from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, run
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import name_of, read_json_object
 from pat_vllm.files.writing import forgotten
@@ -71,55 +72,62 @@ _NEEDED = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layer
 _FLOAT32_BYTES = 4
 _KV_BLOCK_TOKENS = 128
 """vLLM's block size on CPUs; smaller on other platforms."""
+_MOST_SPREAD = 0.25
+"""Times of the same work that differ by more than this cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy to run the batch with.
+    """A way to serve the batch.
 
     Attributes:
         layouts: the active layout, and at how many live requests another one follows.
-        options: `additional_config["pat"]`.
+        way: as in `RunSpec.ways`.
     """
 
     label: str
     layouts: str
-    options: dict[str, Any]
+    way: str | None
 
 
-def contenders(
-    ranks: int, switch_at: int, mixture: Mixture | None = None
-) -> tuple[Contender, Contender, Contender]:
-    """Static replicas, one static group, and the live switch between them.
+Runs = Sequence[tuple[Contender, Sequence[RunResult]]]
+"""The runs of each contender, by round; the live switch is the last contender."""
+
+
+def schedule(ranks: int, switch_at: int, mixture: Mixture | None = None) -> dict[int, Layout]:
+    """At how many live requests the live switch enters which layout, the narrowest first.
 
     Args:
         switch_at: live requests at which the last switch, to one group, is made. Layouts in
             between are entered at as many live requests per group.
-        mixture: the model's experts, which are cut in the static group. The live switch enters a
-            layout with spread ones half as many requests earlier than that with cut ones.
+        mixture: the model's experts. A layout with spread ones is entered half as many requests
+            earlier than that with cut ones.
     """
-    base, *wider = PATConfig().resolve_layouts(ranks, mixture)
+    _, *wider = PATConfig().resolve_layouts(ranks, mixture)
     table = {
         round(switch_at * layout.replicas * (1.5 if layout.experts == "ep" else 1)): layout
         for layout in wider
     }
-    widest = table[switch_at]
-    table = dict(sorted(table.items(), reverse=True))
+    return dict(sorted(table.items(), reverse=True))
+
+
+def engine_options(table: Mapping[int, Layout], mixture: Mixture | None = None) -> dict[str, Any]:
+    """`additional_config["pat"]` of an engine that follows a schedule."""
+    names = {n: layout.tp if layout.experts == "tp" else str(layout) for n, layout in table.items()}
     # Copies of the weights for each layout are of one kind.
     weights = {} if mixture is None else {"weights": "inplace"}
+    return {"policy": {"kind": "schedule", "switch_at": names}, **weights}
 
-    def static(layout: Layout) -> dict[str, Any]:
-        return {"policy": {"kind": "static", "tp": layout.tp}, **weights}
 
-    names = {n: layout.tp if layout.experts == "tp" else str(layout) for n, layout in table.items()}
+def contenders(table: Mapping[int, Layout]) -> tuple[Contender, Contender, Contender]:
+    """Static replicas, one static group, and the live switch between them."""
+    widest = list(table.values())[-1]
+    base = Layout.of(1, widest.world_size)
+    entered = [str(base), *(f"{layout} at {n}" for n, layout in table.items())]
     return (
-        Contender("replicas", str(base), static(base)),
-        Contender("one group", str(widest), static(widest)),
-        Contender(
-            "live switch",
-            ", ".join([str(base), *(f"{layout} at {n}" for n, layout in table.items())]),
-            {"policy": {"kind": "schedule", "switch_at": names}, **weights},
-        ),
+        Contender("replicas", str(base), str(base)),
+        Contender("one group", str(widest), str(widest)),
+        Contender("live switch", ", ".join(entered), None),
     )
 
 
@@ -146,14 +154,17 @@ def make_batch(lengths: Sequence[int], vocab: int, temperature: float, seed: int
 def run_spec(
     model: Path,
     ranks: int,
-    contender: Contender,
+    options: Mapping[str, Any],
     batch: Batch,
     warm_up: Batch,
     num_speculative_tokens: int = 0,
+    ways: tuple[str | None, ...] = (None,),
+    rounds: int = 1,
 ) -> RunSpec:
-    """The engine of a contender: they differ in the policy and in nothing else.
+    """An engine, and how it serves a batch.
 
     Args:
+        options: `additional_config["pat"]`.
         num_speculative_tokens: draft tokens a request and step; 0 is no speculative decoding.
 
     Raises:
@@ -177,7 +188,7 @@ def run_spec(
         model=str(model),
         tensor_parallel_size=ranks,
         distributed_executor_backend="pat",
-        additional_config={"pat": contender.options},
+        additional_config={"pat": dict(options)},
         # In bfloat16 rounding differs with the layout, and after a while so does the text.
         dtype="float32",
         enforce_eager=True,
@@ -188,13 +199,13 @@ def run_spec(
     )
     if drafts:
         engine["speculative_config"] = {**_NGRAMS, "num_speculative_tokens": drafts}
-    return RunSpec(engine, batch, warm_up)
+    return RunSpec(engine, batch, warm_up, ways, rounds)
 
 
-def disagreement(results: Sequence[tuple[Contender, RunResult]]) -> str | None:
+def disagreement(results: Runs) -> str | None:
     """Where outputs differ from the first run's, or None if all agree token by token."""
-    (reference, expected), *others = results
-    for contender, result in others:
+    reference, (expected, *_) = results[0]
+    for contender, result in ((way, one) for way, runs in results for one in runs):
         pairs = list(enumerate(zip(expected.outputs, result.outputs, strict=True)))
         if differing := [(i, a, b) for i, (a, b) in pairs if a != b]:
             request, a, b = differing[0]
@@ -210,62 +221,96 @@ def disagreement(results: Sequence[tuple[Contender, RunResult]]) -> str | None:
     return None
 
 
-def table_rows(results: Sequence[tuple[Contender, RunResult]]) -> list[tuple[str, ...]]:
-    """Cells of the table: label, layouts, seconds, tokens/s, relative time, switches, stall."""
-    best_static = min(result.seconds for _, result in results[:2])
+def typical(runs: Sequence[RunResult]) -> RunResult:
+    """The run whose time is the median; of an even number, the faster of the two."""
+    return sorted(runs, key=lambda one: one.seconds)[(len(runs) - 1) // 2]
+
+
+def spread(runs: Sequence[RunResult]) -> float:
+    """By how much the times of the same work differ, relative to the typical one."""
+    seconds = [one.seconds for one in runs]
+    return (max(seconds) - min(seconds)) / typical(runs).seconds
+
+
+def table_rows(results: Runs) -> list[tuple[str, ...]]:
+    """Cells of the table: label, layouts, seconds, spread, relative time, switches, stall."""
+    best_static = min(typical(runs).seconds for _, runs in results[:2])
     return [
         (
             contender.label,
             contender.layouts,
-            f"{result.seconds:.2f}",
-            f"{result.tokens / result.seconds:.0f}",
-            f"{result.seconds / best_static:.2f}",
-            str(len(result.switches)),
-            f"{1e3 * sum(s.seconds for s in result.switches):.0f}" if result.switches else "-",
+            f"{one.seconds:.2f}",
+            f"{spread(runs):.0%}",
+            f"{one.seconds / best_static:.2f}",
+            str(len(one.switches)),
+            f"{1e3 * sum(s.seconds for s in one.switches):.0f}" if one.switches else "-",
         )
-        for contender, result in results
+        for contender, runs in results
+        for one in (typical(runs),)
     ]
 
 
-def verdict(results: Sequence[tuple[Contender, RunResult]]) -> str:
-    """In a sentence, whether switching paid."""
+def verdict(results: Runs) -> str:
+    """In a sentence, whether switching paid, as far as the figures can say."""
     *static, (_, switching) = results
-    best, result = min(static, key=lambda one: one[1].seconds)
-    if not switching.switches:
+    best, of_best = min(static, key=lambda one: typical(one[1]).seconds)
+    ours, theirs = typical(switching), typical(of_best)
+    if not ours.switches:
         return "The live switch did not happen: the batch never came down to the threshold."
-    change = 1 - switching.seconds / result.seconds
-    return (
-        f"The live switch took {switching.seconds:.2f} s, {abs(change):.1%} "
+    busiest, runs = max(results, key=lambda one: spread(one[1]))
+    if spread(runs) > _MOST_SPREAD:
+        seconds = [one.seconds for one in runs]
+        return (
+            f"The machine was busy with other work: '{busiest.label}' took {min(seconds):.2f} to "
+            f"{max(seconds):.2f} s for the same batch. These figures cannot be compared; try again "
+            "when the machine is idle."
+        )
+    change = 1 - ours.seconds / theirs.seconds
+    text = (
+        f"The live switch took {ours.seconds:.2f} s, {abs(change):.1%} "
         f"{'less' if change > 0 else 'more'} than the best static layout "
-        f"('{best.label}', {result.seconds:.2f} s): it {'paid' if change > 0 else 'did not pay'}."
+        f"('{best.label}', {theirs.seconds:.2f} s): "
     )
+    noise = max(spread(switching), spread(of_best))
+    if abs(change) <= noise:
+        return (
+            f"{text}equal within the noise, as the times of one way differ by up to {noise:.1%} "
+            "between rounds."
+        )
+    return f"{text}it {'paid' if change > 0 else 'did not pay'}."
 
 
-def drafts_of(results: Sequence[tuple[Contender, RunResult]]) -> str:
-    """In a sentence, how long drafts were in each run, and how many were accepted."""
-    lengths = {sample.num_speculative_tokens for _, run in results for sample in run.drafts}
-    runs = ", ".join(
-        f"'{contender.label}' {run.acceptance:.0%} of {run.drafted}" for contender, run in results
+def drafts_of(results: Runs) -> str:
+    """In a sentence, how long drafts were in each way, and how many were accepted."""
+    shown = [(contender, typical(runs)) for contender, runs in results]
+    lengths = {sample.num_speculative_tokens for _, one in shown for sample in one.drafts}
+    accepted = ", ".join(
+        f"'{contender.label}' {one.acceptance:.0%} of {one.drafted}" for contender, one in shown
     )
-    return f"n-gram drafts, k = {', '.join(map(str, sorted(lengths)))}: accepted in {runs} tokens."
+    ks = ", ".join(map(str, sorted(lengths)))
+    return f"n-gram drafts, k = {ks}: accepted in {accepted} tokens."
 
 
-def show(console: Console, results: Sequence[tuple[Contender, RunResult]]) -> None:
-    """Print the table and the timeline of the last run."""
+def show(console: Console, results: Runs) -> None:
+    """Print the table and the timeline of the last contender."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
-    table.add_column("layout")
-    for heading in ("seconds", "tokens/s", "vs static", "switches", "stall ms"):
+    table.add_column("layout", min_width=10)
+    for heading in ("seconds", "spread", "vs static", "switches", "stall ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in table_rows(results):
         table.add_row(*row)
     console.print(table)
-    console.print("Same batch, same flags, each run in a new process. seconds: generation;")
-    console.print("vs static: relative to the faster static layout; stall: while switching.")
-    if any(run.drafts for _, run in results):
+    console.print("Same batch and engine, taking turns. seconds: generation, median of the rounds;")
+    console.print(
+        "spread: from the fastest to the slowest round; vs static: relative to the faster"
+    )
+    console.print("static layout; stall: while switching.")
+    last, runs = results[-1]
+    if any(one.drafts for one in runs):
         console.print(drafts_of(results))
-    console.print(f"\nLive requests in run '{results[-1][0].label}':")
-    for line in draw_timeline(results[-1][1]):
+    console.print(f"\nLive requests in run '{last.label}':")
+    for line in draw_timeline(typical(runs)):
         console.print(coloured(line), soft_wrap=True)
 
 
@@ -327,15 +372,16 @@ def demo(
     num_speculative_tokens: int,
     temperature: float,
     seed: int,
+    rounds: int,
     output: Path,
 ) -> bool:
-    """Run the batch three times, print and plot what was measured.
+    """Serve the batch in three ways in turn, print and plot what was measured.
 
     Args:
         model: None and `OWN_MODELS` are the demo's own.
 
     Returns:
-        Whether the three outputs agree token by token.
+        Whether all outputs agree token by token.
 
     Raises:
         ValueError: an option does not fit the model.
@@ -359,10 +405,19 @@ def demo(
     batch = make_batch(lengths, vocab, temperature, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
     warm_up = make_batch(short, vocab, temperature, seed + 1)
-    runs = [
-        (contender, run_spec(model, ranks, contender, batch, warm_up, num_speculative_tokens))
-        for contender in contenders(ranks, switch_at, Mixture.from_config(config))
-    ]
+    mixture = Mixture.from_config(config)
+    table = schedule(ranks, switch_at, mixture)
+    ways = contenders(table)
+    spec = run_spec(
+        model,
+        ranks,
+        engine_options(table, mixture),
+        batch,
+        warm_up,
+        num_speculative_tokens,
+        tuple(one.way for one in ways),
+        rounds,
+    )
 
     console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)
     ordered = sorted(lengths, reverse=True)
@@ -370,25 +425,34 @@ def demo(
         f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
         f"longest {', '.join(map(str, ordered[:3]))}; temperature {temperature:g}, seed {seed}"
     )
-    results: list[tuple[Contender, RunResult]] = []
-    for contender, spec in runs:
-        with console.status(f"{contender.label}: starting an engine, then generating"):
-            result = run(spec)
-        console.print(
-            f"  {contender.label}: engine started in {result.start_seconds:.0f} s, "
-            f"generated in {result.seconds:.2f} s"
-        )
-        results.append((contender, result))
+    results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
+    made = 0
+    with console.status("starting an engine and warming up") as status:
+
+        def take(result: RunResult) -> None:
+            nonlocal made
+            number, way = divmod(made, len(ways))
+            made += 1
+            if made == 1:
+                console.print(f"  engine started in {result.start_seconds:.0f} s")
+            results[way][1].append(result)
+            if way + 1 == len(ways):
+                seconds = [f"{one.label} {runs[-1].seconds:.2f} s" for one, runs in results]
+                console.print(f"  round {number + 1} of {rounds}: {', '.join(seconds)}")
+            upcoming = ways[made % len(ways)].label
+            status.update(f"round {made // len(ways) + 1} of {rounds}: {upcoming}")
+
+        run(spec, take)
     console.print()
     show(console, results)
 
-    plot([(c.label, result) for c, result in results], output)
+    plot([(one.label, typical(runs)) for one, runs in results], output)
     console.print(f"\nplot: {output}", soft_wrap=True)
     console.print(verdict(results))
     if problem := disagreement(results):
         console.print(f"[bold red]DIFFERENT OUTPUTS:[/] {problem}")
         return False
-    console.print(f"Outputs of all three runs agree, token by token ({batch.tokens} tokens).")
+    console.print(f"Outputs of all runs agree, token by token ({batch.tokens} tokens).")
     return True
 
 

@@ -1,4 +1,4 @@
-"""`pat-vllm doctor`: is this machine fit? Progress, the table, JSON and a picture."""
+"""`pat-vllm doctor`: is this machine fit? Progress, the table, and JSON."""
 
 from __future__ import annotations
 
@@ -7,118 +7,104 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import typer
 
-from pat_vllm.cli.doctor_models import self_test_models, sizes_of
-from pat_vllm.cli.engine_run import environment
-from pat_vllm.config import PATConfig
-from pat_vllm.doctor.child import ending_by_signals
-from pat_vllm.doctor.plan import Models, Plan
-from pat_vllm.doctor.stages import run_stages
-from pat_vllm.doctor.values import Stage, Verdict, names_of_this_machine, without_names
-from pat_vllm.files.reading import read_text
-from pat_vllm.files.writing import write_whole
-from pat_vllm.gpus import GPUS, gpu_named
+from pat_vllm.cli.options import missing, options_of
+from pat_vllm.doctor.options import Options
+from pat_vllm.text_only import without_vision_and_audio
+
+if TYPE_CHECKING:  # these are slow to import, for `--help`
+    from rich.console import Console
+
+    from pat_vllm.doctor.report import Report, Stage
 
 _COLOURS = {"passed": "green", "failed": "bold red", "skipped": "dim"}
 
 
-def doctor(
-    console: Console,
-    *,
-    model: Path | None,
-    gpu: str | None,
-    ranks: int,
-    pat: dict[str, Any],
-    engine: dict[str, Any],
-    shape: str,
-    dtype: str | None,
-    draft_length: int,
-    all_stages: bool,
-    figures: bool,
-    output_dir: Path | None,
-) -> bool:
+@options_of(Options)
+def run_doctor(options: Options) -> None:
+    """Test whether this machine is fit: environment, memory, and engines against stock vLLM.
+
+    Nothing is downloaded: the self-test's models are random. Exits with 1 when a stage fails.
+    """
+    from rich.console import Console
+
+    # Here random models are made; the processes of the stages say if one of these is in their way.
+    without_vision_and_audio()
+    try:
+        report = examine(Console(highlight=False), options)
+    except ImportError as error:
+        raise missing(error) from error
+    except OSError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    if report.failed is not None:
+        raise typer.Exit(1)
+
+
+def examine(console: Console, options: Options) -> Report:
     """Run the stages, print what they find, and write it.
-
-    Args:
-        draft_length: the longest of the self-test; 0 is no speculative decoding.
-
-    Returns:
-        Whether no stage failed.
 
     Raises:
         ValueError: an option is not allowed, or options do not fit each other.
     """
-    PATConfig.parse(pat).check_layouts(ranks)
-    if gpu is not None and model is None:
-        raise ValueError("--gpu computes memory for a model: name one by --model")
-    names = names_of_this_machine()
-    if output_dir is not None:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if not os.access(output_dir, os.W_OK):
-            raise PermissionError(f"--output-dir {output_dir} may not be written to; name another")
+    from rich.markup import escape
+
+    from pat_vllm.child import ending_by_signals
+    from pat_vllm.cli.doctor_models import self_test_models, sizes_of
+    from pat_vllm.config import PATConfig
+    from pat_vllm.doctor.report import Report
+    from pat_vllm.doctor.stages import run_stages
+    from pat_vllm.files.writing import write_whole
+    from pat_vllm.gpus import gpu_named
+
+    PATConfig.parse(options.pat).check_layouts(options.ranks)
+    if "pat" in options.engine.get("additional_config", {}):
+        raise ValueError("--engine has PAT's options in additional_config: give them by --pat")
+    if options.gpu is not None:
+        gpu_named(options.gpu)
+        if options.model is None:
+            raise ValueError("--gpu computes memory for a model: name one by --model")
+    if (output := options.output_dir) is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        if not os.access(output, os.W_OK):
+            raise PermissionError(f"--output-dir {output} may not be written to; name another")
     with ExitStack() as stack:
         stack.enter_context(ending_by_signals())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pat-vllm-doctor-")))
-        folder = None if model is None else _checkpoint(model, scratch / "model")
-        sizes = sizes_of(shape, folder, ranks)
-        plan = Plan(
-            ranks=ranks,
-            pat=pat,
-            engine=engine,
-            model=folder,
-            gpu=None if gpu is None else GPUS[gpu_named(gpu)].device,
-            machine=gpu is None,
-            dtype=dtype,
-            all=all_stages,
-            figures=figures,
-            environment=_environment,
-        )
+        if options.model is not None:
+            options = replace(options, model=_checkpoint(options.model, scratch / "model"))
+        sizes = sizes_of(options.shape, options.model, options.ranks)
         began = time.monotonic()
-        stages: list[Stage] = []
         status = stack.enter_context(console.status("starting"))
 
         def doing(what: str) -> None:
-            status.update(f"[{time.monotonic() - began:4.0f} s] {escape(what)}")
+            text = f"[{time.monotonic() - began:4.0f} s] {what}"
+            status.update(escape(text))
             if not console.is_terminal:
-                console.print(f"[{time.monotonic() - began:4.0f} s] {what}", markup=False)
+                console.print(text, markup=False)
 
-        def make_models() -> Models:
-            return self_test_models(scratch, sizes, draft_length)
-
-        for stage in run_stages(plan, make_models, doing):
-            stages.append(_without_names(stage, names))
-            _show_stage(console, stages[-1])
+        stages = []
+        for stage in run_stages(
+            options, lambda: self_test_models(scratch, sizes, options.speculate), doing
+        ):
+            stages.append(stage)
+            _show_stage(console, stage)
         status.stop()
-        command = without_names(shlex.join(["pat-vllm", *sys.argv[1:]]), names)
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        verdict = Verdict(date, command, tuple(stages))
-    show(console, verdict)
-    if output_dir is not None:
-        from pat_vllm.cli.doctor_plot import plot
-
-        write_whole(output_dir / "doctor.json", verdict.to_json() + "\n")
-        plot(verdict, output_dir / "doctor.png")
-        console.print(f"written: {output_dir}/doctor.json, doctor.png", soft_wrap=True)
-    return verdict.failed is None
-
-
-def _environment(ranks: int, may_compile: bool) -> dict[str, str]:
-    """Nothing is downloaded, and an engine's core has a process of its own, as for users."""
-    given = {"HF_HUB_OFFLINE": "1", **environment(ranks)}
-    if may_compile and "TORCHDYNAMO_DISABLE" not in os.environ:
-        del given["TORCHDYNAMO_DISABLE"]
-    return {**given, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    command = shlex.join(["pat-vllm", *sys.argv[1:]])
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    report = Report(date, command, tuple(stages)).without_names()
+    show(console, report)
+    if output is not None:
+        write_whole(output / "doctor.json", report.to_json() + "\n")
+        console.print(f"written: {output}/doctor.json", soft_wrap=True)
+    return report
 
 
 def _checkpoint(model: Path, folder: Path) -> Path:
@@ -127,6 +113,9 @@ def _checkpoint(model: Path, folder: Path) -> Path:
     Raises:
         ValueError: there is no config.
     """
+    from pat_vllm.files.reading import read_text
+    from pat_vllm.files.writing import write_whole
+
     if model.is_dir() and (model / "config.json").is_file():
         return model.resolve()
     if model.is_file():
@@ -136,36 +125,25 @@ def _checkpoint(model: Path, folder: Path) -> Path:
     raise ValueError(f"--model {model} is neither a config.json nor a folder that has one")
 
 
-def _without_names(stage: Stage, names: Mapping[str, str]) -> Stage:
-    def clean(text: str) -> str:
-        return without_names(text, names)
-
-    checks = tuple(
-        replace(
-            one,
-            found=clean(one.found),
-            problem=None if one.problem is None else clean(one.problem),
-        )
-        for one in stage.checks
-    )
-    log = tuple(clean(line) for line in stage.log)
-    return replace(stage, checks=checks, why=clean(stage.why), log=log)
-
-
 def _show_stage(console: Console, stage: Stage) -> None:
-    colour = _COLOURS[stage.status]
+    from rich.markup import escape
+
     seconds = f" in {stage.seconds:.0f} s" if stage.seconds else ""
     why = f": {escape(stage.why)}" if stage.status == "skipped" else ""
-    console.print(f"{stage.name}: [{colour}]{stage.status}[/]{seconds}{why}")
+    console.print(f"{stage.name}: [{_COLOURS[stage.status]}]{stage.status}[/]{seconds}{why}")
 
 
-def show(console: Console, verdict: Verdict) -> None:
-    """Print the table, the log of what failed, and the verdict."""
+def show(console: Console, report: Report) -> None:
+    """Print the table, the log of what failed, and the conclusion."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE, pad_edge=False)
     for heading in ("stage", "check", "found"):
         table.add_column(heading, no_wrap=heading == "stage")
     table.add_column("s", justify="right")
-    for stage in verdict.stages:
+    for stage in report.stages:
         for check in stage.checks:
             found = escape(check.found)
             if check.problem is not None:
@@ -173,11 +151,9 @@ def show(console: Console, verdict: Verdict) -> None:
             seconds = f"{check.seconds:.1f}" if check.seconds else ""
             table.add_row(stage.name, escape(check.name), found, seconds)
     console.print(table)
-    if (failed := verdict.failed) is not None:
-        if failed.log:
-            console.print(f"Last lines of '{failed.name}':")
-            for line in failed.log:
-                console.print(f"  {line}", markup=False, soft_wrap=True)
-        console.print(f"[bold red]{escape(verdict.sentence)}[/]")
-    else:
-        console.print(f"[green]{escape(verdict.sentence)}[/]")
+    if (failed := report.failed) is not None and failed.log:
+        console.print(f"Last lines of '{failed.name}':")
+        for line in failed.log:
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+    colour = "green" if failed is None else "bold red"
+    console.print(f"[{colour}]{escape(report.conclusion)}[/]")

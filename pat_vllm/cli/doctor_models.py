@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model
-from pat_vllm.doctor.plan import POSITIONS, Models
+from pat_vllm.doctor.tasks import POSITIONS, Models
 from pat_vllm.files.reading import read_json_object, shown
 from pat_vllm.model_size import MIXTURES, ModelSize
 

@@ -1,27 +1,25 @@
-"""One batch on one engine in a process of its own: so that no run inherits another's engine.
+"""One batch, served in several ways in turn by an engine in a process of its own.
 
 `run` is called by commands and starts `python -m pat_vllm.cli.engine_run`, which imports vLLM,
-serves the batch and writes the result; both sides are here.
+serves the batch and writes a line for each result; both sides are here.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from pat_vllm.child import Events, environment, run_module
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
-from pat_vllm.text_only import SAFE_PATH, command_of, without_vision_and_audio
+from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -62,16 +60,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """An engine and what it serves.
+    """An engine, and how it serves a batch.
 
     Attributes:
         engine: keyword arguments of `vllm.LLM`.
-        warm_up: served first; its time is discarded.
+        warm_up: served first in each way; its time is discarded.
+        ways: a layout's name: the engine stays in it; None: the engine follows its policy.
+        rounds: how often each way has its turn. In turns, all ways suffer alike where the load of
+            the machine changes.
     """
 
     engine: dict[str, Any]
     batch: Batch
     warm_up: Batch
+    ways: tuple[str | None, ...] = (None,)
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class RunResult:
         began: when `generate` was called, on the machine's monotonic clock, as in `report`.
         seconds: until `generate` returned.
         outputs: generated token ids by request.
-        report: the engine's own, warm-up included.
+        report: the engine's own, from `began` on.
     """
 
     start_seconds: float
@@ -155,75 +158,50 @@ class RunFailed(RuntimeError):
     """An engine process failed; the message ends with the last lines that it wrote."""
 
 
-def environment(ranks: int, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for engine processes with `ranks` ranks; what the user has set stays.
+def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
+    """Serve a batch in a new process: round by round, in each way.
 
-    On a CPU every rank gets a core of its own where there are enough, else one thread.
-    """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if ranks <= len(cores):
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(core) for core in cores[:ranks])}
-    else:
-        # Threads only spin while they wait for each other when there are more of them than cores.
-        threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    defaults = {
-        **threads,
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        # At tp > 1 vLLM compiles one small function, with C++ and for each layout: seconds of start
-        # for microseconds of a step.
-        "TORCHDYNAMO_DISABLE": "1",
-    }
-    chosen = {**defaults, **given}
-    # It would override `kv_cache_memory_bytes`.
-    chosen.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    return chosen
-
-
-def run(spec: RunSpec) -> RunResult:
-    """Serve a batch in a new process.
+    Args:
+        told: called with each result.
 
     Raises:
-        RunFailed: the process ended without a result.
+        RunFailed: the process ended before the last result.
     """
-    with tempfile.TemporaryDirectory(prefix="pat-vllm-run-") as scratch:
-        request, answer, log = (Path(scratch) / name for name in ("spec", "result", "log"))
-        request.write_text(json.dumps(asdict(spec)))
-        command = [*command_of("pat_vllm.cli.engine_run"), str(request), str(answer)]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                env={**environment(spec.engine["tensor_parallel_size"]), **SAFE_PATH},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code or not answer.exists():
-            last = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-            raise RunFailed(f"the engine's process ended with exit code {code}:\n{last}")
-        return RunResult.from_json(answer.read_text())
+    left = len(spec.ways) * spec.rounds
+
+    def take(event: dict[str, Any]) -> None:
+        nonlocal left
+        if "answer" in event:
+            left -= 1
+            told(RunResult.from_json(event["answer"]))
+
+    variables = environment(spec.engine["tensor_parallel_size"])
+    ended = run_module("pat_vllm.cli.engine_run", json.dumps(asdict(spec)), variables, take)
+    if ended.code or left:
+        last = "\n".join(ended.log.splitlines()[-_TAIL_LINES:])
+        raise RunFailed(f"the engine's process ended with exit code {ended.code}:\n{last}")
 
 
-def serve(spec: RunSpec) -> RunResult:
-    """Make the engine in this process and serve the batch."""
+def serve(spec: RunSpec) -> Iterator[RunResult]:
+    """Make the engine in this process and serve the batch, round by round."""
     from vllm import LLM
 
-    from pat_vllm.api import report
+    from pat_vllm.api import report, switch
 
     start = time.monotonic()
     llm = LLM(**spec.engine)
     started = time.monotonic() - start
-    _generate(llm, spec.warm_up)
-    began = time.monotonic()
-    outputs = _generate(llm, spec.batch)
-    seconds = time.monotonic() - began
-    return RunResult(started, began, seconds, outputs, report(llm))
+    for number in range(spec.rounds + 1):
+        for way in spec.ways:
+            report(llm)  # the end of the work before is the end of a layout that was asked for
+            if way is not None and not switch(llm, way):
+                raise RuntimeError(f"the engine refused to switch to {way}")
+            llm.reset_prefix_cache()
+            began = time.monotonic()
+            outputs = _generate(llm, spec.batch if number else spec.warm_up)
+            seconds = time.monotonic() - began
+            if number:
+                yield RunResult(started, began, seconds, outputs, report(llm, since=began))
 
 
 def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
@@ -244,14 +222,13 @@ def _generate(llm: LLM, batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(answer.outputs[0].token_ids) for answer in answers)
 
 
-def main(request: str, answer: str) -> None:
-    """The child: files in, files out."""
+def main(request: str, events: str) -> None:
+    """The child: a spec in, results out."""
     values = json.loads(Path(request).read_text())
-    spec = RunSpec(values["engine"], Batch(**values["batch"]), Batch(**values["warm_up"]))
-    result = serve(spec).to_json()
-    scratch = Path(answer).with_suffix(".part")
-    scratch.write_text(result)
-    scratch.rename(answer)
+    batch, warm_up = (Batch(**values.pop(name)) for name in ("batch", "warm_up"))
+    out = Events(events)
+    for result in serve(RunSpec(batch=batch, warm_up=warm_up, **values)):
+        out.tell(answer=result.to_json())
 
 
 if __name__ == "__main__":

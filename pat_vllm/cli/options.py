@@ -2,10 +2,65 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
+
+
+def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command whose options are the fields of a dataclass.
+
+    Args:
+        model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
+            given as a JSON object. The decorated function takes a value of it first, and its other
+            parameters are further options. A `ValueError` or `OSError`, also of the function, ends
+            the command as a wrong option does. Ranges are the dataclass's to check: it names the
+            value and both ends.
+    """
+    fields = inspect.signature(model, eval_str=True).parameters
+    objects = [name for name, field in fields.items() if _is_object(field.annotation)]
+    of_model = {
+        name: field.replace(annotation=_without_range(field.annotation))
+        for name, field in fields.items()
+    }
+    for name in objects:
+        hint = Annotated[str, *fields[name].annotation.__metadata__]
+        of_model[name] = fields[name].replace(annotation=hint, default="{}")
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        _, *further = inspect.signature(run, eval_str=True).parameters.values()
+
+        @functools.wraps(run)
+        def command(**given: Any) -> None:
+            try:
+                given |= {name: json_object(f"--{name}", given[name]) for name in objects}
+                run(model(**{name: given.pop(name) for name in of_model}), **given)
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+
+        # What Typer reads.
+        command.__signature__ = inspect.Signature([*of_model.values(), *further])  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _is_object(annotation: Any) -> bool:
+    return get_origin(get_args(annotation)[0]) is dict
+
+
+def _without_range(annotation: Any) -> Any:
+    """An annotated option that says its range in its help only."""
+    option = copy.copy(annotation.__metadata__[0])
+    if option.min is not None:
+        option.help = f"{option.help} From {option.min:,} to {option.max:,}."
+        option.min = option.max = None
+    return Annotated[annotation.__origin__, option]
 
 
 def a_number(given: float | None) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pat_vllm.advice.load import expected_load
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.values import Check
+from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import Device
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEAST_TOLERANCE = 2e-4
@@ -11,6 +11,10 @@ NOISE_FACTOR = 4.0
 """How far PAT may be off, relative to how far stock vLLM is off itself."""
 MOST_NOISE = 0.5
 """Of stock vLLM, beyond which nothing can be compared with it."""
+
+
+class Differs(Exception):
+    """An engine does not say what stock vLLM says; the message has where, and both values."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,31 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """How much of an engine's values was compared with stock vLLM's.
+
+    Attributes:
+        compared: tokens whose log-probabilities were compared.
+        ties: requests that went on with another token, as likely as stock vLLM's; what follows in
+            them is not compared.
+        worst: largest difference of log-probabilities.
+    """
+
+    compared: int = 0
+    ties: int = 0
+    worst: float = 0.0
+
+    def __add__(self, other: Agreement) -> Agreement:
+        return Agreement(
+            self.compared + other.compared, self.ties + other.ties, max(self.worst, other.worst)
+        )
+
+    def __str__(self) -> str:
+        ties = f", {self.ties} ties" if self.ties else ""
+        return f"{self.compared} tokens, log-probabilities within {self.worst:.1e}{ties}"
+
+
+@dataclass(frozen=True)
 class Reference:
     """What stock vLLM says to a set of requests.
 
@@ -44,127 +73,84 @@ class Reference:
     @property
     def noise(self) -> float:
         """How far it is off itself: the same tokens, as generated and as a prompt."""
-        return max(
-            (
-                _distance(a, b)
-                for output, forced in zip(self.outputs, self.forced, strict=True)
-                for a, b in zip(output.logprobs, forced, strict=True)
-            ),
-            default=0.0,
-        )
+        pairs = zip((one.logprobs for one in self.outputs), self.forced, strict=True)
+        distances = (_distance(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+        return max(distances, default=0.0)
 
     @property
     def tolerance(self) -> float:
         """How far an engine's log-probabilities may be off."""
         return max(LEAST_TOLERANCE, NOISE_FACTOR * self.noise)
 
-    @property
-    def problem(self) -> str | None:
-        """Why nothing can be compared with it, or None."""
+    def check(self) -> None:
+        """That something can be compared with it.
+
+        Raises:
+            Differs: it does not agree with itself.
+        """
         if not self.noise <= MOST_NOISE:
-            return (
+            raise Differs(
                 "stock vLLM does not agree with itself: the log-probabilities of the same tokens, "
                 f"as generated and as a prompt, are {self.noise:.3g} apart (at most {MOST_NOISE})"
             )
-        return None
 
+    def compare_outputs(self, got: Sequence[Output], tolerance: float | None = None) -> Agreement:
+        """Compare what an engine generated for the same requests.
 
-@dataclass(frozen=True)
-class Agreement:
-    """How an engine's values compare with stock vLLM's.
+        Args:
+            tolerance: of log-probabilities; by default the reference's own. Another token is the
+                same where stock vLLM's are apart by at most twice this.
 
-    Attributes:
-        compared: tokens whose log-probabilities were compared.
-        ties: requests that went on with another token, as likely as stock vLLM's; what follows in
-            them is not compared.
-        worst: largest difference of log-probabilities.
-        problem: the first difference that should not be, or None.
-    """
+        Raises:
+            Differs: at the first token or log-probability that should be another.
+        """
+        if tolerance is None:
+            tolerance = self.tolerance
+        compared, ties, worst = 0, 0, 0.0
+        for request, (ours, theirs) in enumerate(zip(got, self.outputs, strict=True)):
+            for at, token in enumerate(theirs.tokens):
+                where = f"request {request}, token {at}"
+                if at >= len(ours.tokens):
+                    raise Differs(
+                        f"request {request} has {at} tokens instead of {len(theirs.tokens)}"
+                    )
+                if (other := ours.tokens[at]) != token:
+                    best, its = theirs.logprobs[at], theirs.likeliest[at].get(other)
+                    if its is not None and best - its <= 2 * tolerance:
+                        ties += 1
+                        break
+                    odds = "is not among its likeliest" if its is None else f"has {its:.4f} there"
+                    raise Differs(
+                        f"wrong token: {where} is {other}, in stock vLLM {token} with "
+                        f"log-probability {best:.4f}; {other} {odds}"
+                    )
+                compared += 1
+                pair = ours.logprobs[at], theirs.logprobs[at]
+                worst = max(worst, _apart(*pair, tolerance, where))
+        return Agreement(compared, ties, worst)
 
-    compared: int
-    ties: int
-    worst: float
-    problem: str | None = None
+    def compare_forced(self, got: Sequence[Sequence[float]]) -> Agreement:
+        """Compare log-probabilities of its own tokens, by request, computed as a prompt's.
 
-    def __str__(self) -> str:
-        ties = f", {self.ties} ties" if self.ties else ""
-        return f"{self.compared} tokens, log-probabilities within {self.worst:.1e}{ties}"
-
-
-def together(agreements: Iterable[Agreement]) -> Agreement:
-    """Several as one: the first problem, the worst difference."""
-    found = list(agreements)
-    return Agreement(
-        sum(one.compared for one in found),
-        sum(one.ties for one in found),
-        max((one.worst for one in found), default=0.0),
-        next((one.problem for one in found if one.problem is not None), None),
-    )
-
-
-def compare_outputs(
-    expected: Sequence[Output], got: Sequence[Output], tolerance: float
-) -> Agreement:
-    """Compare what was generated for the same requests.
-
-    Args:
-        expected: stock vLLM's, with `likeliest`.
-        tolerance: of log-probabilities. Another token is the same where stock vLLM's are apart by
-            at most twice this.
-    """
-    compared = ties = 0
-    worst = 0.0
-    for request, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        for at, token in enumerate(theirs.tokens):
-            where = f"request {request}, token {at}"
-            if at >= len(ours.tokens):
-                problem = f"request {request} has {at} tokens instead of {len(theirs.tokens)}"
-                return Agreement(compared, ties, worst, problem)
-            if (other := ours.tokens[at]) != token:
-                best = theirs.logprobs[at]
-                its = theirs.likeliest[at].get(other)
-                if its is not None and best - its <= 2 * tolerance:
-                    ties += 1
-                    break
-                odds = "is not among its likeliest" if its is None else f"has {its:.4f} there"
-                problem = (
-                    f"wrong token: {where} is {other}, in stock vLLM {token} with log-probability "
-                    f"{best:.4f}; {other} {odds}"
-                )
-                return Agreement(compared, ties, worst, problem)
-            apart = _distance(ours.logprobs[at], theirs.logprobs[at])
-            compared += 1
-            worst = max(worst, apart)
-            if not apart <= tolerance:
-                return Agreement(
-                    compared,
-                    ties,
-                    worst,
-                    _wrong(where, ours.logprobs[at], theirs.logprobs[at], tolerance),
-                )
-    return Agreement(compared, ties, worst)
-
-
-def compare_forced(
-    expected: Sequence[Sequence[float]], got: Sequence[Sequence[float]], tolerance: float
-) -> Agreement:
-    """Compare log-probabilities of given tokens, by request."""
-    compared, worst = 0, 0.0
-    for request, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        for at, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            compared += 1
-            worst = max(worst, _distance(a, b))
-            if not _distance(a, b) <= tolerance:
+        Raises:
+            Differs: at the first one that should be another.
+        """
+        compared, worst = 0, 0.0
+        for request, pair in enumerate(zip(got, self.forced, strict=True)):
+            for at, (a, b) in enumerate(zip(*pair, strict=True)):
+                compared += 1
                 where = f"request {request}, token {at} (as a prompt's)"
-                return Agreement(compared, 0, worst, _wrong(where, a, b, tolerance))
-    return Agreement(compared, 0, worst)
+                worst = max(worst, _apart(a, b, self.tolerance, where))
+        return Agreement(compared, 0, worst)
 
 
-def _wrong(where: str, ours: float, theirs: float, tolerance: float) -> str:
-    return (
-        f"wrong log-probability: {where} has {ours:.6f}, in stock vLLM {theirs:.6f}; "
-        f"{tolerance:.1e} apart is allowed"
-    )
+def _apart(ours: float, theirs: float, tolerance: float, where: str) -> float:
+    if not (distance := _distance(ours, theirs)) <= tolerance:
+        raise Differs(
+            f"wrong log-probability: {where} has {ours:.6f}, in stock vLLM {theirs:.6f}; "
+            f"{tolerance:.1e} apart is allowed"
+        )
+    return distance
 
 
 def _distance(a: float, b: float) -> float:

@@ -5,37 +5,31 @@ In a process of its own: a driver or library that crashes is then a failed stage
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import platform
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from pat_vllm.doctor.journal import Ended, Journal
-from pat_vllm.doctor.packages import unfit, what_to_do
-from pat_vllm.doctor.values import Check
+from pat_vllm.child import Events
+from pat_vllm.doctor.report import Check
+from pat_vllm.text_only import PACKAGES
 
 _GiB = 1 << 30
 _PROCESS_BYTES = 600 << 20
 """Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
 _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What to look at.
-
-    Attributes:
-        engine: keyword arguments of `vllm.LLM`, for an engine with PAT.
-    """
-
-    engine: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,8 @@ class Facts:
         attention, runner: what vLLM would choose for the engine; None where it refuses it.
         refused: why PAT, or vLLM, does not run the engine; None if it does.
         config: of the model, as in its config.json.
-        graphs: by "piecewise" and "full", what vLLM makes of that `cudagraph_mode` here.
+        graphs: by "piecewise" and "full", what vLLM makes of that `cudagraph_mode` here. A mode
+            that vLLM refuses is left out: its stage shows why.
     """
 
     versions: dict[str, str]
@@ -78,40 +73,82 @@ class Facts:
     config: dict[str, Any] = field(default_factory=dict)
     graphs: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether vLLM runs without GPUs."""
+        return self.platform == "cpu"
 
-QUESTION = TypeAdapter(Question)
+
 FACTS = TypeAdapter(Facts)
 
 
-def look(question: Question, journal: Journal) -> Facts:
-    """Import everything that an engine would, and ask it."""
-    journal.write(doing="importing torch and vLLM")
+class Unfit(Exception):
+    """Packages for which vLLM cannot be imported; the message has what to do."""
+
+
+def look(engine: dict[str, Any], events: Events) -> Facts:
+    """Import everything that an engine would, and ask it.
+
+    Args:
+        engine: keyword arguments of `vllm.LLM`, for an engine with PAT.
+
+    Raises:
+        Unfit: vLLM cannot be imported.
+    """
+    events.tell(doing="importing torch and vLLM")
     import psutil
     import torch
 
-    _import_vllm(journal, str(torch.__version__))
+    _import_vllm(str(torch.__version__))
     from vllm.platforms import current_platform
 
-    journal.write(doing="looking at devices")
+    events.tell(doing="looking at devices")
     kind = "cpu" if current_platform.is_cpu() else "cuda" if torch.version.cuda else "rocm"
     devices, peers = ((), ()) if kind == "cpu" else _devices()
-    journal.write(doing="asking what vLLM and PAT make of the engine")
-    chosen = _choices(question.engine)
+    events.tell(doing="asking what vLLM and PAT make of the engine")
+    chosen = _choices(engine)
     memory = psutil.virtual_memory()
     return Facts(
         _versions(), kind, _cpu(), memory.total, memory.available, devices, peers, **chosen
     )
 
 
-def _import_vllm(journal: Journal, torch_version: str) -> None:
+def _import_vllm(torch_version: str) -> None:
     """As a user's program does, or say which package is in the way."""
     try:
         from vllm import LLM  # noqa: F401
     except Exception:  # whatever a package raises
         if not (broken := unfit()):
             raise
-        with journal.check(next(iter(broken))):
-            raise RuntimeError(what_to_do(broken, torch_version)) from None
+        reasons = "; ".join(
+            f"{name} {_version(name) or 'of an unknown version'}: {why}"
+            for name, why in broken.items()
+        )
+        raise Unfit(
+            f"vLLM cannot be imported, as packages do not fit torch {torch_version} ({reasons}). "
+            f"Text models need none of them: pip uninstall {' '.join(PACKAGES)}"
+        ) from None
+
+
+def unfit(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Packages for pictures and sound that are installed and cannot be imported, and why."""
+    found = {}
+    for name in names:
+        if find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a package raises
+            lines = str(error).strip().splitlines() or [""]
+            found[name] = f"{type(error).__name__}: {lines[0]}"
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _versions() -> dict[str, str]:
@@ -120,24 +157,19 @@ def _versions() -> dict[str, str]:
 
     import pat_vllm
 
-    found = {
+    found: dict[str, str | None] = {
         "pat-vllm": pat_vllm.__version__,
         "vllm": vllm.version.__version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        **{name: _version(name) for name in _LIBRARIES},
     }
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    if torch.version.hip:
-        found["hip"] = torch.version.hip
-    for name in _LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: version for name, version in found.items() if version}
 
 
 def _cpu() -> dict[str, Any]:
@@ -166,7 +198,9 @@ def _devices() -> tuple[tuple[Device, ...], tuple[tuple[bool, ...], ...]]:
 
 def _choices(engine: dict[str, Any]) -> dict[str, Any]:
     """What becomes of an engine's options: by vLLM's own config, and PAT's own check of it."""
+    from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.selector import get_attn_backend
 
     from pat_vllm.plugin import check_vllm_version
     from pat_vllm.support import prepare
@@ -176,43 +210,29 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
         return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    model = config.model_config.hf_text_config.to_dict()
+    plain = (bool, int, float, str, type(None))
+    options = config.model_config.hf_text_config.to_dict().items()
+    model = {name: value for name, value in options if isinstance(value, plain)}
     try:
         prepare(config)
     except ValueError as error:
-        return {"refused": str(error), "config": _plain(model)}
-    return {
-        "attention": _attention(config),
-        "runner": "V2" if config.use_v2_model_runner else "V1",
-        "config": _plain(model),
-        "graphs": _graphs(engine),
-    }
-
-
-def _graphs(engine: dict[str, Any]) -> dict[str, str]:
-    """See `Facts`. A mode that vLLM refuses is left out: its stage shows why."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    made = {}
+        return {"refused": str(error), "config": model}
+    graphs = {}
     for mode in ("PIECEWISE", "FULL"):
         compilation = {**engine.get("compilation_config", {}), "cudagraph_mode": mode}
-        options = {**engine, "enforce_eager": False, "compilation_config": compilation}
-        with suppress(Exception):  # a user's mistake may be any exception of vLLM's
-            config = EngineArgs(**options).create_engine_config()
-            made[mode.lower()] = config.compilation_config.cudagraph_mode.name
-    return made
-
-
-def _attention(config: Any) -> str:
-    from vllm.config import set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend
-
-    model = config.model_config
+        eager = {**engine, "enforce_eager": False, "compilation_config": compilation}
+        with suppress(Exception):  # as above
+            made = EngineArgs(**eager).create_engine_config().compilation_config
+            graphs[mode.lower()] = made.cudagraph_mode.name
+    head, dtype = config.model_config.get_head_size(), config.model_config.dtype
     with set_current_vllm_config(config):
-        backend = get_attn_backend(
-            model.get_head_size(), model.dtype, config.cache_config.cache_dtype
-        )
-    return str(backend.get_name())
+        backend = get_attn_backend(head, dtype, config.cache_config.cache_dtype)
+    return {
+        "attention": str(backend.get_name()),
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "config": model,
+        "graphs": graphs,
+    }
 
 
 def _last(error: Exception) -> str:
@@ -222,14 +242,6 @@ def _last(error: Exception) -> str:
     return (told or lines or [type(error).__name__])[0]
 
 
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in config.items()
-        if value is None or isinstance(value, (bool, int, float, str))
-    }
-
-
 def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     """What the facts say of this machine.
 
@@ -237,31 +249,30 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
         machine: whether an engine of so many ranks is to be started on it.
     """
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    checks = [Check("versions", versions, values=dict(facts.versions))]
-    cpu = facts.cpu
-    checks.append(Check("CPU", f"{cpu['kind']}, {cpu['numa_nodes']} NUMA node(s)"))
+    cpu = f"{facts.cpu['kind']}, {facts.cpu['numa_nodes']} NUMA node(s)"
     memory = f"{facts.free / _GiB:.1f} of {facts.memory / _GiB:.1f} GiB free"
     need = (ranks + 2) * _PROCESS_BYTES
-    short = facts.platform == "cpu" and machine and facts.free < need
-    problem = (
-        f"too little memory: {ranks} ranks on CPU need about {need / _GiB:.1f} GiB, {memory}"
-        if short
-        else None
-    )
-    checks.append(Check("host memory", memory, problem))
-    if facts.platform != "cpu":
+    problem = None
+    if facts.on_cpu and machine and facts.free < need:
+        needed = f"{ranks} ranks on CPU need about {need / _GiB:.1f} GiB"
+        problem = f"too little memory: {needed}, {memory}"
+    checks = [
+        Check("versions", versions, values=dict(facts.versions)),
+        Check("CPU", cpu),
+        Check("host memory", memory, problem),
+    ]
+    if not facts.on_cpu:
         checks += _device_checks(facts, ranks, machine)
     if facts.refused is None:
-        chosen = f"attention {facts.attention}, model runner {facts.runner}"
-        checks.append(Check("vLLM would choose", f"{facts.platform}: {chosen}"))
+        chosen = f"{facts.platform}: attention {facts.attention}, model runner {facts.runner}"
+        checks.append(Check("vLLM would choose", chosen))
     return checks
 
 
 def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
-    counted: dict[str, int] = {}
-    for one in facts.devices:
-        text = f"{one.name} ({one.memory / _GiB:.0f} GiB, {one.capability})"
-        counted[text] = counted.get(text, 0) + 1
+    counted = Counter(
+        f"{one.name} ({one.memory / _GiB:.0f} GiB, {one.capability})" for one in facts.devices
+    )
     kinds = ", ".join(f"{count} x {text}" for text, count in counted.items()) or "none"
     few = machine and len(facts.devices) < ranks
     problem = f"--ranks {ranks} needs as many GPUs, {len(facts.devices)} are here" if few else None
@@ -286,21 +297,18 @@ def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     ]
 
 
-def main(request: str, answer: str, journal: str) -> None:
-    """Files in, files out."""
-    question = QUESTION.validate_json(Path(request).read_text())
-    with Path(journal).open("a") as file:
-        lines, began = Journal(file), time.monotonic()
-        try:
-            facts = look(question, lines)
-        except Ended:
-            sys.exit(1)
-        except Exception as error:  # it is told, whatever it was
-            problem = f"{type(error).__name__}: {error}"
-            seconds = round(time.monotonic() - began, 2)
-            lines.write(check=asdict(Check("environment", problem=problem, seconds=seconds)))
-            raise
-    Path(answer).write_bytes(FACTS.dump_json(facts))
+def main(request: str, events: str) -> None:
+    """The child: an engine's keyword arguments in, its facts out."""
+    lines, began = Events(events), time.monotonic()
+    try:
+        facts = look(json.loads(Path(request).read_text()), lines)
+    except Exception as error:  # it is told, whatever it was
+        problem = str(error) if isinstance(error, Unfit) else f"{type(error).__name__}: {error}"
+        seconds = round(time.monotonic() - began, 2)
+        check = Check("importing vLLM and asking it", problem=problem, seconds=seconds)
+        lines.tell(check=asdict(check), last=True)
+        raise
+    lines.tell(answer=FACTS.dump_python(facts, mode="json"))
 
 
 if __name__ == "__main__":

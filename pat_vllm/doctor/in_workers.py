@@ -1,31 +1,72 @@
-"""What the doctor asks a worker, stock vLLM's or PAT's: a `worker_extension_cls`."""
+"""What the doctor has an engine's workers do. The functions travel to them (`collective_rpc`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from vllm import LLM
 
-FACTS_METHOD = "doctor_facts"
-EXTENSION = "pat_vllm.doctor.in_workers.InWorkers"
 Handle = tuple[Callable[..., Any], Sequence[Any]]
 """What makes a tensor of another process's memory, and its arguments."""
+
+
+def graphs_of(worker: Any) -> tuple[int, str]:
+    """How many CUDA graphs this rank has captured, and its `cudagraph_mode`."""
+    from vllm.compilation.counter import compilation_counter
+
+    mode = worker.model_runner.vllm_config.compilation_config.cudagraph_mode
+    return compilation_counter.num_cudagraph_captured, getattr(mode, "name", str(mode))
+
+
+def send_by_ipc(llm: LLM, model: str, on_cpu: bool) -> str:
+    """Update from this process's memory: handles of it travel, as from a trainer on these GPUs.
+
+    Args:
+        model: folder of a checkpoint with one file of weights.
+
+    Returns:
+        What memory it was.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from torch.multiprocessing import reductions, set_sharing_strategy
+
+    def handle_of(weight: torch.Tensor) -> Handle:
+        if not on_cpu:
+            handle: Handle = reductions.reduce_tensor(weight)
+            return handle
+        storage = reductions.reduce_storage(weight.untyped_storage())
+        return _shared_tensor, (storage, weight.dtype, weight.shape)
+
+    set_sharing_strategy("file_system")  # on CPU, by a name
+    handles, kept = {}, []
+    for rank in range(llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size):
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", rank)
+        weights = load_file(Path(model) / "model.safetensors", device=str(device))
+        kept.append([(name, weight.clone()) for name, weight in weights.items()])
+        handles[_memory_of(device, rank)] = [(name, handle_of(weight)) for name, weight in kept[-1]]
+        if not on_cpu:
+            torch.cuda.synchronize(device)
+    llm.collective_rpc(load_by_ipc, args=(handles,))
+    return "shared host memory" if on_cpu else "CUDA IPC"
 
 
 def load_by_ipc(worker: Any, handles: Mapping[str, Sequence[tuple[str, Handle]]]) -> None:
     """Load weights that lie in another process's memory, as trainers' code in the worker does.
 
     Args:
-        handles: of the weights, each with its name, by `memory_of`.
+        handles: of the weights, each with its name, by `_memory_of`.
     """
     import torch
 
     device = worker.device
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (make, arguments) in handles[memory_of(device, worker.rank)]:
+        for name, (make, arguments) in handles[_memory_of(device, worker.rank)]:
             arguments = list(arguments)
             if device.type != "cpu":
                 arguments[6] = device.index  # its number in this process
@@ -36,61 +77,16 @@ def load_by_ipc(worker: Any, handles: Mapping[str, Sequence[tuple[str, Handle]]]
         torch.cuda.synchronize()
 
 
-def memory_of(device: torch.device, rank: int) -> str:
+def _memory_of(device: torch.device, rank: int) -> str:
     """A name of a rank's device for all processes."""
     import torch
 
     return f"{rank}" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def shared_tensor(storage: Handle, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+def _shared_tensor(storage: Handle, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor in host memory that another process shares."""
     import torch
 
     make, arguments = storage
     return torch.empty(0, dtype=dtype).set_(make(*arguments), 0, shape)
-
-
-class InWorkers:
-    """Added to the bases of vLLM's worker."""
-
-    def doctor_facts(self) -> dict[str, Any]:
-        """What this rank holds.
-
-        Returns:
-            Bytes: `weights` of each layout by its name, as the layout sees them; None where vLLM
-            has packed them for its CPU kernels and freed what they were; `held`, of all
-            layouts' weights together; `memory`, of the process on CPU, else of the device in use.
-            `graphs`, CUDA graphs that were captured; `cudagraph_mode`, as it has come out.
-        """
-        import psutil
-        import torch
-        from vllm.compilation.counter import compilation_counter
-
-        worker: Any = self
-        runtimes = getattr(worker, "_runtimes", None)
-        runners = {"stock": worker.model_runner}
-        if runtimes:
-            runners = {str(layout): one.runner for layout, one in runtimes.items()}
-        storages: dict[int, int] = {}
-        weights = {}
-        for name, runner in runners.items():
-            parameters = list(runner.get_model().parameters())
-            packed = not all(one.numel() for one in parameters)
-            size = sum(one.numel() * one.element_size() for one in parameters)
-            weights[name] = None if packed else size
-            of_model = (one.untyped_storage() for one in parameters)
-            storages |= {one.data_ptr(): one.nbytes() for one in of_model}
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            memory = total - free
-        else:
-            memory = psutil.Process().memory_info().rss
-        config = next(iter(runners.values())).vllm_config.compilation_config
-        return {
-            "weights": weights,
-            "held": sum(storages.values()),
-            "memory": memory,
-            "graphs": compilation_counter.num_cudagraph_captured,
-            "cudagraph_mode": getattr(config.cudagraph_mode, "name", str(config.cudagraph_mode)),
-        }

@@ -2,222 +2,205 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from pat_vllm.child import environment, run_module
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
-from pat_vllm.doctor.child import Run, run_module
-from pat_vllm.doctor.compare import Reference
-from pat_vllm.doctor.device import MOVES, Moves
-from pat_vllm.doctor.environment import FACTS, QUESTION, Facts, Question, environment_checks
-from pat_vllm.doctor.figures import REQUESTS, figures
-from pat_vllm.doctor.plan import Models, Plan, as_used, prompts, self_test, timed_engine, with_pat
-from pat_vllm.doctor.session import REFERENCES, SESSION, Prompts
-from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, Steps
-from pat_vllm.doctor.values import Check, Stage
-from pat_vllm.gpus import Device
+from pat_vllm.doctor.engine import REFERENCES, TASK, Task
+from pat_vllm.doctor.environment import FACTS, Facts, environment_checks
+from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.report import Check, Stage
+from pat_vllm.doctor.symptoms import explain
+from pat_vllm.doctor.tasks import Models, as_used, engine_as_given, self_test
+from pat_vllm.gpus import GPUS, Device, gpu_named
 
-Doing = Callable[[str], None]
 AS_USED = "as used"
-ENGINE_STAGES = ("eager", "piecewise", "full", AS_USED)
-FIGURES = "figures"
-_GRAPHS: Mapping[str, Mapping[str, Any]] = {
-    "eager": {"enforce_eager": True},
-    "piecewise": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
-    "full": {"compilation_config": {"cudagraph_mode": "FULL"}},
-}
+GRAPHS = {"eager": None, "piecewise": "PIECEWISE", "full": "FULL"}
+"""The stages of small engines, each with its `cudagraph_mode`."""
+SILENCE = 420.0
+"""Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
+
+Outcome = list[Check] | str
+"""Of a stage: its checks, or why it is skipped."""
 
 
-def run_stages(plan: Plan, make_models: Callable[[], Models], doing: Doing) -> Iterable[Stage]:
+def run_stages(
+    options: Options, make_models: Callable[[], Models], doing: Callable[[str], None]
+) -> Iterator[Stage]:
     """Run the stages; each is handed out when it has ended. After one that fails, none is run.
 
     Args:
+        options: `model` is a folder.
         make_models: called when a stage needs them.
         doing: called with what is being done, as "stage: what".
     """
-    run = _Stages(plan, make_models, doing)
-    names = ["environment", "model", "memory", *ENGINE_STAGES, FIGURES]
+    run = _Stages(options, make_models, doing)
+    stages: dict[str, Callable[[], Outcome]] = {
+        "environment": run.environment,
+        "model": run.model,
+        "memory": run.memory,
+        **{name: partial(run.small_engine, name) for name in GRAPHS},
+        AS_USED: run.engine_as_used,
+    }
     failed = None
-    for name in names:
+    for name, stage in stages.items():
         if failed is not None:
-            yield Stage.skipped(name, f"'{failed}' failed")
+            yield Stage(name, "skipped", why=f"'{failed}' failed")
             continue
-        stage = run.run(name)
-        failed = name if stage.status == "failed" else None
-        yield stage
+        began, run.stage, run.log = time.monotonic(), name, ""
+        doing(name)
+        if isinstance(outcome := stage(), str):
+            yield Stage(name, "skipped", why=outcome)
+            continue
+        done = Stage.of(name, outcome, round(time.monotonic() - began, 2), run.log)
+        failed = name if done.status == "failed" else None
+        yield done
 
 
 class _Stages:
     """What one stage leaves for the next."""
 
-    def __init__(self, plan: Plan, make_models: Callable[[], Models], doing: Doing) -> None:
-        self._plan = plan
+    facts: Facts
+    stage: str
+    log: str
+
+    def __init__(
+        self, options: Options, make_models: Callable[[], Models], doing: Callable[[str], None]
+    ) -> None:
+        self._options = options
         self._make_models = make_models
         self._doing = doing
-        self._facts: Facts | None = None
         self._models: Models | None = None
-        self._references: dict[Prompts, tuple[Reference, ...]] = {}
-        self._log = ""
-
-    def run(self, name: str) -> Stage:
-        began = time.monotonic()
-        self._log = ""
-        self._doing(name)
-        if name in (*ENGINE_STAGES, FIGURES):
-            if (why := self._why_not(name)) is not None:
-                return Stage.skipped(name, why)
-            checks = self._figures() if name == FIGURES else self._engine(name)
-        elif name == "environment":
-            checks = self._environment()
-        elif self._plan.model is None:
-            return Stage.skipped(name, "no --model is given")
-        elif name == "model":
-            checks = [self._refusal()]
-        else:
-            gpu = self._gpu()
-            if gpu is None:
-                return Stage.skipped(name, "no GPU is here; --gpu names one to compute for")
-            checks = [self._memory(gpu)]
-        return Stage.of(name, checks, round(time.monotonic() - began, 2), self._log)
-
-    def _child(self, name: str, module: str, request: bytes, ranks: int) -> Run:
-        run = run_module(
-            f"pat_vllm.doctor.{module}",
-            request.decode(),
-            # Of the stages that compile, only on a GPU: on CPU it takes a C++ compiler minutes.
-            self._plan.environment(ranks, name != "eager" and not self._on_cpu),
-            lambda what: self._doing(f"{name}: {what}"),
-        )
-        self._log = run.log
-        return run
+        self._references: dict[bytes, Any] = {}
 
     # ---------------------------------------------------------------- without an engine
 
-    def _environment(self) -> list[Check]:
-        plan = self._plan
-        model = plan.model
-        if model is None:
-            self._doing("environment: making a random model")
-            self._models = self._make_models()
-            model = self._models.first
-        question = Question(
-            {
-                **plan.engine,
-                "model": str(model),
-                "skip_tokenizer_init": True,
-                "tensor_parallel_size": plan.ranks,
-                "distributed_executor_backend": "pat",
-                "additional_config": {"pat": plan.pat},
-            },
-        )
-        run = self._child("environment", "environment", QUESTION.dump_json(question), plan.ranks)
-        if run.answer is None:
-            return list(run.checks)
-        self._facts = facts = FACTS.validate_json(run.answer)
-        checks = environment_checks(facts, plan.ranks, plan.machine)
-        if plan.model is None and facts.refused is not None:
-            checks.append(Check("options", problem=facts.refused))
-        return [*checks, *run.checks]
+    def environment(self) -> Outcome:
+        """The machine, and what vLLM and PAT make of the options."""
+        options = self._options
+        model = options.model or self._random_models().first
+        engine = engine_as_given(str(model), options)
+        checks, answer = self._child("environment", json.dumps(engine), options.ranks)
+        if answer is None:
+            return checks
+        self.facts = FACTS.validate_python(answer)
+        found = environment_checks(self.facts, options.ranks, options.gpu is None)
+        if options.model is None and self.facts.refused is not None:
+            found.append(Check("options", problem=self.facts.refused))
+        return [*found, *checks]
 
-    def _refusal(self) -> Check:
-        assert self._facts is not None
-        refused = self._facts.refused
-        return Check("options", "" if refused else "PAT runs it", refused)
+    def model(self) -> Outcome:
+        """What is refused."""
+        if self._options.model is None:
+            return "no --model is given"
+        refused = self.facts.refused
+        return [Check("options", "" if refused else "PAT runs it", refused)]
 
-    def _gpu(self) -> Device | None:
-        assert self._facts is not None
-        if self._plan.gpu is not None:
-            return self._plan.gpu
-        devices = self._facts.devices
-        if not devices:
-            return None
-        least = min(devices, key=lambda one: one.memory)
-        return Device(least.memory, least.capability)
-
-    def _memory(self, device: Device) -> Check:
-        assert self._facts is not None
-        config = self._facts.config
-        pat = PATConfig.parse(self._plan.pat)
+    def memory(self) -> Outcome:
+        """Computed for the GPU that is named, or the smallest that is here."""
+        options, config = self._options, self.facts.config
+        if options.model is None:
+            return "no --model is given"
+        if options.gpu is not None:
+            gpu = GPUS[gpu_named(options.gpu)].device
+        elif self.facts.devices:
+            least = min(self.facts.devices, key=lambda one: one.memory)
+            gpu = Device(least.memory, least.capability)
+        else:
+            return "no GPU is here; --gpu names one to compute for"
         dtype = "bfloat16"
-        if self._facts.platform != "cpu":
+        if not self.facts.on_cpu:
             of_model = str(config.get("dtype") or config.get("torch_dtype") or dtype)
             dtype = of_model.removeprefix("torch.")
-        shape, choice = engine_shape(
-            config, pat, self._plan.ranks, self._plan.engine, device, dtype
-        )
-        return check_memory(config, device, shape, dtype, choice.found)
+        pat = PATConfig.parse(options.pat)
+        shape, choice = engine_shape(config, pat, options.ranks, options.engine, gpu, dtype)
+        return [check_memory(config, gpu, shape, dtype, choice.found)]
 
     # ---------------------------------------------------------------- with engines
 
-    def _why_not(self, name: str) -> str | None:
-        assert self._facts is not None
-        if not self._plan.machine:
+    def small_engine(self, name: str) -> Outcome:
+        """Every layout and every switch of an engine that starts soon."""
+        if why := self._why_not(name):
+            return why
+        models, mode = self._random_models(), GRAPHS[name]
+        return self._engines(*self_test(self._options, models, self.facts, mode))
+
+    def engine_as_used(self) -> Outcome:
+        """The same of the user's engine, with its own policy and limits."""
+        if why := self._why_not(AS_USED):
+            return why
+        return self._engines(*as_used(self._options, self._random_models(), self.facts))
+
+    def _why_not(self, name: str) -> str:
+        if self._options.gpu is not None:
             return "--gpu computes for another machine; leave it out to test this one"
-        if name == FIGURES:
-            return None if self._plan.all or self._plan.figures else "only with --all or --figures"
-        if name != "eager" and not self._plan.all:
+        if name != "eager" and not self._options.all:
             return "only with --all"
-        if self._facts.graphs.get(name) == "NONE":
+        if self.facts.graphs.get(name) == "NONE":
             asked = f"cudagraph_mode {name.upper()}"
-            return f"not on this platform: of {asked}, vLLM makes NONE on {self._facts.platform}"
-        return None
+            return f"not on this platform: of {asked}, vLLM makes NONE on {self.facts.platform}"
+        return ""
 
-    @property
-    def _on_cpu(self) -> bool:
-        return self._facts is not None and self._facts.platform == "cpu"
-
-    def _some_models(self, stage: str) -> Models:
+    def _random_models(self) -> Models:
         if self._models is None:
-            self._doing(f"{stage}: making random models")
+            self._doing(f"{self.stage}: making random models")
             self._models = self._make_models()
         return self._models
 
-    def _engine(self, name: str) -> list[Check]:
-        plan, models = self._plan, self._some_models(name)
-        assert self._facts is not None
-        checks: list[Check] = []
-        if name == AS_USED:
-            stock, session = as_used(models, plan, self._facts)
-        else:
-            stock = self_test(models, plan, self._on_cpu)
-            session = with_pat(stock, plan, _GRAPHS[name], models, self._on_cpu)
-        if (references := self._references.get(stock.prompts)) is None:
-            run = self._child(name, "session", SESSION.dump_json(stock), 1)
-            checks += run.checks
-            if run.answer is None:
-                return checks
-            references = self._references[stock.prompts] = REFERENCES.validate_json(run.answer)
-        session = replace(session, references=references)
-        run = self._child(name, "session", SESSION.dump_json(session), plan.ranks)
-        return [*checks, *run.checks]
+    def _engines(self, stock: Task, pat: Task) -> list[Check]:
+        """Stock vLLM, unless it has been asked the same before, and PAT beside it."""
+        made: list[Check] = []
+        if (asked := TASK.dump_json(stock)) not in self._references:
+            made, answer = self._child("engine", asked.decode(), 1)
+            if answer is None:
+                return made
+            self._references[asked] = REFERENCES.validate_python(answer)
+        task = replace(pat, references=self._references[asked])
+        checks, _ = self._child("engine", TASK.dump_json(task).decode(), self._options.ranks)
+        return [*made, *checks]
 
-    def _figures(self) -> list[Check]:
-        """Of the devices, then of engines: stock vLLM with each layout's tp, and PAT."""
-        plan, models = self._plan, self._some_models(FIGURES)
-        assert self._facts is not None
-        config = self._facts.config if plan.model is not None else None
-        moves = Moves(
-            config, plan.ranks, tuple(dict.fromkeys(layout.tp for layout in plan.layouts))
-        )
-        checks = list(self._child(FIGURES, "device", MOVES.dump_json(moves), plan.ranks).checks)
-        if any(one.problem is not None for one in checks):
-            return checks
-        measured: dict[int | None, Measured] = {}
-        for tp in (*moves.tps, None):
-            ranks = plan.ranks if tp is None else tp
-            label = "PAT" if tp is None else f"stock vLLM tp={tp}"
-            engine = timed_engine(models, plan, self._on_cpu, tp)
-            texts = prompts(models.vocab, max(REQUESTS) * plan.ranks)
-            steps = Steps(engine, texts, REQUESTS, label)
-            run = self._child(FIGURES, "steps", STEPS.dump_json(steps), ranks)
-            checks += run.checks
-            if run.answer is None:
-                return checks
-            measured[tp] = MEASURED.validate_json(run.answer)
-        pat = measured.pop(None)
-        stock = {tp: one for tp, one in measured.items() if tp is not None}
-        memory_of = "a process" if self._on_cpu else "in use of a GPU"
-        return [*checks, *figures(pat.layouts, pat, stock, memory_of)]
+    def _child(self, module: str, request: str, ranks: int) -> tuple[list[Check], Any]:
+        """Run a module of this package in a process of its own; its checks and its answer."""
+        checks: list[Check] = []
+        last = "start"
+
+        def told(event: dict[str, Any]) -> None:
+            nonlocal last
+            if "doing" in event:
+                last = event["doing"]
+                self._doing(f"{self.stage}: {last}")
+            if "check" in event:
+                checks.append(Check(**event["check"]))
+
+        variables = {
+            "HF_HUB_OFFLINE": "1",
+            **environment(ranks),
+            # An engine's core has a process of its own, as for users.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        }
+        if self._compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
+            del variables["TORCHDYNAMO_DISABLE"]
+        ended = run_module(f"pat_vllm.doctor.{module}", request, variables, told, SILENCE)
+        self.log = ended.log
+        problem = checks[-1].problem if checks else None
+        if problem is None and ended.code != 0:
+            problem = f"the process ended with exit code {ended.code}"
+            if ended.code is None:
+                problem = f"it hangs: nothing for {SILENCE:.0f} s"
+            checks.append(Check(last, problem=problem))
+        if problem is not None and (cause := explain(ended.log)) is not None:
+            why = f"{cause} ({problem.splitlines()[0][:160]})"
+            checks[-1] = replace(checks[-1], problem=why)
+        return checks, ended.answer
+
+    @property
+    def _compiles(self) -> bool:
+        """Of the stages that compile, only on a GPU: on CPU it takes a C++ compiler minutes."""
+        return self.stage in ("piecewise", "full", AS_USED) and not self.facts.on_cpu

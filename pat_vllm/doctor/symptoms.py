@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-_DIED = re.compile(r"(?:Worker proc (?:VllmWorker-)?|RayWorkerProc rank=)(\w+) died unexpectedly"
-                   r"(?: \(exit code: (-?\w+)\))?")  # fmt: skip
+_DIED = re.compile(
+    r"(?:Worker proc (?:VllmWorker-)?|RayWorkerProc rank=)(\w+) died unexpectedly"
+    r"(?! \(exit code: 0\))(?: \(exit code: (-?\d+)\))?"
+)
+"""With exit code 0 a worker has ended by itself, after an error that is told elsewhere."""
 _MEMORY = re.compile(
     r"^.*?((?:Free memory on device|No available memory for the cache blocks|"
     r"To serve at least one request|[\w.]*OutOfMemoryError|CUDA out of memory|"

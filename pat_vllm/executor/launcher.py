@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pat_vllm.config import pat_config
+from pat_vllm.config import layout_name, pat_config
 from pat_vllm.patches.front_end import note_ray_address
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ def executor_class(vllm_config: VllmConfig) -> type:
     Raises:
         ValueError: Ray is asked for and cannot be used here.
     """
-    launcher = pat_config(vllm_config).launcher
+    launches_nothing = layout_name(vllm_config) is not None
+    launcher = "mp" if launches_nothing else pat_config(vllm_config).launcher
     if launcher == "auto":
         launcher = "ray" if _in_placement_group(vllm_config.parallel_config) else "mp"
     if launcher == "ray":

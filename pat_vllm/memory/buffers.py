@@ -50,7 +50,7 @@ class EngineShape:
     max_num_batched_tokens: int = 8192
     max_model_len: int = 32768
     block_size: int = 16
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
     runner: Literal["V1", "V2"] = "V2"

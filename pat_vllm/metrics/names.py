@@ -101,7 +101,8 @@ REFUSED = Metric(
 BATCHES = Metric(
     "vllm:pat_batches",
     Kind.COUNTER,
-    "Number of batches whose savings the predictor policy has estimated.",
+    "Number of batches whose savings the predictor policy has estimated. A batch ends after its "
+    "last output: an `LLM` shows that with its next request.",
 )
 BATCH_SECONDS = Metric(
     "vllm:pat_batch_seconds",

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import PlannedSavings
-from pat_vllm.predictor.state import Ints, LiveState
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
@@ -106,6 +107,8 @@ class AdaptivePolicy(Policy):
         self._last_step = 0.0
         self._timer = timer
 
+        self._layout = self.home
+        self._largest: LiveRequests | None = None
         self._planned: tuple[Layout, int, tuple[int, int]] | None = None
         self._last_plan = -math.inf
         self._next_plan = -math.inf
@@ -172,6 +175,7 @@ class AdaptivePolicy(Policy):
         self._decisions.switched(report)
         self._savings.switched(report)
         self._skip = report.target.replicas
+        self._layout = report.target
         if report.reason != "idle":
             self._last_switch = report
 
@@ -194,6 +198,9 @@ class AdaptivePolicy(Policy):
         # time of many steps; a plan for it comes soon.
         self.drafts = self._no_drafts
         self._review = self._next_plan = -math.inf
+        if self._largest is not None:
+            self.home = self._opening(self._largest)
+            self._largest = None
 
     def report(self, since: float = -math.inf) -> PredictorReport:
         # The engine's thread replaces `_error` and never changes it.
@@ -250,6 +257,8 @@ class AdaptivePolicy(Policy):
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()
         self._planned = (state.layout, state.num_seqs, self._versions)
+        if self._largest is None or len(live) > len(self._largest):
+            self._largest = live
         self._lengths.observe_running(live)
         ahead = course(live, self._lengths.sample(live, _FUTURES))
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
@@ -273,6 +282,22 @@ class AdaptivePolicy(Policy):
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
+
+    def _opening(self, last: LiveRequests) -> Layout:
+        """Where to begin a batch of as many requests as `last`. An idle engine switches to it."""
+        none = np.zeros(len(last), np.int64)
+        fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
+        ahead = course(fresh, self._lengths.sample(fresh, _FUTURES))
+        # A prompt is computed once for all its samples.
+        _, first = np.unique(last.group, return_index=True)
+        prompts = int(last.num_prompt_tokens[first].sum())
+        here = self._layout
+        plan = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting).plan(here)
+        seconds = {here: plan.stay}
+        for layout, total in plan.go.items():
+            idle = self._costs.seconds(here, layout, 0.0, 0.0)
+            seconds[layout] = total - plan.cost[layout] + idle
+        return min(seconds, key=seconds.__getitem__)
 
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""

@@ -268,9 +268,20 @@ class Planner:
         busy = np.minimum(layout.replicas, np.ceil(course.live))
         batch = np.maximum(1.0, course.live / busy)
         mean_context = course.context / course.live
-        held = self._kv_tokens[layout.tp] / np.maximum(1.0, mean_context)
-        admitted = np.minimum(batch, self._max_num_seqs[layout.tp])
-        running = np.minimum(admitted, np.maximum(held, 1.0))
+        room, most = self._kv_tokens[layout.tp], self._max_num_seqs[layout.tp]
+        admitted = np.minimum(batch, most)
+        running = np.minimum(admitted, np.maximum(room / np.maximum(1.0, mean_context), 1.0))
+        turns = batch / running
+        short = running < admitted
+        if short.any():
+            # Requests do not advance alike then: some run to their ends, the others wait. In sum
+            # the KV held by steps is the same. So as many steps are made, but of as many requests
+            # as have room with the mean context of all tokens that are made meanwhile.
+            weights = np.where(short, course.steps + 1e-9, 0.0)
+            typical = float(weights @ course.context) / float(weights @ course.live)
+            queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
+            running = np.where(short, queued, running)
+            mean_context = np.where(short, typical, mean_context)
         steps = self._step(  # [lengths, groups]
             layout,
             running,
@@ -281,11 +292,10 @@ class Planner:
             drafting.drafts[:, None] * running,
             drafting.lengths[:, None],
         )
-        seconds = steps * (batch / running)
+        seconds = steps * turns
         tokens = seconds / drafting.tokens[:, None]
         best = tokens.argmin(axis=0)
         token = tokens.min(axis=0)
-        short = running < admitted
         if short.any():
             # Each token takes another's place, which is computed again when its request goes on.
             token += short * course.live * self._prefill_pace(layout)

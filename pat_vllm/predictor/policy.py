@@ -27,7 +27,7 @@ class Policy:
     """
 
     home: Layout
-    """The layout in which an idle engine waits for its next requests."""
+    """The layout in which an idle engine waits for its next requests. `idle` may change it."""
     learns: ClassVar[bool] = False
     """Whether `stepped` and `drafted` are of use."""
     drafts: Mapping[Layout, Schedule] = MappingProxyType({})

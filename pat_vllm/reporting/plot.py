@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.drafts import drafts_over_time
+from pat_vllm.reporting.text import summary, times_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,7 +155,7 @@ def plot_report(report: Report, path: Path) -> None:
     """Draw a report; for the errors, see `Report.plot`."""
     if not any(sample.num_seqs for sample in report.timeline):
         raise ValueError("the report has no requests to draw")
-    began, end = _times(report)
+    began, end = times_of(report)
     spans = _spans(report, began, end)
     switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
     drafts = [one for one in report.drafts if one.at >= began]
@@ -200,41 +201,6 @@ def plot_report(report: Report, path: Path) -> None:
     panels[-1].set_xlim(0, end)
     panels[-1].set_xlabel("time since the first request (s)")
     figure.savefig(path, dpi=150)
-
-
-def summary(report: Report) -> str:
-    """What an engine did, in a line."""
-    began, end = _times(report)
-    switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
-    stalls = sum(one.seconds for one in switches)
-    text = (
-        f"{max((one.num_seqs for one in report.timeline), default=0)} requests at most, "
-        f"{report.layouts[0].world_size} ranks, {end:.1f} s; "
-        f"{len(switches)} switches in {stalls:.2f} s"
-    )
-    savings = report.predictor.savings
-    fixed = sum(one.realised.fixed for one in savings)
-    if savings and fixed > 0:
-        saved = fixed - sum(one.realised.drafting for one in savings)
-        predicted = sum(one.predicted.fixed - one.predicted.drafting for one in savings)
-        text += (
-            f"; saved {saved:.1f} of {fixed:.1f} s in {savings[0].layout} without drafts "
-            f"(estimated; predicted {predicted:.1f} s)"
-        )
-    return text
-
-
-def _times(report: Report) -> tuple[float, float]:
-    """When the first request came, on the report's clock, and seconds from then to its end."""
-    timeline = report.timeline
-    began = next((one.at for one in timeline if one.num_seqs), timeline[0].at if timeline else 0.0)
-    last = [
-        *(one.at for one in timeline[-1:]),
-        *(one.at + one.seconds for one in report.switches[-1:]),
-        *(one.at for one in report.drafts[-1:]),
-        *(one.at for one in report.predictor.savings[-1:]),
-    ]
-    return began, max([one - began for one in last if one > began], default=1.0)
 
 
 def _spans(report: Report, began: float, end: float) -> list[Span]:

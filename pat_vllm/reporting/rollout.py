@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 
 from pat_vllm.reporting.savings import total
-from pat_vllm.reporting.values import BatchSavings, Report, SwitchReport
+from pat_vllm.reporting.text import switch_in_words
+from pat_vllm.reporting.values import BatchSavings, Report
 
 REPORT_SECONDS = 30.0
 """How long a trainer waits for a report."""
@@ -37,7 +38,7 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
     """
     parts = [_made(seconds, responses)]
     switches = [s for s in report.switches if s.at >= started and s.reason != "idle"]
-    parts += [_switch(one, started) for one in switches]
+    parts += [switch_in_words(one, started) for one in switches]
     if not switches:
         parts.append("no switch")
     not_made = [one for one in report.refused if one.at >= started]
@@ -77,10 +78,3 @@ def _saved(batches: Sequence[BatchSavings]) -> list[str]:
         saved += f", {realised.saved_by_drafts:.0%} by drafts"
         expected += f", {predicted.saved_by_drafts:.0%}"
     return [f"{saved} over {batches[0].layout} without drafts (estimated; {expected})"]
-
-
-def _switch(one: SwitchReport, started: float) -> str:
-    return (
-        f"{one.source} -> {one.target} at {one.at - started:.2f} s, {one.num_seqs} live, "
-        f"{one.seconds * 1e3:.0f} ms"
-    )

@@ -14,6 +14,7 @@ from pat_vllm.files.reading import FileError, first_problem, name_of, read_json,
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.plot import plot_report
+from pat_vllm.reporting.text import describe_report
 
 FORMAT = 1
 """Version of the file that `Report.save` writes."""
@@ -269,9 +270,11 @@ class LayoutSteps:
     median: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """State and history of an engine.
+
+    `print(report)` shows a sentence, and a line for each switch and each batch.
 
     A report may be asked for `since` a time. Then `switches`, `refused`, `timeline`, `drafts` and
     the predictor's decisions and savings hold only what happened at that time or later. The rest
@@ -305,6 +308,16 @@ class Report:
     errors: int = 0
     drafts: tuple[DraftSample, ...] = ()
     chosen: str = ""
+
+    def __str__(self) -> str:
+        return describe_report(self)
+
+    def __repr__(self) -> str:
+        """Short; `to_json` has everything."""
+        return (
+            f"<Report of {self.layout.world_size} ranks in {self.layout}: {len(self.switches)} "
+            f"switches, {len(self.timeline)} samples, {len(self.predictor.savings)} batches>"
+        )
 
     def to_json(self) -> str:
         """The report as JSON text. Layouts are named as in "tp1dp4"."""

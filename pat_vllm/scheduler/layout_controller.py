@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 
+from pat_vllm.config import no_tp_of
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.reporting import RefusedSwitch, Report
@@ -160,6 +161,9 @@ class LayoutController:
         """
         target = Layout.find(wanted, self.layouts)
         if target is None:
+            ranks = self.layouts[0].world_size
+            if type(wanted) is int and wanted > 0 and ranks % wanted:
+                raise ValueError(f"cannot switch to tp={wanted}: {no_tp_of(ranks)}")
             raise ValueError(
                 f"cannot switch to {wanted!r}, a tp or the name of a layout: the engine keeps "
                 f"{', '.join(map(str, self.layouts))} ready; name more in pat.layouts"

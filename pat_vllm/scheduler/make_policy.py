@@ -54,7 +54,7 @@ def make_policy(
                 drafts={named(name): ((1, 1, length),) for name, length in drafts.items()},
             )
         case PredictorPolicyConfig() as options:
-            if len(layouts) == 1:
+            if len(layouts) == 1 and len(draft_lengths) == 1:
                 return StayPolicy(home=layouts[0])
             # Its models are imported by the engines that use them.
             from pat_vllm.predictor.adaptive import AdaptivePolicy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
-from pat_vllm.config import CHOSEN, home_layout, layouts_of, pat_config
+from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
@@ -106,9 +106,12 @@ class PATScheduler(SchedulerInterface):
         length_bound = getattr(config.policy, "length_bound", None)
         requests = RequestTable(model.max_model_len, length_bound)
         speculates = vllm_config.speculative_config is not None
-        chosen = vllm_config.additional_config.get(CHOSEN, "")
         monitor = Monitor(
-            policy, History(chosen), requests, speculates, metrics=Updates() if log_stats else None
+            policy,
+            History(chosen(vllm_config)),
+            requests,
+            speculates,
+            metrics=Updates() if log_stats else None,
         )
         self.replica_set = ReplicaSet(
             home_layout(vllm_config),

@@ -21,10 +21,16 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.reporting import DecisionReport, DraftSample, LiveSample, SwitchReport
+from pat_vllm.reporting import (
+    DraftSample,
+    LayoutSteps,
+    LiveSample,
+    PredictorReport,
+    SwitchReport,
+)
 from pat_vllm.routing import Placed, Router, spread
 from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
-from pat_vllm.simulator.run import SimulatedRun, SimulatedSteps
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.truth import Truth
 
 if TYPE_CHECKING:
@@ -82,7 +88,7 @@ class SimulatedEngine:
         self._router = Router()
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
-        self._steps: dict[Layout, tuple[int, float]] = {}
+        self._steps: dict[Layout, list[tuple[int, float]]] = {}
         self._drafts: list[DraftSample] = []
         self._admit_arrivals()
 
@@ -92,13 +98,6 @@ class SimulatedEngine:
     def arriving(self) -> int:
         """Requests that have yet to arrive."""
         return len(self._arrivals)
-
-    @property
-    def ended(self) -> float:
-        """When the last response so far ended."""
-        return max(
-            (at for at in self._requests.finished if not math.isnan(at)), default=self._began
-        )
 
     def state(self) -> LiveState:
         """What a policy sees."""
@@ -133,23 +132,27 @@ class SimulatedEngine:
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
         )
 
-    def result(self, decisions: tuple[DecisionReport, ...] = ()) -> SimulatedRun:
-        """The run so far."""
+    def report(self, predictor: PredictorReport) -> SimulatedReport:
+        """The run so far; `predictor` is what the policy did in it."""
         for replica in self._replicas:
             replica.write(self._requests)
-        return SimulatedRun(
+        switches = tuple(self._switches)
+        first = switches[0].source if switches else self.layout
+        return SimulatedReport(
+            layout=self.layout,
+            layouts=tuple(dict.fromkeys((first, *(one.target for one in switches)))),
+            switches=switches,
+            refused=(),
+            timeline=tuple(self._timeline),
+            steps={layout: _summed(chunks) for layout, chunks in self._steps.items()},
+            predictor=predictor,
+            drafts=tuple(self._drafts),
             began=self._began,
-            ended=self.ended,
             back=self.now,
             tokens=int(self._requests.num_output_tokens.sum()),
             finished=tuple(self._requests.finished),
-            switches=tuple(self._switches),
-            timeline=tuple(self._timeline),
-            steps={layout: SimulatedSteps(*steps) for layout, steps in self._steps.items()},
             prefilled=self._requests.prefilled,
             preempted=self._requests.preempted,
-            decisions=decisions,
-            drafts=tuple(self._drafts),
         )
 
     # ---------------------------------------------------------------- time
@@ -329,8 +332,7 @@ class SimulatedEngine:
         if self._policy is not None and self._policy.learns and replica.shape.batch:
             self._tell_of_drafts(self._policy, replica, steps, ended)
         complete = replica.finish(self._requests, steps)
-        count, total = self._steps.get(self.layout, (0, 0.0))
-        self._steps[self.layout] = (count + steps, total + seconds)
+        self._steps.setdefault(self.layout, []).append((steps, seconds))
         if self._policy is not None and self._policy.learns:
             one = self._truth.step_seconds(self.layout, replica.shape, replica.began)
             self._policy.stepped(ended, self.layout, replica.shape, one)
@@ -368,3 +370,11 @@ class SimulatedEngine:
                     replica.began, self.layout, replica.index, replica.k, steps, drafted, right
                 )
             )
+
+
+def _summed(chunks: Sequence[tuple[int, float]]) -> LayoutSteps:
+    """Chunks of steps: (how many, seconds of all of them)."""
+    steps, seconds = (sum(column) for column in zip(*chunks, strict=True))
+    ascending = sorted((total / count, count) for count, total in chunks)
+    middle = np.cumsum([count for _, count in ascending]).searchsorted(steps / 2)
+    return LayoutSteps(int(steps), float(seconds), ascending[middle][0])

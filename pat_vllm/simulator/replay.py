@@ -9,7 +9,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
 
@@ -23,7 +23,7 @@ def simulate(
     start: Layout | None = None,
     began: float = 0.0,
     chunk: int = CHUNK,
-) -> SimulatedRun:
+) -> SimulatedReport:
     """Replay one trace.
 
     Args:
@@ -51,7 +51,10 @@ def simulate(
             policy.idle(engine.now)
             if policy.home != engine.layout:
                 engine.switch(policy.home, "idle")
-    return engine.result(policy.report().decisions[earlier:])
+    predictor = policy.report()
+    savings = tuple(one for one in predictor.savings if one.at >= began)
+    decisions = predictor.decisions[earlier:]
+    return engine.report(replace(predictor, decisions=decisions, savings=savings))
 
 
 def simulate_batches(
@@ -62,12 +65,12 @@ def simulate_batches(
     *,
     gap: float = 60.0,
     chunk: int = CHUNK,
-) -> list[SimulatedRun]:
+) -> list[SimulatedReport]:
     """Replay traces one after another with the same policy, `gap` seconds (training) apart.
 
     Their prompts are taken for different ones, whatever their groups are called.
     """
-    runs: list[SimulatedRun] = []
+    runs: list[SimulatedReport] = []
     first = 0
     for trace in traces:
         groups = tuple(first + group for group in trace.groups)

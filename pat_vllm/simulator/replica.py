@@ -16,6 +16,7 @@ import numpy as np
 
 from pat_vllm.predictor.state import Ints
 from pat_vllm.profiling.profile import Profile, StepShape
+from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.steady import Steady, SteadyWithDrafts
 
@@ -127,6 +128,7 @@ class SimulatedReplica:
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
         steady: what runs, for as long as nothing but decoding happens; None before.
+        free: memory that nothing holds, where memory is limited and was asked for.
     """
 
     index: int
@@ -144,6 +146,7 @@ class SimulatedReplica:
     k: int = 0
     pace: float = 1.0
     steady: Steady | SteadyWithDrafts | None = None
+    free: FreeMemory | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -234,6 +237,8 @@ class SimulatedReplica:
                 if tokens + 1 > room:
                     break
                 room -= tokens + 1
+                if self.free is not None:
+                    computed[request] = min(tokens - 1, self.free.take_back(request))
                 if group in self.cached_prompts and not requests.num_output_tokens[request]:
                     computed[request] = tokens - 1  # the last token is computed in any case
             self.cached_prompts.add(group)
@@ -288,7 +293,7 @@ class SimulatedReplica:
         if self.steady is not None:
             self.made += steps
             self.set_steps(0)
-            return self.steady.advance(requests, self.running, steps)
+            return self._leave(requests, self.steady.advance(requests, self.running, steps))
         outputs, computed = requests.num_output_tokens, requests.num_computed_tokens
         requests.decode_all(self.decoding, steps, self.k)
         stepped = self.decoding
@@ -305,6 +310,12 @@ class SimulatedReplica:
         complete: list[int] = index[outputs[index] >= requests.columns[1, index]].tolist()
         for request in complete:
             self.running.remove(request)
+        return self._leave(requests, complete)
+
+    def _leave(self, requests: SimulatedRequests, complete: list[int]) -> list[int]:
+        if self.free is not None:
+            for request in complete:
+                self.free.free(requests.num_tokens(request))
         return complete
 
     def _make_room(self, requests: SimulatedRequests, room: float, tp: int) -> float:
@@ -316,12 +327,15 @@ class SimulatedReplica:
         if room == math.inf:
             return room
         computed = requests.num_computed_tokens
+        if self.free is None:
+            self.free = FreeMemory(room)
         while True:
             held = int(computed[list(self.waiting)].sum())
             # A request in prefill has its whole prompt reserved.
             index, outputs = requests.outputs_of(self.running)
             used = int((requests.columns[0, index] + outputs + 1).sum())
             if held + used <= room:
+                self.free.overwrite(self.free.total - (room - held - used))
                 return room - held - used
             if held:
                 victim = next(i for i in reversed(self.waiting) if computed[i])
@@ -330,6 +344,7 @@ class SimulatedReplica:
                 self.waiting.appendleft(victim)
             else:
                 raise _too_long(tp, used)
+            self.free.free(int(computed[victim]), victim)
             computed[victim] = 0
             requests.preempted += 1
 
@@ -337,5 +352,5 @@ class SimulatedReplica:
 def _too_long(tp: int, tokens: int) -> ValueError:
     return ValueError(
         f"tp={tp}: a replica's memory cannot hold the KV of a request of {tokens} tokens; "
-        "simulate with larger kv_tokens"
+        "shorten the responses, or take a profile with larger kv_tokens"
     )

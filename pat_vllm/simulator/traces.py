@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
-from pat_vllm.files.reading import FileError, cut, name_of, read_json, read_text, shown
+from pat_vllm.files.reading import (
+    FileError,
+    cut,
+    first_problem,
+    name_of,
+    read_json,
+    read_text,
+    shown,
+)
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.state import Floats, Ints
 
-_PROMPT = (64, 512)
-"""Shortest and longest synthetic prompt, in tokens."""
+_SHORTEST_PROMPT, LONGEST_PROMPT = 64, 512
+"""Of synthetic prompts, in tokens."""
 
 _FILE_PROMPT = 256
 """Prompt tokens of a trace file that does not tell."""
@@ -27,24 +37,26 @@ MOST_TOKENS = 1 << 24
 """Of a prompt or a response."""
 _LAST_ARRIVAL = 1e9
 
-_EARLIER_NAMES = {"prompts": "num_prompt_tokens", "bound": "max_tokens"}
-"""What fields of a trace file were called before; files with these names can still be read."""
-
 _DEEPSCALER_MEDIAN = 1443.0
 _DEEPSCALER_SIGMA = 1.406
 
 
-@dataclass(frozen=True)
+_Tokens = Annotated[int, Strict(), Field(ge=1, le=MOST_TOKENS)]
+_Group = Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)]
+_Seconds = Annotated[float, Strict(), Field(ge=0, le=_LAST_ARRIVAL)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class LengthTrace:
     """Requests and the lengths of their responses.
 
     Attributes:
         name: what the trace is called in tables and figures.
         lengths: tokens of each response, 1 to `max_tokens`.
-        arrivals: when each request arrives, in seconds; all zeros for a batch.
-        groups: equal for requests with equal prompts.
-        num_prompt_tokens: of each request.
-        max_tokens: tokens after which a response is cut short.
+        arrivals: when each request arrives, in seconds; empty: all at once.
+        groups: equal for requests with equal prompts; empty: no two are equal.
+        num_prompt_tokens: of each request; empty: 256 each.
+        max_tokens: tokens after which a response is cut short; 0: the longest of `lengths`.
         acceptance: probability that a draft token is accepted if those before it were, in the mean
             over requests; every step of a request has drafts.
 
@@ -53,47 +65,31 @@ class LengthTrace:
     """
 
     name: str
-    lengths: tuple[int, ...]
-    arrivals: tuple[float, ...]
-    groups: tuple[int, ...]
-    num_prompt_tokens: tuple[int, ...]
-    max_tokens: int
-    acceptance: float = 0.0
+    lengths: Annotated[tuple[_Tokens, ...], Field(min_length=1)]
+    arrivals: tuple[_Seconds, ...] = ()
+    groups: tuple[_Group, ...] = ()
+    num_prompt_tokens: tuple[_Tokens, ...] = ()
+    max_tokens: Annotated[int, Strict(), Field(ge=0, le=MOST_TOKENS)] = 0
+    acceptance: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.0
 
-    def __post_init__(self) -> None:
-        count = len(self.lengths)
-        if not count:
-            raise ValueError(f"trace {self.name!r} has no lengths")
-        for field in ("arrivals", "groups", "num_prompt_tokens"):
-            if len(getattr(self, field)) != count:
-                raise ValueError(
-                    f"trace {self.name!r} has {count} lengths but "
-                    f"{len(getattr(self, field))} {field}"
-                )
-        if not 1 <= min(self.lengths) <= max(self.lengths) <= self.max_tokens:
-            raise ValueError(
-                f"lengths of trace {self.name!r} must be 1 to max_tokens={shown(self.max_tokens)}, "
-                f"got {shown(min(self.lengths))} to {shown(max(self.lengths))}"
-            )
-        if self.max_tokens > MOST_TOKENS:
-            raise ValueError(
-                f"max_tokens of trace {self.name!r} is {shown(self.max_tokens)}; at most "
-                f"{MOST_TOKENS:,} can be replayed"
-            )
-        if not 1 <= min(self.num_prompt_tokens) <= max(self.num_prompt_tokens) <= MOST_TOKENS:
-            raise ValueError(
-                f"num_prompt_tokens of trace {self.name!r} must be at least 1, and at most "
-                f"{MOST_TOKENS:,}"
-            )
-        if not -(2**63) <= min(self.groups) <= max(self.groups) < 2**63:
-            raise ValueError(f"groups of trace {self.name!r} must be numbers of at most 64 bits")
-        if not all(0 <= at <= _LAST_ARRIVAL for at in self.arrivals):
-            raise ValueError(
-                f"arrivals of trace {self.name!r} must be 0 or more seconds, at most "
-                f"{_LAST_ARRIVAL:g}"
-            )
-        if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"acceptance of trace {self.name!r} must be 0 to 1")
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        count, longest = len(self.lengths), max(self.lengths)
+        defaults: dict[str, Any] = {
+            "arrivals": (0.0,) * count,
+            "groups": tuple(range(count)),
+            "num_prompt_tokens": (_FILE_PROMPT,) * count,
+            "max_tokens": longest,
+        }
+        for name, value in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)  # of a frozen value that is being made
+        for name in ("arrivals", "groups", "num_prompt_tokens"):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{count} lengths but {len(getattr(self, name))} {name}")
+        if longest > self.max_tokens:
+            raise ValueError(f"a length is {longest:,}; max_tokens={self.max_tokens}")
+        return self
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,9 +108,11 @@ class LengthTrace:
         groups = range(len(cut)) if groups is None else groups
         # A stream of its own, so that prompts do not change with how lengths are drawn.
         random = np.random.default_rng((seed, 1))
-        tokens = random.integers(*_PROMPT, size=max(groups, default=0) + 1, endpoint=True)
+        tokens = random.integers(
+            _SHORTEST_PROMPT, LONGEST_PROMPT, size=max(groups, default=0) + 1, endpoint=True
+        )
         prompts = tuple(int(tokens[group]) for group in groups)
-        return cls(name, cut, (0.0,) * len(cut), tuple(groups), prompts, max_tokens)
+        return cls(name, cut, (), tuple(groups), prompts, max_tokens)
 
     def save(self, path: Path) -> None:
         """Write as JSON, for `load_trace`."""
@@ -274,45 +272,22 @@ def load_trace(path: Path) -> LengthTrace:
     path = Path(path)
     try:
         if path.suffix.lower() == ".json":
-            return _from_json(path.stem, read_json(path))
-        return _from_fields(path.stem, {"lengths": _lines(read_text(path))})
+            return _made(path.stem, read_json(path))
+        return _made(path.stem, {"lengths": _lines(read_text(path))})
     except ValueError as error:
         raise FileError(f"{name_of(path)} is not a length trace: {error}") from error
 
 
-def _from_json(stem: str, data: Any) -> LengthTrace:
+def _made(stem: str, data: Any) -> LengthTrace:
     if not isinstance(data, dict) or "lengths" not in data:
         raise ValueError('expected a JSON object like {"lengths": [120, 4000]}')
-    data = {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
-    known = LengthTrace.__dataclass_fields__
-    unknown = set(data) - set(known)
-    if unknown:
-        raise ValueError(f"unknown {shown(sorted(unknown))}; allowed are {', '.join(known)}")
-    for field in ("lengths", "groups", "num_prompt_tokens", "arrivals"):
-        allowed = (int, float) if field == "arrivals" else (int,)
-        values = data.get(field, [])
-        if not isinstance(values, list) or any(type(value) not in allowed for value in values):
-            kind = "numbers" if field == "arrivals" else "whole numbers"
-            raise ValueError(f"{field} must be a list of {kind}")
-    if type(data.get("acceptance", 0.0)) not in (int, float):
-        raise ValueError(f"acceptance must be a number, got {shown(data['acceptance'])}")
-    if type(data.get("max_tokens", 0)) is not int:
-        raise ValueError(f"max_tokens must be a whole number, got {shown(data['max_tokens'])}")
-    return _from_fields(stem, data)
+    try:
+        return _TRACE.validate_python({**data, "name": cut(str(data.get("name", stem)), 80)})
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
 
 
-def _from_fields(stem: str, data: dict[str, Any]) -> LengthTrace:
-    lengths = tuple(data["lengths"])
-    count = len(lengths)
-    return LengthTrace(
-        name=cut(str(data.get("name", stem)), 80),
-        lengths=lengths,
-        arrivals=tuple(data.get("arrivals", (0.0,) * count)),
-        groups=tuple(data.get("groups", range(count))),
-        num_prompt_tokens=tuple(data.get("num_prompt_tokens", (_FILE_PROMPT,) * count)),
-        max_tokens=data.get("max_tokens", max(lengths, default=1)),
-        acceptance=data.get("acceptance", 0.0),
-    )
+_TRACE = TypeAdapter(LengthTrace)
 
 
 def _lines(text: str) -> list[int]:

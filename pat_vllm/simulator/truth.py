@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +18,7 @@ _GRAIN = math.log(2) / 16
 """Distance of the contexts, as logarithms, between which step times are linear."""
 
 _STREAM = 4096
-"""Draws of a kind of step that are made once; a chunk takes some that follow each other."""
+"""Draws that are made once; a chunk takes some that follow each other."""
 
 
 class Truth(Protocol):
@@ -51,9 +50,9 @@ class ReplayedTruth:
     with prompts adds their prefill to its decoding, less the reading of the weights, which both
     share.
 
-    Each step then has a factor of its own, drawn from what the repeats of the nearest batch took
-    relative to their median. Switches follow `CostModel`, which is a line through the profile's few
-    switches; their noise is how far these are from it. KV is always migrated: recomputing some
+    Each step then has a factor of its own, drawn from what repeats took relative to their median.
+    Switches follow `CostModel`, which is a line through the profile's few switches; their noise is
+    how far these are from it. KV is always migrated: recomputing some
     requests is not simulated.
     """
 
@@ -189,17 +188,23 @@ class _PrefillTimes:
 
 
 class _Noise:
-    """Factors of steps and switches, bootstrapped from a profile."""
+    """Factors of steps and switches, bootstrapped from a profile.
+
+    Those of steps are drawn from the repeats of all layouts and batches: one slow repeat of three
+    would else make all steps of a batch size slower in the mean than those of the next size, and
+    one layout slower than another.
+    """
 
     def __init__(self, profile: Profile, seed: int) -> None:
         self._seed = seed
-        self._ratios: dict[Layout, dict[int, list[float]]] = {}
-        for s in profile.steps:
-            if s.batch and not s.prefill:
-                of_batch = self._ratios.setdefault(s.layout, {}).setdefault(s.batch, [])
-                of_batch += [time / s.seconds for time in repeats_of(s)]
-        self._streams: dict[tuple[Layout, int], list[float]] = {}
-        self._nearest: dict[tuple[Layout, int], list[float]] = {}
+        ratios = [
+            time / s.seconds
+            for s in profile.steps
+            if s.batch and not s.prefill
+            for time in repeats_of(s)
+        ]
+        draws = np.random.default_rng(seed).choice(ratios, _STREAM)
+        self._sums: list[float] = [0.0, *draws.cumsum().tolist()]
         costs = CostModel.of(profile, mode="migrate")
         self._of_switches = [1.0]
         for one in profile.switches:
@@ -209,10 +214,7 @@ class _Noise:
 
     def of_steps(self, layout: Layout, shape: StepShape, steps: int) -> float:
         """Mean of `steps` draws; the same for the same step."""
-        sums = self._nearest.get((layout, shape.batch))
-        if sums is None:
-            sums = self._stream(layout, max(1, shape.batch))
-            self._nearest[layout, shape.batch] = sums
+        sums = self._sums
         numbers = shape.batch, shape.context, shape.longest, shape.prefill
         text = " ".join(map(str, (self._seed, layout.tp, *numbers)))
         first = zlib.crc32(text.encode()) % (_STREAM - steps)
@@ -230,20 +232,6 @@ class _Noise:
             return np.array(list(map(draw, live.tolist(), tokens.tolist())))
         return draw(live, tokens)
 
-    def _stream(self, layout: Layout, batch: int) -> list[float]:
-        """Sums of draws from the repeats of the nearest layout and batch."""
-
-        def distance(one: Layout) -> tuple[float, bool]:
-            return abs(math.log(one.tp / layout.tp)), one.experts != layout.experts
-
-        near = min(self._ratios, key=distance)
-        batch = min(self._ratios[near], key=lambda one: abs(math.log(one / batch)))
-        if (near, batch) not in self._streams:
-            random = np.random.default_rng((self._seed, near.tp, batch))
-            draws = random.choice(self._ratios[near][batch], _STREAM)
-            self._streams[near, batch] = [0.0, *draws.cumsum().tolist()]
-        return self._streams[near, batch]
-
 
 def repeats_of(sample: StepSample) -> Sequence[float]:
     """Seconds of each repeat. Of a sample that has only the fastest, the median and the slowest,
@@ -253,59 +241,3 @@ def repeats_of(sample: StepSample) -> Sequence[float]:
         return times
     extremes = [sample.low, sample.high][: sample.repeats - 1]
     return [*extremes, *[sample.seconds] * (sample.repeats - len(extremes))]
-
-
-@dataclass(frozen=True)
-class ScaledTruth:
-    """Steps take `steps[layout]` times as long as in `base`, switches `switches` times.
-
-    For a policy whose profile is wrong.
-    """
-
-    base: Truth
-    steps: Mapping[Layout, float] = field(default_factory=dict)
-    switches: float = 1.0
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.steps.get(layout, 1.0) * self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(
-        self, source: Layout, target: Layout, live: Number, tokens: Number
-    ) -> Number:
-        return self.switches * self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class DriftingTruth:
-    """A machine that slows down: steps take `1 + slowdown` times as long after `over` seconds,
-    less before, in proportion, and no more after."""
-
-    base: Truth
-    slowdown: float
-    over: float
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
-        return drift * self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(
-        self, source: Layout, target: Layout, live: Number, tokens: Number
-    ) -> Number:
-        return self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class FixedSwitches:
-    """Every switch that carries requests takes `seconds`; the way home of an idle engine takes
-    what it takes in `base`."""
-
-    base: Truth
-    seconds: float
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
-        if source == target or not np.any(live):
-            return self.base.switch_seconds(source, target, live, tokens)
-        return self.seconds

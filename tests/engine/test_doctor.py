@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,43 +11,33 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
-from pat_vllm.cli import doctor as command
-from pat_vllm.doctor import stages
-from pat_vllm.doctor.values import Verdict
+from pat_vllm.doctor.report import Report
 from tests.support.fork_server import Program
 
 
-def doctor(folder: Path, *options: str) -> tuple[Verdict, str]:
-    """The verdict that it wrote, and what it printed."""
+def doctor(folder: Path, *options: str) -> tuple[Report, str]:
+    """The report that it wrote, and what it printed."""
     outcome = CliRunner().invoke(app, ["doctor", "--output-dir", str(folder), *options])
     assert (folder / "doctor.json").exists(), outcome.output
-    verdict = Verdict.from_json((folder / "doctor.json").read_text())
-    assert outcome.exit_code == (1 if verdict.failed else 0), outcome.output
-    return verdict, outcome.output
+    report = Report.from_json((folder / "doctor.json").read_text())
+    assert outcome.exit_code == (1 if report.failed else 0), outcome.output
+    return report, outcome.output
 
 
 @pytest.fixture
 def from_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes start sooner than for users."""
     started_by = SimpleNamespace(Popen=Program, STDOUT=None)
-    monkeypatch.setattr("pat_vllm.doctor.child.subprocess", started_by)
+    monkeypatch.setattr("pat_vllm.child.subprocess", started_by)
 
 
-@pytest.fixture
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage, which a nightly test runs, is left out."""
-    engines = 3 + len(stages.ENGINE_STAGES)
-    run = command.run_stages
-    monkeypatch.setattr(command, "run_stages", lambda *given: islice(run(*given), engines))
-
-
-def test_a_healthy_machine(from_server: None, without_figures: None, tmp_path: Path) -> None:
+def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     # A policy that needs no profile: the nightly tests take one.
     policy = {"kind": "schedule", "switch_at": {"24": 2}}
     options = ("--speculate", "4", "--pat", json.dumps({"policy": policy}))
-    verdict, text = doctor(tmp_path, "--all", *options)
-    assert verdict.failed is None, text
-    by_name = {stage.name: stage for stage in verdict.stages}
+    report, text = doctor(tmp_path, "--all", *options)
+    assert report.failed is None, text
+    by_name = {stage.name: stage for stage in report.stages}
     assert by_name["eager"].status == "passed"
     assert {name for name, one in by_name.items() if one.status == "skipped"} == {
         *("model", "memory", "piecewise", "full")

@@ -178,6 +178,8 @@ def _complaint(check: Callable[[], None]) -> str | None:
         check()
     except AssertionError as error:
         return str(error)[:2000] or "".join(traceback.format_tb(error.__traceback__, -1))
+    except Exception:  # or the checks after it would not be made
+        return traceback.format_exc()[-2000:]
     return None
 
 

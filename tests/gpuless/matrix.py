@@ -353,7 +353,10 @@ def engine_config(backend: str, runner: str, model: str, **options: Any) -> Any:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(described))
+        ranks = options.get("tensor_parallel_size", 8)
+        layouts = [tp for tp in (1, 2, 4, 8) if tp <= ranks]
         defaults: dict[str, Any] = {
+            "additional_config": {"pat": {"layouts": layouts}},
             "model": directory,
             "skip_tokenizer_init": True,
             "dtype": "bfloat16",

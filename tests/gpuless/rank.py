@@ -130,7 +130,9 @@ class Worker(PATGPUWorker):
     def _make_runner(self, config: Any) -> Any:
         ids = SimpleNamespace(gpu=torch.empty(0, 0))
         states = SimpleNamespace(req_id_to_index={}, all_token_ids=ids)
-        return SimpleNamespace(req_states=states, speculative_config=None)
+        return SimpleNamespace(
+            req_states=states, speculative_config=None, get_kv_cache_spec=lambda: {}
+        )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if scheduler_output.total_num_scheduled_tokens:

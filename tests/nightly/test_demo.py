@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pat_vllm.cli.demo import Contender, make_batch, run_spec
+from pat_vllm.cli.demo import make_batch, run_spec
 from pat_vllm.cli.engine_run import RunFailed, run
 from tests.engine.test_demo import check_demo
 from tests.support.models import random_model
@@ -23,7 +23,6 @@ def test_demo_as_for_users(
 
 def test_a_failed_engine_shows_its_last_words() -> None:
     batch = make_batch((4,), vocab=300, temperature=0.0, seed=0)
-    contender = Contender("broken", "tp3dp1", {"layouts": [3]})
-    spec = run_spec(random_model("qwen3"), 2, contender, batch, batch)
+    spec = run_spec(random_model("qwen3"), 2, {"layouts": [3]}, batch, batch)
     with pytest.raises(RunFailed, match="layouts names tp=3"):
-        run(spec)
+        run(spec, lambda result: None)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pat_vllm import text_only
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.support.models import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(wheel: Path
         "[verl.plugins]\npat = pat_verl.plugin",
     ):
         assert line in points
+    assert metadata.partition("\n\n")[2] == (ROOT / "README.md").read_text()
     for extra in ("cpu", "cuda", "ray", "verl", "openrlhf"):
         assert f"Provides-Extra: {extra}\n" in metadata
 
@@ -152,15 +153,15 @@ def run_from(installed: Path, directory: Path, command: Iterable[Any]) -> str:
     ("command", "words", "file"),
     [
         pytest.param(
-            "simulate --profile profile.json --requests 8 --iterations 1 --max-tokens 256 "
-            "--output-dir out",
-            "",
-            "out/simulate.png",
-            id="simulate",
+            "advise --profile profile.json --responses 8 --iterations 2 --max-tokens 256 --all "
+            "--plot advice.png",
+            "static tp2dp2",
+            "advice.png",
+            id="advise",
         ),
         pytest.param(
             "demo --model MODEL --requests 6 --max-tokens 24 --switch-at 2",
-            "Outputs of all three runs agree",
+            "Outputs of all runs agree",
             "demo.png",
             id="demo",
         ),
@@ -177,14 +178,14 @@ def test_commands(
     command: str, words: str, file: str, as_pip_installs: Path, tmp_path: Path
 ) -> None:
     """Their engines, too, which are processes of their own."""
-    named_profile("llama-3.1-8b", "H100", 4).save(tmp_path / "profile.json")
+    modelled_profile("llama-3.1-8b", "H100", 4).save(tmp_path / "profile.json")
     arguments = command.replace("MODEL", str(random_model("qwen3"))).split()
     assert words in run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
     assert (tmp_path / file).stat().st_size > 2_000
 
 
 def test_the_doctor(as_pip_installs: Path, tmp_path: Path) -> None:
-    """Its processes, too: the one that asks vLLM, and the one that measures devices."""
+    """Its process that asks vLLM, too."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "torch_dtype": "bfloat16",
@@ -202,11 +203,3 @@ def test_the_doctor(as_pip_installs: Path, tmp_path: Path) -> None:
     arguments += ["--ranks", "8", "--pat", '{"base_tp": 4}', "--output-dir", tmp_path / "out"]
     run_from(as_pip_installs, tmp_path, ["pat-vllm", *arguments])
     assert "KV cache" in (tmp_path / "out" / "doctor.json").read_text()
-
-    scale = dict(copies=[1 << 20], weights=1, kv=1, requests=1, tokens=64, repeats=1)
-    request = {"model": None, "ranks": 2, "tps": [1, 2], "scale": scale}
-    (tmp_path / "request").write_text(json.dumps(request))
-    (tmp_path / "journal").touch()
-    files = [tmp_path / name for name in ("request", "answer", "journal")]
-    run_from(as_pip_installs, tmp_path, ["-m", "pat_vllm.doctor.device", *files])
-    assert "% of a copy" in (tmp_path / "journal").read_text()

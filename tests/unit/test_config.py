@@ -18,6 +18,7 @@ from pat_vllm.scheduler.make_policy import make_policy
 
 MIXTURE = Mixture(num_experts=8, intermediate=64)
 ALL = "allowed: layouts, base_tp"
+FOUR_RANKS = ["4 ranks", "tensor_parallel_size=4", "tp=1, 2, 4;"]
 
 
 def layouts(options: Any, ranks: int = 4, mixture: Mixture | None = None) -> list[str]:
@@ -45,7 +46,9 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"experts": "all"}, 4, ["'experts'", "'all'", "'auto', 'tp', 'ep' or 'both'"]),
     ({"limits_per": "engine"}, 4, ["'limits_per'", "'engine'", "'rank' or 'replica'"]),
     ({"launcher": "slurm"}, 4, ["'launcher'", "'slurm'", "'auto', 'mp' or 'ray'"]),
-    ({"policy": "static"}, 4, ["'policy'", "'static'", "dictionary"]),
+    ({"policy": "static"}, 4, ["'policy'", "'static'", '{"kind": "predictor"}']),
+    ({"policy": "predictor"}, 4, ["'policy' has value 'predictor'", "an object with a 'kind'"]),
+    ({"policy": None}, 4, ["'policy' has value None", "an object with a 'kind'"]),
     ({"policy": {"tp": 2}}, 4, ["'policy'", "'tp': 2", "'kind'"]),
     ({"policy": {"kind": "magic"}}, 4, ["'policy'", "magic", "'static', 'schedule', 'predictor'"]),
     (static(2, at=1), 4, ["'policy.static.at'", "1", "allowed"]),
@@ -81,13 +84,14 @@ REFUSED: list[tuple[Any, int, list[str]]] = [
     ({"base_tp": 8}, 4, ["pat.base_tp", "tp=8", "[1, 2, 4]"]),
     ({"base_tp": 2, "layouts": [1, 4]}, 4, ["pat.layouts", "tp=1", "pat.base_tp=2", "smallest"]),
     ({"base_tp": 2, "layouts": [3]}, 6, ["pat.layouts", "tp=3", "multiple of pat.base_tp=2"]),
-    (static(3), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
+    (static(3), 4, ["pat.policy", "tp=3", *FOUR_RANKS]),
+    (static(8), 2, ["pat.policy", "tp=8", "2 ranks", "tensor_parallel_size=2", "tp=1, 2;"]),
     (static(2) | {"layouts": [1, 4]}, 4, ["pat.policy", "tp=2", "tp1dp4, tp4dp1", "pat.layouts"]),
-    (schedule(switch_at={2: 3}), 4, ["pat.policy", "tp=3", "tp1dp4, tp2dp2, tp4dp1"]),
+    (schedule(switch_at={2: 3}), 4, ["pat.policy", "tp=3", *FOUR_RANKS]),
     (
         schedule(switch_at={2: 2}, num_speculative_tokens={8: 1}),
         4,
-        ["pat.policy", "tp=8", "tp1dp4, tp2dp2, tp4dp1"],
+        ["pat.policy", "tp=8", *FOUR_RANKS],
     ),
     *((static(name), 4, ["policy", str(name)]) for name in ("wide", "tp4dp2", "tp1dp4ep", 0, True)),
 ]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("pat_vllm", "integrations/verl", "integrations/openrlhf")
 """Folders under which the docs shorten paths: `scheduler/switch.py`, `pat_verl/plugin.py`."""
 SOURCES = ("pat_vllm", "benchmarks", "tests", "integrations")
-FOREIGN_MODULES = ("verl", "openrlhf", "pytest")
+FOREIGN_MODULES = ("vllm", "verl", "openrlhf", "pytest")
 MAX_README_WORDS = 1000
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

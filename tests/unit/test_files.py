@@ -22,7 +22,7 @@ from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.cli.demo import model_config
 from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import Partial
-from pat_vllm.doctor.values import names_of_this_machine
+from pat_vllm.doctor.report import names_of_this_machine
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
 from pat_vllm.files.digest import with_digest
@@ -34,7 +34,7 @@ from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.profiling import cache
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.traces import load_trace
 
 
@@ -49,7 +49,7 @@ def open_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return named_profile("llama-3.1-8b", "H100", 4)  # modelled
+    return modelled_profile("llama-3.1-8b", "H100", 4)  # modelled
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "report": Report.load,
     "trace": load_trace,
     "rollouts": read_rollouts,
-    "model config": lambda path: named_profile(str(path), "H100", 2),
+    "model config": lambda path: modelled_profile(str(path), "H100", 2),
     "unfinished profile": lambda path: Partial.open(path, {"key": {}}),
     "demo": lambda path: model_config(path.parent),
     "doctor": lambda path: sizes_of("model", path.parent, 2),

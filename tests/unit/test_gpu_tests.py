@@ -1,4 +1,4 @@
-"""`make test-gpu` has tests to run: a mark that no test has would make it stop."""
+"""`make test-gpu` has tests to run, and its commands take their options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pat_vllm.cli import app
+from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.report import Report
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_doctor_takes_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    (arguments,) = re.findall(r"pat-vllm doctor (.*)", (ROOT / "Makefile").read_text())
+    given: list[Options] = []
+
+    def examine(console: Console, options: Options) -> Report:
+        given.append(options)
+        return Report("", "", ())
+
+    monkeypatch.setattr("pat_vllm.cli.doctor.examine", examine)
+    command = ["doctor", *arguments.replace("$(GPUS)", "2").split()]
+    outcome = CliRunner().invoke(app, command)
+    assert outcome.exit_code == 0, outcome.output
+    assert (given[0].all, given[0].shape, given[0].ranks) == (True, "large", 2)
 
 
 def test_the_makefile_selects_tests() -> None:

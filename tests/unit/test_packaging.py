@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,10 +23,10 @@ def imported():
 
 import pat_vllm.cli
 imported()
-import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.simulate, pat_vllm.cli.doctor
-import pat_vllm.cli.demo_plot, pat_vllm.cli.simulate_plot, pat_vllm.cli.random_model
+import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.doctor
+import pat_vllm.cli.demo_plot, pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
-import pat_vllm.simulator.compare, pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
+import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 imported()
 import benchmarks.bench.__main__, benchmarks.bench.run, benchmarks.bench.plot
 import benchmarks.simulated.__main__
@@ -73,6 +76,51 @@ def test_every_file_of_the_packages_is_shipped() -> None:
     assert {"pat_vllm", "pat_verl", "pat_openrlhf"} <= shipped
     extras = project["project"]["optional-dependencies"]
     assert {"cpu", "cuda", "ray", "verl", "openrlhf"} <= extras.keys()
+
+
+def test_the_wheel_describes_the_project() -> None:
+    """That it is in the wheel's metadata is in tests/nightly/test_packaging.py."""
+    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["readme"] == "README.md"
+
+
+def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:
+    """Neither help texts nor errors. Docstrings and comments are for who reads the sources."""
+    cited = []
+    for package in ("pat_vllm", "integrations/verl/pat_verl", "integrations/openrlhf/pat_openrlhf"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            statements = (one for one in ast.walk(tree) if isinstance(one, ast.Expr))
+            docstrings = {id(one.value) for one in statements}
+            cited += [
+                (str(path.relative_to(ROOT)), node.value)
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                if id(node) not in docstrings
+                if re.search(r"\bdocs/|CONTRIBUTING\.md|README\.md", node.value)
+            ]
+    assert not cited
+
+
+NOISY = "import sys; print('noise\\n' * 300); sys.exit(int(sys.argv[1]))"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_installations_are_quiet_unless_they_fail(status: int) -> None:
+    """What `make venv` runs pip with: two lines, or all of pip's."""
+    quietly = [
+        str(ROOT / ".ci" / "quietly"),
+        "installing",
+        sys.executable,
+        "-c",
+        NOISY,
+        str(status),
+    ]
+    done = subprocess.run(quietly, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == status and lines[0] == "installing"
+    assert lines[-1].startswith("installing: failed after" if status else "installing: done in")
+    assert lines.count("noise") == (300 if status else 0)
 
 
 def test_entry_points_lead_somewhere() -> None:

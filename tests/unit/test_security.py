@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli import advise, engine_run
-from pat_vllm.doctor.child import run_module
+from pat_vllm import child
+from pat_vllm.advice import replay
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.verdict import advise
+from pat_vllm.cli import engine_run
 from pat_vllm.text_only import command_without_vision_and_audio, starting_with_safe_path
 
 ROOT = Path(__file__).parents[2]
@@ -105,8 +108,8 @@ def test_the_current_directory_is_not_imported_from(
     assert b"ZeroDivisionError" in stock.stderr
     Path("ran").unlink()
 
-    ended = run_module("pat_vllm.doctor.environment", "{}", os.environ, lambda _: None)
-    assert "ValidationError" in ended.log, ended.log  # its request is none
+    ended = child.run_module("pat_vllm.cli.engine_run", "{}", os.environ)
+    assert "KeyError: " in ended.log, ended.log  # its request is none
     command = command_without_vision_and_audio("this")
     assert "Zen of Python" in subprocess.run(command, capture_output=True, text=True).stdout
     with starting_with_safe_path():  # as multiprocessing starts a process
@@ -125,11 +128,12 @@ def test_processes_start_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*command: Any, env: Any = os.environ, **options: Any) -> None:
         raise Started([env["PYTHONSAFEPATH"], *map(str, command[0])] if env else [])
 
-    monkeypatch.setattr(engine_run.subprocess, "Popen", start)
-    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, *[engine_run.Batch((), ())] * 2)
+    monkeypatch.setattr(child.subprocess, "Popen", start)
+    nothing = engine_run.Batch((), ())
+    spec = engine_run.RunSpec({"tensor_parallel_size": 2}, nothing, nothing)
     with pytest.raises(Started, match=r"'1', .*'-P', '-m', 'pat_vllm.cli.engine_run'"):
-        engine_run.run(spec)
-    monkeypatch.setattr(advise, "ProcessPoolExecutor", lambda *_: start([]))
-    question = advise.Question("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
+        engine_run.run(spec, lambda result: None)
+    monkeypatch.setattr(replay, "ProcessPoolExecutor", lambda *_: start([]))
+    options = AdviseOptions("llama-3.1-8b", "H100", 2, responses=2, max_tokens=32, iterations=2)
     with pytest.raises(Started, match="'1'"):
-        advise.answer(question, processes=2)
+        advise(options, processes=2)

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import CacheConfig
 
 from pat_vllm import support
 from pat_vllm.config import CHOSEN, PATConfig, layouts_of, pat_config
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.gpus import GPUS
+from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import MODEL_SHAPES
 from tests.support.models import random_model
 from tests.unit.simulator.modelled.test_choice import QWEN3_8B, QWEN3_32B
@@ -66,13 +68,17 @@ def test_an_engine_agrees_with_doctor(
     for gpu, known in GPUS.items():
         device, name = known.device, f"NVIDIA {gpu}"
         monkeypatch.setattr(support, "_device", lambda config, of=(device, name): of)
-        config = engine_config(tmp_path, max_num_seqs=256)
-        given = {"max_model_len": LONGEST, "max_num_seqs": 256}
+        given = {"max_model_len": LONGEST, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+        config = engine_config(tmp_path, **given)
         shape, _ = engine_shape(MODELS[model], PATConfig(), 8, given, device)
         assert layouts_of(config) == shape.layouts
         stated = f"layouts {', '.join(map(str, shape.layouts))}, by modelled times"
         assert stated in lines[-1] and stated in config.additional_config[CHOSEN]
         assert pat_config(config).base_tp == shape.layouts[0].tp
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    assert EngineShape(()).gpu_memory_utilization == CacheConfig().gpu_memory_utilization
 
 
 def test_tiny_models_keep_what_tests_rest_on(lines: list[str]) -> None:

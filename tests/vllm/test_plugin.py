@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,45 @@ def test_stock_configs_are_as_without_the_plugin(
     assert config.compute_hash() == stock.compute_hash()
     assert config.parallel_config.worker_cls == stock.parallel_config.worker_cls
     assert config.scheduler_config.scheduler_cls is None
+
+
+def test_options_that_are_not_read_are_told_of(
+    executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When an engine's config is made, once; an engine with PAT, and one without options, say
+    nothing."""
+    from vllm import logger
+
+    logger._print_warning_once.cache_clear()
+    # vLLM sets up its own loggers' handlers anew for each config.
+    lines: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("pat_vllm.plugin"), "handlers", [handler])
+    engine_config("pat", additional_config={"pat": {}})
+    engine_config("mp")
+    for _ in range(2):
+        engine_config("mp", additional_config={"pat": {"policy": {"kind": "static"}}})
+    (line,) = lines
+    assert line.startswith('additional_config["pat"] has no effect')
+    assert "distributed_executor_backend='mp'" in line and 'backend="pat"' in line
+
+
+def test_calls_on_an_engine_without_pat_name_the_option(executor: Any) -> None:
+    """Before anything is sent to it."""
+    words = "without PAT: distributed_executor_backend='mp'; make it with .*=\"pat\""
+    engine: Any = SimpleNamespace(vllm_config=engine_config("mp"))
+    llm: Any = SimpleNamespace(llm_engine=engine)
+    calls: list[tuple[Any, Any, list[int]]] = [
+        (pat_vllm.report, pat_vllm.report_async, []),
+        (pat_vllm.switch, pat_vllm.switch_async, [2]),
+        (pat_vllm.speculate, pat_vllm.speculate_async, [1]),
+    ]
+    for call, call_async, arguments in calls:
+        with pytest.raises(ValueError, match=words):
+            call(llm, *arguments)
+        with pytest.raises(ValueError, match=words):
+            asyncio.run(call_async(engine, *arguments))
 
 
 IMPORTS = """

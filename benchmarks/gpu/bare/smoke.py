@@ -11,9 +11,9 @@ import tempfile
 import time
 from typing import Any
 
-from pat_vllm.doctor.compare import MOST_NOISE, Reference, compare_outputs
-from pat_vllm.doctor.plan import prompts
-from pat_vllm.doctor.session import Session, generate, score
+from pat_vllm.doctor.compare import MOST_NOISE, Differs, Reference
+from pat_vllm.doctor.engine import generate, score
+from pat_vllm.doctor.tasks import prompts
 
 PAT = {
     "distributed_executor_backend": "pat",
@@ -33,7 +33,7 @@ def main() -> int:
 
     from pat_vllm.cli.random_model import make_model
 
-    session = Session({}, "", prompts(512), 48)
+    texts = prompts(512)
     references: list[Reference] = []
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder, dtype="bfloat16", hidden=512, head_dim=128)
@@ -49,18 +49,20 @@ def main() -> int:
                 **options,
             )
             started = time.perf_counter() - begun
-            outputs = generate(llm, session, lambda: None, likeliest=5)
+            outputs = generate(llm, texts, likeliest=5)
             if number < 2:
-                references.append(Reference(outputs, score(llm, session.prompts, outputs)))
+                references.append(Reference(outputs, score(llm, texts, outputs)))
             llm.llm_engine.engine_core.shutdown()
             expected = references[number // 3]
             # Compiled code rounds to 16 bits in other places than eager code.
             tolerance = MOST_NOISE if number == 1 else expected.tolerance
-            agreement = compare_outputs(expected.outputs, outputs, tolerance)
-            problem = references[-1].problem or agreement.problem
-            print(f"{name}: started in {started:.1f} s; {problem or agreement}", flush=True)
-            if problem:
+            try:
+                references[-1].check()
+                found = str(expected.compare_outputs(outputs, tolerance))
+            except Differs as error:
+                print(f"{name}: {error}", flush=True)
                 return 1
+            print(f"{name}: started in {started:.1f} s; {found}", flush=True)
     return 0
 
 

@@ -263,7 +263,7 @@ def check_gpus(args: Mapping[str, Any], gpus_of_nodes: Sequence[float]) -> None:
         )
 
 
-_WAY_OUT = f"pip install --no-deps openrlhf=={TESTED_OPENRLHF} (see docs/openrlhf.md)"
+_WAY_OUT = f"pip install --no-deps openrlhf=={TESTED_OPENRLHF}"
 
 
 def check_installed() -> None:
@@ -275,9 +275,7 @@ def check_installed() -> None:
     if find_spec("openrlhf") is None:
         raise ValueError(f"OpenRLHF is not installed: {_WAY_OUT}")
     if find_spec("vllm") is None:
-        raise ValueError(
-            'vLLM is not installed: pip install "pat-vllm[cuda,openrlhf]" (see docs/openrlhf.md)'
-        )
+        raise ValueError('vLLM is not installed: pip install "pat-vllm[cuda,openrlhf]"')
 
 
 def check_versions() -> None:

@@ -44,11 +44,15 @@ def run_demo(
     seed: Annotated[
         int, typer.Option(min=0, max=1 << 62, help="Of prompts, lengths and sampling.")
     ] = 0,
+    rounds: Annotated[
+        int, typer.Option(min=2, max=1000, help="How often each way has its turn.")
+    ] = 3,
     output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png"),
 ) -> None:
     """Run a long-tail batch as replicas, as one group, and switching; compare and plot.
 
-    Exits with 1 when the outputs of the three runs are not the same, token by token.
+    The three ways take turns on one engine. Exits with 1 when their outputs are not the same, token
+    by token.
     """
     from rich.console import Console
 
@@ -68,6 +72,7 @@ def run_demo(
             num_speculative_tokens=num_speculative_tokens if speculate else 0,
             temperature=float(not speculate) if temperature is None else temperature,
             seed=seed,
+            rounds=rounds,
             output=output,
         )
     except ValueError as error:

@@ -15,7 +15,7 @@ def plot_report(
 ) -> None:
     """Draw what an engine did: live requests, layouts, draft lengths, switches and savings."""
     from pat_vllm.reporting import Report
-    from pat_vllm.reporting.plot import summary
+    from pat_vllm.reporting.text import summary
 
     try:
         loaded = Report.load(report)

@@ -11,7 +11,13 @@ from pat_vllm.text_only import without_vision_and_audio
 
 def write_random_model(
     path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
-    arch: Annotated[str, typer.Option(help="qwen3, qwen2 or llama.")] = "qwen3",
+    arch: Annotated[
+        str,
+        typer.Option(
+            help="qwen3, qwen2, llama; mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, "
+            "glm4_moe."
+        ),
+    ] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Width of the residual stream.")] = 128,
     layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 3,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,

@@ -1,10 +1,8 @@
 """Which layouts an engine keeps ready where its user does not say. Pure.
 
 Where the GPU is known, a batch is played in each set of layouts that may be kept, by modelled step
-and switch times and with the KV cache that the set leaves. Requests advance together, in stretches
-in which about as many are live; each stretch is in the layout that the best path has there. Where
-the GPU is not known, a rule decides by memory. The same in an engine's front end, `advise`,
-`doctor` and `simulate`.
+and switch times and with the KV cache that the set leaves (`batch_time`). Where the GPU is not
+known, a rule decides by memory. The same in an engine's front end, `advise` and `doctor`.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from pat_vllm.config import PATConfig, tp_of
 from pat_vllm.gpus import Device, Gpu, known_gpu
 from pat_vllm.layout import Layout
@@ -23,66 +19,21 @@ from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
-from pat_vllm.simulator.traces import GENERATORS
 
-USUAL_SEQS = 256
-"""Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large
-GPUs, and says little of the load."""
-SWITCH_FIXED = 0.03
-"""Seconds of a switch besides moving KV and weights; an assumption."""
-_MAX_TOKENS, _PROMPT = 16384, 256
 _MOST_COMPILES = 5
 """Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
 _EARNS = 0.005
 """Share of a batch's time that a further layout saves at least."""
-_ALONE = 0.03
+_ALONE = 0.015
 """Share of a batch's time that one layout alone, with all memory to itself, saves at least. What
 comes may be another load, to which several layouts adapt."""
 _LARGEST_WEIGHTS = 0.3
 """Of a device's memory, where the device is not known."""
 _FAR_LESS = 0.5
 """KV beside the most that a static layout has, below which a user is warned."""
-_SHRINK = 0.85
-"""Live requests of a stretch, beside those of the one before."""
 _GiB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Load:
-    """A batch that is expected.
-
-    Attributes:
-        responses: of all ranks.
-        lengths: tokens of responses, some or all of them.
-        num_prompt_tokens: of each.
-    """
-
-    responses: int
-    lengths: Sequence[int]
-    num_prompt_tokens: int = _PROMPT
-
-    @classmethod
-    def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
-        """Where nothing is known: as many requests as `max_num_seqs` says for each rank."""
-        responses = ranks * min(max_num_seqs, USUAL_SEQS)
-        most = max(1, min(_MAX_TOKENS, max_model_len - _PROMPT))
-        return cls(responses, GENERATORS["deepscaler"](responses, most, 0).lengths)
-
-    @cached_property
-    def stretches(self) -> tuple[tuple[int, float, float], ...]:
-        """(live requests, tokens of each, mean context) from the first token to the last."""
-        ends = np.sort(np.asarray(self.lengths, np.float64))[::-1]
-        found, live, begun = [], float(self.responses), 0.0
-        while live >= 1:
-            fewer = min(live * _SHRINK, live - 1)
-            place = min(len(ends) - 1, max(0, int(fewer / self.responses * len(ends))))
-            end = float(ends[place]) if fewer >= 1 else float(ends[0])
-            if end > begun:
-                found.append((int(live), end - begun, self.num_prompt_tokens + (begun + end) / 2))
-                begun = end
-            live = fewer
-        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -214,8 +165,9 @@ class _Search:
             middle = between[len(between) // 2 :][:1]
             between = [*middle, *(tp for tp in between if tp not in middle)]
             more = [(tp,) for tp in between if _compiles({tp, *ends}) <= _MOST_COMPILES]
-            for some in (*more, ()):
-                chosen = tuple(sorted({*ends, *some}))
+            several = [tuple(sorted({*ends, *some})) for some in (*more, ())]
+            alone = () if needed else ((base,),)
+            for chosen in dict.fromkeys((*several, *alone)):
                 if self._possible(chosen):
                     found = True
                     yield chosen
@@ -288,7 +240,8 @@ class _Search:
     def by_rule(self, sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         assert self.device is not None
         most = _LARGEST_WEIGHTS * self.device.memory
-        light = [one for one in sets if self.memory(one).weights <= most]
+        several = [one for one in sets if len(one) > 1]
+        light = [one for one in several if self.memory(one).weights <= most]
         return light[0] if light else max(sets, key=lambda one: self.memory(one).kv)
 
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
@@ -306,39 +259,15 @@ class _Search:
         return min(near, key=lambda one: (len(one), seconds[one]))
 
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
-        """Of a batch, on the best path through the layouts."""
-        layouts, memory = self.resolve(sizes), self.memory(sizes)
-        best = dict.fromkeys(layouts, 0.0)
-        before: tuple[int, float] | None = None
-        for live, tokens, context in load.stretches:
-            if before is not None:
-                best = {
-                    target: min(
-                        spent + _switch(machine, source, target, before, layouts[0])
-                        for source, spent in best.items()
-                    )
-                    for target in layouts
-                }
-            for layout in layouts:
-                most = self.engine.limits(layout).max_num_seqs
-                room = max(1, min(most, int(memory.kv_tokens[layout.tp] / context)))
-                each = -(-live // layout.replicas)
-                batch = min(each, room)
-                # Where KV is short, tokens take the place of others, which are computed again.
-                again = batch if each > batch == int(memory.kv_tokens[layout.tp] / context) else 0
-                step = machine.step(layout, batch, int(batch * context), again)
-                best[layout] += tokens * step * each / batch
-            before = live, context
-        return min(best.values())
+        layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens
 
+        def seconds(some: Sequence[Layout]) -> float:
+            return batch_seconds(
+                machine, some, room, lambda one: self.engine.limits(one).max_num_seqs, load
+            )
 
-def _switch(
-    machine: Machine, source: Layout, target: Layout, before: tuple[int, float], base: Layout
-) -> float:
-    if source == target:
-        return 0.0
-    live, context = before
-    return machine.switch(source, target, live, int(live * context), SWITCH_FIXED, base).seconds
+        # Not every switch that seems to pay does.
+        return min(seconds(layouts), *(seconds([one]) for one in layouts))
 
 
 def _compiles(sizes: set[int]) -> int:

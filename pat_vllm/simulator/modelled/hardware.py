@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.files.reading import read_json_object, shown
-from pat_vllm.gpus import GPUS, Device, Link, gpu_named
+from pat_vllm.gpus import GPUS, NODE_SIZE, Device, gpu_named
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
@@ -25,6 +25,7 @@ from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.model_size import MODEL_SHAPES, routing_of
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
+from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.figures import (
     COMPUTE_EFFICIENCY,
     EXCHANGE_EFFICIENCY,
@@ -35,9 +36,6 @@ from pat_vllm.simulator.modelled.figures import (
 )
 from pat_vllm.simulator.modelled.roofline import Machine
 
-NODE_SIZE = 8
-"""GPUs of a node, of those that are modelled here."""
-
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PREFILLS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -46,72 +44,51 @@ _SWITCH_LIVE = (1, 4, 16, 64)
 
 
 def modelled_profile(
-    model_config: Mapping[str, Any] | str,
+    model: Mapping[str, Any] | str,
     gpu: str,
     ranks: int,
     *,
     layouts: Iterable[int] | None = None,
-    link: Link | None = None,
     max_num_seqs: int = 256,
-    max_batch_tokens: int = 8192,
-    memory_fraction: float = 0.9,
-    dtype_bytes: int = 2,
-    node_size: int = NODE_SIZE,
-    switch_fixed: float = 0.03,
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
     experts: WantedExperts = "auto",
     skew: float = 0.0,
     static: bool = False,
-    name: str = "",
 ) -> Profile:
     """A profile from public figures, labelled as such: of PAT's engine, or of static ones.
 
     Both have the memory of `memory.estimate`. A rank of PAT's engine holds the weights of the base
-    layout, the narrowest, in all layouts.
+    layout, the narrowest, in all layouts. Weights and KV are 16-bit.
 
     Args:
-        model_config: config.json of a decoder, or a name in `MODEL_SHAPES`.
+        model: contents of a decoder's `config.json`, a checkpoint's directory, the path of its
+            `config.json`, or a name in `MODEL_SHAPES`.
         gpu: one of `GPUS`, in any case.
-        ranks: GPUs.
+        ranks: GPUs, connected as this GPU usually is.
         layouts: tensor-parallel sizes to consider; powers of two when not given. Those that cannot
             split the model, span nodes or leave no memory for KV are left out.
-        link: connection of a node's GPUs; by default what the GPU usually has.
-        max_num_seqs, max_batch_tokens: of a rank; a replica's follow its ranks as in an engine
+        max_num_seqs: of a rank; a replica's follows its ranks as in an engine
             (`pat_vllm/limits.py`), under static layouts and under PAT alike.
-        memory_fraction: share of a GPU's memory that the engine uses.
-        dtype_bytes: bytes of a weight and of a KV element.
-        node_size: GPUs of a node; tensor parallelism does not span nodes.
-        switch_fixed: seconds of a switch besides moving KV and weights; an assumption.
         draft_lengths: those that decode steps are modelled for beside 0, with all drafts found and
             with none.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
         skew: of its routing; an assumption.
         static: each layout has engines of its own.
-        name: of the model, for title and key.
 
     Raises:
-        ValueError: an unknown GPU, model or link, or no layout is possible.
+        ValueError: an unknown GPU or model, or no layout is possible.
     """
-    if isinstance(model_config, str):
-        name = name or model_config
-        if model_config not in MODEL_SHAPES:
-            raise ValueError(
-                f"model {shown(model_config)} is unknown; allowed are "
-                f"{', '.join(MODEL_SHAPES)}, or a path of a checkpoint or of its config.json"
-            )
-        model_config = MODEL_SHAPES[model_config]
+    model_config, name = named_config(model) if isinstance(model, str) else (model, "")
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
-    link = link or figures.link
-    if link not in figures.links:
-        raise ValueError(f"link {link!r} of {gpu} is unknown; allowed are {list(figures.links)}")
+    link = figures.link
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
-    model = ModelShape.from_config(model_config, dtype_bytes)
-    machine = Machine(model, figures, link, drafting, skew)
+    shape = ModelShape.from_config(model_config)
+    machine = Machine(shape, figures, link, drafting, skew)
     mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     if drafting < 0 or any(length < 0 for length in lengths):
@@ -121,18 +98,16 @@ def modelled_profile(
     engine = EngineShape(
         (),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_batch_tokens,
-        gpu_memory_utilization=memory_fraction,
         num_speculative_tokens=max(lengths, default=0),
     )
-    sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= node_size and model.divides(tp)]
+    sizes = [tp for tp in wanted if ranks % tp == 0 and tp <= NODE_SIZE and shape.divides(tp)]
     kv_tokens: dict[int, int] = {}
     possible: tuple[Layout, ...] = ()
     while sizes and not kv_tokens:
         possible = tuple(Layout.of(tp, ranks) for tp in sizes)
         if mixture is not None:
             possible = mixture.layouts(sizes, ranks, experts)
-        found = _kv_tokens(model, replace(engine, layouts=possible), figures.device, static)
+        found = _kv_tokens(shape, replace(engine, layouts=possible), figures.device, static)
         if found[sizes[0]] > _CONTEXTS[0]:
             kv_tokens = found
         else:
@@ -140,7 +115,7 @@ def modelled_profile(
     if not kv_tokens:
         raise ValueError(
             f"no layout of {ranks} x {gpu} can hold {name}: of tp={wanted}, none divides the ranks "
-            f"and the model's heads, stays within a node of {node_size} and leaves memory for KV"
+            f"and the model's heads, stays within a node of {NODE_SIZE} and leaves memory for KV"
         )
     limits = {one.tp: engine.limits(one) for one in possible}
     steps: list[StepSample] = []
@@ -158,10 +133,6 @@ def modelled_profile(
             "gpu": gpu,
             "ranks": ranks,
             "link": link,
-            "dtype_bytes": dtype_bytes,
-            "memory_fraction": memory_fraction,
-            "node_size": node_size,
-            "switch_fixed": switch_fixed,
             **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
             **({"experts": experts, "skew": skew} if mixture else {}),
             **({"static": True} if static else {}),
@@ -171,10 +142,10 @@ def modelled_profile(
         max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
         max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         kv_tokens=kv_tokens,
-        kv_bytes_per_token=model.kv_bytes_per_token(1),
+        kv_bytes_per_token=shape.kv_bytes_per_token(1),
         experts=routing_of(model_config),
         steps=tuple(steps),
-        switches=tuple(_switches(machine, possible, kv_tokens, switch_fixed)),
+        switches=tuple(_switches(machine, possible, kv_tokens)),
         note=(
             f"Modelled, not measured. Figures of the {figures.source}: "
             f"{figures.device.memory / 2**30:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
@@ -182,7 +153,7 @@ def modelled_profile(
             f"{figures.links[link] / 1e9:.0f} GB/s per direction; shape of the model from its "
             f"config.json. Assumed: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
             f"{COMPUTE_EFFICIENCY:.0%} of the FLOPS, {EXCHANGE_EFFICIENCY:.0%} of the link for KV, "
-            f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {switch_fixed:.3f} s per switch besides "
+            f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {SWITCH_FIXED:.3f} s per switch besides "
             "moving KV and weights."
             + (f" A drafter takes {drafting * 1e3:.1f} ms of a step." if lengths else "")
             + (mixture_note(skew) if mixture else "")
@@ -212,22 +183,20 @@ def _kv_tokens(
     }
 
 
-def named_profile(
-    model: str, gpu: str, ranks: int, node_size: int = NODE_SIZE, **options: Any
-) -> Profile:
-    """A modelled profile by names; `model` may be a path of a checkpoint or of its config.json.
-
-    For the other arguments see `modelled_profile`.
+def named_config(model: str) -> tuple[Mapping[str, Any], str]:
+    """The `config.json` of a model and what to call it; for `model` see `modelled_profile`.
 
     Raises:
-        ValueError: one of them is unknown.
+        ValueError: it is unknown, or its file cannot be read.
     """
-    config: Mapping[str, Any] | str = model
-    name = ""
     if path := config_file(model):
-        config = read_json_object(path, "model config")
-        name = path.resolve().parent.name
-    return modelled_profile(config, gpu, ranks, node_size=node_size, name=name, **options)
+        return read_json_object(path, "model config"), path.resolve().parent.name
+    if model not in MODEL_SHAPES:
+        raise ValueError(
+            f"model {shown(model)} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or a path of "
+            "a checkpoint or of its config.json"
+        )
+    return MODEL_SHAPES[model], model
 
 
 def config_file(model: str) -> Path | None:
@@ -260,7 +229,7 @@ def _steps(machine: Machine, layout: Layout, room: int, limits: Limits) -> Itera
     prefills = [p for p in _PREFILLS if p <= min(limits.max_num_batched_tokens, room)]
     for batch in _BATCHES:
         if batch <= limits.max_num_seqs:
-            yield from (sample(batch, each) for each in _CONTEXTS if batch * each <= room)
+            yield from (sample(batch, each) for each in _contexts(room // batch))
     yield from (sample(0, 0, prefill) for prefill in prefills)
     for batch in _MIXED_BATCHES:
         for prefill in prefills[2::2]:
@@ -276,11 +245,17 @@ def _draft_steps(
     """The same grid of decode steps with each draft length: with all drafts found, with none."""
     for k, batch in product(lengths, _BATCHES):
         if batch <= limits.max_num_seqs and batch * (1 + k) <= limits.max_num_batched_tokens:
-            for each in _CONTEXTS:
-                if batch * (each + k) <= room:
-                    for drafts in (0, k * batch):
-                        shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
-                        yield _sample(machine, layout, shape)
+            for each in _contexts(room // batch - k):
+                for drafts in (0, k * batch):
+                    shape = StepShape(batch, batch * each, each, drafts=drafts, k=k)
+                    yield _sample(machine, layout, shape)
+
+
+def _contexts(most: int) -> list[int]:
+    """Contexts of a batch's requests; the last one fills memory, as where KV is short."""
+    if most < 1:
+        return []
+    return [*(one for one in _CONTEXTS if one < most), min(most, _CONTEXTS[-1])]
 
 
 def _sample(machine: Machine, layout: Layout, shape: StepShape) -> StepSample:
@@ -292,7 +267,7 @@ def _sample(machine: Machine, layout: Layout, shape: StepShape) -> StepSample:
 
 
 def _switches(
-    machine: Machine, layouts: Iterable[Layout], kv_tokens: Mapping[int, int], fixed: float
+    machine: Machine, layouts: Iterable[Layout], kv_tokens: Mapping[int, int]
 ) -> Iterable[SwitchSample]:
     """Every ordered pair of layouts, over live requests x tokens of each that fit in both."""
     layouts = tuple(layouts)
@@ -301,4 +276,6 @@ def _switches(
         for live in _SWITCH_LIVE:
             for each in _CONTEXTS[::2]:
                 if live * each <= room:
-                    yield machine.switch(source, target, live, live * each, fixed, layouts[0])
+                    yield machine.switch(
+                        source, target, live, live * each, SWITCH_FIXED, layouts[0]
+                    )

@@ -12,101 +12,120 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import OWN_WORK, Config, Gain, Task, gain, replay_chain
+from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
 from pat_vllm.advice.settings import pat_options, settings
-from pat_vllm.advice.sides import Side, Task
-from pat_vllm.advice.text import verdict
-from pat_vllm.advice.verdict import OWN_WORK, Advice, Gain
+from pat_vllm.advice.text import heading, verdict
+from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli import app
-from pat_vllm.cli.advise import Question, answer
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
-SMALL = Question("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
+SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, iterations=2)
 
 
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     file = tmp_path_factory.mktemp("lengths") / "equal.txt"
     file.write_text("400\n" * 64)
-    return answer(Question("llama-3.1-8b", "A40", 4, responses=64, lengths=file, iterations=4))
+    return advise(AdviseOptions("llama-3.1-8b", "A40", 4, responses=64, lengths=file, iterations=4))
 
 
 @pytest.fixture(scope="module")
 def tail() -> Advice:
     """Nearly all responses end early, one is 16 times as long; NVLink."""
     of = {"max_tokens": 1024, "shape": "straggler", "iterations": 3}
-    return answer(Question("llama-3.1-8b", "H100", 4, responses=1024, **of))  # type: ignore[arg-type]
+    return advise(AdviseOptions("llama-3.1-8b", "H100", 4, responses=1024, **of))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
 def accepted() -> Advice:
     """Four of five drafts are accepted."""
-    return answer(replace(SMALL, gpus=4, shape="log-normal", acceptance=0.8, iterations=3))
+    return advise(replace(SMALL, gpus=4, shape="log-normal", acceptance=0.8, iterations=3))
 
 
 @pytest.fixture(scope="module")
 def mixture() -> Advice:
     of = {"max_tokens": 128, "shape": "log-normal", "iterations": 2}
-    return answer(Question("qwen3-30b-a3b", "H200", 4, responses=32, **of))  # type: ignore[arg-type]
+    return advise(AdviseOptions("qwen3-30b-a3b", "H200", 4, responses=32, **of))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- the verdict
 
 
 def test_gain_and_its_interval() -> None:
-    same = Gain.of([2.0, 3.0], [2.0, 3.0])
+    same = gain([2.0, 3.0], [2.0, 3.0])
     assert (same.mean, same.low, same.high, same.reaches) == (0, 0, 0, 0)
-    half = Gain.of([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    half = gain([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
     assert half.mean == half.low == half.high == pytest.approx(0.5) and half.reaches is None
-    spread = Gain.of([0.8, 1.0], [1.0, 1.0])
+    spread = gain([0.8, 1.0], [1.0, 1.0])
     assert spread.low < 0 < spread.mean < spread.high and spread.reaches == 0
     assert (spread.least, spread.most) == (0, pytest.approx(0.2))
-    little = Gain.of([0.997, 0.997], [1.0, 1.0])
+    little = gain([0.997, 0.997], [1.0, 1.0])
     assert little.low > 0 and little.reaches == OWN_WORK
 
 
 def test_equal_lengths_or_luck_are_no_gain(equal: Advice) -> None:
-    luck = replace(equal, gain=Gain.of([0.9, 1.04, 0.95, 1.0], [1.0] * 4))
+    luck = replace(equal, gain=gain([0.9, 1.04, 0.95, 1.0], [1.0] * 4))
     for advice in (equal, luck):
         assert not advice.pays and "Nothing to gain here" in verdict(advice)
-        assert "the interval reaches 0" in verdict(advice)
+    assert "the interval reaches 0" in verdict(luck)
 
 
 def test_long_tail_on_fast_links_gains(tail: Advice) -> None:
     assert tail.pays and "Nothing" not in verdict(tail)
     assert 0.04 < tail.gain.low < tail.gain.mean < tail.gain.high < 0.3
-    by_name = {source.name: source.gain for source in tail.sources}
-    assert set(by_name) == {"concurrency", "layout"}  # no drafts are accepted
+    assert set(tail.sources) == {"concurrency", "layout"}  # no drafts are accepted
     # Without drafts, all that is gained at equal concurrency is the layouts'.
-    assert by_name["layout"] == tail.gain and not tail.drafts
-    assert "tp4dp1" in tail.path
+    assert tail.sources["layout"].gain == tail.gain and not tail.drafts
+    assert " to tp4dp1 at " in tail.path
 
 
 def test_accepted_drafts_are_advised(accepted: Advice) -> None:
-    assert accepted.drafts and accepted.ours is accepted.sides.pat
-    by_name = {source.name: source.gain for source in accepted.sources}
-    assert by_name["draft length"].low > 0.2
-    assert accepted.sides.static.side.drafts != "k = 0"
-    assert accepted.sides.static.result.seconds <= accepted.sides.plain.result.seconds
+    assert accepted.drafts and accepted.ours == accepted.pat
+    assert accepted.sources["draft length"].gain.low > 0.2
+    assert accepted.static.drafts != "k = 0"
+    static, plain = (accepted.seconds(one) for one in (accepted.static, accepted.plain))
+    assert sum(static) <= sum(plain)
     # The parts multiply to the whole.
     left = 1.0
-    for source in accepted.sources:
+    for source in accepted.sources.values():
         left *= 1 - source.gain.mean
-    whole = Gain.of(accepted.sides.pat.seconds, accepted.sides.own.seconds)
+    whole = gain(accepted.seconds(accepted.pat), accepted.seconds(accepted.own))
     assert left == pytest.approx(1 - whole.mean)
 
 
-def test_best_static_side_is_the_fastest(mixture: Advice) -> None:
-    rollouts, static = mixture.rollouts, mixture.sides.static
-    for layout in rollouts.static.layouts:
-        chains = range(len(rollouts.chains))
-        runs = [run for i in chains for run in rollouts.replay(Task(Side(layout), i))]
-        assert static.result.seconds <= sum(run.seconds for run in runs)
-        if layout == static.side.layout:
-            assert static.seconds == tuple(run.seconds for run in runs)
+def seconds_in(rollouts: Rollouts, config: Config) -> tuple[float, ...]:
+    """Of each batch, replayed anew."""
+    records = [replay_chain(rollouts, Task(config, i)) for i in range(len(rollouts.chains))]
+    return tuple(report.seconds for record in records for report in record.reports)
+
+
+def test_best_static_layout_is_the_fastest(mixture: Advice) -> None:
+    static = mixture.seconds(mixture.static)
+    for layout in mixture.rollouts.static.layouts:
+        seconds = seconds_in(mixture.rollouts, Config(layout))
+        assert sum(static) <= sum(seconds)
+        if layout == mixture.static.layout:
+            assert static == seconds
+
+
+def test_every_static_layout_is_shown_where_all_are_asked_for(mixture: Advice) -> None:
+    options = replace(SMALL, gpus=4, acceptance=0.5)
+    few, every = advise(options), advise(replace(options, all_layouts=True))
+    assert (few.static, few.gain) == (every.static, every.gain)
+    shown = [config for _, config in every.rows()]
+    for layout in every.rollouts.static.layouts:
+        assert Config(layout) in shown
+        drafted = [one for one in shown if one.layout == layout and one.drafts != "k = 0"]
+        assert len(drafted) == 1, "with its best draft length"
+        assert all(len(every.seconds(one)) == 2 for one in drafted)
+    assert set(every.to_json()["all"]) == {label for label, _ in every.rows()}
+    assert "all" not in few.to_json() and len(list(few.rows())) < len(shown)
 
 
 def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None:
@@ -114,9 +133,22 @@ def test_own_limits_are_those_of_a_replica_in_every_layout(tail: Advice) -> None
     assert rollouts.static.max_num_seqs == {1: 256, 2: 512, 4: 1024}
     assert rollouts.with_own_limits.max_num_seqs == {1: 256, 2: 256, 4: 256}
     # 1,024 responses do not fit into one group of 256 at once.
-    narrow = Side(Layout(4, 1), own_limits=True)
-    at_once, in_turns = (rollouts.replay(Task(s, 0)) for s in (Side(Layout(4, 1)), narrow))
-    assert sum(run.seconds for run in in_turns) > sum(run.seconds for run in at_once)
+    group = Layout(4, 1)
+    at_once, in_turns = (
+        replay_chain(rollouts, Task(Config(group, own_limits=own), 0)) for own in (False, True)
+    )
+    assert sum(run.seconds for run in in_turns.reports) > sum(
+        run.seconds for run in at_once.reports
+    )
+
+
+def test_a_loss_is_called_one(equal: Advice) -> None:
+    lost = replace(equal, gain=gain([1.02, 1.01, 1.0, 1.03], [1.0] * 4))
+    assert not lost.pays
+    assert "PAT is 1.5% slower (95% interval 3.6% slower to 0.5% faster;" in verdict(lost)
+    assert verdict(lost).endswith("Take the static layout.")
+    assert equal.path == "begins in tp4dp1 and stays there"
+    assert replace(equal, pat_plain=equal.static).path == equal.path
 
 
 # ---------------------------------------------------------------- what is asked
@@ -127,15 +159,15 @@ def sizes(profile: Profile) -> tuple[int, ...]:
 
 
 def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
-    question = replace(SMALL, gpus=4, responses=8)
-    everything = question.engine()
+    options = replace(SMALL, gpus=4, responses=8)
+    everything = engine_of(options)
     assert sizes(everything) == (1, 2, 4)
-    short = replace(question, max_tokens=everything.kv_tokens[1] // 2).rollouts()
-    long = replace(question, max_tokens=everything.kv_tokens[1], shape="straggler").rollouts()
+    short = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1] // 2))
+    long = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1], shape="straggler"))
     assert short.static == everything
     assert sizes(long.static) == (2, 4)
     assert sizes(long.profile) == (2, 4)
-    assert long.replay(Task(Side(long.profile.layouts[0]), 0))
+    assert replay_chain(long, Task(Config(long.profile.layouts[0]), 0)).reports
 
 
 def test_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> None:
@@ -146,14 +178,14 @@ def test_checkpoint_is_asked_for_its_shape_and_its_tokenizer(tmp_path: Path) -> 
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps(MODEL_SHAPES["llama-3.1-8b"]))
     (tmp_path / "7.jsonl").write_text('{"input": "what is it", "output": "w w w w"}\n')
-    question = replace(SMALL, model=str(tmp_path), lengths=tmp_path / "7.jsonl", max_tokens=None)
-    rollouts = question.rollouts()
+    options = replace(SMALL, model=str(tmp_path), lengths=tmp_path / "7.jsonl", max_tokens=None)
+    rollouts = rollouts_of(options)
     assert set(rollouts.batches[0].lengths) == {4}
     assert set(rollouts.batches[0].num_prompt_tokens) == {3}
     assert sizes(rollouts.profile) == (1, 2) and tmp_path.name in rollouts.profile.title
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer .*tokenizer\.json cannot be read"):
-        question.rollouts()
+        rollouts_of(options)
 
 
 def test_engines_of_mixtures(mixture: Advice) -> None:
@@ -170,7 +202,7 @@ def test_engines_of_mixtures(mixture: Advice) -> None:
     ("model", "gpu", "responses", "base_tp"),
     [
         ("qwen3-30b-a3b", "H100", 1024, 2),
-        ("qwen3-30b-a3b", "H100", 8, 1),
+        ("qwen3-14b", "A40", 8, 1),
         ("qwen3-14b", "A40", 256, 2),
     ],
 )
@@ -178,10 +210,52 @@ def test_base_layout_leaves_room_for_the_responses(
     model: str, gpu: str, responses: int, base_tp: int
 ) -> None:
     """A rank with all weights has a fifth of its memory for KV, which a full batch does not fit."""
-    question = Question(
+    options = AdviseOptions(
         model, gpu, 4, responses=responses, max_tokens=4096, shape="uniform", iterations=2
     )
-    assert question.rollouts().profile.layouts[0].tp == base_tp
+    assert rollouts_of(options).profile.layouts[0].tp == base_tp
+
+
+def test_prompt_and_response_fit_into_the_profiled_engine(tmp_path: Path) -> None:
+    """What it was measured with bounds what is replayed, as `max_model_len` does in an engine."""
+    modelled = modelled_profile("llama-3.1-8b", "H100", 2)
+    key = {**modelled.key, "max_model_len": 2048}
+    file = tmp_path / "measured.json"
+    modelled.model_copy(update={"kind": "measured", "key": key}).save(file)
+    options = AdviseOptions(profile=file, responses=32, iterations=2)
+
+    def longest(**more: Any) -> tuple[int, int]:
+        batches = rollouts_of(replace(options, **more)).batches
+        return batches[0].max_tokens, max(max(one.num_prompt_tokens) for one in batches)
+
+    assert longest()[0] == 1536
+    assert longest(max_tokens=1000)[0] == 1000
+    assert longest(max_tokens=1800)[1] == 248, "prompts are made up"
+    with pytest.raises(ValueError, match="may have 16,385 tokens, but the engine of --profile was"):
+        longest(max_tokens=16384)
+    lengths = tmp_path / "lengths.jsonl"
+    lengths.write_text('{"response_length": 9000, "prompt_length": 48}\n')
+    assert longest(lengths=lengths) == (2000, 48), "cut short as the engine would"
+    trace = tmp_path / "trace.json"
+    trace.write_text('{"lengths": [9, 1900], "num_prompt_tokens": [700, 200]}')
+    with pytest.raises(ValueError, match=r"may have 2,100 tokens, .* max_model_len=2048"):
+        rollouts_of(AdviseOptions(profile=file, trace=trace))
+
+
+def test_traces_are_replayed_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    arrivals = [0.0, 0.0, 0.5, 3.0]
+    content = {"lengths": [30, 200, 40, 90], "arrivals": arrivals, "acceptance": 0.8}
+    file.write_text(json.dumps(content))
+    advice = advise(AdviseOptions("llama-3.1-8b", "A40", 2, trace=file, all_layouts=True))
+    (trace,) = advice.rollouts.batches
+    assert (trace.lengths, trace.arrivals) == ((30, 200, 40, 90), tuple(arrivals))
+    (report,) = advice.reports(advice.static)
+    assert all(end > at for end, at in zip(report.finished, arrivals, strict=True))
+    assert trace.acceptance == 0.8 and advice.static.drafts != "k = 0"
+    assert advice.gain.low == advice.gain.mean == advice.gain.most
+    assert "of this trace alone" in verdict(advice) and "interval" not in verdict(advice)
+    assert "trace of 4 responses of up to 200 tokens" in heading(advice)
 
 
 # ---------------------------------------------------------------- settings
@@ -213,10 +287,10 @@ def test_settings_with_pat_are_what_pat_reads(tail: Advice) -> None:
 
 
 def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
-    layout = equal.sides.static.side.layout
+    layout = equal.static.layout
     assert layout is not None
     for name, text in settings(equal, "MODEL", 256).items():
-        assert "pat" not in text.lower().replace("/path", ""), name
+        assert "pat" not in text.lower(), name
         assert str(layout.tp) in text
 
 
@@ -227,7 +301,8 @@ def test_settings_with_drafts(accepted: Advice) -> None:
     assert arguments_of(forms["LLM"])["speculative_config"]["num_speculative_tokens"] == 7
     plain = settings(replace(accepted, gain=Gain(0, 0, 0, 0, 0)), "MODEL")
     assert "speculative_config" in plain["LLM"]
-    assert "speculative" not in plain["OpenRLHF"]  # it has no such option
+    assert "speculative" not in plain["OpenRLHF"]
+    assert plain["OpenRLHF"].startswith("# WITHOUT the drafts of the other forms: OpenRLHF has no")
 
 
 @pytest.mark.parametrize(
@@ -255,8 +330,8 @@ def test_options_of_mixtures_name_base_and_kind(
 @pytest.mark.parametrize("name", ["tp2dp2", "tp4dp1ep"])
 def test_static_settings_keep_experts_where_they_were_simulated(mixture: Advice, name: str) -> None:
     layout = Layout.parse(name)
-    sides = replace(mixture.sides, static=replace(mixture.sides.static, side=Side(layout)))
-    forms = settings(replace(mixture, sides=sides, gain=Gain(0, 0, 0, 0, 0)), "MODEL", 256)
+    static = replace(mixture, static=Config(layout), gain=Gain(0, 0, 0, 0, 0))
+    forms = settings(static, "MODEL", 256)
     spread = layout.experts == "ep"
     assert arguments_of(forms["LLM"]).get("enable_expert_parallel", False) == spread
     assert ("--enable-expert-parallel" in forms["vllm serve"]) == spread
@@ -286,15 +361,17 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert code == 0, text
     content = json.loads(output.read_text())
     # Processes change nothing in the answer.
-    alone = answer(replace(SMALL, acceptance=0.5, shape="deepscaler"))
-    assert content["pat"]["seconds"] == pytest.approx(alone.ours.seconds)
-    assert content["best_static"]["seconds"] == pytest.approx(alone.sides.static.seconds)
+    alone = advise(replace(SMALL, acceptance=0.5, shape="deepscaler"))
+    assert content["pat"]["seconds"] == pytest.approx(alone.seconds(alone.ours))
+    assert content["best_static"]["seconds"] == pytest.approx(alone.seconds(alone.static))
     assert content["step_and_switch_times"] == "modelled" and content["responses"] == 32
     assert set(content["comes_from"]) == {"concurrency", "layout", "draft length"}
     assert len(content["pat"]["seconds"]) == len(content["best_static"]["seconds"]) == 2
     assert set(content["settings"]) == {"LLM", "vllm serve", "VeRL", "OpenRLHF"}
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
     assert "MODELLED, not measured" in text
+    assert "Replace CHECKPOINT by the model's directory" in text
+    assert ("/PATH/" in str(content["settings"])) == ("Replace /PATH/lengths.json by" in text)
 
 
 @pytest.mark.parametrize(
@@ -305,11 +382,14 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
         (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
         (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
         (("--gpus", "1"), "--gpus is 1; allowed is 2 to 8"),
-        (("--responses", "0"), "--responses is 0; allowed is 2 to 1000000"),
-        (("--iterations", "1"), "--iterations is 1; allowed is 2 to 10000"),
+        (("--gpus", "3"), "--gpus is 3; a layout splits the GPUs into equal groups"),
+        (("--responses", "0"), "--responses is 0; allowed is 2 to 1,000,000"),
+        (("--acceptance", "nan"), "--acceptance is nan; allowed is 0 to 1"),
+        (("--iterations", "1"), "--iterations is 1; allowed is 2 to 10,000"),
         (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png; /nowhere is no directory"),
         (("--max-tokens", "9000000"), "has no layout but tp=2 with memory for"),
         (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
+        (("--trace", "mine.json"), "--responses and --trace exclude each other"),
     ],
 )
 def test_errors_name_option_value_and_what_is_allowed(
@@ -319,10 +399,17 @@ def test_errors_name_option_value_and_what_is_allowed(
     assert code == 2 and message in text
 
 
+def test_help_has_the_ranges() -> None:
+    code, text = invoke("advise", "--help")
+    assert code == 0 and "From 2 to 8." in text and "[default: 8]" in text
+
+
 def test_missing_options_and_steps_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--gpus is 9; allowed is 2 to 8"):
+        AdviseOptions(gpus=9)
     for arguments, missing in (((), "--gpu"), (("--gpu", "H100"), "--model")):
         code, text = invoke("advise", *arguments)
         assert code == 2 and f"{missing} is missing; name a modelled GPU" in text
-    named_profile("llama-3.1-8b", "H100", 2).save(tmp_path / "plain.json")
+    modelled_profile("llama-3.1-8b", "H100", 2).save(tmp_path / "plain.json")
     code, text = invoke("advise", "--profile", str(tmp_path / "plain.json"), "--acceptance", "0.5")
     assert code == 2 and "has no steps with drafts" in text

@@ -49,7 +49,6 @@ def test_every_format_is_read(
     file.write_text(text)
     rollouts = read_rollouts(file, words)
     assert (rollouts.lengths, rollouts.num_prompt_tokens) == (lengths, prompts)
-    assert rollouts.counted == ("output" in text)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_every_format_is_read(
         ("a.json", "[3, 2.5]", "got 2.5"),
         ("a.json", "[3, 4", "line 1 is no JSON .* expected a JSON array"),
         ("a.txt", "12\ntwelve\n", "line 2 must be one length in tokens, got 'twelve'"),
-        ("a.txt", "12\n-3\n", "lengths of trace 'a' must be 1 to"),
+        ("a.txt", "12\n-3\n", "lengths.1: Input should be greater than or equal to 1"),
         ("a.jsonl", '{"response_length": 3}\n{"response', "line 2 is no JSON"),
         ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
@@ -93,7 +92,7 @@ def test_history_of_an_engine_is_read(tmp_path: Path) -> None:
     model = LengthModel(4096)
     file = tmp_path / "lengths.json"
     kept.save(file, model)
-    with pytest.raises(ValueError, match="has seen no response"):
+    with pytest.raises(ValueError, match="has learnt from no response; run one first"):
         read_rollouts(file)
     seen = np.exp(np.random.default_rng(0).normal(6, 0.7, 3000)).clip(1, 4000).astype(int)
     for length in seen.tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,17 @@ from pat_vllm.cli.demo import (
     Contender,
     contenders,
     disagreement,
+    engine_options,
     make_batch,
     response_lengths,
     run_spec,
+    schedule,
     table_rows,
     verdict,
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec, environment
-from pat_vllm.config import PATConfig, SchedulePolicyConfig, StaticPolicyConfig
+from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
+from pat_vllm.config import PATConfig, SchedulePolicyConfig
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
@@ -59,9 +61,24 @@ RESULTS = (
 )
 
 
-def runs(last: RunResult = RESULTS[2]) -> list[tuple[Contender, RunResult]]:
+TABLE = schedule(2, switch_at=2)
+ROUNDS = (1.0, 0.98, 1.02)
+"""Times of a way's rounds, relative to the typical one."""
+
+
+def slower(result: RunResult, factor: float) -> RunResult:
+    """The same run, as if it had taken longer after its last event."""
+    return dataclasses.replace(result, seconds=result.seconds * factor)
+
+
+def runs(
+    last: RunResult = RESULTS[2], rounds: Sequence[float] = ROUNDS
+) -> list[tuple[Contender, list[RunResult]]]:
     """The three contenders and their runs."""
-    return [*zip(contenders(2, switch_at=2), (*RESULTS[:2], last), strict=True)]
+    return [
+        (contender, [slower(result, factor) for factor in rounds])
+        for contender, result in zip(contenders(TABLE), (*RESULTS[:2], last), strict=True)
+    ]
 
 
 def a_batch(longest: int = 9, seed: int = 5) -> Batch:
@@ -85,46 +102,35 @@ def test_batches_are_heavy_tailed_and_repeatable() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("mixture", [None, Mixture(num_experts=24, intermediate=384)])
-def test_contenders_are_valid_options(ranks: int, mixture: Mixture | None) -> None:
-    configs = [PATConfig.parse(one.options) for one in contenders(ranks, 16, mixture)]
-    replicas, group, switching = (config.policy for config in configs)
-    assert replicas == StaticPolicyConfig(kind="static", tp=1)
-    assert group == StaticPolicyConfig(kind="static", tp=ranks)
-    assert isinstance(switching, SchedulePolicyConfig)
+def test_contenders_are_valid(ranks: int, mixture: Mixture | None) -> None:
+    table = schedule(ranks, 16, mixture)
+    config = PATConfig.parse(engine_options(table, mixture))
+    assert isinstance(config.policy, SchedulePolicyConfig)
     # The schedule goes from the narrowest layout through all to the widest.
-    layouts = configs[2].resolve_layouts(ranks, mixture)
-    entered = [Layout.find(name, layouts) for _, name in sorted(switching.switch_at.items())]
+    layouts = config.resolve_layouts(ranks, mixture)
+    entered = [Layout.find(name, layouts) for _, name in sorted(config.policy.switch_at.items())]
     assert entered == [*sorted(layouts[1:], key=lambda one: (-one.tp, one.experts == "ep"))]
+    # The others stay in layouts of the same engine.
+    replicas, group, switching = (one.way for one in contenders(table))
+    assert replicas == str(layouts[0]) and group == str(Layout(ranks, 1)) and switching is None
     if mixture is not None:
-        assert {config.weights for config in configs} == {"inplace"}
-
-
-def specs(folder: Path, batch: Batch, drafts: int = 0) -> list[RunSpec]:
-    return [run_spec(folder, 2, one, batch, batch, drafts) for one in contenders(2, switch_at=2)]
+        assert config.weights == "inplace"
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_contenders_differ_in_nothing_but_the_policy(drafts: int, tmp_path: Path) -> None:
+def test_the_engine_has_room_for_the_batch(drafts: int, tmp_path: Path) -> None:
+    def spec(batch: Batch) -> RunSpec:
+        return run_spec(tmp_path, 2, engine_options(TABLE), batch, batch, drafts, ("a", None), 3)
+
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    made = specs(tmp_path, a_batch(), drafts)
-    policies = [spec.engine["additional_config"]["pat"].pop("policy") for spec in made]
-    assert len({json.dumps(policy, sort_keys=True) for policy in policies}) == 3
-    assert made[0] == made[1] == made[2]
-    speculative = made[0].engine.get("speculative_config", {})
+    made = spec(a_batch())
+    assert made.ways == ("a", None) and made.rounds == 3
+    assert made.engine["max_model_len"] == a_batch().longest
+    speculative = made.engine.get("speculative_config", {})
     assert speculative.get("num_speculative_tokens", 0) == drafts
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
     with pytest.raises(ValueError, match="--max-tokens 32 or less"):
-        specs(tmp_path, a_batch(longest=90))
-
-
-def test_environment_binds_ranks_and_respects_the_user() -> None:
-    assert environment(1, {})["VLLM_CPU_OMP_THREADS_BIND"].isdigit()
-    crowded = environment(100_000, {})
-    assert crowded["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert crowded["OMP_NUM_THREADS"] == "1"
-    mine = environment(2, {"VLLM_CPU_OMP_THREADS_BIND": "4|5", "VLLM_CPU_KVCACHE_SPACE": "1"})
-    assert mine["VLLM_CPU_OMP_THREADS_BIND"] == "4|5"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in mine
+        spec(a_batch(longest=90))
 
 
 def test_what_is_shown() -> None:
@@ -133,14 +139,10 @@ def test_what_is_shown() -> None:
     assert RESULTS[2].spans == ((ONE, 0.0, 4.0), (TWO, 4.0, 8.0))
     assert RESULTS[1].spans == ((TWO, 0.0, 10.0),)
     assert table_rows(runs()) == [
-        ("replicas", "tp1dp2", "12.00", "0", "1.20", "0", "-"),
-        ("one group", "tp2dp1", "10.00", "1", "1.00", "0", "-"),
-        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "1", "0.80", "1", "250"),
+        ("replicas", "tp1dp2", "12.00", "4%", "1.20", "0", "-"),
+        ("one group", "tp2dp1", "10.00", "4%", "1.00", "0", "-"),
+        ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "4%", "0.80", "1", "250"),
     ]
-    assert "20.0% less" in verdict(runs())
-    loses = verdict(runs(dataclasses.replace(RESULTS[2], seconds=11.0)))
-    assert "10.0% more" in loses and "did not pay" in loses
-    assert "did not happen" in verdict(runs(RESULTS[1]))
     lines = draw_timeline(RESULTS[2], width=16)
     assert lines[:4] == [
         "     8 |::::::::",
@@ -152,8 +154,30 @@ def test_what_is_shown() -> None:
     assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1] and "250 ms" in lines[-1]
     odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]), width=4)
     assert odd[:4] == ["     5 |::", "     4 |::", "     2 |::", "     1 |::::"]
+    assert disagreement(runs()) is None
     shorter = dataclasses.replace(RESULTS[2], outputs=((5,), (7, 8, 9, 10)))
     assert "has 2 and 1 tokens" in (disagreement(runs(shorter)) or "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "words"),
+    [
+        (8.0, ROUNDS, "20.0% less than the best static layout ('one group', 10.00 s): it paid."),
+        (11.0, ROUNDS, "10.0% more than the best static layout ('one group', 10.00 s): it did not"),
+        (9.7, ROUNDS, "equal within the noise, as the times of one way differ by up to 4.0%"),
+        (10.3, ROUNDS, "3.0% more than the best static layout ('one group', 10.00 s): equal"),
+        (9.0, (1.0, 1.1, 1.2), "equal within the noise"),
+        # The load of the machine rose: from 39 to 68 s of the same batch, say.
+        (8.0, (1.0, 1.3, 1.7), "These figures cannot be compared"),
+    ],
+)
+def test_the_verdict(seconds: float, rounds: Sequence[float], words: str) -> None:
+    """Of times in turn; a difference that is within that of one way's rounds is none."""
+    assert words in verdict(runs(dataclasses.replace(RESULTS[2], seconds=seconds), rounds))
+
+
+def test_the_verdict_without_a_switch() -> None:
+    assert "did not happen" in verdict(runs(RESULTS[1]))
 
 
 def with_drafts(result: RunResult) -> RunResult:
@@ -181,19 +205,23 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "out.png"
 
     def demo(answers: Iterable[RunResult], model: Path | str, *options: str) -> tuple[int, str]:
-        left = iter(answers)
-        monkeypatch.setattr("pat_vllm.cli.demo.run", lambda spec: next(left))
-        options = ("--requests", "2", "--switch-at", "2", *options)
+        def run(spec: RunSpec, told: Callable[[RunResult], object]) -> None:
+            for answer in answers:
+                told(answer)
+
+        monkeypatch.setattr("pat_vllm.cli.demo.run", run)
+        options = ("--requests", "2", "--switch-at", "2", "--rounds", "2", *options)
         return demo_command(tmp_path, model, *options)[:2]
 
-    code, text = demo(map(with_drafts, RESULTS), tmp_path)
-    assert code == 0 and "Outputs of all three runs agree" in text, text
+    code, text = demo([*map(with_drafts, RESULTS)] * 2, tmp_path)
+    assert code == 0 and "Outputs of all runs agree" in text, text
+    assert "round 2 of 2: replicas 12.00 s, one group 10.00 s, live switch 8.00 s" in text
     assert "n-gram drafts, k = 4: accepted in 'replicas' 70% of 10" in text
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     monkeypatch.setattr("pat_vllm.cli.demo_plot.plot", lambda results, path: None)
     other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
-    code, text = demo([*RESULTS[:2], other], tmp_path)
+    code, text = demo([*RESULTS, *RESULTS[:2], other], tmp_path)
     assert code == 1 and "DIFFERENT OUTPUTS" in text and "agree" not in text
     assert "differ in 1 of 2 requests; request 1 differs first at token 3: 10 and 11" in text
 

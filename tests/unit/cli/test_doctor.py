@@ -10,30 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import pat_vllm.cli.doctor as command
 from pat_vllm.cli import app, doctor_models
-from pat_vllm.cli.doctor_plot import _measured
-from pat_vllm.doctor.plan import Plan
-from pat_vllm.doctor.values import Check, Stage, Verdict, without_names
+from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.report import Check, Report, Stage, without_names
 from pat_vllm.model_size import MODEL_SHAPES
 
 STAGES = (
     Stage.of("environment", [Check("versions", "[vllm] $0_32$")], 3.0),
     Stage.of("eager", [Check("start", problem="rank 1 died")], 60.0, "one\nlast words"),
-    Stage.skipped("piecewise", "'eager' failed"),
+    Stage("piecewise", "skipped", why="'eager' failed"),
 )
-SLOWEST = [{"label": "tp=1 to tp=2", "bytes": 9, "ms": 2.0, "share_of_copy": 0.5}]
-STEPS = {"1": {"ms": [1.0, 2.0, 3.0], "stock_ms": [1.0, 1.9, 3.0], "ratio": 2.0 / 1.9}}
-FIGURES = Stage.of(
-    "figures",
-    [
-        Check("copies", values={"bytes_per_second": {}}),
-        Check("rows of weights", values={"slowest": SLOWEST, "moves": []}),
-        Check("decode step tp1dp4", values=STEPS),
-        Check("model", f"in {Path.cwd()}/here"),
-    ],
-    1.0,
-)
+LAST = Stage.of("as used", [Check("model", f"in {Path.cwd()}/here")], 1.0)
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -58,6 +45,8 @@ def test_names_of_users_and_folders_are_left_out() -> None:
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
         (("--pat", '{"layouts": [3]}'), "tp=3, which does not divide"),
+        (("--engine", '{"additional_config": {"pat": {}}}'), "give them by --pat"),
+        (("--model", ".", "--gpu", "B1"), "B1"),
     ],
 )
 def test_what_a_user_got_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
@@ -66,44 +55,28 @@ def test_what_a_user_got_wrong_is_said(arguments: tuple[str, ...], words: str) -
 
 
 @pytest.mark.parametrize(("stages", "code"), [(STAGES, 1), (STAGES[:1], 0)], ids=["no", "fit"])
-def test_exit_status_table_and_files(
+def test_exit_status_table_and_file(
     stages: tuple[Stage, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans: list[Plan] = []
+    given: list[Options] = []
     config = tmp_path / "config.json"
     config.write_text(json.dumps(MODEL_SHAPES["llama-3.1-8b"]))
 
-    def run_stages(plan: Plan, *_: Any) -> Iterator[Stage]:
-        plans.append(plan)
-        assert plan.model is not None and (plan.model / "config.json").exists()
-        return iter((*stages, FIGURES))
+    def run_stages(options: Options, *_: Any) -> Iterator[Stage]:
+        given.append(options)
+        assert options.model is not None and (options.model / "config.json").exists()
+        return iter((*stages, LAST))
 
-    monkeypatch.setattr(command, "run_stages", run_stages)
-    if not code:  # one picture is enough
-        monkeypatch.setattr("pat_vllm.cli.doctor_plot.plot", lambda *_: None)
-    options = ("--ranks", "8", "--gpu", "H100", "--model", str(config))
+    monkeypatch.setattr("pat_vllm.doctor.stages.run_stages", run_stages)
+    options = ("--ranks", "8", "--gpu", "H100", "--model", str(config), "--pat", '{"base_tp": 4}')
     status, text = doctor("--output-dir", str(tmp_path / "out"), *options)
     assert status == code, text
     assert "[vllm] $0_32$" in text
     assert ("last words" in text and "Not fit" in text) == bool(code)
     written = (tmp_path / "out" / "doctor.json").read_text()
-    verdict = Verdict.from_json(written)
-    assert verdict.stages[:-1] == stages and verdict.stages[-1].name == "figures"
-    # What its picture shows: the slowest moves, and a layout's steps beside stock vLLM's.
-    moves, times = _measured(verdict.stages)
-    assert moves == [("rows of weights: tp=1 to tp=2", 0.5)]
-    assert times == [("tp1dp4, 1", 2.0, 1.9)]
+    assert Report.from_json(written).stages[:-1] == stages
     assert "in ./here" in written and str(Path.cwd()) not in written
-    assert (tmp_path / "out" / "doctor.png").exists() == bool(code)
-    assert (plans[0].ranks, plans[0].machine) == (8, False)
-
-
-def test_only_stages_that_compile_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    assert command._environment(2, False)["TORCHDYNAMO_DISABLE"] == "1"
-    assert "TORCHDYNAMO_DISABLE" not in command._environment(2, True)
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert command._environment(2, True)["TORCHDYNAMO_DISABLE"] == "1"
+    assert (given[0].ranks, given[0].gpu, given[0].pat) == (8, "H100", {"base_tp": 4})
 
 
 def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from pat_vllm.cli import app
 from pat_vllm.files.digest import DIGEST, with_digest
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.reporting import LiveSample, Report
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,7 +33,6 @@ SMALL = {"--max-tokens": "32", "--iterations": "2", "--seed": "1"}
 BASES: dict[str, dict[str, str]] = {
     "advise": {"--model": "config.json", "--gpu": "H100", "--gpus": "2", **SMALL}
     | {"--responses": "4", "--processes": "1"},
-    "simulate": {"--profile": "profile.json", "--requests": "4", **SMALL},
     "plot": {"": "report.json"},
     "profile": {"": "nowhere"},
     "doctor": {"--model": "config.json", "--gpu": "H100"},
@@ -43,9 +42,9 @@ BASES: dict[str, dict[str, str]] = {
 """A short run of each command, by options; "" is the argument."""
 READS = {
     "config.json": (("advise", "--model"), ("doctor", "--model"), ("demo", "--ranks")),
-    "profile.json": (("simulate", "--profile"), ("advise", "--profile")),
+    "profile.json": (("advise", "--profile"),),
     "report.json": (("plot", ""),),
-    "lengths.json": (("simulate", "--lengths"), ("advise", "--lengths")),
+    "lengths.json": (("advise", "--lengths"), ("advise", "--trace")),
 }
 """Which commands read a file, by which option."""
 ODD = ["", "0", "-1", "1", "nan", "inf", "-inf", "1e999", "9" * 20, "-" + "9" * 400, "9" * 5000]
@@ -77,7 +76,7 @@ PROGRAM: Any = typer.main.get_command(app)
 def contents() -> dict[str, Any]:
     live = tuple(LiveSample(float(at), (ONE, TWO)[at % 2], 8 - at) for at in range(8))
     report = json.loads(Report(ONE, (ONE, TWO), (switch_report(1.0),), (), live).to_json())
-    profile = named_profile("llama-3.1-8b", "H100", 2)
+    profile = modelled_profile("llama-3.1-8b", "H100", 2)
     few = profile.model_copy(update={"steps": profile.steps[::7], "switches": profile.switches[:2]})
     return {
         "config.json": dict(MODEL_SHAPES["qwen3-30b-a3b"]),
@@ -106,7 +105,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.truncate("large", 1 << 40)
         Path("deep.json").write_text("[" * 10**5)
         patch.setattr("pat_vllm.cli.profile.take_profile", lambda *_: print("measured"))
-        patch.setattr("pat_vllm.cli.doctor.run_stages", lambda *_: iter(()))
+        patch.setattr("pat_vllm.doctor.stages.run_stages", lambda *_: iter(()))
         patch.setattr("pat_vllm.cli.demo.run", lambda spec: sys.exit(f"ran {spec.engine['model']}"))
         patch.setitem(sys.modules, "torch", None)
         yield
@@ -200,5 +199,7 @@ def test_odd_files(given: tuple[str, tuple[str, str], list[tuple[tuple[Any, ...]
     if option not in ("--ranks",):
         options[option] = name
     if option == "--profile":
-        options = {key: one for key, one in options.items() if key not in ("--model", "--gpu")}
+        options = {
+            key: one for key, one in options.items() if key not in ("--model", "--gpu", "--gpus")
+        }
     run(command, options)

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from io import StringIO
 
 import pytest
 
-from pat_vllm.doctor.compare import (
-    LEAST_TOLERANCE,
-    Agreement,
-    Output,
-    Reference,
-    compare_forced,
-    compare_outputs,
-)
-from pat_vllm.doctor.journal import Ended, Journal
+from pat_vllm.doctor.compare import LEAST_TOLERANCE, Agreement, Differs, Output, Reference
+from pat_vllm.doctor.symptoms import explain
 
 STOCK = (
     Output((5, 6), (-0.1, -0.2), ({5: -0.1, 9: -0.1002}, {6: -0.2, 8: -3.0})),
@@ -32,13 +23,14 @@ def ours(tokens: tuple[int, ...] = (5, 6), *logprobs: float) -> list[Output]:
 
 
 def test_the_same_and_what_is_close_agree() -> None:
-    found = compare_outputs(STOCK, ours((5, 6), -0.10005, -0.2), 1e-4)
-    assert (found.problem, found.compared, found.ties) == (None, 3, 0)
+    found = REFERENCE.compare_outputs(ours((5, 6), -0.10005, -0.2), 1e-4)
+    assert (found.compared, found.ties) == (3, 0)
     assert found.worst == pytest.approx(5e-5)
-    scores = compare_forced(REFERENCE.forced, REFERENCE.forced, 1e-4)
-    assert (scores.problem, scores.compared) == (None, 3)
-    other = compare_forced(REFERENCE.forced, ((-0.1, -0.9), (-1.0,)), 1e-4)
-    assert "token 1 (as a prompt's)" in (other.problem or "")
+    assert REFERENCE.compare_forced(REFERENCE.forced).compared == 3
+    with pytest.raises(Differs, match=r"token 1 \(as a prompt's\)"):
+        REFERENCE.compare_forced(((-0.1, -0.9), (-1.0,)))
+    both = found + Agreement(2, 1, 2e-5)
+    assert str(both) == "5 tokens, log-probabilities within 5.0e-05, 1 ties"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +44,13 @@ def test_the_same_and_what_is_close_agree() -> None:
     ],
 )
 def test_differences_are_named(changed: list[Output], words: str) -> None:
-    assert words in (compare_outputs(STOCK, changed, 1e-4).problem or "")
+    with pytest.raises(Differs, match=words):
+        REFERENCE.compare_outputs(changed, 1e-4)
 
 
 def test_a_tie_is_no_mistake_and_ends_the_comparison() -> None:
-    found = compare_outputs(STOCK, ours((9, 1), -0.1001, -7.0), LEAST_TOLERANCE)
-    assert (found.problem, found.ties, found.compared) == (None, 1, 1)
+    found = REFERENCE.compare_outputs(ours((9, 1), -0.1001, -7.0), LEAST_TOLERANCE)
+    assert (found.ties, found.compared) == (1, 1)
 
 
 def test_the_tolerance_follows_stock_vllms_own_noise() -> None:
@@ -66,24 +59,29 @@ def test_the_tolerance_follows_stock_vllms_own_noise() -> None:
 
     assert REFERENCE.noise == 0.0 and REFERENCE.tolerance == LEAST_TOLERANCE
     assert scored(-0.11).tolerance == pytest.approx(0.04)
-    assert scored(-0.11).problem is None
-    assert "does not agree with itself" in (scored(-5.0).problem or "")
-    assert scored(math.nan).problem is not None
+    scored(-0.11).check()
+    for wrong in (-5.0, math.nan):
+        with pytest.raises(Differs, match="does not agree with itself"):
+            scored(wrong).check()
 
 
-def test_a_journal_tells_what_was_found_and_what_is_wrong() -> None:
-    file = StringIO()
-    journal = Journal(file)
-    with journal.check("fine") as found:
-        found += ["a few words", {"ms": 3}, Agreement(4, 0, 1e-5), Agreement(2, 1, 2e-5)]
-    for raised in (None, RuntimeError("no")):
-        with pytest.raises(Ended), journal.check("wrong") as found:
-            found.append(Agreement(1, 0, 0.5, "wrong token"))
-            if raised:
-                raise raised
-    lines = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert [line["doing"] for line in lines[::2]] == ["fine", "wrong", "wrong"]
-    fine, wrong, failed = (line["check"] for line in lines[1::2])
-    words = "a few words; 6 tokens, log-probabilities within 2.0e-05, 1 ties"
-    assert (fine["found"], fine["values"], fine["problem"]) == (words, {"ms": 3}, None)
-    assert (wrong["problem"], failed["problem"]) == ("wrong token", "RuntimeError: no")
+DIED = "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: {}), shutting down"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (DIED.format(-9), "rank 1 died, exit code -9"),
+        (DIED.format(None), "rank 1 died"),
+        # It has ended by itself: why is told elsewhere.
+        (DIED.format(0), None),
+        ("RayWorkerProc rank=2 died unexpectedly, shutting", "rank 2 died"),
+        (
+            f"{DIED.format(1)}\nValueError: To serve at least one request, more",
+            "too little memory: To serve at least one request, more",
+        ),
+        ("all is well", None),
+    ],
+)
+def test_last_words_are_explained(log: str, cause: str | None) -> None:
+    assert explain(log) == cause

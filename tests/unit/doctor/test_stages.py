@@ -3,153 +3,132 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pat_vllm.child import Ended
 from pat_vllm.doctor import stages
-from pat_vllm.doctor.child import Run
+from pat_vllm.doctor.engine import REFERENCES, TASK, Task
 from pat_vllm.doctor.environment import FACTS, Facts
-from pat_vllm.doctor.in_workers import EXTENSION
-from pat_vllm.doctor.plan import Models, Plan
-from pat_vllm.doctor.session import REFERENCES, SESSION, Session
+from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.report import Stage
 from pat_vllm.doctor.stages import run_stages
-from pat_vllm.doctor.steps import MEASURED, STEPS, Measured, StepTime
-from pat_vllm.doctor.values import Check, Stage
-from pat_vllm.gpus import GPUS
+from pat_vllm.doctor.tasks import Models
 from tests.unit.doctor.test_compare import REFERENCE
 from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
 
 
 class Children:
-    """In the place of `run_module`: answers that a process would give.
+    """In the place of `run_module`: what processes would tell.
 
     Attributes:
-        sessions, timed: what engines were asked to do, and to be timed with.
-        modules, environments: of all processes.
+        tasks: what engines were asked to do.
+        environments: of all processes.
     """
 
-    def __init__(
-        self, facts: Facts, ends: Mapping[int, str] | None = None, wrong: str = ""
-    ) -> None:
-        """`ends` says what is wrong with the n-th session, `wrong` names a module that fails."""
-        self.sessions: list[Any] = []
-        self.timed: list[Any] = []
-        self.modules: list[str] = []
+    def __init__(self, facts: Facts, ends: Mapping[int, Any] | None = None) -> None:
+        """`ends` has what the n-th engine tells, and how its process ends."""
+        self.tasks: list[Task] = []
         self.environments: list[Any] = []
-        self._facts, self._ends, self._wrong = facts, ends or {}, wrong
+        self._facts, self._ends = facts, ends or {}
 
-    def __call__(self, module: str, request: str, environment: Any, *_: Any) -> Run:
-        self.modules.append(module.rpartition(".")[2])
-        self.environments.append(environment)
-        match self.modules[-1]:
-            case self._wrong:
-                return Run(None, "the log", (Check("copies", problem="torch copies wrongly"),))
-            case "environment":
-                return Run(FACTS.dump_json(self._facts).decode(), "", ())
-            case "device":
-                return Run(None, "", (Check("copies", "9 GB/s"),))
-            case "steps":
-                self.timed.append(STEPS.validate_json(request))
-                return Run(MEASURED.dump_json(measured(self.timed[-1].engine)).decode(), "", ())
-        session = SESSION.validate_json(request)
-        self.sessions.append(session)
-        problem = self._ends.get(len(self.sessions))
-        if problem is not None:
-            return Run(None, "the log\nits end", (Check("start", problem=problem),))
-        made = None if session.references else REFERENCES.dump_json((REFERENCE,) * 2).decode()
-        return Run(made, "", (Check("start"),))
-
-
-def measured(engine: dict[str, Any]) -> Measured:
-    """Steps of PAT are a tenth slower than stock vLLM's in this."""
-    tp = engine["tensor_parallel_size"]
-    ms, slow = {"stock": 1.0 + tp}, 1.0
-    if engine["distributed_executor_backend"] == "pat":
-        ms, slow = {"tp1dp2": 2.0, "tp2dp1": 3.0}, 1.1
-    steps = [
-        StepTime(name, requests, slow * requests * one, 1.0, 99.0)
-        for name, one in ms.items()
-        for requests in (1, 8)
-    ]
-    weights = dict.fromkeys(ms, 1 << 20)
-    facts = {"weights": weights, "held": 2 << 20, "memory": int(slow * (512 << 20))}
-    return Measured(tuple(steps), (facts,) * tp)
+    def __call__(self, module: str, request: str, variables: Any, told: Any, _: float) -> Ended:
+        self.environments.append(variables)
+        if module.endswith("environment"):
+            assert json.loads(request)["distributed_executor_backend"] == "pat"
+            return Ended(0, "", FACTS.dump_python(self._facts, mode="json"))
+        self.tasks.append(TASK.validate_json(request))
+        told({"doing": "start"})
+        if (end := self._ends.get(len(self.tasks))) is not None:
+            check, ended = end
+            told(check)
+            return ended
+        told({"check": {"name": "start"}})
+        if self.tasks[-1].references:
+            return Ended(0, "")
+        return Ended(0, "", REFERENCES.dump_python((REFERENCE,) * 2, mode="json"))
 
 
 def run_with(
     monkeypatch: pytest.MonkeyPatch, children: Children, **options: Any
 ) -> dict[str, Stage]:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     monkeypatch.setattr(stages, "run_module", children)
-    plan: dict[str, Any] = dict(
-        ranks=2,
-        pat={"base_tp": 1},
-        engine={"worker_extension_cls": "x.Y", "block_size": 32},
-        model=None,
-        gpu=None,
-        machine=True,
-        dtype=None,
-        all=False,
-        figures=False,
-        environment=lambda ranks, may_compile: {"ranks": ranks, "compiles": may_compile},
-    )
+    own = {"worker_extension_cls": "x.Y", "block_size": 32, "additional_config": {"more": 1}}
+    given: dict[str, Any] = {"pat": {"base_tp": 1}, "engine": own, **options}
     models = Models(Path("first"), Path("other"), 512, (4, 0, 1))
-    found = run_stages(Plan(**{**plan, **options}), lambda: models, lambda what: None)
+    found = run_stages(Options(**given), lambda: models, lambda what: None)
     return {stage.name: stage for stage in found}
 
 
 def status_of(found: dict[str, Stage]) -> str:
-    """A letter for each of the eight stages: passed, failed or skipped."""
+    """A letter for each of the seven stages: passed, failed or skipped."""
     return "".join(stage.status[0] for stage in found.values())
 
 
 def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    assert status_of(run_with(monkeypatch, children)) == "psspssss"
-    stock, pat = children.sessions
-    assert "worker_extension_cls" not in stock.engine and stock.engine["block_size"] == 32
-    assert "distributed_executor_backend" not in stock.engine
-    assert pat.engine["additional_config"]["pat"]["policy"] == {"kind": "static"}
-    assert pat.engine["additional_config"]["pat"]["layouts"] == [1, 2]
+    assert status_of(run_with(monkeypatch, children)) == "psspsss"
+    stock, pat = children.tasks
+    assert stock.engine["block_size"] == 32 and stock.engine["additional_config"] == {"more": 1}
+    assert not {"worker_extension_cls", "distributed_executor_backend"} & stock.engine.keys()
+    additional = pat.engine["additional_config"]
+    assert additional["more"] == 1 and additional["pat"]["policy"] == {"kind": "static"}
+    assert additional["pat"]["layouts"] == [1, 2]
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
+    assert pat.engine["worker_extension_cls"] == "x.Y"
     assert pat.references == (REFERENCE, REFERENCE)
 
 
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     children = Children(ON_CPU)
-    assert status_of(run_with(monkeypatch, children, all=True)) == "psspsspp"
-    assert not any(one["compiles"] for one in children.environments[1:])
+    assert status_of(run_with(monkeypatch, children, all=True)) == "psspssp"
+    assert all("TORCHDYNAMO_DISABLE" in one for one in children.environments)
     children = Children(ON_GPUS)
-    assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "pssppppp"
-    modes = [one.engine.get("compilation_config") for one in children.sessions]
-    graphs = [{"cudagraph_mode": "PIECEWISE"}, {"cudagraph_mode": "FULL"}]
-    assert modes == [None, None, *graphs, None, None]
-    captures = [False, False, True, True, False, True]
-    assert [one.graphs for one in children.sessions] == captures
-    # The stages that capture also compile.
-    assert [one["compiles"] for one in children.environments[1:5]] == captures[:4]
-    last = children.sessions[3].engine
-    assert "enforce_eager" not in last and last["enable_sleep_mode"] is True
-    assert (last["dtype"], last["worker_extension_cls"]) == ("bfloat16", EXTENSION)
+    assert status_of(run_with(monkeypatch, children, all=True, engine={})) == "psspppp"
+    # What compiles is compared with stock vLLM that compiles.
+    modes = [one.engine.get("compilation_config") for one in children.tasks]
+    piecewise, full = ({"cudagraph_mode": mode} for mode in ("PIECEWISE", "FULL"))
+    assert modes == [None, None, piecewise, piecewise, full, full, None, None]
+    eager = [one.engine.get("enforce_eager", False) for one in children.tasks]
+    assert eager == [True, True, *[False] * 6]
+    assert [one.graphs for one in children.tasks] == [False, False, *[False, True] * 3]
+    compiles = ["TORCHDYNAMO_DISABLE" not in one for one in children.environments]
+    assert compiles == [False, False, False, *[True] * 6]
+    last = children.tasks[5].engine
+    assert last["enable_sleep_mode"] is True and last["dtype"] == "bfloat16"
 
 
-def as_used(
-    monkeypatch: pytest.MonkeyPatch, facts: Facts, **options: Any
-) -> tuple[Session, Session]:
+def test_stock_vllm_is_asked_the_same_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = Children(dataclasses.replace(ON_CPU, graphs={}))
+    own = {"worker_extension_cls": "x.Y"}
+    run = stages._Stages(
+        Options(pat={"base_tp": 1}, engine=own), lambda: Models(Path("a"), Path("b"), 512), print
+    )
+    monkeypatch.setattr(stages, "run_module", children)
+    run.stage, run.facts = "eager", ON_CPU
+    run.small_engine("eager")
+    run.small_engine("eager")
+    assert [bool(one.references) for one in children.tasks] == [False, True, True]
+
+
+def as_used(monkeypatch: pytest.MonkeyPatch, facts: Facts, **options: Any) -> tuple[Task, Task]:
     """What is asked of stock vLLM and of PAT in the stage of that name."""
     children = Children(facts)
     run_with(monkeypatch, children, all=True, **options)
-    stock, pat = children.sessions[-2:]
+    stock, pat = children.tasks[-2:]
     assert pat.prompts == stock.prompts and pat.references == (REFERENCE, REFERENCE)
     return stock, pat
 
 
 def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, pat = as_used(monkeypatch, ON_GPUS, engine={})
-    own = {"enable_sleep_mode", "worker_extension_cls", "speculative_config"}
+    own = {"enable_sleep_mode", "speculative_config"}
     executor = {"tensor_parallel_size", "distributed_executor_backend", "additional_config"}
     model = {"model", "dtype", "seed", "skip_tokenizer_init"}
     assert pat.engine.keys() == own | executor | model
@@ -158,11 +137,12 @@ def test_as_used_has_the_defaults_of_vllm_and_pat(monkeypatch: pytest.MonkeyPatc
     assert pat.draft_lengths == (4, 0, 1) and pat.sleeps and pat.graphs
     for name in ("enable_sleep_mode=True", "dtype='bfloat16'", "seed=0"):
         assert name in pat.as_used
-    assert "pat." not in pat.as_used.replace("pat_vllm.", "")
+    assert "pat." not in pat.as_used
     lengths = [len(one) for one in pat.prompts]
     assert len(lengths) == 256 and sum(one > 2048 for one in lengths) == 8
-    assert max(lengths) + pat.max_tokens < stock.engine["max_model_len"]
+    assert max(lengths) + 48 < stock.engine["max_model_len"]
     assert stock.engine["max_num_seqs"] == 256 and not stock.as_used
+    assert "enforce_eager" not in stock.engine
 
 
 def test_as_used_on_cpu_says_what_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,49 +183,42 @@ def test_as_used_keeps_what_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> Non
         assert pat.engine["max_model_len"] == 4096 and "max_model_len=4096" in pat.as_used
 
 
-def test_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_CPU)
-    found = run_with(monkeypatch, children, figures=True)
-    assert status_of(found) == "psspsssp"
-    assert children.modules[3:] == ["device", "steps", "steps", "steps"]
-    assert [one["ranks"] for one in children.environments[3:]] == [2, 1, 2, 2]
-    stock, _, pat = (one.engine for one in children.timed)
-    assert stock["distributed_executor_backend"] == "mp" and "additional_config" not in stock
-    assert pat["distributed_executor_backend"] == "pat" and pat["enforce_eager"] is True
-    checks = {one.name: one for one in found["figures"].checks}
-    layouts = ("tp1dp2", "tp2dp1")
-    steps, memory = ([f"{what} {one}" for one in layouts] for what in ("decode step", "memory"))
-    assert [*checks] == ["copies", *steps, *memory]
-    assert checks["decode step tp2dp1"].values["8"]["ratio"] == pytest.approx(1.1)
-
-
 def test_it_stops_at_the_first_stage_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = Children(ON_GPUS, {3: "rank 1 died"})
+    check = {"check": {"name": "start", "problem": "EngineDeadError: it died\nmore"}}
+    log = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)\nits end"
+    children = Children(ON_GPUS, {4: (check, Ended(1, log))})
     found = run_with(monkeypatch, children, all=True)
-    assert status_of(found) == "psspfsss"
-    assert found["piecewise"].why == "start: rank 1 died"
-    assert found["piecewise"].log == ("the log", "its end")
+    assert status_of(found) == "psspfss"
+    assert found["piecewise"].why == "start: rank 1 died, exit code -9 (EngineDeadError: it died)"
+    assert found["piecewise"].log[-1] == "its end"
     assert found["full"].why == "'piecewise' failed"
-    assert len(children.sessions) == 3
-    for module in ("device", "steps"):
-        children = Children(ON_CPU, wrong=module)
-        failed = run_with(monkeypatch, children, figures=True)["figures"]
-        assert failed.status == "failed" and not children.timed
+    assert len(children.tasks) == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "why"), [(3, "ended with exit code 3"), (None, "it hangs: nothing for 420 s")]
+)
+def test_a_process_that_ends_before_its_check_does(
+    code: int | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doing = {"doing": "layout tp1dp2"}
+    found = run_with(monkeypatch, Children(ON_CPU, {2: (doing, Ended(code, ""))}))
+    assert found["eager"].why.startswith("layout tp1dp2: ") and why in found["eager"].why
 
 
 def test_too_little_memory_and_refusals_are_stages_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options: dict[str, Any] = dict(ranks=8, gpu=GPUS["H100"].device, machine=False, model=Path("m"))
+    options: dict[str, Any] = dict(ranks=8, gpu="H100", model=Path("m"))
     found = run_with(monkeypatch, Children(ON_GPUS), **options)
-    assert status_of(found) == "ppfsssss"
+    assert status_of(found) == "ppfssss"
     assert "too little memory" in found["memory"].why
     # Without --gpu, memory is computed for the smallest that is here.
     small = dataclasses.replace(GPU, memory=40 << 30)
     here = dataclasses.replace(ON_GPUS, devices=(GPU, small) * 4)
     found = run_with(monkeypatch, Children(here), ranks=8, model=Path("m"), pat={"base_tp": 4})
-    assert "weights take 32.9 GiB of the 36.0 GiB" in found["memory"].why
+    assert "weights take 32.9 GiB of the 36.8 GiB" in found["memory"].why
     refused = dataclasses.replace(ON_GPUS, refused="quantization='fp8' (allowed: None)")
-    assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfssssss"
+    assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
-    assert status_of(run_with(monkeypatch, Children(refused))) == "fsssssss"
+    assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"

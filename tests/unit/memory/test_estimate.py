@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.cli.advise import Question
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS
@@ -288,7 +289,9 @@ def measured_by_a_worker(model: ModelShape, engine: EngineShape, gpu: str) -> in
     for layout in reversed(engine.layouts):
         limits = engine.limits(layout)
         step = model.step_bytes(layout.tp, limits.max_num_batched_tokens, limits.max_num_seqs)
-        measured.append(Measured(int(0.9 * device.memory) - used - step, step))
+        measured.append(
+            Measured(int(engine.gpu_memory_utilization * device.memory) - used - step, step)
+        )
     graphs = [estimate(model, static_engine(engine, one), device).graphs for one in engine.layouts]
     late = [sum(b.device for b in of_layout if b.with_kv) for of_layout in buffers]
     share = staged_share(engine.layouts, model.kv_heads, model.layers)
@@ -310,10 +313,10 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
     name: str, model: ModelShape, gpu: str
 ) -> None:
     """PAT's KV in every layout, to 2% of what a worker would measure; and static engines'."""
-    question = Question(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
-    rollouts = question.rollouts()
+    asked = AdviseOptions(name, gpu, 8, responses=16, max_tokens=256, iterations=2)
+    rollouts = rollouts_of(asked)
     for base in (1, 2, 4):
-        profile = question._modelled(layouts=[tp for tp in (1, 2, 4, 8) if tp >= base])
+        profile = modelled_engine(asked, layouts=[tp for tp in (1, 2, 4, 8) if tp >= base])
         if profile.layouts[0].tp != base:
             assert (base, gpu, model) == (1, "A40", QWEN3_30B_A3B), "all experts are too large"
             continue

@@ -11,6 +11,7 @@ from statistics import fmean
 import pytest
 
 from benchmarks.simulated.clairvoyant import clairvoyant
+from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
@@ -21,9 +22,10 @@ from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.run import SimulatedRun
+from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
-from pat_vllm.simulator.truth import DriftingTruth, ReplayedTruth, ScaledTruth, Truth
+from pat_vllm.simulator.truth import ReplayedTruth, Truth
+from tests.support.truths import DriftingTruth
 from tests.unit.predictor.examples import (
     BOUND,
     GROUP,
@@ -41,11 +43,11 @@ TRUTH = ReplayedTruth(PROFILE)
 CAPACITY = ReplicaCapacity.of(PROFILE)
 
 
-def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedRun]:
+def run(policy: Policy, traces: list[LengthTrace], truth: Truth = TRUTH) -> list[SimulatedReport]:
     return simulate_batches(traces, policy, truth, CAPACITY)
 
 
-def seconds(runs: list[SimulatedRun]) -> float:
+def seconds(runs: list[SimulatedReport]) -> float:
     """Mean seconds of a batch."""
     return fmean(run.generation_seconds for run in runs)
 
@@ -61,7 +63,7 @@ def static(name: str) -> float:
 
 
 @functools.cache
-def adaptive(name: str) -> list[SimulatedRun]:
+def adaptive(name: str) -> list[SimulatedReport]:
     """A new engine's first batches."""
     return run(policy_of(PROFILE), batches(name))
 
@@ -140,6 +142,14 @@ def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
     assert any(live > 90 and target == REPLICAS for live, target in targets), targets
     assert ours.timeline[0].num_seqs == 2
     assert next(one.layout for one in ours.timeline if one.at - ours.began > 2.5) == GROUP
+
+
+def test_a_batch_opens_where_one_like_the_last_begins_best() -> None:
+    """An idle engine switches, so that no request waits for it."""
+    few, many = (traces.uniform(n, 370, BOUND, BOUND, seed=1) for n in (2, 100))
+    runs = run(policy_of(PROFILE), [few, few, many, many])
+    assert [one.timeline[0].layout for one in runs] == [REPLICAS, GROUP, GROUP, REPLICAS]
+    assert not runs[1].switches
 
 
 def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 LENGTHS = (0, 1, 2, 4)
 BOUND = 4096
@@ -18,7 +18,9 @@ class Driven:
     """A policy, by modelled step times, with live requests that decode in the base layout."""
 
     def __init__(self, lengths: tuple[int, ...] = LENGTHS, requests: int = 8) -> None:
-        profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
+        profile = modelled_profile(
+            "llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:], drafting=1e-3
+        )
         self.policy = AdaptivePolicy(profile, bound=BOUND, draft_lengths=lengths, timer=lambda: 0.0)
         self.requests, self.now = requests, 0.0
         self.layout: Layout = self.policy.home

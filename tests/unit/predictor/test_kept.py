@@ -12,7 +12,7 @@ from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import LengthModel
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 
 LENGTHS = (0, 1, 2, 4)
 
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])  # modelled
+    profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])  # modelled
     first = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
     for step in range(500):
         first.drafted(float(step), 4, 8, np.full(8, 4))

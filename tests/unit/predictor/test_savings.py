@@ -18,7 +18,7 @@ from pat_vllm.reporting import BatchSavings, BatchTimes, Look, Savings, Stretch
 from pat_vllm.reporting import savings as savings_module
 from pat_vllm.reporting.savings import in_step
 from pat_vllm.simulator import traces
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.truth import ReplayedTruth
@@ -235,7 +235,7 @@ def test_estimates_of_simulated_batches(name: str) -> None:
 
 def test_estimates_of_simulated_batches_with_drafts() -> None:
     """Requests advance at paces of their own there, so that other ones are left at the end."""
-    profile = named_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])
+    profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])
     policy = policy_of(profile, bound=2048, draft_lengths=LENGTHS)
     truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
     trace = replace(traces.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)

@@ -56,6 +56,28 @@ def test_a_report_survives_json_and_pickle() -> None:
     assert Report.from_json(json.dumps(values)).timeline[1].by_replica == ()
 
 
+def test_a_report_is_shown_in_lines() -> None:
+    """Switches, refused ones and batches in the order of time; of thousands the last."""
+    report = replace(REPORT, timeline=(LiveSample(0.5, ONE, 8), LiveSample(4.0, TWO, 0)))
+    assert str(report).splitlines() == [
+        "8 requests at most, 2 ranks, 3.5 s; 1 switch in 0.25 s; saved 2.0 of 3.0 s in tp1dp2 "
+        "without drafts (estimated; predicted 1.5 s)",
+        "  tp1dp2 -> tp2dp1 at 0.50 s, 4 live, 250 ms (policy)",
+        "  tp2dp1 -> tp1dp2 at 1.50 s, 4 live, 250 ms (idle)",
+        "  batch ended at 1.50 s: 1.00 s since its first plan (predicted 1.50 s); "
+        "in tp1dp2 without drafts 3.00 s (estimated; predicted 3.00 s)",
+        "  no switch to tp1dp2 at 2.50 s: because",
+        "  now in tp2dp1; steps since the start: 3 in tp1dp2 (median 125.0 ms)",
+        "  2 switches failed to plan: see the engine's log",
+    ]
+    assert "no requests yet, 2 ranks" in str(Report(ONE, (ONE, TWO), (), (), ()))
+    many = replace(report, switches=tuple(switch_report(1.0 + i) for i in range(10_000)))
+    lines = str(many).splitlines()
+    assert len(lines) == 44 and lines[1] == "  (9962 earlier lines are left out)"
+    assert len(repr(many)) < 120 and "10000 switches" in repr(many)
+    assert len(Report.from_json(many.to_json()).switches) == 10_000
+
+
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_text("what was there before")

@@ -75,8 +75,8 @@ def batch(
     return LengthTrace(
         name="test",
         lengths=lengths,
-        arrivals=(0.0,) * count if arrivals is None else tuple(arrivals),
-        groups=tuple(range(count) if groups is None else groups),
+        arrivals=tuple(arrivals or ()),
+        groups=tuple(groups or ()),
         num_prompt_tokens=(prompt,) * count,
         max_tokens=max_tokens,
         acceptance=acceptance,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests
+from pat_vllm.reporting import LayoutSteps, Report
+from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests, _summed
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from tests.support.schedules import FollowSchedule, LayoutSchedule
@@ -37,9 +38,14 @@ def test_replicas_run_freely() -> None:
     assert run.finished == (3.0, 5.0)
     assert run.seconds == run.generation_seconds == 5.0
     assert run.tokens == 8
-    assert run.busy_seconds == 8.0
-    assert (run.steps[ONE].steps, run.steps[ONE].seconds) == (8, 8.0)
+    assert run.steps == {ONE: LayoutSteps(8, 8.0, 1.0)}
     assert [(s.at, s.num_seqs) for s in run.timeline] == [(0.0, 2), (3.0, 1), (5.0, 0)]
+
+
+def test_steps_of_chunks_are_summed() -> None:
+    """The median is that of steps, not of chunks: four of the seven take one second."""
+    assert _summed([(1, 5.0), (2, 6.0), (4, 4.0)]) == LayoutSteps(7, 15.0, 1.0)
+    assert _summed([(3, 9.0)]) == LayoutSteps(3, 9.0, 3.0)
 
 
 def test_switch_and_return_home() -> None:
@@ -65,10 +71,11 @@ def test_switch_and_return_home() -> None:
     # The next batch begins after the gap, and its prompts are others.
     assert (runs[1].seconds, runs[1].began) == (12.25, 112.25)
     assert [event[2] for event in policy.events if event[0] == "arrived"] == [0, 1, 2, 3]
-    written = json.loads(json.dumps(runs[1].to_json()))
-    assert (written["seconds"], written["tokens"]) == (12.25, 13)
-    ends = {"source": "tp1dp2", "target": "tp2dp1", "reason": "policy"}
-    assert written["switches"][0] == ends | dict(at=3.0, num_seqs=1, seconds=2.0, quiesce=0.0)
+    # They are reports of the engine's kind.
+    report = Report.from_json(runs[1].to_json())
+    assert (report.switches, report.timeline) == (runs[1].switches, runs[1].timeline)
+    assert (report.layout, report.layouts) == (ONE, (ONE, TWO))
+    assert json.loads(runs[1].to_json())["tokens"] == runs[1].tokens == 13
 
 
 def test_switch_waits_for_steps_in_flight() -> None:
@@ -198,12 +205,12 @@ def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: li
     assert sorted((event[2], event[3]) for event in ended) == list(enumerate(lengths))
     assert run.tokens == sum(lengths)
     assert all(at > came for at, came in zip(run.finished, trace.arrivals, strict=True))
-    assert run.ended == max(run.finished) <= run.back
+    assert run.generation_seconds == max(run.finished) <= run.back
     # A switch is reported after the steps that it lets finish, with the time when it began.
     times = [event[1] for event in policy.events if event[0] != "switched"]
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(times))
     assert run.timeline[-1].num_seqs == 0
-    assert run.busy_seconds <= 4 * run.seconds + 1e-6
+    assert sum(one.seconds for one in run.steps.values()) <= 4 * run.seconds + 1e-6
 
 
 @settings(max_examples=50)

@@ -17,7 +17,7 @@ from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.guesses import GuessedTokens
-from pat_vllm.simulator.modelled.hardware import named_profile
+from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
@@ -109,7 +109,7 @@ def test_chunks_with_drafts_are_exact_enough(layout: Layout) -> None:
     assert steps.steps[layout].steps == chunks.steps[layout].steps
 
 
-PROFILE = named_profile("llama-3.1-8b", "A40", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
+PROFILE = modelled_profile("llama-3.1-8b", "A40", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
 
 
 def long_tail(seed: int, acceptance: float) -> LengthTrace:

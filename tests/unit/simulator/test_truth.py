@@ -7,14 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from benchmarks.truths import FixedSwitches, ScaledTruth
 from pat_vllm.profiling.profile import Profile, StepShape
-from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile, named_profile
-from pat_vllm.simulator.truth import (
-    DriftingTruth,
-    FixedSwitches,
-    ReplayedTruth,
-    ScaledTruth,
-)
+from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
+from pat_vllm.simulator.truth import ReplayedTruth
+from tests.support.truths import DriftingTruth
 from tests.unit.simulator.simple import ONE, TWO, Constant
 
 
@@ -82,12 +79,14 @@ def test_noise_is_that_of_single_steps() -> None:
 
 
 def test_steps_with_drafts_are_replayed() -> None:
-    profile = named_profile("llama-3.1-8b", "A40", 4, draft_lengths=(1, 2, 4), drafting=1e-3)
+    profile = modelled_profile("llama-3.1-8b", "A40", 4, draft_lengths=(1, 2, 4), drafting=1e-3)
     truth = ReplayedTruth(profile)
     for sample in profile.steps:
         if sample.k and sample.batch:
             seconds = truth.step_seconds(sample.layout, sample.shape, 0.0)
-            assert seconds == pytest.approx(sample.seconds, rel=1e-6)
+            # What fills memory is no power of two, between which times are linear.
+            whole = (sample.context // sample.batch).bit_count() == 1
+            assert seconds == pytest.approx(sample.seconds, rel=1e-6 if whole else 0.01)
     half, none, every = (
         truth.step_seconds(profile.layouts[0], StepShape(8, 8000, 1000, drafts=drafts, k=4), 0.0)
         for drafts in (16, 0, 32)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import permutations, product
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import decode, profiles, report, torch_ops
+from benchmarks.gpu import decode, engines, kv_blocks, profiles, report, reshard, torch_ops
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY
+from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY, scale_of
+from benchmarks.gpu.timing import Stopwatch
 from pat_vllm.gpus import GPUS
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
@@ -23,6 +26,7 @@ from pat_vllm.simulator.modelled.roofline import layer_communication
 from tests.vllm.kernels.triton_kernels import hopper_code, in_interpreter, needs_triton
 
 CPU = torch.device("cpu")
+MS = [f"{whose}{which}ms" for whose in ("", "stock_") for which in ("", "low_", "high_")]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,30 @@ def test_bytes_are_those_counted_by_hand(results: dict[str, Any]) -> None:
     assert step["bytes_read"] == 2 * weights + 3 * step["context"] * token // 2
 
 
+def test_the_makefile_measures_engines_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    makefile = (report.ROOT / "Makefile").read_text()
+    (arguments,) = re.findall(r"-m benchmarks\.gpu (.*)", makefile)
+    asked: list[Any] = []
+    steps = {"layout": "tp2dp1", "requests": 1, "ratio": 1.0, **dict.fromkeys(MS, 1.0)}
+    sizes = dict.fromkeys(("weights", "held", "memory", "stock_memory"), 1 << 20)
+    measured = {
+        **{"shape": "large", "memory_of": "of a process", "steps": [steps]},
+        "memory": [{"layout": "tp2dp1", "stock_weights": None, **sizes}],
+    }
+
+    def measure(*given: Any) -> dict[str, Any]:
+        asked.append(given)
+        return measured
+
+    monkeypatch.setattr(engines, "measure", measure)
+    words = arguments.replace("$(GPUS)", "2").split()
+    path = main([*words, "--device", "cpu", "--parts", "kv", "--out", str(tmp_path)])
+    assert asked == [(2, "large", True)]
+    page = path.with_suffix(".md").read_text()
+    assert "| tp2dp1 | one alone | 1.000 (1.000-1.000) |" in page
+    assert "| tp2dp1 | 1.0 | packed | 1.0 | 1.0 | 1.0 |" in page
+
+
 def test_measuring_needs_neither_vllm_nor_pydantic() -> None:
     code = (
         "import sys, benchmarks.gpu.__main__\n"
@@ -86,6 +114,25 @@ def test_profile_has_what_was_measured_and_modelled_communication(results: dict[
         profile_on("B1")
 
 
+def test_wrong_rows_and_wrong_kv_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch, scale = Stopwatch(CPU, 2), scale_of(CPU, quick=True)
+    prepare = reshard.prepare
+    monkeypatch.setattr(reshard, "prepare", lambda rounds: prepare([]))
+    with pytest.raises(AssertionError, match="the shard of qkv is wrong"):
+        reshard.measure(stopwatch, scale, 1.0)
+
+    made = kv_blocks.staged_blocks
+
+    def wrong(pieces: Any, view: Any) -> Any:
+        blocks = made(pieces, view)
+        pack = lambda view, staged: staged.zero_()  # noqa: E731
+        return SimpleNamespace(counts=blocks.counts, pack=pack, unpack=blocks.unpack)
+
+    monkeypatch.setattr(kv_blocks, "staged_blocks", wrong)
+    with pytest.raises(AssertionError, match="packed wrongly"):
+        kv_blocks.measure(stopwatch, scale, 1.0)
+
+
 def test_wrong_kernels_are_noticed() -> None:
     def no_positions(qkv: Any, cache: Any, tables: Any, lengths: Any, rotary: Any, *rest: Any):
         torch_ops.rotate_and_cache(qkv, cache, tables, lengths, rotary[:1].expand_as(rotary), *rest)
@@ -94,6 +141,36 @@ def test_wrong_kernels_are_noticed() -> None:
     vars(ops).update(vars(torch_ops), rotate_and_cache=no_positions)
     with pytest.raises(AssertionError, match="logits are off by"):
         decode.check_ops(CPU, ops)
+
+
+class FakeEngine:
+    """Each request gets a token at each step; a step takes a tick."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+        self.left: dict[str, int] = {}
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.left[name] = params.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        # The first steps admit requests, and take longer.
+        self.clock[0] += 1.0 if max(self.left.values()) > 60 else 0.01
+        names = [*self.left]
+        self.left = {name: count - 1 for name, count in self.left.items() if count > 1}
+        return [SimpleNamespace(request_id=name) for name in names]
+
+
+def test_steps_are_timed_once_they_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(engines.time, "perf_counter", lambda: clock[0])
+    llm: Any = SimpleNamespace(llm_engine=FakeEngine(clock))
+    gaps = engines._gaps(llm, ((5, 6), (7,)))
+    assert len(gaps) == 2 * (engines._TOKENS - engines._UNSETTLED - 1)
+    assert gaps == pytest.approx([0.01] * len(gaps))
 
 
 @needs_triton

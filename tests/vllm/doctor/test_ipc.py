@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pat_vllm.doctor.session import send_by_ipc
+from pat_vllm.doctor.in_workers import send_by_ipc
 
 
 def test_each_rank_loads_what_was_sent(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_compu
 # fmt: off
 TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     "tests/unit/simulator/modelled/test_choice.py": {
-        f"{CHOICE}:Load.usual": {
+        "pat_vllm.simulator.modelled.batch_time:Load.usual": {
             "vLLM's own limit is a load": {"min(max_num_seqs, USUAL_SEQS)": "max_num_seqs"},
         },
         f"{CHOICE}:_Search.fits": {
@@ -51,7 +51,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     "tests/vllm/test_layout_choice.py": {
         f"{SUPPORT}:_choose_layouts": {
-            "layouts are chosen anew": {"CHOSEN in options": "False"},
+            "layouts are chosen anew": {"chosen(vllm_config)": "False"},
             "what is chosen is not written down": {"_set_options(vllm_config, choice.options, ": "_set_options(vllm_config, {}, "},
         },
     },
@@ -165,7 +165,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{TEXT_ONLY}:starting_with_safe_path": {
             "spawned processes import from the current directory": {"os.environ.update(SAFE_PATH)": "pass"},
         },
-        "pat_vllm.cli.engine_run:run": {
+        "pat_vllm.child:run_module": {
             "engines' workers import from the current directory": {", **SAFE_PATH": ""},
         },
     },
@@ -217,8 +217,8 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/unit/advice/test_advise.py": {
-        "pat_vllm.cli.advise:Question._modelled_rollouts": {
-            "layouts are chosen for the usual load": {"load=Load(self.responses, first.lengths),": ""},
+        "pat_vllm.advice.rollouts:_chosen": {
+            "layouts are chosen for the usual load": {", load=Load.of(first)": ""},
         },
     },
     "tests/vllm/memory/test_mixtures.py": {
@@ -274,11 +274,23 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the first untested version passes": {"first <= version < past": "first <= version <= past"},
             "0 allows untested versions": {'os.environ.get(ALLOW_UNTESTED) == "1"': "os.environ.get(ALLOW_UNTESTED)"},
         },
+        f"{PLUGIN}:_warn_of_unread_options": {
+            "options that are not read are passed over": {'and "pat" in options': 'and "PAT" in options'},
+        },
+        "pat_vllm.api:_check_runs_pat": {
+            "a call is sent to an engine without PAT": {"if not runs_pat(vllm_config):": "if False:"},
+        },
         f"{PLUGIN}:register": {
             "vLLM never looks at vision models": {"if is_without_vision_and_audio():": "if True:"},
         },
         f"{PLUGIN}:_executor_class": {
             "executors given as a class are not prepared": {'getattr(chosen, "is_pat", False)': "vllm_config.parallel_config.distributed_executor_backend == BACKEND"},
+        },
+    },
+    "tests/unit/cli/test_demo.py": {
+        "pat_vllm.cli.demo:verdict": {
+            "noise is a gain": {"if abs(change) <= noise:": "if False:"},
+            "figures of a busy machine are compared": {"if spread(runs) > _MOST_SPREAD:": "if False:"},
         },
     },
     "tests/vllm/worker/test_layout_config.py": {

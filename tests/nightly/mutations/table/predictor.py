@@ -54,7 +54,10 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "time per token is that of a step without drafts": {
             "token = tokens.min(axis=0)": "token = seconds[0]"
         },
-        "what waits for a place costs nothing": {"steps * (batch / running)": "steps"},
+        "what waits for a place costs nothing": {"turns = batch / running": "turns = 1.0"},
+        "all contexts grow alike where KV is short": {
+            "running = np.where(short, queued, running)": "pass"
+        },
         "lost KV is computed again for nothing": {
             "token += short * course.live": "token += 0 * course.live"
         },
@@ -104,6 +107,9 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._decide", ADAPTIVE): {
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
+    },
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
+        "all batches open in the base layout": {"self.home = self._opening": "self._opening"},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
         "it plans before each step": {"> _NEWS * live": ">= 0"},

@@ -16,12 +16,12 @@ PLAN = "tests/unit/profiling/test_plan.py"
 STREAM = "tests/vllm/profiling/test_stream.py"
 KEY = "tests/vllm/profiling/test_key.py"
 COMPARE = "tests/unit/doctor/test_compare.py"
-CHILD = "tests/unit/doctor/test_child.py"
+CHILD = "tests/unit/test_child.py"
 STAGES = "tests/unit/doctor/test_stages.py"
 ENVIRONMENT = "tests/unit/doctor/test_environment.py"
-SESSION = "tests/unit/doctor/test_session.py"
+ENGINE = "tests/unit/doctor/test_engine.py"
 IPC = "tests/vllm/doctor/test_ipc.py"
-DEVICE = "tests/vllm/doctor/test_device.py"
+GPU = "tests/vllm/benchmarks/test_gpu.py"
 RANDOM_MODEL = "tests/vllm/cli/test_random_model.py"
 
 # fmt: off
@@ -31,6 +31,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("each step with drafts is a sample of its own", "reporting.history:History.drafts", "self._counting.get(replica)", "None", HISTORY),
     ("a report since a time begins after it", "reporting.history:Records.since", "bisect.bisect_left", "bisect.bisect_right", HISTORY),
     ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected", HISTORY),
+    ("a printed report has lines of all that it holds", "reporting.text:describe_report", "lines = [f\"({earlier}", "_ = [f\"({earlier}", REPORT),
     ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False", REPORT),
     ("requests seem to go on after a batch", "reporting.plot:plot_report", "live += [(one.at - began, 0) for one in savings]", "pass", PLOT),
     ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed", PLOT),
@@ -49,24 +50,24 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("no drafts are verified", "profiling.stream:Stream.next", "drafts = self._point.drafts", "drafts = 0", STREAM),
     ("the drafter is asked for what is verified", "profiling.stream:Stream.next", "= self._point.k", "= drafts", STREAM),
     ("an engine with other attention kernels has the same key", "profiling.key:profile_key", '"attention_backends": list(resolved.attention),', "", KEY),
-    ("wrong log-probabilities pass", "doctor.compare:compare_outputs", "if not apart <= tolerance", "if apart > tolerance and False", COMPARE),
-    ("wrong scores pass", "doctor.compare:compare_forced", "if not _distance(a, b) <= tolerance", "if False", COMPARE),
-    ("rows in a wrong place pass", "doctor.speed.reshard:_Weights.check", "assert _same(found, expected)", "assert True", DEVICE),
-    ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if stage.status == "failed" else None', "failed = None", STAGES),
-    ("stock vLLM gets the options that are PAT's alone", "doctor.plan:_for_both", "if name not in _ONLY_PAT", "if name", STAGES),
-    ("the user's policy is replaced by a static one", "doctor.plan:as_used", "pat = dict(plan.pat)", 'pat = {**plan.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
-    ("the KV cache of the user's engine is of a fixed size", "doctor.plan:as_used", "if name not in _SMALL}", "if name not in _SMALL[:3]}", STAGES),
-    ("the user's engine has few sequences", "doctor.plan:as_used", "if name not in _SMALL}", 'if name not in _SMALL or name == "max_num_seqs"}', STAGES),
-    ("what is not the user's is not told", "doctor.plan:_not_the_users", "if has.get(name) != given.get(name)", "if name in given and has.get(name) != given.get(name)", STAGES),
-    ("the doctor writes what it has learnt to the user's file", "doctor.plan:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)', STAGES),
-    ("all prompts are short", "doctor.plan:prompts", "longest > 40 and", "False and", STAGES),
-    ("CPU drafts are taken on GPUs", "doctor.plan:as_used", 'facts.runner != "V2"', "True", STAGES),
-    ("outputs after an update by IPC are not compared", "doctor.session:_check_layouts", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                found += in_layout", "on_cpu))\n            llm.reset_prefix_cache()\n            for layout in layouts:\n                in_layout", SESSION),
+    ("wrong log-probabilities pass", "doctor.compare:_apart", "<= tolerance", "<= 9.9", COMPARE),
+    ("wrong scores pass", "doctor.compare:Reference.compare_forced", "_apart(a, b, self.tolerance, where)", "0.0", COMPARE),
+    ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None", STAGES),
+    ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name", STAGES),
+    ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}', STAGES),
+    ("the user's policy is replaced by a static one", "doctor.tasks:as_used", "pat = dict(options.pat)", 'pat = {**options.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
+    ("the KV cache of the user's engine is of a fixed size", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("kv_cache_memory_bytes", 1 << 28)\n    if not on_cpu:', STAGES),
+    ("the user's engine has few sequences", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("max_num_seqs", 16)\n    if not on_cpu:', STAGES),
+    ("what is not the user's is not told", "doctor.tasks:_not_the_users", "if has.get(name) != given.get(name)", "if name in given and has.get(name) != given.get(name)", STAGES),
+    ("the doctor writes what it has learnt to the user's file", "doctor.tasks:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)', STAGES),
+    ("all prompts are short", "doctor.tasks:prompts", "longest > 40 and", "False and", STAGES),
+    ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True", STAGES),
+    ("outputs after an update by IPC are not compared", "doctor.engine:PATEngine.update_by_ipc", "{self._in_all_layouts(self.first)}", "none", ENGINE),
     ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", IPC),
-    ("lost weights are left lost", "doctor.session:_check_layouts", 'llm.collective_rpc("reload_weights", kwargs={"weights_path": session.other_weights})', "pass", SESSION),
+    ("lost weights are left lost", "doctor.engine:PATEngine._reload", 'self.llm.collective_rpc("reload_weights", kwargs=weights)', "pass", ENGINE),
     ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])", ENVIRONMENT),
-    ("what a killed process has started goes on", "doctor.child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
-    ("a process that hangs is waited for", "doctor.child:_follow", "seen.hangs = True", "seen.hangs = False", CHILD),
+    ("what a killed process has started goes on", "child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
+    ("a process that hangs is waited for", "child:run_module", "hangs = process.poll() is None", "hangs = False", CHILD),
     ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass", RANDOM_MODEL),
 ]
 # fmt: on
@@ -75,3 +76,11 @@ MUTATIONS = [
     Mutation(name, f"pat_vllm.{function}", {old: new}, (tests,))
     for name, function, old, new, tests in _ROWS
 ]
+MUTATIONS.append(
+    Mutation(
+        "rows in a wrong place pass",
+        "benchmarks.gpu.reshard:_Weights.check",
+        {"assert _same(found, expected)": "assert True"},
+        (GPU,),
+    )
+)

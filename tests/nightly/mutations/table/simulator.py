@@ -48,12 +48,12 @@ _SIMULATOR: list[Row] = [
     ("KV that a rank holds is moved", "modelled.roofline:Machine.moved", "len(needed - held.get(rank, set()))", "len(needed)", HARDWARE),
 ]
 _ADVICE: list[Row] = [
-    ("luck is a gain", "verdict:Gain.of", "mean + half, mean - half", "mean, mean", ADVISE),
-    ("a gain as large as PAT's own work pays", "verdict:Gain.reaches", "(0.0, OWN_WORK)", "(0.0,)", ADVISE),
-    ("drafts are advised where they cost time", "verdict:advise", "sum(pat) < sum(plain)", "sum(pat) > sum(plain)", ADVISE),
-    ("PAT with drafts is compared with static layouts without", "verdict:advise", "Gain.of(pat, plain)", "Gain.of(pat, sides.static.seconds)", ADVISE),
-    ("a wide replica has the limits of a wide one", "sides:Rollouts.with_own_limits", "getattr(self.static, name)[base.tp]", "max(getattr(self.static, name).values())", ADVISE),
-    ("data-parallel ranks share experts", "settings:_Engine.settings", "self.engines > 1 and self.experts is None", "self.engines > 1", ADVISE),
+    ("luck is a gain", "replay:gain", "mean + half, mean - half", "mean, mean", ADVISE),
+    ("a gain as large as PAT's own work pays", "replay:Gain.reaches", "(0.0, OWN_WORK)", "(0.0,)", ADVISE),
+    ("drafts are advised where they cost time", "verdict:conclude", "ours = best(records, (pat_plain, pat))", "ours = max((pat_plain, pat), key=lambda one: sum(seconds_of(records, one)))", ADVISE),
+    ("PAT with drafts is compared with static layouts without", "verdict:conclude", "over(pat, pat_plain)", "over(pat, fastest)", ADVISE),
+    ("a wide replica has the limits of a wide one", "rollouts:Rollouts.with_own_limits", "getattr(self.static, name)[base.tp]", "max(getattr(self.static, name).values())", ADVISE),
+    ("data-parallel ranks share experts", "settings:_forms", "engines > 1 and not mixture", "engines > 1", ADVISE),
     ("a prompt is as long as prompt and response", "lengths:_of_records", "total - length for total", "total for total", LENGTHS),
     ("steps of a directory are read by their digits", "lengths:read_rollouts", "(len(file.stem), file.stem)", "file.stem", LENGTHS),
 ]

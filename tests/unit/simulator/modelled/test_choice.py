@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.cli.advise import Question
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS, Device, known_gpu
-from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.simulator.modelled import choice
-from pat_vllm.simulator.modelled.choice import Choice, Load, choose
+from pat_vllm.simulator.modelled.batch_time import Load
+from pat_vllm.simulator.modelled.choice import Choice, choose
 
 A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
 UNKNOWN = Device(48 << 30, "8.9")
@@ -85,15 +86,6 @@ def test_a_load_decides() -> None:
     assert Load.usual(1024, 8, 32768).responses == Load.usual(256, 8, 32768).responses == 2048
     assert Load.usual(16, 8, 32768).responses == 128
     assert max(Load.usual(16, 8, 1024).lengths) <= 768
-
-
-def test_stretches_make_all_tokens() -> None:
-    load = Load(100, [10, 10, 10, 1000])
-    assert sum(tokens for _, tokens, _ in load.stretches) == 1000
-    live = [one for one, *_ in load.stretches]
-    assert live[0] == 100 and live == sorted(live, reverse=True) and len(live) < 40
-    made = sum(live * tokens for live, tokens, _ in load.stretches)
-    assert made == pytest.approx(100 * sum(load.lengths) / 4, rel=0.2)
 
 
 def test_what_is_named_is_kept() -> None:
@@ -189,7 +181,7 @@ def test_advise_and_doctor_agree(monkeypatch: pytest.MonkeyPatch, model: str, gp
     }
     config, device = configs[model], GPUS[gpu].device
     monkeypatch.setitem(MODEL_SHAPES, model, config)  # type: ignore[arg-type]
-    rollouts = Question(model, gpu, 8, responses=2048, iterations=2).rollouts()
+    rollouts = rollouts_of(AdviseOptions(model, gpu, 8, responses=2048, iterations=2))
     advised, batch = rollouts.profile.layouts, rollouts.batches[0]
     longest = max(batch.num_prompt_tokens) + batch.max_tokens
     shape, found = engine_shape(config, PATConfig(), 8, {"max_model_len": longest}, device)
@@ -203,5 +195,4 @@ def test_a_layout_alone_where_others_would_take_its_memory() -> None:
     load = Load(2048, [16000] * 8)
     search = choice._Search(PATConfig(), EngineShape((), max_model_len=16384), 8, None, None, H100)
     assert (8,) in list(search.sets())
-    assert sizes(QWEN3_32B, A40, load=load, max_model_len=16384)[-1] == 8
-    assert Layout(8, 1) in chosen(QWEN3_32B, A40, load=load, max_model_len=16384).layouts
+    assert len(sizes(QWEN3_32B, A40, load=load, max_model_len=16384)) == 1

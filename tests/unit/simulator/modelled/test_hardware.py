@@ -13,6 +13,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
+from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -91,9 +92,8 @@ def test_kv_memory(h100: Profile) -> None:
 
 def test_impossible_layouts_are_left_out() -> None:
     qwen, llama = MODEL_SHAPES["qwen3-14b"], MODEL_SHAPES["llama-3.1-8b"]
-    assert sizes(modelled_profile(qwen, "H100", 16, node_size=16)) == (1, 2, 4, 8)
+    assert sizes(modelled_profile(qwen, "H100", 8)) == (1, 2, 4, 8)
     assert sizes(modelled_profile(llama, "H100", 16)) == (1, 2, 4, 8)
-    assert sizes(modelled_profile(llama, "H100", 16, node_size=16)) == (1, 2, 4, 8, 16)
     assert sizes(modelled_profile(llama, "H100", 8, layouts=[8, 2])) == (2, 8)
     big = {**llama, "num_hidden_layers": 200}
     assert sizes(modelled_profile(big, "H100", 8)) == (2, 4, 8)
@@ -111,7 +111,7 @@ def test_switches_move_what_changes_ranks(h100: Profile) -> None:
         assert 1 - min(source, target) / max(source, target) - 1e-6 <= share < 1
         assert share == pytest.approx(moved[target, source], abs=1e-6)
     for s in h100.switches:
-        assert s.seconds == pytest.approx(h100.key["switch_fixed"] + s.kv + s.weights)
+        assert s.seconds == pytest.approx(SWITCH_FIXED + s.kv + s.weights)
 
 
 def test_steps_and_switches_in_milliseconds() -> None:
@@ -137,8 +137,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
         ("llama-3.1-8b", "B9000", 8, {}, "A40, H100, H200"),
         ("gpt-5", "H100", 8, {}, "llama-3.1-8b, qwen3-14b"),
         ("llama-3.1-8b", "H100", 0, {}, "ranks"),
-        ("llama-3.1-8b", "A40", 8, {"link": "nvlink"}, "nvlink"),
-        ("llama-3.1-8b", "A40", 8, {"memory_fraction": 0.1, "layouts": [1, 3]}, "no layout"),
+        ("llama-3.1-8b", "A40", 8, {"layouts": [3]}, "no layout"),
         ("qwen3-30b-a3b", "A40", 1, {}, "no layout"),
     ],
 )
@@ -155,7 +154,10 @@ def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes(h100: 
         modelled_profile("llama-3.1-8b", "H100", 8, draft_lengths=lengths, drafting=cost)
         for cost in (0.0, 1e-3)
     )
-    assert tuple(s for s in free.steps if not s.k) == h100.steps
+    plain = {(s.layout, s.shape): s.seconds for s in h100.steps}  # with other room for KV
+    same = [(s.layout, s.shape) in plain for s in free.steps if not s.k]
+    assert sum(same) > 0.8 * len(same)
+    assert all(s.seconds == plain.get((s.layout, s.shape), s.seconds) for s in free.steps)
     assert "A drafter takes 0.0 ms" in free.note and "A drafter takes 1.0 ms" in dear.note
     assert dear.key != free.key
     for cheap, slow in zip(free.steps, dear.steps, strict=True):

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
+
+from benchmarks.record import Summary
 
 _FLUSH_BYTES = 256 << 20
 """Written before each run on a GPU: several times the L2 of the largest ones."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one run: median, fastest and slowest of `repeats`."""
-
-    median: float
-    low: float
-    high: float
-    repeats: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        """Of at least one run."""
-        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
-
-    def to_json(self, scale: float = 1e3) -> dict[str, float]:
-        """In milliseconds, for results."""
-        return {
-            "ms": round(self.median * scale, 5),
-            "low_ms": round(self.low * scale, 5),
-            "high_ms": round(self.high * scale, 5),
-            "repeats": self.repeats,
-        }
+def milliseconds(timing: Summary) -> dict[str, float]:
+    """Of seconds, for results."""
+    return {
+        "ms": round(timing.median * 1e3, 5),
+        "low_ms": round(timing.low * 1e3, 5),
+        "high_ms": round(timing.high * 1e3, 5),
+        "repeats": timing.repeats,
+    }
 
 
 class Stopwatch:
@@ -49,17 +35,17 @@ class Stopwatch:
             else None
         )
 
-    def measure(self, run: Callable[[], object]) -> Timing:
-        """Time `run`, warmed up."""
+    def measure(self, run: Callable[[], object]) -> Summary:
+        """Seconds that `run` takes, warmed up."""
         return self.measure_cycle([run])[0]
 
-    def measure_cycle(self, runs: Sequence[Callable[[], object]]) -> list[Timing]:
+    def measure_cycle(self, runs: Sequence[Callable[[], object]]) -> list[Summary]:
         """Time each of `runs`, which are made one after the other, again and again."""
         for run in runs:
             run()
         rounds = [[self._start(run) for run in runs] for _ in range(self._repeats)]
         self.synchronize()
-        return [Timing.of([finish() for finish in column]) for column in zip(*rounds, strict=True)]
+        return [Summary.of([finish() for finish in column]) for column in zip(*rounds, strict=True)]
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from pat_vllm.doctor.speed.timing import Stopwatch
+from benchmarks.gpu.shapes import Scale
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import RowSwap, prepare
 
 _LARGE = 256 << 20
@@ -18,35 +19,35 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies int64 elements from one tensor to another."""
 
 
-def measure(
-    stopwatch: Stopwatch, sizes: Sequence[int], more: Mapping[str, Copy] | None = None
-) -> dict[str, Any]:
-    """Copy and swap at each size.
-
-    Args:
-        sizes: bytes, the smallest first.
-        more: ways to copy beside torch's, by name.
+def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
+    """Copy and swap at each size: by torch, and on a GPU by Triton.
 
     Returns:
         `copy_bytes_per_second`: the copy ceiling, bytes read plus bytes written per second, the
         best way among the largest copies; `swap_bytes_per_second`: likewise of swaps of two
-        halves of a tensor; and `rows`, one for each size.
+        halves of a tensor; `rows`, one for each size; `gpus`, the rate of torch's largest copy on
+        each GPU.
 
     Raises:
         AssertionError: what was copied or swapped is wrong.
     """
-    copies: dict[str, Copy] = {"torch": lambda a, b: b.copy_(a), **(more or {})}
+    sizes = scale.copies
+    copies: dict[str, Copy] = {"torch": lambda a, b: b.copy_(a)}
+    if stopwatch.device.type == "cuda":
+        from benchmarks.gpu import triton_ops
+
+        copies["triton"] = triton_ops.copy
     rows = []
     for size in sizes:
         source = random_like(torch.empty(size // 8, dtype=torch.int64, device=stopwatch.device))
         target = torch.empty_like(source)
         row: dict[str, Any] = {"bytes": size}
-        for name, copy in copies.items():
+        for name, way in copies.items():
             target.fill_(-1)
-            timing = stopwatch.measure(partial(copy, source, target))
+            timing = stopwatch.measure(partial(way, source, target))
             assert torch.equal(source, target), f"{name} copies wrongly"
             row[f"{name}_bytes_per_second"] = 2 * size / timing.median
-            row[name] = timing.to_json()
+            row[name] = milliseconds(timing)
         half = len(source) // 2
         swap = prepare([[RowSwap(source, 0, half, half)]])
         timing = stopwatch.measure(swap.run)
@@ -55,15 +56,25 @@ def measure(
             swap.run()
         assert torch.equal(source, target), "the halves did not come back"
         row["swap_bytes_per_second"] = 2 * swap.num_bytes / timing.median
-        row["swap"] = timing.to_json()
+        row["swap"] = milliseconds(timing)
         rows.append(row)
+    gpus = torch.cuda.device_count() if stopwatch.device.type == "cuda" else 0
     large = [row for row in rows if row["bytes"] >= min(_LARGE, sizes[-1])]
     rates = [f"{name}_bytes_per_second" for name in copies]
     return {
         "copy_bytes_per_second": max(row[name] for row in large for name in rates),
         "swap_bytes_per_second": max(row["swap_bytes_per_second"] for row in large),
         "rows": rows,
+        "gpus": [_copy_rate(gpu, scale) for gpu in range(gpus)],
     }
+
+
+def _copy_rate(gpu: int, scale: Scale) -> float:
+    size = scale.copies[-1]
+    with torch.cuda.device(gpu):
+        stopwatch = Stopwatch(torch.device("cuda", gpu), scale.repeats)
+        source, target = (torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(2))
+        return 2 * size / stopwatch.measure(lambda: target.copy_(source)).median
 
 
 def random_like(tensor: torch.Tensor) -> torch.Tensor:

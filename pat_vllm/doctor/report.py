@@ -1,17 +1,25 @@
-"""What the stages find, and the verdict. They travel as JSON."""
+"""What the stages find, as one report for people and for a bug report. It travels as JSON."""
 
 from __future__ import annotations
 
-import contextlib
+import getpass
 import os
 import re
-from collections.abc import Mapping, Sequence
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 Status = Literal["passed", "failed", "skipped"]
+
+LOG_LINES = 40
+"""Of a failed stage's log, at the end of it."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Check:
         found: in a few words.
         problem: what is wrong; None if nothing is.
         seconds: that it took.
-        values: what was measured, JSON.
+        values: what was found, as JSON.
     """
 
     name: str
@@ -37,8 +45,8 @@ class Stage:
     """A stage and how it ended.
 
     Attributes:
-        why: of one that failed or was skipped.
-        log: of one that failed, the last lines that its processes wrote.
+        why: it failed or was skipped.
+        log: of a failed stage, the last lines that its processes wrote.
     """
 
     name: str
@@ -56,19 +64,10 @@ class Stage:
         last = tuple(log.splitlines()[-LOG_LINES:]) if problems else ()
         return cls(name, status, seconds, tuple(checks), "; ".join(problems), last)
 
-    @classmethod
-    def skipped(cls, name: str, why: str) -> Stage:
-        """One that was not run."""
-        return cls(name, "skipped", why=why)
-
-
-LOG_LINES = 40
-"""Of a failed stage's log, at the end of it."""
-
 
 @dataclass(frozen=True)
-class Verdict:
-    """All stages of one run, for people and for a bug report.
+class Report:
+    """All stages of one run.
 
     Attributes:
         date: UTC, ISO 8601.
@@ -86,8 +85,8 @@ class Verdict:
         return next((stage for stage in self.stages if stage.status == "failed"), None)
 
     @property
-    def sentence(self) -> str:
-        """The verdict in a sentence."""
+    def conclusion(self) -> str:
+        """In a sentence."""
         if (failed := self.failed) is not None:
             return f"Not fit: stage '{failed.name}' failed. {failed.why}"
         passed = [stage.name for stage in self.stages if stage.status == "passed"]
@@ -96,57 +95,52 @@ class Verdict:
         return f"Fit, as far as was tested: {', '.join(passed)}."
 
     def to_json(self) -> str:
-        """As text, without names of users and of their folders."""
-        return _VERDICT.dump_json(self, indent=1).decode()
+        """As text."""
+        return _REPORT.dump_json(self, indent=1).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> Verdict:
+    def from_json(cls, text: str) -> Report:
         """Inverse of `to_json`."""
-        return _VERDICT.validate_json(text)
+        return _REPORT.validate_json(text)
+
+    def without_names(self) -> Report:
+        """Without the names of the machine, its user and their folders."""
+        names = names_of_this_machine()
+
+        def clean(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: clean(inner) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [clean(inner) for inner in value]
+            return without_names(value, names) if isinstance(value, str) else value
+
+        return _REPORT.validate_python(clean(_REPORT.dump_python(self, mode="json")))
 
 
-_VERDICT = TypeAdapter(Verdict)
+_REPORT = TypeAdapter(Report)
 
 
-def without_names(text: str, names: Mapping[str, str]) -> str:
-    """A text without what says whose machine it is.
-
-    Args:
-        names: what to replace, whole words or paths, by what; longer ones first, whatever the
-            order.
-    """
+def without_names(text: str, names: dict[str, str]) -> str:
+    """Replace whole words and paths, longer ones first."""
     for name in sorted(names, key=len, reverse=True):
-        if len(name) > 2:
-            edge = r"(?<![\w])" if name[0].isalnum() else ""
-            text = re.sub(edge + re.escape(name) + r"(?![\w])", names[name], text)
+        edge = r"(?<![\w])" if name[0].isalnum() else ""
+        text = re.sub(edge + re.escape(name) + r"(?![\w])", names[name], text)
     return text
 
 
 def names_of_this_machine() -> dict[str, str]:
-    """What `without_names` replaces, wherever it is run."""
-    import getpass
-    import socket
-    import sys
-    import tempfile
-    from pathlib import Path
-
-    import pat_vllm
-
+    """What says whose machine this is, and what stands for it."""
     names = {
-        str(Path(pat_vllm.__file__).parents[1]): "<pat-vllm>",
+        str(Path(__file__).parents[2]): "<pat-vllm>",
         sys.prefix: "<python>",
         tempfile.gettempdir(): "<tmp>",
         socket.gethostname(): "<host>",
     }
-    with contextlib.suppress(OSError):  # it was removed
+    with suppress(OSError):  # it was removed
         names[os.getcwd()] = "."
-    with contextlib.suppress(RuntimeError):  # the user has none
+    with suppress(RuntimeError):  # the user has none
         names[str(Path.home())] = "~"
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = ""
-    # "root" says nothing, and is a word.
-    if user not in ("", "root"):
-        names[user] = "<user>"
-    return {name: to for name, to in names.items() if name not in ("", "/", "localhost")}
+    with suppress(KeyError, OSError):
+        names[getpass.getuser()] = "<user>"
+    # Those say nothing, or are parts of all other names.
+    return {k: v for k, v in names.items() if len(k) > 2 and k not in ("root", "localhost")}

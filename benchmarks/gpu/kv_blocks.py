@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from typing import Any
 
 import torch
 
-from pat_vllm.doctor.speed.ceiling import random_like
-from pat_vllm.doctor.speed.timing import Stopwatch
+from benchmarks.gpu.ceiling import random_like
+from benchmarks.gpu.shapes import Scale
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
@@ -30,19 +31,32 @@ CACHE_LAYOUTS = ("heads first", "tokens first")
 """How a block lies in memory: [heads, tokens, content], or [tokens, heads, content]."""
 
 
-def measure(
-    stopwatch: Stopwatch, memory: torch.Tensor, case: Case, copy_rate: float
-) -> list[dict[str, Any]]:
+def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
     """Pack and unpack in both directions, with either way to lay out a block.
 
+    Every number of requests and tokens is measured whose KV fits.
+
     Args:
-        memory: int64, at least `case.words`.
         copy_rate: the copy ceiling, bytes read plus bytes written per second.
 
     Raises:
         AssertionError: what was packed or unpacked is wrong.
     """
-    return [*_measure_case(stopwatch, random_like(memory), case, copy_rate)]
+    shape = scale.models[0]
+    bound = scale.kv_bytes
+    if stopwatch.device.type == "cuda":
+        bound = min(bound, torch.cuda.mem_get_info(stopwatch.device)[0] * 6 // 10)
+    memory = torch.empty(bound // 8, dtype=torch.int64, device=stopwatch.device)
+    rows: list[dict[str, Any]] = []
+    skipped = set()
+    for requests, tokens, wide in product(scale.requests, scale.tokens, scale.wide):
+        case = Case(shape, Layout(1, wide), Layout(wide, 1), requests, tokens)
+        if case.words > len(memory):
+            skipped.add((requests, tokens))
+        else:
+            rows += _measure_case(stopwatch, random_like(memory[: case.words]), case, copy_rate)
+    left_out = [f"{requests} x {tokens}" for requests, tokens in sorted(skipped)]
+    return {"model": shape.name, "more_than_fits": left_out, "rows": rows}
 
 
 @dataclass(frozen=True)
@@ -139,7 +153,7 @@ def _measure_case(
                     "requests": case.requests,
                     "tokens": case.tokens,
                     "bytes_read_and_written": moved,
-                    **timing.to_json(),
+                    **milliseconds(timing),
                     "share_of_copy": moved / timing.median / copy_rate,
                     "tables_ms": round(tables * 1e3, 3),
                 }

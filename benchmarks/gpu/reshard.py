@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from pat_vllm.doctor.speed.ceiling import random_like
-from pat_vllm.doctor.speed.timing import Stopwatch
+from benchmarks.gpu.ceiling import random_like
+from benchmarks.gpu.shapes import Scale
+from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
@@ -21,36 +22,28 @@ from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, r
 from pat_vllm.weights.shards import EvenPartition, Partition, QKVPartition, pieces_of
 
 
-def measure(
-    stopwatch: Stopwatch,
-    name: str,
-    size: ModelSize,
-    layouts: Sequence[Layout],
-    ranks: Sequence[int],
-    copy_rate: float,
-) -> list[dict[str, Any]]:
-    """Reshard between every two layouts, in both directions, on some of an engine's devices.
+def measure(stopwatch: Stopwatch, scale: Scale, copy_rate: float) -> dict[str, Any]:
+    """Reshard every model between every two layouts, in both directions, on some of the ranks.
 
     What has to move depends on where a rank comes from, too. So each walk begins in the base
     layout, with rows in their original order, goes to one or two other layouts, and ends in the
     base layout. There the weights are compared with the original ones, byte for byte.
 
     Args:
-        name: of the model.
-        layouts: the engine's, its base layout first.
-        ranks: those whose part is measured.
         copy_rate: the copy ceiling, bytes read plus bytes written per second.
 
     Raises:
         AssertionError: a row is not where it should be.
     """
-    weights = _Weights(size, layouts[0].tp, stopwatch.device)
-    return [
-        {"model": name, **row}
-        for rank in ranks
-        for walk in _walks(layouts)
-        for row in _measure_walk(stopwatch, weights, rank, walk, layouts, copy_rate)
-    ]
+    rows: list[dict[str, Any]] = []
+    for shape in scale.models:
+        weights = _Weights(shape, scale.layouts[0].tp, stopwatch.device)
+        for rank in scale.ranks:
+            for walk in _walks(scale.layouts):
+                measured = _measure_walk(stopwatch, weights, rank, walk, scale.layouts, copy_rate)
+                rows += [{"model": shape.name, **row} for row in measured]
+        del weights
+    return {"restored": "every walk, byte for byte", "rows": rows}
 
 
 class _Weights:
@@ -133,7 +126,7 @@ def _measure_walk(
             "rank": rank,
             "walk": "-".join(map(str, walk)),
             "bytes_read_and_written": 2 * move.num_bytes,
-            **timing.to_json(),
+            **milliseconds(timing),
             "share_of_copy": 2 * move.num_bytes / timing.median / copy_rate,
             "planning_ms": round(planning * 1e3, 2),
         }

@@ -1,0 +1,128 @@
+"""What `pat-vllm advise` is asked: its options, with their ranges and help, once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import typer
+
+from pat_vllm.gpus import NODE_SIZE
+
+_MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class AdviseOptions:
+    """Rollouts and an engine; the command line reads its options from these fields.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint's directory or config.json; llama-3.1-8b, qwen3-14b, qwen3-30b-a3b."
+        ),
+    ] = None
+    gpu: Annotated[str | None, typer.Option(help="Modelled GPU: A40, H100, H200.")] = None
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            max=NODE_SIZE,
+            help="GPUs of the engine, on one node; with --gpu. For several nodes, ask about one "
+            "and its share of the responses.",
+        ),
+    ] = 8
+    profile: Annotated[
+        Path | None, typer.Option(help="An engine's profile, in place of --gpu and --gpus.")
+    ] = None
+    responses: Annotated[
+        int,
+        typer.Option(
+            min=2, max=1_000_000, help="Of an iteration, on these GPUs: prompts x samples."
+        ),
+    ] = 1024
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="Earlier rollouts, from which lengths are drawn: a JSON array of lengths, one per "
+            "line, or JSON lines of a trainer's dump."
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Requests to replay as they are, arrivals included, in place of --responses and "
+            "--lengths: a JSON object with lengths, arrivals, num_prompt_tokens."
+        ),
+    ] = None
+    shape: Annotated[
+        str,
+        typer.Option(
+            help="Without --lengths: deepscaler, log-normal, two-mode, alike, uniform, straggler, "
+            "grpo."
+        ),
+    ] = "deepscaler"
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_TOKENS,
+            help="Longest response; without it the longest in --lengths, or 16384, or what the "
+            "engine of --profile allows.",
+        ),
+    ] = None
+    acceptance: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of first draft tokens accepted; 0: no drafts."),
+    ] = 0.0
+    drafting: Annotated[
+        float, typer.Option(min=0, max=60, help="Seconds a drafter adds to a step; with --gpu.")
+    ] = 0.0
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, max=65536, help="Of a GPU, as in vLLM; with --gpu.")
+    ] = 256
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=10_000,
+            help="Iterations to replay, each drawn anew; 8 by default, 6 with drafts.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Of what is drawn.")] = 0
+    all_layouts: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Replay every static layout in all iterations, and show each of them."
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value, (option,) = getattr(self, name), hint.__metadata__
+            if option.min is None or value is None or option.min <= value <= option.max:
+                continue
+            from pat_vllm.files.reading import shown  # slow, for `--help`
+
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {shown(value)}; allowed is {option.min:,} to "
+                f"{option.max:,}"
+            )
+
+    def refuse_beside(self, option: str, others: Iterable[str]) -> None:
+        """Refuse options that mean nothing beside another one.
+
+        Raises:
+            ValueError: one of `others` is not its default.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        for other in others:
+            if getattr(self, other) != defaults[other]:
+                name = other.replace("_", "-")
+                raise ValueError(f"--{name} and --{option} exclude each other; leave one out")

@@ -1,0 +1,254 @@
+"""Static layouts and PAT on the same batches. Pure.
+
+All have the same responses, the same tokens that a drafter guesses and the same router. What was
+replayed is a list of records; which configuration is best, and what one gains over another, are
+functions over it.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+from pat_vllm.advice.rollouts import Rollouts
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.policy import Policy, SchedulePolicy
+from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.run import SimulatedReport
+from pat_vllm.simulator.tuned import tuned_schedule
+from pat_vllm.speculation import Schedule
+from pat_vllm.text_only import starting_with_safe_path
+
+PLAIN = "k = 0"
+TUNED = "k by batch size"
+"""vLLM's `num_speculative_tokens_per_batch_size`, set by somebody who knows steps and drafts."""
+
+PLANNED = "k planned"
+"""PAT's own choice, by layout and number of requests."""
+
+OWN_WORK = 0.005
+"""Part of a step that PAT's own work takes, which the simulator leaves out: 47 microseconds of one
+of 10 ms on a CPU (docs/results.md)."""
+
+_NEAR = 1.1
+"""Static configurations within this of the best of their kind in the first batch are replayed in
+all."""
+_CONFIDENCE = 0.95
+
+
+class Config(NamedTuple):
+    """One way to serve the batches.
+
+    Attributes:
+        layout: a static one; None: PAT.
+        drafts: "k = 4" or `TUNED`, of PAT `PLANNED`; `PLAIN` of both.
+        own_limits: whether every replica runs as many requests as one of the base layout, as vLLM
+            has it; else concurrency is equal, as in PAT: a wider replica runs more.
+    """
+
+    layout: Layout | None
+    drafts: str = PLAIN
+    own_limits: bool = False
+
+    def __str__(self) -> str:
+        name = f"static {self.layout}" if self.layout else "PAT"
+        return f"{name}, {self.drafts}" + (", vLLM's own limits" if self.own_limits else "")
+
+
+class Record(NamedTuple):
+    """A chain of batches in a configuration: a report of each batch that counts."""
+
+    config: Config
+    chain: int
+    reports: tuple[SimulatedReport, ...]
+
+
+class Task(NamedTuple):
+    """A chain of batches to replay; of a `screening` only the first that counts."""
+
+    config: Config
+    chain: int
+    screening: bool = False
+
+
+def replay(rollouts: Rollouts, processes: int = 1) -> list[Record]:
+    """Replay PAT and the static configurations that matter, all reported batches of each.
+
+    Static configurations are compared in the first batch; those that come near the best of their
+    kind (vLLM's own limits; without drafts; all) are replayed in every batch.
+
+    Args:
+        processes: processes among which the work is spread.
+
+    Raises:
+        ValueError: a response does not fit into a replica's memory.
+    """
+    layouts, chains = rollouts.static.layouts, range(len(rollouts.chains))
+    ours = [Config(None)]
+    own = [Config(layout, own_limits=True) for layout in layouts]
+    plain = [Config(layout) for layout in layouts]
+    static = list(plain)
+    if len(rollouts.draft_lengths) > 1:
+        ours.insert(0, Config(None, PLANNED))
+        drafts = [*(f"k = {k}" for k in rollouts.draft_lengths[1:]), TUNED]
+        static += [Config(*each) for each in product(layouts, drafts)]
+    with _runner(rollouts, processes) as run:
+        tasks = [Task(*each) for each in product(ours, chains)]
+        records, first = [], {}
+        screening = [Task(config, 0, screening=True) for config in (*static, *own)]
+        for record in run([*tasks, *screening]):
+            if record.config.layout is None:
+                records.append(record)
+            else:
+                first[record.config] = record.reports[0].seconds
+        kinds = [own, plain, static]
+        if rollouts.all_layouts:
+            kinds += [[one for one in static if one.layout == layout] for layout in layouts]
+            kinds += [[one] for one in plain]
+        near = [one for kind in kinds for one in _near(kind, first)]
+        records += run([Task(*each) for each in product(dict.fromkeys(near), chains)])
+    return records
+
+
+def _near(configs: Sequence[Config], seconds: dict[Config, float]) -> list[Config]:
+    most = _NEAR * min(seconds[one] for one in configs)
+    return [one for one in configs if seconds[one] <= most]
+
+
+def replay_chain(rollouts: Rollouts, task: Task) -> Record:
+    """Replay a task.
+
+    Raises:
+        ValueError: a response does not fit into a replica's memory.
+    """
+    config, (first, *batches) = task.config, rollouts.chains[task.chain]
+    batches = batches[:1] if task.screening else batches
+    policy: Policy
+    if config.layout is None:
+        capacity = ReplicaCapacity.of(rollouts.profile)
+        policy = AdaptivePolicy(
+            rollouts.profile,
+            bound=max(batch.max_tokens for batch in batches),
+            draft_lengths=(0,) if config.drafts == PLAIN else rollouts.draft_lengths,
+            # The time that planning takes here is not the simulated engine's.
+            timer=lambda: 0.0,
+        )
+        reports = simulate_batches((first, *batches), policy, rollouts.truth, capacity)[1:]
+    else:
+        static = rollouts.with_own_limits if config.own_limits else rollouts.static
+        schedule = draft_schedule(rollouts, config)
+        policy = SchedulePolicy(config.layout, (), {config.layout: schedule})
+        capacity = ReplicaCapacity.of(static)
+        reports = simulate_batches(batches, policy, rollouts.truth, capacity)
+    return Record(config, task.chain, tuple(reports))
+
+
+def draft_schedule(rollouts: Rollouts, config: Config) -> Schedule:
+    """Draft lengths of a static configuration, by batch size."""
+    assert config.layout is not None
+    most = rollouts.static.max_num_seqs[config.layout.tp]
+    if config.drafts == TUNED:
+        return tuned_schedule(
+            rollouts.truth, config.layout, most, rollouts.batches, rollouts.draft_lengths
+        )
+    return ((1, most, int(config.drafts.removeprefix("k = "))),)
+
+
+# -------------------------------------------------------------------- processes
+
+Run = Callable[[Sequence[Task]], Iterable[Record]]
+
+_rollouts: Rollouts
+"""Of a process of the pool."""
+
+
+def _begin(rollouts: Rollouts) -> None:
+    global _rollouts
+    _rollouts = rollouts
+
+
+def _replay_here(task: Task) -> Record:
+    return replay_chain(_rollouts, task)
+
+
+@contextmanager
+def _runner(rollouts: Rollouts, processes: int) -> Iterator[Run]:
+    """Replays tasks, the longest first; yields their records in the same order."""
+    if processes == 1:
+        yield lambda tasks: [replay_chain(rollouts, task) for task in tasks]
+        return
+    # Threads of this process (a progress bar's) must not be forked.
+    context = multiprocessing.get_context("spawn")
+    with (
+        starting_with_safe_path(),
+        ProcessPoolExecutor(processes, context, _begin, (rollouts,)) as pool,
+    ):
+        yield lambda tasks: pool.map(_replay_here, tasks)
+
+
+# -------------------------------------------------------------------- over records
+
+
+def reports_of(records: Iterable[Record], config: Config) -> tuple[SimulatedReport, ...]:
+    """Of each reported batch in a configuration, chain by chain."""
+    return tuple(
+        report for record in records if record.config == config for report in record.reports
+    )
+
+
+def seconds_of(records: Iterable[Record], config: Config) -> tuple[float, ...]:
+    """Seconds of each reported batch in a configuration."""
+    return tuple(report.seconds for report in reports_of(records, config))
+
+
+def best(records: Sequence[Record], configs: Iterable[Config]) -> Config:
+    """The configuration that is fastest over all batches."""
+    return min(configs, key=lambda config: sum(seconds_of(records, config)))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Time that one configuration saves over another, as a fraction of the other's.
+
+    Attributes:
+        mean: by the geometric mean of the batches' ratios.
+        low, high: its 95% interval (Student's t over the logarithms of the ratios); the mean where
+            there is one batch.
+        least, most: of single batches.
+    """
+
+    mean: float
+    low: float
+    high: float
+    least: float
+    most: float
+
+    @property
+    def reaches(self) -> float | None:
+        """0 or `OWN_WORK` where the interval reaches it, so that nothing may be left of the gain;
+        else None. Rounded as it is shown, to a tenth of a percent."""
+        low = round(self.low, 3)
+        return next((bar for bar in (0.0, OWN_WORK) if low <= bar), None)
+
+
+def gain(ours: Sequence[float], theirs: Sequence[float]) -> Gain:
+    """What `ours` save over `theirs`: seconds of the same batches."""
+    from scipy.special import stdtrit  # `scipy.stats` takes half a second to import
+
+    logs = np.log(np.array(ours) / np.array(theirs))
+    mean, count, half = float(logs.mean()), len(logs), 0.0
+    if count > 1:
+        t = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2))
+        half = t * float(logs.std(ddof=1)) / math.sqrt(count)
+    shown = (mean, mean + half, mean - half, float(logs.max()), float(logs.min()))
+    return Gain(*(-math.expm1(log) + 0.0 for log in shown))

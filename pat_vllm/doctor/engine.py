@@ -1,0 +1,399 @@
+"""The checks of one engine, in a process of its own: `python -m pat_vllm.doctor.engine`.
+
+An engine of stock vLLM says what is right, and one with PAT is compared with that. The engine core
+has its own process, as for users: a switch is asked for while it generates.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from pat_vllm.child import Events
+from pat_vllm.doctor.compare import Agreement, Differs, Output, Reference
+from pat_vllm.doctor.in_workers import graphs_of, send_by_ipc
+from pat_vllm.doctor.report import Check
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.cache import CACHE_DIR
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+MAX_TOKENS = 48
+"""That each request generates."""
+SWITCH_AFTER = 4
+"""Answers of the engine after which a switch is asked for."""
+_TRIES = 3
+"""To switch before the last response has ended."""
+_LIKELIEST = 5
+Prompts = tuple[tuple[int, ...], ...]
+"""Token ids, by request."""
+NamedCheck = tuple[str, Callable[[], str]]
+"""A check returns what it has found, in a few words, and raises what is wrong."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """An engine, what it is asked, and what it is compared with.
+
+    Attributes:
+        engine: keyword arguments of `vllm.LLM`.
+        other_weights: folder of a checkpoint of the same shape, for a weight update.
+        prompts: of the requests.
+        references: of the first weights and of the others; none for stock vLLM, which makes them.
+        draft_lengths: to go through while it generates; the engine speculates if there are any.
+        sleeps: it can be put to sleep.
+        graphs: it must have captured CUDA graphs.
+        as_used: of an engine as its user would have it, what is not the user's; else empty.
+    """
+
+    engine: dict[str, Any]
+    other_weights: str
+    prompts: Prompts
+    references: tuple[Reference, ...] = ()
+    draft_lengths: tuple[int, ...] = ()
+    sleeps: bool = True
+    graphs: bool = False
+    as_used: str = ""
+
+
+TASK = TypeAdapter(Task)
+REFERENCES = TypeAdapter(tuple[Reference, ...])
+
+
+def run_checks(checks: Iterable[NamedCheck], events: Events) -> bool:
+    """Run checks until one fails, and tell what each has found; whether none has failed."""
+    for name, check in checks:
+        events.tell(doing=name)
+        began = time.monotonic()
+        found, problem = "", None
+        try:
+            found = check()
+        except Differs as error:
+            problem = str(error)
+        except Exception as error:  # it is told, whatever it was
+            problem = f"{type(error).__name__}: {error}"
+        seconds = round(time.monotonic() - began, 2)
+        last = {} if problem is None else {"last": True}
+        events.tell(check=asdict(Check(name, found, problem, seconds)), **last)
+        if problem is not None:
+            return False
+    return True
+
+
+class StockEngine:
+    """Stock vLLM, with either of the weights, as the reference."""
+
+    def __init__(self, task: Task, events: Events) -> None:
+        self.task, self.events = task, events
+        self.references: list[Reference] = []
+
+    def checks(self) -> Iterator[NamedCheck]:
+        """One for each of the weights."""
+        yield "stock vLLM", partial(self._refer, self.task.engine["model"])
+        yield "stock vLLM new weights", partial(self._refer, self.task.other_weights)
+
+    def _refer(self, model: str) -> str:
+        from vllm import LLM
+
+        llm = LLM(**{**self.task.engine, "model": model})
+        outputs = generate(llm, self.task.prompts, likeliest=_LIKELIEST, beat=self.events.tell)
+        reference = Reference(outputs, score(llm, self.task.prompts, outputs))
+        llm.llm_engine.engine_core.shutdown()
+        reference.check()
+        self.references.append(reference)
+        return f"{len(outputs)} requests; off itself by {reference.noise:.1e}"
+
+
+class PATEngine:
+    """An engine with PAT, whose every answer is compared with stock vLLM's."""
+
+    llm: LLM
+    layouts: Sequence[Layout]
+
+    def __init__(self, task: Task, events: Events) -> None:
+        self.task, self.events = task, events
+        self.first, self.other = task.references
+
+    def checks(self) -> Iterator[NamedCheck]:
+        """In the order in which they are made. The layouts are known when it has started."""
+        task, lost = self.task, self.task.sleeps and bool(self.task.as_used)
+        yield "start", self.start
+        if task.as_used:
+            yield "layouts as the policy chooses", self.by_policy
+        for layout in self.layouts:
+            yield f"layout {layout}", partial(self.static, layout)
+        for source, target in permutations(self.layouts, 2):
+            yield (
+                f"{source} -> {target} with requests in flight",
+                partial(self.across, source, target),
+            )
+        if task.draft_lengths:
+            yield "draft length changes with requests in flight", self.with_drafts
+        if task.sleeps and not lost:
+            yield "sleep and wake-up", self.sleep
+        if lost:
+            yield "sleep at level 2, weight update", self.update_after_level_2
+        else:
+            yield "weight update", self.update
+        if task.as_used:
+            yield "weight update by IPC", self.update_by_ipc
+        yield "shutdown", self.shutdown
+
+    def start(self) -> str:
+        """Start it; of CUDA graphs, that each rank has some."""
+        from vllm import LLM
+
+        from pat_vllm.api import report
+
+        self.llm = LLM(**self.task.engine)
+        self.layouts = report(self.llm).layouts
+        found = [f"layouts {', '.join(map(str, self.layouts))}"]
+        if self.task.as_used:
+            lengths = [len(prompt) for prompt in self.task.prompts]
+            found.append(f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens")
+            found.append(self.task.as_used)
+        if self.task.graphs:
+            counts, modes = zip(*self.llm.collective_rpc(graphs_of), strict=True)
+            text = f"cudagraph_mode {modes[0]}, {min(counts)} graphs a rank"
+            if not min(counts):
+                raise RuntimeError(f"no CUDA graphs were captured: {text}")
+            found.append(text)
+        return "; ".join(found)
+
+    def shutdown(self) -> str:
+        """End it."""
+        self.llm.llm_engine.engine_core.shutdown()
+        return ""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs without GPUs."""
+        return bool(self.llm.llm_engine.vllm_config.device_config.device_type == "cpu")
+
+    # ---------------------------------------------------------------- layouts
+
+    def by_policy(self) -> str:
+        """Generate in the layouts that the engine's policy chooses."""
+        from pat_vllm.api import report
+
+        began = time.monotonic()
+        agreement = self.first.compare_outputs(self.generate())
+        switches = report(self.llm, since=began).switches
+        chosen = [str(one.target) for one in switches if one.reason == "policy"]
+        went = f"it went to {', '.join(chosen)}" if chosen else "it stayed in one"
+        return f"{went}; {agreement}"
+
+    def static(self, layout: Layout) -> str:
+        """Generate in one layout."""
+        return str(self.in_layout(layout, self.first))
+
+    def in_layout(self, layout: Layout, expected: Reference) -> Agreement:
+        """Generate in a layout, and score stock vLLM's tokens in it."""
+        switch_to(self.llm, layout)
+        agreement = expected.compare_outputs(self.generate())
+        switch_to(self.llm, layout)
+        return agreement + self.scores(expected)
+
+    def across(self, source: Layout, target: Layout) -> str:
+        """Switch while requests are in flight; what they say is what they say in one layout."""
+        from pat_vllm.api import report
+
+        for _ in range(_TRIES):
+            switch_to(self.llm, source)
+            began = time.monotonic()
+            outputs = self.generate({SWITCH_AFTER: partial(switch_to, self.llm, target)})
+            agreement = self.first.compare_outputs(outputs)
+            forced = [
+                one
+                for one in report(self.llm, since=began).switches
+                if (one.source, one.target, one.reason) == (source, target, "forced")
+            ]
+            if forced and (switch := forced[0]).num_seqs:
+                break
+        else:
+            raise RuntimeError(f"all responses had ended before the engine switched to {target}")
+        # The engine may have gone home; as the switch left them, weights are looked at by scores.
+        switch_to(self.llm, source)
+        switch_to(self.llm, target)
+        agreement += self.scores(self.first)
+        moved = f"{switch.num_seqs} in flight, {switch.migrated} migrated"
+        return f"{moved}, {1e3 * switch.seconds:.0f} ms; {agreement}"
+
+    def with_drafts(self) -> str:
+        """Go through the draft lengths while requests are in flight."""
+        from pat_vllm.api import report, speculate
+
+        lengths = self.task.draft_lengths
+        switch_to(self.llm, self.layouts[-1])
+        began = time.monotonic()
+        after = {n: partial(speculate, self.llm, k) for n, k in enumerate(lengths, start=1)}
+        agreement = self.first.compare_outputs(self.generate(after))
+        drafts = report(self.llm, since=began).drafts
+        counts = f"{sum(d.accepted for d in drafts)} of {sum(d.drafted for d in drafts)} accepted"
+        return f"k = {', '.join(map(str, lengths))}: {counts}; {agreement}"
+
+    # ---------------------------------------------------------------- sleep and weights
+
+    def sleep(self) -> str:
+        """At level 1, which keeps the weights."""
+        self.llm.sleep(level=1)
+        self.llm.wake_up()
+        agreement = self.in_layout(self.layouts[-1], self.first)
+        return f"without effect on CPU; {agreement}" if self.on_cpu else str(agreement)
+
+    def update(self) -> str:
+        """Load the other weights over the first."""
+        switch_to(self.llm, self.layouts[-1])
+        self._reload()
+        return str(self._in_all_layouts(self.other))
+
+    def update_after_level_2(self) -> str:
+        """Load the other weights in place of those that sleep at level 2 has given up."""
+        switch_to(self.llm, self.layouts[-1])
+        self.llm.sleep(level=2)
+        self.llm.wake_up(["weights"])
+        self._reload()
+        self.llm.wake_up(["kv_cache"])
+        where = "sleep is without effect on CPU" if self.on_cpu else "in place of lost weights"
+        return f"{where}; {self._in_all_layouts(self.other)}"
+
+    def update_by_ipc(self) -> str:
+        """The first weights again, from this process's memory."""
+        switch_to(self.llm, self.layouts[-1])
+        memory = send_by_ipc(self.llm, self.task.engine["model"], self.on_cpu)
+        return f"{memory}; {self._in_all_layouts(self.first)}"
+
+    def _reload(self) -> None:
+        weights = {"weights_path": self.task.other_weights}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+
+    def _in_all_layouts(self, expected: Reference) -> Agreement:
+        self.llm.reset_prefix_cache()
+        return sum((self.in_layout(at, expected) for at in self.layouts), Agreement())
+
+    # ---------------------------------------------------------------- requests
+
+    def generate(self, after: Mapping[int, Callable[[], Any]] | None = None) -> tuple[Output, ...]:
+        """See `generate`."""
+        return generate(self.llm, self.task.prompts, after, beat=self.events.tell)
+
+    def scores(self, expected: Reference) -> Agreement:
+        """Compare log-probabilities of stock vLLM's tokens."""
+        return expected.compare_forced(score(self.llm, self.task.prompts, expected.outputs))
+
+
+def switch_to(llm: LLM, layout: Layout) -> None:
+    """Switch, or say why not."""
+    from pat_vllm.api import report, switch
+
+    if not switch(llm, str(layout)):
+        refused = report(llm).refused
+        why = refused[-1].why if refused else "?"
+        raise RuntimeError(f"the switch to {layout} was refused: {why}")
+
+
+def generate(
+    llm: LLM,
+    prompts: Prompts,
+    after: Mapping[int, Callable[[], Any]] | None = None,
+    likeliest: int = 0,
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[Output, ...]:
+    """Serve the requests, greedily.
+
+    Args:
+        after: what to call after so many of the engine's answers.
+        likeliest: tokens whose log-probabilities to keep at each position.
+        beat: called at each answer of the engine.
+
+    Returns:
+        Outputs by request, of `MAX_TOKENS` each.
+    """
+    from vllm import RequestOutput, SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=MAX_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=likeliest,
+    )
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+    outputs: dict[int, Output] = {}
+    answers = 0
+    while engine.has_unfinished_requests():
+        if not (answered := engine.step()):
+            continue
+        answers += 1
+        beat()
+        if after and answers in after:
+            after[answers]()
+        for one in answered:
+            if one.finished:
+                assert isinstance(one, RequestOutput)
+                outputs[int(one.request_id)] = _output_of(one.outputs[0], likeliest)
+    return tuple(outputs[number] for number in range(len(prompts)))
+
+
+def _output_of(completion: Any, likeliest: int) -> Output:
+    tokens = tuple(completion.token_ids)
+    entries = [{t: float(e.logprob) for t, e in one.items()} for one in completion.logprobs]
+    logprobs = tuple(one[token] for one, token in zip(entries, tokens, strict=True))
+    return Output(tokens, logprobs, tuple(entries) if likeliest else ())
+
+
+def score(llm: LLM, prompts: Prompts, outputs: Sequence[Output]) -> tuple[tuple[float, ...], ...]:
+    """Log-probabilities of given outputs, computed as a prompt's, by request."""
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+    sequences = [[*a, *b.tokens] for a, b in zip(prompts, outputs, strict=True)]
+    answers = llm.generate(
+        [TokensPrompt(prompt_token_ids=one) for one in sequences], params, use_tqdm=False
+    )
+    scores = []
+    for prompt, sequence, answer in zip(prompts, sequences, answers, strict=True):
+        entries = (answer.prompt_logprobs or [])[len(prompt) :]
+        tokens = sequence[len(prompt) :]
+        known = [entry for entry in entries if entry is not None]  # only a first token has none
+        scores.append(tuple(e[t].logprob for e, t in zip(known, tokens, strict=True)))
+    return tuple(scores)
+
+
+def main(request: str, events: str) -> None:
+    """The child: a `Task` in; the answer of stock vLLM are the references."""
+    task = TASK.validate_json(Path(request).read_text())
+    # The profile of a random model is of no use later.
+    os.environ[CACHE_DIR] = str(Path(events).parent)
+    # vLLM wants it said that functions, and handles of memory, may be sent to its workers.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    lines = Events(events)
+    if not task.references:
+        stock = StockEngine(task, lines)
+        if not run_checks(stock.checks(), lines):
+            sys.exit(1)
+        lines.tell(answer=REFERENCES.dump_python(tuple(stock.references), mode="json"))
+        return
+    engine = PATEngine(task, lines)
+    if not run_checks(engine.checks(), lines):
+        # Or this process would wait for the engine's at its end.
+        with suppress(Exception):
+            engine.shutdown()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

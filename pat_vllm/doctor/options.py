@@ -1,0 +1,48 @@
+"""What a user asks of the doctor: the options of `pat-vllm doctor`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each is an option of the command, with what its help says."""
+
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a checkpoint, or a config.json: what is refused, and memory."),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Compute for so many of this GPU (A40, H100, H200); start no engine."),
+    ] = None
+    ranks: Annotated[
+        int, typer.Option(min=2, max=1024, help="Worker processes, one for each GPU.")
+    ] = 2
+    pat: Annotated[
+        dict[str, Any],
+        typer.Option(
+            metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
+        ),
+    ] = field(default_factory=dict)
+    engine: Annotated[
+        dict[str, Any],
+        typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
+    ] = field(default_factory=dict)
+    shape: Annotated[
+        str, typer.Option(help="Of the random model: tiny, moe, large, or model (like --model).")
+    ] = "tiny"
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")
+    ] = None
+    speculate: Annotated[
+        int,
+        typer.Option(min=0, max=1024, help="Longest n-gram drafts of the self-test; 0 is none."),
+    ] = 0
+    all: Annotated[
+        bool, typer.Option("--all", help="Also engines with CUDA graphs, and one as you use it.")
+    ] = False
+    output_dir: Annotated[Path | None, typer.Option(help="Where to write doctor.json.")] = None

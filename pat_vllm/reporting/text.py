@@ -1,0 +1,98 @@
+"""A report in words: a sentence, and a line for each switch and each batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pat_vllm.reporting.values import BatchSavings, RefusedSwitch, Report, SwitchReport
+
+_MOST_LINES = 40
+"""Of switches and batches; a report may hold thousands."""
+
+
+def describe_report(report: Report) -> str:
+    """The sentence of `summary`, and below it what happened, in the order of time.
+
+    Of many switches and batches only the last are listed.
+    """
+    began, _ = times_of(report)
+    happened = [
+        *((one.at, _switch(one, began)) for one in report.switches),
+        *((one.at, _refused(one, began)) for one in report.refused),
+        *((one.at, _batch(one, began)) for one in report.predictor.savings),
+    ]
+    lines = [line for at, line in sorted(happened, key=lambda one: one[0]) if at >= began]
+    if (earlier := len(lines) - _MOST_LINES) > 0:
+        lines = [f"({earlier} earlier lines are left out)", *lines[earlier:]]
+    steps = ", ".join(
+        f"{count.steps} in {layout} (median {count.median * 1e3:.1f} ms)"
+        for layout, count in report.steps.items()
+    )
+    lines.append(f"now in {report.layout}; steps since the start: {steps or 'none'}")
+    if report.errors:
+        lines.append(f"{report.errors} switches failed to plan: see the engine's log")
+    return "\n  ".join([summary(report), *lines])
+
+
+def summary(report: Report) -> str:
+    """What an engine did, in a sentence."""
+    most = max((one.num_seqs for one in report.timeline), default=0)
+    ranks = report.layouts[0].world_size
+    if not most:
+        return f"no requests yet, {ranks} ranks"
+    began, end = times_of(report)
+    switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
+    stalls = sum(one.seconds for one in switches)
+    text = (
+        f"{most} requests at most, {ranks} ranks, {end:.1f} s; "
+        f"{len(switches)} switch{'' if len(switches) == 1 else 'es'} in {stalls:.2f} s"
+    )
+    savings = report.predictor.savings
+    fixed = sum(one.realised.fixed for one in savings)
+    if savings and fixed > 0:
+        saved = fixed - sum(one.realised.drafting for one in savings)
+        predicted = sum(one.predicted.fixed - one.predicted.drafting for one in savings)
+        text += (
+            f"; saved {saved:.1f} of {fixed:.1f} s in {savings[0].layout} without drafts "
+            f"(estimated; predicted {predicted:.1f} s)"
+        )
+    return text
+
+
+def times_of(report: Report) -> tuple[float, float]:
+    """When the first request came, on the report's clock, and seconds from then to its end."""
+    timeline = report.timeline
+    began = next((one.at for one in timeline if one.num_seqs), timeline[0].at if timeline else 0.0)
+    last = [
+        *(one.at for one in timeline[-1:]),
+        *(one.at + one.seconds for one in report.switches[-1:]),
+        *(one.at for one in report.drafts[-1:]),
+        *(one.at for one in report.predictor.savings[-1:]),
+    ]
+    return began, max([one - began for one in last if one > began], default=1.0)
+
+
+def switch_in_words(one: SwitchReport, began: float) -> str:
+    """A switch, with the seconds from `began` until it."""
+    return (
+        f"{one.source} -> {one.target} at {one.at - began:.2f} s, {one.num_seqs} live, "
+        f"{one.seconds * 1e3:.0f} ms"
+    )
+
+
+def _switch(one: SwitchReport, began: float) -> str:
+    return f"{switch_in_words(one, began)} ({one.reason})"
+
+
+def _refused(one: RefusedSwitch, began: float) -> str:
+    return f"no switch to {one.target} at {one.at - began:.2f} s: {one.why}"
+
+
+def _batch(one: BatchSavings, began: float) -> str:
+    took, predicted = one.realised, one.predicted
+    return (
+        f"batch ended at {one.at - began:.2f} s: {took.drafting:.2f} s since its first plan "
+        f"(predicted {predicted.drafting:.2f} s); in {one.layout} without drafts "
+        f"{took.fixed:.2f} s (estimated; predicted {predicted.fixed:.2f} s)"
+    )

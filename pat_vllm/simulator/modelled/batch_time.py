@@ -1,0 +1,145 @@
+"""Seconds of a batch in some layouts, modelled in a tenth of a second. Pure.
+
+vLLM's order: the first requests run, as many as have room, and the others wait; where KV grows
+beyond its memory, the last are preempted and computed again when they come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.state import Floats, Ints
+from pat_vllm.simulator.modelled.roofline import Machine
+from pat_vllm.simulator.traces import GENERATORS, LengthTrace
+
+USUAL_SEQS = 256
+"""Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large
+GPUs, and says little of the load."""
+SWITCH_FIXED = 0.03
+"""Seconds of a switch besides moving KV and weights; an assumption."""
+_MAX_TOKENS, _PROMPT = 16384, 256
+_CHUNK = 8192
+"""Prompt tokens of a step, as vLLM has by default."""
+_STEPS = 64
+"""Between two looks at who runs, at most; where requests end soon, an eighth."""
+_LOOKS = 500
+"""There are about so many looks at most: in long batches they are farther apart."""
+_LEAVE = 32
+"""One in so many running requests ends until the next look, about."""
+_THRASH = 1.8
+"""Preempted requests are computed again more often than is seen between looks, by so much; fitted
+to batches that the simulator played by vLLM's rules, whose times are then met within a tenth."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A batch that is expected.
+
+    Attributes:
+        responses: of all ranks.
+        lengths: tokens of responses, some or all of them.
+        num_prompt_tokens: of each.
+    """
+
+    responses: int
+    lengths: Sequence[int]
+    num_prompt_tokens: int = _PROMPT
+
+    @classmethod
+    def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
+        """Where nothing is known: as many requests as `max_num_seqs` says for each rank."""
+        responses = ranks * min(max_num_seqs, USUAL_SEQS)
+        most = max(1, min(_MAX_TOKENS, max_model_len - _PROMPT))
+        return cls.of(GENERATORS["deepscaler"](responses, most, 0))
+
+    @classmethod
+    def of(cls, trace: LengthTrace) -> Load:
+        """As a batch was."""
+        prompt = round(float(np.mean(trace.num_prompt_tokens)))
+        return cls(len(trace.lengths), trace.lengths, prompt)
+
+
+def batch_seconds(
+    machine: Machine,
+    layouts: Sequence[Layout],
+    kv_tokens: Mapping[int, int],
+    max_num_seqs: Callable[[Layout], int],
+    load: Load,
+) -> float:
+    """Seconds of a batch, in the layout that is fastest at each time, the first of `layouts` being
+    the base layout.
+
+    Replicas have equal shares of what runs.
+
+    Args:
+        kv_tokens: of a replica, by tp.
+        max_num_seqs: of a replica.
+    """
+    left = np.resize(np.asarray(load.lengths, np.int64), load.responses)
+    held = np.full(len(left), load.num_prompt_tokens, np.int64)
+    computed = np.zeros(len(left), bool)
+    again = np.zeros(len(left), bool)
+    here, seconds, apart = None, 0.0, _STEPS
+    while len(left):
+        ends = np.cumsum(held + _STEPS // 2)  # as if in the middle of the next steps
+        turns = {
+            layout: _Turn.of(machine, layout, ends, kv_tokens[layout.tp], max_num_seqs(layout))
+            for layout in layouts
+        }
+        best = min(layouts, key=lambda layout: turns[layout].token)
+        if here is not None and best != here:
+            saved = (turns[here].token - turns[best].token) * float(left.mean())
+            live, tokens = int(computed.sum()), int(held[computed].sum())
+            move = machine.switch(here, best, live, tokens, SWITCH_FIXED, layouts[0]).seconds
+            best, spent = (best, move) if saved > move else (here, 0.0)
+            seconds += spent
+        here, turn = best, turns[best]
+        runs = np.arange(len(left)) < turn.running
+        fresh = runs & ~computed
+        prompts = float(held[fresh & ~again].sum() + _THRASH * held[fresh & again].sum())
+        seconds += prompts / here.replicas / _CHUNK * machine.step(here, 0, 0, _CHUNK)
+        apart = max(apart, int(left.sum() / turn.running / _LOOKS))
+        steps = _steps(left[: turn.running], apart)
+        seconds += steps * turn.step
+        computed, again = runs, again | runs
+        left = np.where(runs, left - steps, left)
+        held = np.where(runs, held + steps, held)
+        stays = left > 0
+        left, held, computed, again = left[stays], held[stays], computed[stays], again[stays]
+    return seconds
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The next steps in a layout.
+
+    Attributes:
+        running: requests that run.
+        step: seconds of a step.
+        token: seconds until every request, also of those that wait, would have a token.
+    """
+
+    running: int
+    step: float
+    token: float
+
+    @classmethod
+    def of(
+        cls, machine: Machine, layout: Layout, ends: Ints | Floats, room: int, most: int
+    ) -> _Turn:
+        """With KV of the first n requests, in all, in `ends[n - 1]` tokens."""
+        fit = int(np.searchsorted(ends, room * layout.replicas, side="right"))
+        running = max(1, min(fit, most * layout.replicas, len(ends)))
+        batch = -(-running // layout.replicas)
+        step = machine.step(layout, batch, int(batch * ends[running - 1] / running), 0)
+        return cls(running, step, step * len(ends) / running)
+
+
+def _steps(left: Ints, most: int) -> int:
+    """Steps until the next look: few of those that run end before, and they not much."""
+    soon = len(left) // _LEAVE
+    return int(np.clip(np.partition(left, soon)[soon], most // 8, most))

@@ -1,0 +1,29 @@
+"""A machine that changes under a policy, for tests of the predictor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.cost import Number
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.simulator.truth import Truth
+
+
+@dataclass(frozen=True)
+class DriftingTruth:
+    """A machine that slows down: steps take `1 + slowdown` times as long after `over` seconds,
+    less before, in proportion, and no more after."""
+
+    base: Truth
+    slowdown: float
+    over: float
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        drift = 1 + self.slowdown * min(1.0, max(0.0, now) / self.over)
+        return drift * self.base.step_seconds(layout, shape, now, steps)
+
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
+        return self.base.switch_seconds(source, target, live, tokens)

@@ -1,0 +1,83 @@
+"""What the doctor asks of an engine, and that each answer is compared."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from itertools import count
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from pat_vllm.child import Events
+from pat_vllm.doctor import engine as module
+from pat_vllm.doctor.compare import Agreement, Differs
+from pat_vllm.doctor.engine import PATEngine, Task, run_checks
+from pat_vllm.layout import Layout
+from tests.unit.doctor.test_compare import REFERENCE
+
+AS_USED = Task(
+    {"model": "first"}, "other", ((1, 2),), (REFERENCE, REFERENCE), (2, 0), as_used="all of it"
+)
+
+
+def check(patch: pytest.MonkeyPatch, wrong: int | None = None) -> tuple[Any, int, bool]:
+    """Go through the checks; the answer of the n-th comparison is wrong.
+
+    Returns:
+        The engine, how many comparisons there were, and whether all checks have passed.
+    """
+    numbers, events = count(), Events()
+    engine = PATEngine(AS_USED, events)
+
+    def compare(*_: Any) -> Agreement:
+        if next(numbers) == wrong:
+            raise Differs("wrong token")
+        return Agreement(1, 0, 0.0)
+
+    for name in ("by_policy", "in_layout", "across", "with_drafts"):
+        patch.setattr(engine, name, compare)
+    engine.llm, engine.layouts = MagicMock(), [Layout.of(tp, 2) for tp in (1, 2)]
+    patch.setattr(engine, "start", str)
+    patch.setattr(PATEngine, "on_cpu", True)
+    patch.setattr(module, "switch_to", lambda *_: None)
+    patch.setattr(module, "send_by_ipc", lambda llm, model, _: llm.ipc(model) and "IPC")
+    passed = run_checks(engine.checks(), events)
+    return engine.llm, next(numbers), passed
+
+
+def test_every_answer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, comparisons, passed = check(monkeypatch)
+    assert passed and comparisons == 1 + 2 + 2 + 1 + 2 + 2
+    for number in range(comparisons):
+        assert not check(monkeypatch, number)[2]
+
+
+def test_lost_weights_are_replaced_before_the_kv_cache_wakes_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, _, _ = check(monkeypatch)
+    assert llm.method_calls == [
+        call.sleep(level=2),
+        call.wake_up(["weights"]),
+        call.collective_rpc("reload_weights", kwargs={"weights_path": "other"}),
+        call.wake_up(["kv_cache"]),
+        call.reset_prefix_cache(),
+        call.ipc("first"),
+        call.reset_prefix_cache(),
+        call.llm_engine.engine_core.shutdown(),
+    ]
+
+
+def test_the_first_check_that_fails_is_the_last() -> None:
+    def fails() -> str:
+        raise RuntimeError("no")
+
+    events = Events()
+    assert not run_checks([("fine", lambda: "it is"), ("wrong", fails), ("late", str)], events)
+    assert isinstance(events.file, StringIO)
+    doing, fine, _, wrong = map(json.loads, events.file.getvalue().splitlines())
+    assert doing == {"doing": "fine"}
+    assert (fine["check"]["found"], fine["check"]["problem"]) == ("it is", None)
+    assert wrong["check"]["problem"] == "RuntimeError: no" and wrong["last"]

@@ -1,0 +1,81 @@
+"""Batches modelled in a moment against the simulator, which plays every step by vLLM's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import Config, Task, replay_chain
+from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.gpus import GPUS
+from pat_vllm.layout import Layout
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
+from pat_vllm.simulator.modelled.roofline import Machine
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "per_gpu", "shape"),
+    [
+        ("llama-3.1-8b", "A40", 8, "deepscaler"),
+        ("qwen3-14b", "A40", 64, "uniform"),
+        ("qwen3-14b", "A40", 256, "alike"),
+    ],
+)
+def test_static_layouts_take_as_long_as_the_simulator_says(
+    model: str, gpu: str, per_gpu: int, shape: str
+) -> None:
+    """Whether KV is short or not; the simulator adds noise, of 2 % in the mean."""
+    rollouts = rollouts_of(
+        AdviseOptions(model, gpu, 8, responses=8 * per_gpu, shape=shape, max_tokens=4096)
+    )
+    machine = _machine(model, gpu)
+    for layout in rollouts.static.layouts:
+        (run, *_) = replay_chain(rollouts, Task(Config(layout), 0)).reports
+        batch = rollouts.chains[0][1]
+        most = rollouts.static.max_num_seqs
+        assert not isinstance(most, int)
+        found = batch_seconds(
+            machine,
+            [layout],
+            rollouts.static.kv_tokens,
+            most_of(most),
+            Load.of(batch),
+        )
+        assert found == pytest.approx(run.seconds, rel=0.15), layout
+
+
+def test_a_batch_switches_where_that_saves_time() -> None:
+    machine, load = _machine("llama-3.1-8b", "A40"), Load(512, [400] * 63 + [8000])
+    narrow, wide = Layout(1, 8), Layout(8, 1)
+
+    def seconds(*layouts: Layout, **room: int) -> float:
+        kv = {1: 400_000, 8: 4_000_000} | {int(tp[2:]): room[tp] for tp in room}
+        return batch_seconds(machine, layouts, kv, lambda _: 1024, load)
+
+    alone = [seconds(one) for one in (narrow, wide)]
+    assert seconds(narrow, wide) < min(alone)
+    # The same layouts, with less memory.
+    assert seconds(narrow, tp1=9_000) > alone[0]
+
+
+def test_shares_of_lengths() -> None:
+    machine = _machine("llama-3.1-8b", "H100")
+    of: Any = {"machine": machine, "layouts": [Layout(8, 1)], "kv_tokens": {8: 10**9}}
+    some, all_ = (
+        batch_seconds(**of, max_num_seqs=lambda _: 1024, load=Load(64, lengths))
+        for lengths in ([100, 1000], [100, 1000] * 32)
+    )
+    assert some == all_
+
+
+def most_of(max_num_seqs: Mapping[int, int]) -> Callable[[Layout], int]:
+    return lambda layout: max_num_seqs[layout.tp]
+
+
+def _machine(model: str, gpu: str) -> Machine:
+    return Machine(ModelShape.from_config(MODEL_SHAPES[model], 2), GPUS[gpu], GPUS[gpu].link)

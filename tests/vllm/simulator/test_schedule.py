@@ -1,0 +1,115 @@
+"""A simulated replica against vLLM's own scheduler, where KV is short: steps, preemptions, and the
+tokens that are computed again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
+from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.simulator.traces import GENERATORS, LengthTrace
+from tests.support.models import random_model
+
+BLOCK, PROMPT, BUDGET, LONGEST = 16, 64, 512, 1000
+
+
+@pytest.mark.parametrize("blocks", [400, 800])
+@pytest.mark.parametrize("shape", ["deepscaler", "uniform"])
+def test_as_vllm_schedules(shape: str, blocks: int) -> None:
+    made = GENERATORS[shape](48, LONGEST, 0)
+    trace = replace(made, num_prompt_tokens=(PROMPT,) * len(made))
+    steps, prefilled, preempted = of_vllm(trace, blocks)
+    found = of_replica(trace, blocks)
+    assert preempted > 10, "the case is no test"
+    assert found[0] == pytest.approx(steps, rel=0.03)
+    assert found[1] == pytest.approx(prefilled, rel=0.08)
+    assert found[2] == pytest.approx(preempted, rel=0.1)
+
+
+def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
+    requests, replica, steps = SimulatedRequests(trace, 0.0), SimulatedReplica(0), 0
+    replica.waiting.extend(range(len(trace)))
+    capacity = ReplicaCapacity(len(trace), BUDGET, {1: (blocks - 1) * BLOCK})
+    while replica.num_seqs:
+        step = replica.schedule(requests, capacity, 1)
+        replica.decoding, replica.prefilling = step.decoding, step.prefilling
+        replica.per_step = 1.0
+        replica.set_steps(1)
+        replica.finish(requests, 1)
+        steps += 1
+    return steps, requests.prefilled, requests.preempted
+
+
+def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
+    scheduler, draw = scheduler_of(len(trace), blocks), random.Random(0)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    requests = {}
+    for number, length in enumerate(trace.lengths):
+        params = SamplingParams(max_tokens=length, ignore_eos=True)
+        params.update_from_generation_config({}, 1)
+        prompt = [draw.randrange(3, 300) for _ in range(PROMPT)]
+        request = Request(str(number), prompt, params, None, block_hasher=hasher)
+        requests[request.request_id] = request
+        scheduler.add_request(request)
+    steps = computed = 0
+    while scheduler.has_unfinished_requests():
+        step = scheduler.schedule()
+        steps += 1
+        computed += step.total_num_scheduled_tokens
+        names = list(step.num_scheduled_tokens)
+        whole = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
+        output = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[[draw.randrange(3, 300)] if one else [] for one in whole],
+        )
+        scheduler.update_from_output(step, output)
+    preempted = sum(request.num_preemptions for request in requests.values())
+    return steps, computed - sum(trace.lengths) + len(trace), preempted
+
+
+def scheduler_of(max_num_seqs: int, blocks: int) -> Any:
+    config = EngineArgs(
+        model=str(random_model("qwen3")),
+        max_model_len=2048,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=BUDGET,
+        enforce_eager=True,
+        async_scheduling=False,
+    ).create_engine_config()
+    config.cache_config.block_size, config.cache_config.num_gpu_blocks = BLOCK, blocks
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=8, head_size=32, dtype=torch.bfloat16)
+    page = spec.page_size_bytes
+    kv_cache_config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[KVCacheTensor(blocks * page, ["layer"], blocks * page, page)],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+    )
+    init_none_hash(sha256)
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=False,
+    )
