@@ -22,7 +22,7 @@ from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
-from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
+from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import PlannedSavings
@@ -259,9 +259,7 @@ class AdaptivePolicy(Policy):
         self._lengths.observe_running(live)
         ahead = course(live, self._lengths.sample(live, _FUTURES))
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        if self._acceptance is not None:
-            self._drafting = self._acceptance.expected()
-        outlook = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+        outlook = self._outlook(ahead, prompts)
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
@@ -280,6 +278,11 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
 
+    def _outlook(self, ahead: Course, prompts: int) -> Outlook:
+        if self._acceptance is not None:
+            self._drafting = self._acceptance.expected()
+        return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+
     def _open(self, last: LiveRequests) -> None:
         """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
 
@@ -293,7 +296,7 @@ class AdaptivePolicy(Policy):
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting).plan(here)
+        plan = self._outlook(ahead, prompts).plan(here)
         seconds = {here: plan.stay}
         for layout, total in plan.go.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)

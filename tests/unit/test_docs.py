@@ -24,6 +24,7 @@ MAX_README_WORDS = 1000
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 """Not the change log, which names what was moved by its old name, too."""
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
 
 
 @cache
@@ -168,8 +169,9 @@ def links(page: Path) -> Iterator[str]:
     ids=lambda function: function.__name__,
 )
 def test_what_pages_name_exists(missing: Callable[[Path], Iterator[str]]) -> None:
-    pages = [*PAGES, ROOT / "CHANGELOG.md"] if missing is links else PAGES
-    assert {page.name: names for page in pages if (names := sorted(missing(page)))} == {}
+    pages = [*PAGES, ROOT / "CHANGELOG.md", *RESULTS] if missing is links else PAGES
+    found = {str(page.relative_to(ROOT)): sorted(missing(page)) for page in pages}
+    assert not {page: names for page, names in found.items() if names}
 
 
 def test_readme_is_short() -> None:

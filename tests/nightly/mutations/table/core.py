@@ -85,9 +85,9 @@ _SCHEDULER: list[Row] = [
 
 _POLICY: list[Row] = [
     ("a policy begins with draft lengths", "pat_vllm.predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
-    ("draft lengths of a batch's tail hold for the next", "pat_vllm.predictor.adaptive:AdaptivePolicy.idle", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
+    ("draft lengths of a batch's tail hold for the next", "pat_vllm.predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.drafts", "pass", DRAFT_LENGTHS),
     ("planned draft lengths are not used", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass", DRAFT_LENGTHS),
-    ("a plan does not know what is accepted", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self._drafting = self._acceptance.expected()", "pass", DRAFT_LENGTHS),
+    ("a plan does not know what is accepted", "pat_vllm.predictor.adaptive:AdaptivePolicy._outlook", "self._drafting = self._acceptance.expected()", "pass", DRAFT_LENGTHS),
 ]
 
 _EXECUTOR: list[Row] = [

@@ -108,7 +108,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._decide", ADAPTIVE): {
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
     },
-    (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy._open", ADAPTIVE): {
         "all batches open in the base layout": {"self.home = min(": "min("},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
