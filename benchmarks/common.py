@@ -12,7 +12,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
         head_dim=128,
         intermediate=3072,
         vocab=151_936,
-        tie=True,
-        dtype="bfloat16",
-        max_position_embeddings=4096,
-    ),
-    # A third of a billion parameters, with half of the above's KV heads' width.
-    "qwen3-0.3b": dict(
-        arch="qwen3",
-        hidden=1024,
-        layers=24,
-        heads=16,
-        kv_heads=8,
-        head_dim=64,
-        intermediate=3072,
-        vocab=32_000,
         tie=True,
         dtype="bfloat16",
         max_position_embeddings=4096,
@@ -130,6 +117,25 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
     ]
 
 
+def repeating_prompts(name: str, count: int, seed: int) -> list[dict[str, list[int]]]:
+    """Prompts that begin differently and go on with the phrase that the model `name` repeats."""
+    from pat_vllm.cli.random_model import SPECIAL_TOKENS
+
+    size, first = MODELS[name].get("phrase", 16), len(SPECIAL_TOKENS)
+    prompts = random_prompts(count, 8, seed)
+    for index, prompt in enumerate(prompts):
+        prompt["prompt_token_ids"] += [first + (seed + index + i) % size for i in range(40)]
+    return prompts
+
+
+def ngram(length: int) -> dict[str, Any]:
+    """Options by which an engine speculates."""
+    config = dict(
+        method="ngram", num_speculative_tokens=length, prompt_lookup_min=2, prompt_lookup_max=4
+    )
+    return {"speculative_config": config}
+
+
 # -------------------------------------------------------------------- engines
 
 
@@ -160,39 +166,21 @@ class Engine(EngineProcess):
         super().__init__(options, environment)
 
 
-def generate(
-    llm: Any, prompts: Sequence[Any], new_tokens: int, begin_at: float | None = None
-) -> tuple[float, float]:
-    """Run a batch of fixed lengths; returns when it began and ended, on the monotonic clock.
-
-    Args:
-        begin_at: wait for this moment, so that several engines begin together.
-    """
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=1.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
-    )
-    while begin_at is not None and (left := begin_at - time.monotonic()) > 0:
-        time.sleep(min(left, 1e-3))
-    begun = time.monotonic()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    ended = time.monotonic()
-    assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
-    return begun, ended
+@contextmanager
+def awake(engines: Sequence[EngineProcess]) -> Iterator[None]:
+    """Have paused engines go on inside; one that waits for its turn takes no core."""
+    for engine in engines:
+        engine.resume()
+    try:
+        yield
+    finally:
+        # After a batch, an engine learns in a step of its own that nothing is left to do.
+        time.sleep(_SETTLE_SECONDS)
+        for engine in engines:
+            engine.pause()
 
 
-def busy_cores(seconds: float = 1.0) -> float:
-    """How many cores the whole machine keeps busy while this process sleeps."""
-
-    def busy() -> float:
-        fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-        ticks = [int(f) for f in fields]
-        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-    before = busy()
-    time.sleep(seconds)
-    return (busy() - before) / seconds
+_SETTLE_SECONDS = 0.05
 
 
 # -------------------------------------------------------------------- memory bandwidth
@@ -224,11 +212,6 @@ def _copy_rate(core: int, num_bytes: int, begin_at: float) -> float:
 
 
 # -------------------------------------------------------------------- results
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Summary:
-    """Ratio of each pair of neighbouring repeats: what the machine does meanwhile cancels out."""
-    return Summary.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def machine() -> dict[str, Any]:

@@ -1,148 +1,217 @@
 """What PAT costs while it does not switch: a static layout against stock vLLM.
 
     python -m benchmarks.overhead
+    python -m benchmarks.overhead --drafts 4 --model repeating --dtype float32 --requests 8
 
 (a) PAT kept in tp=2 against stock vLLM (`mp`) with tp=2: at most 1.03 times its time.
 (b) PAT kept in tp=1, so two replicas in one engine, against two independent stock engines on one
     core each, with half of the requests each, started at the same time: at most 1.05 times.
 
-The engines of a comparison stay alive and take turns, batch by batch; one that waits is parked.
+The engines of a comparison stay alive and take turns, batch by batch; one that waits is stopped.
 Same model, flags, prompts and lengths, and the same KV memory per core. With `--weights inplace`
 the layouts share one copy of the weights, (a) then has its rows where a switch brings them, and the
-stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise.
+stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise. With
+`--drafts` both sides speculate by n-grams, greedy, so that equal tokens have equal drafts.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import (
-    PARK_SECONDS,
     Engine,
     Summary,
-    busy_cores,
-    generate,
+    awake,
     machine,
     model,
+    ngram,
     random_prompts,
-    ratios,
+    repeating_prompts,
     stock_limits,
     table,
     write_results,
 )
+from benchmarks.paired import paired_ratio, turns
 
 BARS = {"tp2": 1.03, "tp1": 1.05}
+_BEGIN_SECONDS = 0.4
+"""Until the engines of a side have begun; they wake up before."""
+
+Side = Sequence[tuple[Mapping[str, Any], str]]
+"""Engines that share the batches: options of `LLM`, and cores."""
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-100m")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--only", choices=sorted(BARS))
     parser.add_argument("--repeats", type=int, default=7, help="of each side, after a warm-up")
     parser.add_argument("--weights", choices=["materialized", "inplace"], default="materialized")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=48, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of a step")
     parser.add_argument("--kv-mib", type=int, default=512, help="KV memory of a core")
     args = parser.parse_args()
+    if args.drafts:
+        # At tp > 1 vLLM compiles one small function with C++: seconds of start on every side.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+    facts = machine()
+    body: dict[str, Any] = {"arguments": vars(args), "bars": BARS}
+    rows = []
+    for name, sides in _sides(args).items():
+        if args.only not in (None, name):
+            continue
+        served = _compare(sides, args)
+        seconds = {side: [batch.seconds for batch in served[side]] for side in sides}
+        ratio = paired_ratio(seconds["pat"], seconds["stock"], median=True)
+        pairs = list(zip(*served.values(), strict=True))
+        unequal = sum(ours.tokens != theirs.tokens for ours, theirs in pairs)
+        body[name] = {"seconds": seconds, "ratio": ratio}
+        rows.append(
+            [
+                f"{name}: {'one group' if name == 'tp2' else 'two replicas / engines'}",
+                *(Summary.of(seconds[side]).show(digits=3) for side in ("pat", "stock")),
+                f"{Summary.of(seconds['stock']).median / args.new_tokens * 1e3:.1f}",
+                ratio.show(3),
+                BARS[name],
+                ratio.verdict(BARS[name]),
+                *([served["pat"][-1].accepted, unequal] if args.drafts else []),
+            ]
+        )
+    text = (
+        f"{args.requests} requests of {args.prompt} + {args.new_tokens} tokens, {args.model}, "
+        f"{args.drafts} draft tokens; median (low-high) of {args.repeats} batches of each side, in "
+        "turns. The ratio is the median of those of equal batches, with its 95% interval.\n\n"
+    )
+    header = ["", "PAT s", "stock s", "stock ms per token of a request", "ratio", "bar", ""]
+    header += ["accepted drafts", "batches with other tokens"] if args.drafts else []
+    name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
+    name += f"-{args.only}" if args.only else ""
+    name += "-inplace" if args.weights == "inplace" else ""
+    name += "-drafts" if args.drafts else ""
+    write_results(name, facts, body, text + table(header, rows))
+
+
+def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
     flags = dict(
         model=model(args.model),
-        dtype="bfloat16",
+        dtype=args.dtype,
         enforce_eager=True,
         max_model_len=512,
         max_num_seqs=64,
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=args.kv_mib << 20,
+        **(ngram(args.drafts) if args.drafts else {}),
     )
     two = flags | {"tensor_parallel_size": 2}
-    pat = two | {"distributed_executor_backend": "pat"}
-    sides: dict[str, dict[str, list[tuple[dict[str, Any], str]]]] = {
-        "tp2": {
-            "pat": [(pat | _static(2, args.weights), "0|1")],
-            "stock": [
-                (two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}, "0|1")
-            ],
-        },
-        "tp1": {
-            "pat": [(pat | _static(1, args.weights), "0|1")],
-            "stock": [(flags, "0"), (flags, "1")],
-        },
+
+    def pat(tp: int) -> Side:
+        options = {"policy": {"kind": "static", "tp": tp}, "weights": args.weights}
+        own = {"distributed_executor_backend": "pat", "additional_config": {"pat": options}}
+        return [(two | own, "0|1")]
+
+    stock = two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}
+    return {
+        "tp2": {"pat": pat(2), "stock": [(stock, "0|1")]},
+        "tp1": {"pat": pat(1), "stock": [(flags, "0"), (flags, "1")]},
     }
-    facts = machine()
-    body: dict[str, Any] = {"arguments": vars(args), "flags": flags, "bars": BARS}
-    rows = []
-    for name, engines in sides.items():
-        if args.only in (None, name):
-            seconds, idle = _compare(engines, args)
-            ratio = ratios(seconds["pat"], seconds["stock"])
-            body[name] = {"seconds": seconds, "ratio": ratio, "idle_busy_cores": idle}
-            steps = Summary.of(seconds["stock"]).median / args.new_tokens
-            rows.append(
-                [
-                    f"{name}: {'one group' if name == 'tp2' else 'two replicas / engines'}",
-                    Summary.of(seconds["pat"]).show(digits=3),
-                    Summary.of(seconds["stock"]).show(digits=3),
-                    f"{steps * 1e3:.1f}",
-                    ratio.show(digits=3),
-                    BARS[name],
-                    f"{idle:.2f}",
-                ]
-            )
-    text = (
-        f"{args.requests} requests of {args.prompt} + {args.new_tokens} tokens, {args.model}; "
-        f"median (low-high) of {args.repeats} alternated batches. The ratio is the median of the "
-        "ratios of neighbouring batches.\n\n"
-    )
-    header = ["", "PAT s", "stock s", "stock ms/step", "ratio", "bar", "cores busy when all wait"]
-    name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
-    name += f"-{args.only}" if args.only else ""
-    name += "-inplace" if args.weights == "inplace" else ""
-    write_results(name, facts, body, text + table(header, rows))
 
 
-def _static(tp: int, weights: str) -> dict[str, Any]:
-    pat = {"policy": {"kind": "static", "tp": tp}, "weights": weights}
-    return {"additional_config": {"pat": pat}}
+@dataclass(frozen=True)
+class Batch:
+    """A batch of one side: seconds from the common start until its last engine is done."""
+
+    seconds: float
+    tokens: tuple[Any, ...]
+    accepted: str
 
 
-def _compare(
-    sides: dict[str, list[tuple[dict[str, Any], str]]], args: argparse.Namespace
-) -> tuple[dict[str, list[float]], float]:
-    """Seconds per batch of each side, and how many cores the engines take when all wait."""
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, list[Batch]]:
+    """The batches of each side."""
+    served: dict[str, list[Batch]] = {side: [] for side in sides}
     with ExitStack() as stack:
-        running: dict[str, list[Engine]] = {}
-        for side, options in sides.items():
+        running: dict[str, list[Engine]] = {side: [] for side in sides}
+        for side, engines in sides.items():
             plain = side == "stock" and args.weights == "inplace"
-            running[side] = [stack.enter_context(Engine(*one, plain=plain)) for one in options]
-            for engine in running[side]:
+            for options, cores in engines:
+                engine = stack.enter_context(Engine(options, cores, plain=plain))
                 engine.wait_until_ready()
-        for engines in running.values():
-            _batch(engines, args, seed=0)
-        idle: list[float] = []
-        for repeat in range(1, args.repeats + 1):
-            order = list(running)
-            for side in order if repeat % 2 else reversed(order):
-                time.sleep(PARK_SECONDS)
-                idle.append(busy_cores(0.3))
-                seconds[side].append(_batch(running[side], args, seed=repeat))
-    return seconds, statistics.median(idle)
+                # One after the other, or they would measure themselves while others start.
+                engine.pause()
+                running[side].append(engine)
+        for repeat, order in enumerate(turns([*sides], args.repeats + 1)):
+            for side in order:
+                batch = _serve(running[side], args, repeat)
+                if repeat:  # the first one warms up
+                    served[side].append(batch)
+    return served
 
 
-def _batch(engines: list[Engine], args: argparse.Namespace, seed: int) -> float:
-    """Seconds from the common start until the last engine is done."""
+def _serve(engines: Sequence[Engine], args: argparse.Namespace, seed: int) -> Batch:
     prompts = random_prompts(args.requests, args.prompt, seed)
-    begin_at = time.monotonic() + 0.2
-    for index, engine in enumerate(engines):
-        engine.start(generate, prompts[index :: len(engines)], args.new_tokens, begin_at)
-    spans = [engine.result() for engine in engines]
-    return max(end for _, end in spans) - min(begin for begin, _ in spans)
+    if args.drafts:
+        prompts = repeating_prompts(args.model, args.requests, seed)
+    temperature = 0.0 if args.drafts else 1.0
+    with awake(engines):
+        begin_at = time.monotonic() + _BEGIN_SECONDS
+        for index, engine in enumerate(engines):
+            part = prompts[index :: len(engines)]
+            engine.start(generate, part, args.new_tokens, temperature, begin_at)
+        parts = [engine.result() for engine in engines]
+    seconds = max(ended for _, ended, *_ in parts) - min(began for began, *_ in parts)
+    tokens = tuple(parts[i % len(parts)][2][i // len(parts)] for i in range(len(prompts)))
+    return Batch(seconds, tokens, parts[0][3])
+
+
+def generate(
+    llm: Any, prompts: Sequence[Any], new_tokens: int, temperature: float, begin_at: float
+) -> tuple[float, float, list[list[int]], str]:
+    """Serve a batch of fixed lengths, in the engine's process, after a short one that wakes it.
+
+    Args:
+        begin_at: wait for this moment, so that several engines begin together.
+
+    Returns:
+        When it began and ended, on the monotonic clock; tokens of each request; and of PAT's
+        engine the share of its draft tokens that were accepted so far.
+    """
+    from vllm import SamplingParams
+
+    def serve(prompts: Sequence[Any], tokens: int) -> list[list[int]]:
+        params = SamplingParams(
+            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        outputs = llm.generate([*prompts], params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    serve([{"prompt_token_ids": [7, 8, 9]}], 2)
+    while (left := begin_at - time.monotonic()) > 0:
+        time.sleep(min(left, 1e-3))
+    began = time.monotonic()
+    tokens = serve(prompts, new_tokens)
+    ended = time.monotonic()
+    assert all(len(one) == new_tokens for one in tokens)
+    return began, ended, tokens, _accepted(llm)
+
+
+def _accepted(llm: Any) -> str:
+    if llm.llm_engine.vllm_config.additional_config.get("pat") is None:
+        return "-"
+    import pat_vllm
+
+    drafts = pat_vllm.report(llm).drafts
+    drafted = sum(sample.drafted for sample in drafts)
+    return f"{sum(sample.accepted for sample in drafts) / drafted:.2f}" if drafted else "-"
 
 
 if __name__ == "__main__":

@@ -154,7 +154,6 @@ def _parts() -> dict[str, float]:
     import numpy as np
 
     from pat_vllm.layout import Layout
-    from pat_vllm.predictor.lengths import LengthModel
     from pat_vllm.predictor.policy import SchedulePolicy
     from pat_vllm.predictor.state import LiveRequests, LiveState
     from pat_vllm.profiling.profile import StepShape
@@ -199,14 +198,6 @@ def _parts() -> dict[str, float]:
             lambda i: predictor.choose(state(1e3 + i * step, 1 + i % 128))
         ),
     }
-    lengths = LengthModel(16_384)
-    parts["LengthModel.finished"] = timed(lambda i: lengths.finished(1 + i % 5000, True))
-
-    def predict(_: int) -> None:
-        lengths.observe_running(batches[128])
-        lengths.sample(batches[128], 16)
-
-    parts["LengthModel, 16 futures of 128 live requests"] = timed(predict, 2_000)
     report = predictor.report()
     parts["of which a plan, mean over 1 to 128 live requests and 4 layouts"] = (
         report.planning / report.plans

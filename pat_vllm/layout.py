@@ -100,6 +100,14 @@ class Layout:
         """Position of the global rank within its tensor-parallel group."""
         return rank // self.replicas
 
+    def shares_kv(self, other: Layout) -> bool:
+        """Whether both layouts keep a replica's KV on the same ranks, head by head.
+
+        True between layouts of one tp over the same ranks: they differ in how experts lie alone. A
+        switch between them moves no KV.
+        """
+        return self.tp == other.tp
+
     def place_of(self, rank: int) -> Place:
         """The global rank's place, by which its weights are cut."""
         return Place(self.tp, self.tp_rank_of(rank), self.experts)

@@ -73,9 +73,9 @@ def spread(requests: Iterable[Placed], source: Layout, target: Layout) -> dict[s
     its share of requests, rounded up), for then part of its KV need not travel. Longest first,
     so that the requests with most KV get their choice.
 
-    Between layouts that differ in how experts lie alone every request stays: no KV travels.
+    Between layouts that share KV every request stays.
     """
-    if source.tp == target.tp:
+    if source.shares_kv(target):
         return {request.request_id: request.replica for request in requests}
     ordered = sorted(requests, key=lambda r: (-r.context, r.request_id))
     share = -(-len(ordered) // target.replicas)

@@ -1,4 +1,4 @@
-"""What PAT supports of vLLM's options, and how it prepares a `VllmConfig`.
+"""How PAT checks and prepares a `VllmConfig`.
 
 Runs in the front end before any worker starts, so that a mistake is a clear error at once.
 """
@@ -23,26 +23,22 @@ from pat_vllm.config import (
     pat_config,
 )
 from pat_vllm.gpus import Device
-from pat_vllm.layout import Layout, device_of
+from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.speculation import DRAFTERS
+from pat_vllm.refused import unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from vllm.config import AttentionConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import AttentionConfig, VllmConfig
 
 WORKER_CLS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "pat_vllm.worker.cpu_worker.PATCPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "pat_vllm.worker.gpu_worker.PATGPUWorker",
 }
 """PAT's worker class for each of vLLM's own."""
-
-_PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
-"""vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
-divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
 
 
 def prepare(vllm_config: VllmConfig) -> None:
@@ -51,11 +47,11 @@ def prepare(vllm_config: VllmConfig) -> None:
     Raises:
         ValueError: an option that PAT does not support; names it, its value and the way out.
     """
-    if unsupported := _unsupported(vllm_config):
+    if found := unsupported(vllm_config):
         raise ValueError(
             'distributed_executor_backend="pat" does not support '
             + "; ".join(
-                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in unsupported
+                f"{option}={value!r} (allowed: {allowed})" for option, value, allowed in found
             )
         )
     _choose_experts(vllm_config)
@@ -226,153 +222,6 @@ def _platform_worker() -> str:
         f'distributed_executor_backend="pat" runs on CUDA, ROCm and CPU, not on '
         f"{current_platform.device_name!r}"
     )
-
-
-def _unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
-    """Options that PAT cannot serve, as (option, value, what is allowed)."""
-    import vllm.envs as envs
-
-    parallel = vllm_config.parallel_config
-    model = vllm_config.model_config
-    found: list[tuple[str, Any, str]] = []
-
-    for option, value in {
-        "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        "data_parallel_size": parallel.data_parallel_size,
-        "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
-        "nnodes": parallel.nnodes,
-    }.items():
-        if value != 1:
-            found.append((option, value, "1 (PAT itself makes replicas of the N ranks)"))
-    ranks = parallel.world_size
-    if parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks)):
-        # vLLM binds rank r to the node of GPU r.
-        found.append(
-            (
-                "numa_bind",
-                True,
-                f"False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM "
-                "binds by; bind the engine's process instead, e.g. numactl --cpunodebind",
-            )
-        )
-    if envs.VLLM_ENABLE_STARTUP_PLAN:
-        allowed = "0: its KV cache would leave no memory for the other layouts"
-        found.append(("VLLM_ENABLE_STARTUP_PLAN", 1, allowed))
-    if envs.VLLM_USE_NCCL_SYMM_MEM:
-        allowed = "0: vLLM sums over the ranks of one group in each process, whichever is active"
-        found.append(("VLLM_USE_NCCL_SYMM_MEM", 1, allowed))
-    if parallel.enable_batch_sharded_sampling:
-        allowed = "False: vLLM has checked it for the layout of all ranks only"
-        found.append(("enable_batch_sharded_sampling", True, allowed))
-    offload = vllm_config.offload_config
-    for option, size in {
-        "cpu_offload_gb": offload.uva.cpu_offload_gb,
-        "offload_group_size": offload.prefetch.offload_group_size,
-    }.items():
-        if size:
-            found.append((option, size, "0: layouts share weights on the GPU"))
-    transfer = vllm_config.weight_transfer_config
-    if transfer is not None and transfer.backend == "sharded_rdt":
-        allowed = "nccl, ipc, sparse_nccl, nccl_m2n; it needs vLLM's own Ray executor"
-        found.append(("weight_transfer_config.backend", transfer.backend, allowed))
-    if vllm_config.lora_config is not None:
-        found.append(("enable_lora", True, "False"))
-    if vllm_config.cache_config.kv_offloading_size is not None:
-        found.append(("kv_offloading_size", vllm_config.cache_config.kv_offloading_size, "None"))
-    if (speculative := vllm_config.speculative_config) is not None:
-        found += _unsupported_speculation(speculative)
-    events = vllm_config.kv_events_config
-    for option, config in {
-        "kv_transfer_config": vllm_config.kv_transfer_config,
-        "ec_transfer_config": vllm_config.ec_transfer_config,
-        "kv_events_config": events if events and events.enable_kv_cache_events else None,
-    }.items():
-        if config is not None:
-            found.append((option, config, "None"))
-    backend = vllm_config.attention_config.backend
-    if backend is not None and backend.name in _PACKED_HEADS:
-        found.append(("attention_backend", backend.name, "TRITON_ATTN"))
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
-        found.append(("kv_cache_dtype", cache_dtype, "auto, float16, bfloat16, float32"))
-
-    if model is None:
-        return found
-    if model.runner_type != "generate":
-        found.append(("runner", model.runner_type, "generate"))
-    if model.quantization is not None:
-        found.append(("quantization", model.quantization, "None (unquantized weights)"))
-    if model.is_moe:
-        found += _unsupported_experts(vllm_config)
-        if mixture_of(vllm_config) is None:
-            named = f"{model.model} (a mixture of experts)"
-            allowed = "models whose config has one number of experts and one width for all layers"
-            found.append(("model", named, allowed))
-    kinds = {
-        "a multimodal model": model.is_multimodal_model,
-        "an encoder-decoder model": model.is_encoder_decoder,
-        "a hybrid, Mamba or linear-attention model": model.is_hybrid
-        or model.has_inner_state
-        or model.is_attention_free,
-        "a model with multi-head latent attention": model.use_mla,
-    }
-    found += [
-        ("model", f"{model.model} ({kind})", "decoder-only models with full attention")
-        for kind, is_kind in kinds.items()
-        if is_kind
-    ]
-    if model.get_sliding_window() is not None and not model.disable_sliding_window:
-        found.append(
-            (
-                "sliding_window",
-                model.get_sliding_window(),
-                "models with full attention in every layer, or disable_sliding_window=True",
-            )
-        )
-    return found
-
-
-def _unsupported_experts(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
-    """Options of a mixture of experts. What a layer itself shows, `check_experts` refuses."""
-    parallel, backend = vllm_config.parallel_config, vllm_config.kernel_config.moe_backend
-    stay = "a layout's experts stay where they are"
-    inside = "tokens do not leave their group, which needs no such backend"
-    replay = vllm_config.aux_output_config.enable_return_routed_experts
-    refused = {
-        "enable_expert_parallel": (
-            parallel.enable_expert_parallel,
-            False,
-            "pat.experts='ep' spreads experts over the group of each layout",
-        ),
-        "enable_eplb": (parallel.enable_eplb, False, stay),
-        "num_redundant_experts": (parallel.eplb_config.num_redundant_experts, 0, stay),
-        "expert_placement_strategy": (parallel.expert_placement_strategy, "linear", ""),
-        "enable_elastic_ep": (parallel.enable_elastic_ep, False, stay),
-        "all2all_backend": (parallel.all2all_backend, "allgather_reducescatter", inside),
-        "enable_dbo": (parallel.enable_dbo, False, ""),
-        "enable_return_routed_experts": (replay, False, "layouts cannot replay routing yet"),
-    }
-    found: list[tuple[str, Any, str]] = [
-        (option, value, f"{allowed}: {why}" if why else str(allowed))
-        for option, (value, allowed, why) in refused.items()
-        if value != allowed
-    ]
-    if backend not in ("auto", "triton"):
-        why = "auto, triton: others lay experts out in ways that layouts cannot share"
-        found.append(("moe_backend", backend, why))
-    return found
-
-
-def _unsupported_speculation(config: SpeculativeConfig) -> list[tuple[str, Any, str]]:
-    found: list[tuple[str, Any, str]] = []
-    if config.method not in DRAFTERS:
-        allowed = f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet"
-        found.append(("speculative_config.method", config.method, allowed))
-    if config.rejection_sample_method == "synthetic":
-        allowed = "standard, block: PAT's outputs are those of the model"
-        found.append(("speculative_config.rejection_sample_method", "synthetic", allowed))
-    return found
 
 
 def _check_draft_lengths(vllm_config: VllmConfig) -> None:

@@ -52,7 +52,7 @@ def main(
 ) -> None:
     """Serve the same batches with static and adaptive engines in turns; judge by a clairvoyant."""
     from benchmarks.bench.run import bench
-    from benchmarks.bench.speculative.run import bench_speculative
+    from benchmarks.bench.speculative.measure import bench_speculative
     from benchmarks.bench.speculative.workloads import SPECULATIVE, SpeculativeWorkload
     from benchmarks.bench.workloads import SCALES, WORKLOADS, Workload, choose, from_lengths
     from benchmarks.engine_process import EngineFailed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.runs import Run
-from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.simulated.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.predictor.state import LiveState

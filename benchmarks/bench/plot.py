@@ -46,9 +46,9 @@ def _bars(
     for number, side in enumerate(sides):
         ratios = [one["relative"][side] for one in workloads]
         at = [place + (number - (len(sides) - 1) / 2) * width for place in range(len(workloads))]
-        means = [ratio["mean"] for ratio in ratios]
-        low = [max(0.0, ratio["mean"] - ratio["low"]) for ratio in ratios]
-        high = [max(0.0, ratio["high"] - ratio["mean"]) for ratio in ratios]
+        means = [ratio["centre"] for ratio in ratios]
+        low = [max(0.0, ratio["centre"] - ratio["low"]) for ratio in ratios]
+        high = [max(0.0, ratio["high"] - ratio["centre"]) for ratio in ratios]
         axes.bar(
             at,
             means,

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.judgement import MISSED_SHARE, NEVER_WORSE, Bar, Judgement
-from benchmarks.bench.ratios import Ratio, best_of_each, better_static, paired_ratio
 from benchmarks.bench.runs import PAT, Run, prediction_error
+from benchmarks.paired import Ratio, best_of_each, better_static, paired_ratio
 from benchmarks.record import Summary, provenance
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:
-    from benchmarks.bench.run import BenchSettings, Measurements
+    from benchmarks.bench.engines import BenchSettings
+    from benchmarks.bench.run import Measurements
     from benchmarks.bench.workloads import Workload
 
 Judged = Mapping[str, tuple[CalibratedSimulator, Sequence[Judgement]]]
@@ -206,7 +207,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def _show(ratio: Mapping[str, Any]) -> str:
-    return Ratio(ratio["mean"], ratio["low"], ratio["high"], ()).show()
+    return Ratio(ratio["centre"], ratio["low"], ratio["high"], ()).show()
 
 
 def _times(layouts: Sequence[str], workloads: Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,6 @@ import contextlib
 import math
 import shutil
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,73 +27,23 @@ from rich.progress import (
 )
 
 from benchmarks.bench.calibrated import CalibratedSimulator, calibrate_simulator
+from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options, shared_profile
 from benchmarks.bench.judgement import Judgement, judge
 from benchmarks.bench.report import content_of, markdown
 from benchmarks.bench.runs import PAT, Run
-from benchmarks.bench.serve import Request, Served, requests_of, run_of, serve
-from benchmarks.bench.workloads import SCALES, Workload
-from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
+from benchmarks.bench.serve import requests_of, serve
+from benchmarks.bench.workloads import Workload
+from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, results_dir
-from pat_vllm.child import environment
 from pat_vllm.cli.demo import demo_model, model_config
 from pat_vllm.cli.results import to_json
-from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.cache import CACHE_DIR
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.reporting import Report
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 
-_BLOCK_TOKENS = 128
-"""vLLM's KV block on CPUs; smaller on other platforms."""
 _ADAPTIVE_MEMORY = 1.5
 """Memory of an engine with two layouts, at most, relative to one with the larger of them."""
-_START_SECONDS = 900.0
-_RUN_SECONDS = 900.0
-"""An engine that takes longer is taken for dead."""
-
-
-# -------------------------------------------------------------------- engines
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """What is measured.
-
-    Attributes:
-        scale: name of a factor on the workloads' sizes.
-        repeats: measured batches of each workload, after one that warms up.
-    """
-
-    model: Path
-    ranks: int
-    workloads: tuple[Workload, ...]
-    repeats: int
-    scale: str
-    seed: int
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest response, tokens."""
-        longest = max(workload.longest for workload in self.workloads)
-        return max(1, round(longest * SCALES[self.scale]))
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Those of an engine that is not told any."""
-        return PATConfig().resolve_layouts(self.ranks)
-
-    def trace(self, workload: Workload, repeat: int) -> LengthTrace:
-        """The batch of a repeat."""
-        return workload.trace(repeat, SCALES[self.scale], self.seed)
-
-    def traces(self) -> Iterator[LengthTrace]:
-        """All of them."""
-        for workload in self.workloads:
-            for repeat in range(self.repeats + 1):
-                yield self.trace(workload, repeat)
 
 
 def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
@@ -111,89 +60,6 @@ def sides(settings: BenchSettings) -> dict[str, dict[str, Any]]:
         for layout in settings.layouts
     }
     return {**static, PAT: {"policy": {"kind": "predictor", "length_bound": settings.max_tokens}}}
-
-
-def engine_options(
-    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any], drafts: int = 0
-) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
-
-    Args:
-        pat: PAT's options, from `sides`.
-        config: the model's.
-        drafts: of a request's step, for which there has to be room.
-
-    Raises:
-        ValueError: the model's context is too short.
-    """
-    batches = [
-        [p + n + drafts for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
-        for t in settings.traces()
-    ]
-    longest = max(max(contexts) for contexts in batches)
-    limit = config.get("max_position_embeddings", longest)
-    if longest > limit:
-        raise ValueError(
-            f"the workloads make a context of {longest} tokens, but {settings.model.name} allows "
-            f"{limit}; use another --model or a smaller --scale"
-        )
-    heads = config.get("num_key_value_heads", config["num_attention_heads"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * 4
-    # Room for a whole batch in one replica, so that no side preempts any.
-    blocks = 8 + max(sum(math.ceil(n / _BLOCK_TOKENS) for n in contexts) for contexts in batches)
-    return dict(
-        model=str(settings.model),
-        tensor_parallel_size=settings.ranks,
-        distributed_executor_backend="pat",
-        additional_config={"pat": dict(pat)},
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=longest,
-        max_num_seqs=max(len(contexts) for contexts in batches),
-        kv_cache_memory_bytes=blocks * _BLOCK_TOKENS * token_bytes,
-        skip_tokenizer_init=True,
-    )
-
-
-class _Side:
-    """An engine that takes its turns; started anew on request."""
-
-    def __init__(self, name: str, options: dict[str, Any], ranks: int, scratch: Path) -> None:
-        self.name = name
-        self.start_seconds: list[float] = []
-        self._options, self._scratch = options, scratch
-        # A cache of its own: the profile is this benchmark's, taken at the first start.
-        self._environment = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
-        self._engine: EngineProcess | None = None
-        self._report: Report | None = None
-
-    def start(self) -> None:
-        """Start the engine, or a new one in its place."""
-        self.close()
-        log = self._scratch / f"{self.name}.log"
-        self._engine = EngineProcess(self._options, self._environment, log)
-        self.start_seconds.append(self._engine.result(_START_SECONDS))
-        self._report = None
-        time.sleep(PARK_SECONDS)
-
-    def run(self, trace: LengthTrace, requests: Sequence[Request], repeat: int) -> Run:
-        """Serve a batch, and wait until the engine takes no core any more."""
-        assert self._engine is not None
-        name = f"{trace.name}-{repeat}"
-        served: Served = self._engine.call(serve, requests, name, timeout=_RUN_SECONDS)
-        run = run_of(self.name, trace, repeat, served, self._report)
-        if not run.exact:
-            raise EngineFailed(f"{self.name}, {name}: a response does not have its length")
-        self._report = served.report
-        time.sleep(PARK_SECONDS)
-        return run
-
-    def close(self) -> None:
-        """End the engine."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
 
 
 @dataclass(frozen=True)
@@ -222,11 +88,11 @@ def measure(
     scratch = Path(tempfile.mkdtemp(prefix="pat-vllm-bench-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        all_sides: list[_Side] = []
+        all_sides: list[BenchEngine] = []
         taken = 0.0
         for name, pat in sides(settings).items():
             options = engine_options(settings, pat, config)
-            side = _Side(name, options, settings.ranks, scratch)
+            side = BenchEngine(name, options, settings.ranks, scratch)
             stack.callback(side.close)
             all_sides.append(side)
             if name != PAT:
@@ -244,17 +110,16 @@ def measure(
         for workload in settings.workloads:
             progress(f"{workload.name}: starting {PAT}")
             all_sides[-1].start()
+            profile = shared_profile(scratch)
             for repeat in range(settings.repeats + 1):
                 trace = settings.trace(workload, repeat)
                 requests = requests_of(trace, config["vocab_size"], settings.seed + repeat)
                 first = repeat % len(all_sides)
                 for side in (*all_sides[first:], *all_sides[:first]):
                     progress(f"{workload.name}, batch {repeat} of {settings.repeats}: {side.name}")
-                    runs.append(side.run(trace, requests, repeat))
-        profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
-        if len(profiles) != 1:
-            raise EngineFailed(f"expected the profile of one engine, found {len(profiles)}")
-        profile = Profile.load(profiles[0])
+                    name = f"{trace.name}-{repeat}"
+                    run, _ = side.run(side.name, trace, repeat, serve, requests, name)
+                    runs.append(run)
     starts = {side.name: tuple(side.start_seconds) for side in all_sides}
     return Measurements(tuple(runs), profile, starts)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.bench.ratios import paired_ratio
 from benchmarks.bench.workloads import WORKLOADS, Workload
-from benchmarks.common import Summary, ratios, table
+from benchmarks.common import Summary, table
+from benchmarks.paired import paired_ratio
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT = "PAT"
@@ -90,11 +90,12 @@ def report(workload: Workload, trace: LengthTrace, sides: Mapping[str, Times]) -
 
 
 def _row(name: str, times: Times, better: Times) -> list[str]:
+    rollouts = paired_ratio(times.rollouts, better.rollouts)
     return [
         name,
         Summary.of(times.rollouts).show(digits=2),
-        ratios(times.rollouts, better.rollouts).show(digits=2),
-        paired_ratio(times.rollouts, better.rollouts).show(),
+        Summary.of(rollouts.values).show(digits=2),
+        rollouts.show(),
         Summary.of(times.syncs).show(digits=2),
         Summary.of(times.both).show(digits=2),
         paired_ratio(times.both, better.both).show(),

@@ -48,17 +48,4 @@ def main(
     ] = False,
 ) -> None:
     """Tensor parallelism that changes during generation."""
-
-
-_MOVED = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command("bench", hidden=True, context_settings=_MOVED, add_help_option=False)
-def bench_moved() -> None:
-    """Say where the benchmark is now."""
-    _refuse_command("bench", "python -m benchmarks.bench")
-
-
-def _refuse_command(name: str, to: str) -> None:
-    typer.echo(f"pat-vllm {name} has moved: {to}, in a checkout of pat-vllm", err=True)
-    raise typer.Exit(2)
+    # Without a callback, Typer would turn an only command into the program itself.

@@ -1,20 +1,17 @@
 """`pat-vllm profile`: measures an engine's steps and switches, for engines with the same flags.
 
-The engine measures a few points at a time. Their samples are added to OUTPUT.part at once, so that
-a run that was stopped goes on where it was.
+The engine measures a few points at a time, and the profile is saved after each time. A run that was
+stopped goes on where it was.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +23,11 @@ from rich.table import Table
 
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
-from pat_vllm.files.reading import FileError, cut, name_of, parse_json, read_text, shown
-from pat_vllm.files.writing import write_whole
+from pat_vllm.files.reading import check_name
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.plan import FULL_SECONDS, QUICK_SECONDS
-from pat_vllm.profiling.points import POINTS
+from pat_vllm.profiling.grid import FULL_SECONDS, POINTS, QUICK_SECONDS, Point, StepPoint
 from pat_vllm.profiling.profile import Profile, ProfileError, StepSample, SwitchSample
+from pat_vllm.profiling.quality import problems, unsettled
 from pat_vllm.text_only import starting_with_safe_path
 
 if TYPE_CHECKING:
@@ -39,99 +35,6 @@ if TYPE_CHECKING:
 
 _SLICE = 4
 """Points that the engine measures between two saves: a few seconds."""
-
-
-@dataclass
-class Partial:
-    """The file of an unfinished run: a line with the key, then a line for each slice.
-
-    A line that was being written when the run was stopped is dropped.
-    """
-
-    path: Path
-    header: Mapping[str, Any]
-    done: set[str] = field(default_factory=set)
-    steps: list[StepSample] = field(default_factory=list)
-    switches: list[SwitchSample] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, path: Path, header: Mapping[str, Any]) -> Partial:
-        """Begin a file, or go on with one.
-
-        Raises:
-            ProfileError: it belongs to another engine, or is no such file.
-        """
-        partial = cls(path, header)
-        advice = "delete it, or choose another --output"
-        try:
-            text = read_text(path, "unfinished profile") if path.exists() else ""
-        except FileError as error:
-            raise ProfileError(f"{error}; {advice}") from None
-        if not text:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial._append({"key": header["key"]})
-            return partial
-        try:
-            lines = text.splitlines(keepends=True)
-            cut_off = not lines[-1].endswith("\n")
-            if cut_off:
-                lines.pop()
-            first, *others = [parse_json(line) for line in lines]
-            of_engine = {**first["key"]}
-            for one in others:
-                partial._take(one)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ProfileError(
-                f"{name_of(path)} is no unfinished profile ({shown(error)}); {advice}"
-            ) from None
-        names = sorted({*of_engine, *header["key"]})
-        different = [
-            f"{cut(name)} is {shown(header['key'].get(name))} now and "
-            f"{shown(of_engine.get(name))} there"
-            for name in names
-            if header["key"].get(name) != of_engine.get(name)
-        ]
-        if different:
-            raise ProfileError(
-                f"{path} holds the unfinished profile of another engine: {'; '.join(different)}. "
-                "Delete it, or choose another --output"
-            )
-        if cut_off:
-            write_whole(path, "".join(lines))
-        return partial
-
-    def add(self, points: Sequence[Mapping[str, Any]], answer: Mapping[str, Any]) -> None:
-        """Keep what the engine has measured."""
-        line = {"points": list(points), **answer}
-        self._append(line)
-        self._take(line)
-
-    def missing(self, points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Those of the points that have not been measured yet."""
-        return [point for point in points if _name(point) not in self.done]
-
-    def profile(self, note: str) -> Profile:
-        """The finished profile."""
-        return Profile(
-            **self.header,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            steps=tuple(self.steps),
-            switches=tuple(self.switches),
-            note=note,
-        )
-
-    def _take(self, line: Mapping[str, Any]) -> None:
-        self.done.update(_name(point) for point in line["points"])
-        self.steps += [StepSample(**values) for values in line["steps"]]
-        self.switches += [SwitchSample(**values) for values in line["switches"]]
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def _name(point: Mapping[str, Any]) -> str:
-    return json.dumps(point, sort_keys=True)
 
 
 def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict[str, Any]:
@@ -156,40 +59,119 @@ def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict
 
 
 def take_profile(
-    console: Console, engine: Mapping[str, Any], output: Path | None, quick: bool, budget: float
+    console: Console,
+    engine: Mapping[str, Any],
+    output: Path | None,
+    quick: bool,
+    budget: float | None,
 ) -> Path:
     """Start an engine, measure it, write the profile, and print what it says.
 
     Args:
         engine: keyword arguments of `vllm.LLM`.
-        output: file to write; None names it after model, hardware and date.
+        output: file to write; None names it after model, hardware and date. One that an earlier
+            run has left for this engine is completed.
         quick: measure only what an engine's own start would.
-        budget: seconds of measuring after which the rest is left out.
+        budget: seconds of measuring after which the rest is left out; None: by `quick`.
 
     Returns:
         The file.
 
     Raises:
-        ProfileError: an unfinished profile of another engine is in the way.
+        ProfileError: the file that is there is no profile of this engine.
     """
+    budget = budget or (QUICK_SECONDS if quick else FULL_SECONDS)
     with _engine(console, engine) as llm:
         (described,) = llm.collective_rpc(PROFILE_COMMAND, kwargs={"quick": quick})
-        header, points = described["header"], described["points"]
+        header, essential = described["header"], described["essential"]
         path = output or Path(default_name(header))
-        partial = Partial.open(path.with_name(path.name + ".part"), header)
+        points = POINTS.validate_python(described["points"])
+        steps, switches = measured_before(path, header["key"])
         console.print(header["title"], soft_wrap=True)
-        if partial.done:
-            console.print(f"going on with {partial.path}", soft_wrap=True)
-        left_out = _measure(console, llm, partial, points, quick, budget)
-    note = "pat-vllm profile"
-    if left_out:
-        note += f"; {left_out} of {len(points)} points left out for want of time"
-    profile = partial.profile(note)
-    profile.save(path)
-    partial.path.unlink()
+        if steps:
+            console.print(f"going on with {path}; delete it to measure all anew", soft_wrap=True)
+        waiting = missing(points, steps, switches)
+        # A profile has steps of every layout.
+        part = max(_SLICE, len({*points[:essential]} & {*waiting}))
+        started = time.monotonic()
+        with _progress(console) as progress:
+            task = progress.add_task("", total=len(points), completed=len(points) - len(waiting))
+            while waiting:
+                now, waiting = waiting[:part], waiting[part:]
+                progress.update(task, description=str(now[0]))
+                (answer,) = llm.collective_rpc(
+                    PROFILE_COMMAND, args=(POINTS.dump_python(now), quick)
+                )
+                steps += [StepSample(**values) for values in answer["steps"]]
+                switches += [SwitchSample(**values) for values in answer["switches"]]
+                note = f"; {len(waiting)} of {len(points)} points left out" if waiting else ""
+                Profile(
+                    **header,
+                    created=datetime.now(UTC).isoformat(timespec="seconds"),
+                    steps=tuple(steps),
+                    switches=tuple(switches),
+                    note=f"pat-vllm profile{note}",
+                ).save(path)
+                progress.advance(task, len(now))
+                part = _SLICE
+                if time.monotonic() - started > budget:
+                    break
+            progress.update(task, description="")
+    profile = Profile.load(path)
     show(console, profile)
+    for problem in problems(profile.steps, len(waiting), len(points)):
+        console.print(
+            f"\nThis profile may mislead PAT: {problem}. Let nothing else run on the engine's "
+            f"devices and cores, and run this command again with --output {path} and perhaps a "
+            "longer --budget: it measures what is missing, and anew what was noisy.",
+            soft_wrap=True,
+        )
     console.print(f"\nprofile: {path}", soft_wrap=True)
     return path
+
+
+def measured_before(
+    path: Path, key: Mapping[str, Any]
+) -> tuple[list[StepSample], list[SwitchSample]]:
+    """Samples of the file that an earlier run has left, but for steps whose repeats differ much.
+
+    Raises:
+        ProfileError: it is no profile, or one of another engine.
+        ValueError: no file can have this name.
+    """
+    check_name(str(path))
+    if not path.exists():
+        return [], []
+    try:
+        profile = Profile.load(path)
+        profile.check(key, path)
+    except ProfileError as error:
+        raise ProfileError(f"{error}. Or delete the file, or choose another --output") from None
+    return [one for one in profile.steps if not unsettled(one)], [*profile.switches]
+
+
+def missing(
+    points: Iterable[Point], steps: Iterable[StepSample], switches: Iterable[SwitchSample]
+) -> list[Point]:
+    """Those of the points that no sample is of."""
+
+    def is_measured(point: Point) -> bool:
+        if isinstance(point, StepPoint):
+            return any(map(point.measured_by, steps))
+        return any(map(point.measured_by, switches))
+
+    return [point for point in points if not is_measured(point)]
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+    )
 
 
 @contextmanager
@@ -207,36 +189,6 @@ def _engine(console: Console, engine: Mapping[str, Any]) -> Iterator[LLM]:
         llm.llm_engine.engine_core.shutdown()
 
 
-def _measure(
-    console: Console,
-    llm: LLM,
-    partial: Partial,
-    points: Sequence[Any],
-    quick: bool,
-    budget: float,
-) -> int:
-    """Have the engine measure what is missing. Returns how many points were left out."""
-    waiting = partial.missing(points)
-    started = time.monotonic()
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=len(points), completed=len(points) - len(waiting))
-        while waiting and time.monotonic() - started < budget:
-            part, waiting = waiting[:_SLICE], waiting[_SLICE:]
-            progress.update(task, description=str(POINTS.validate_python(part)[0]))
-            (answer,) = llm.collective_rpc(PROFILE_COMMAND, args=(list(part), quick))
-            partial.add(part, answer)
-            progress.advance(task, len(part))
-        progress.update(task, description="")
-    return len(waiting)
-
-
 def default_name(header: Mapping[str, Any]) -> str:
     """A file name from model, hardware and date."""
     model = header["key"]["model"]
@@ -249,71 +201,25 @@ def default_name(header: Mapping[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(parts)).strip("-") + ".json"
 
 
-def table_rows(profile: Profile) -> list[tuple[str, ...]]:
-    """Cells by layout: layout, samples, batches, contexts, milliseconds of a step at batch 1 and
-    at the largest batch, of an empty switch from it."""
-    rows: list[tuple[str, ...]] = []
-    for layout in profile.layouts:
-        decodes = [s for s in _decodes(profile, layout) if not s.k]
-        busy = [s for s in decodes if s.busy == layout.replicas] or decodes
-        batches = [s.batch for s in decodes]
-        contexts = [s.context // s.batch for s in decodes]
-        empty = [s.seconds for s in profile.switches if s.source == layout and not s.num_seqs]
-        rows.append(
-            (
-                str(layout),
-                str(sum(1 for s in profile.steps if s.layout == layout)),
-                f"{min(batches)}-{max(batches)}",
-                f"{min(contexts)}-{max(contexts)}",
-                f"{1e3 * _shortest(busy, 1):.1f}",
-                f"{1e3 * _shortest(busy, max(batches)):.1f}",
-                f"{1e3 * statistics.median(empty):.1f}" if empty else "-",
-            )
-        )
-    return rows
-
-
-def draft_lines(profile: Profile) -> Iterator[str]:
-    """For each layout, what a step takes by its drafts, at the largest batch with all of them."""
-    for layout in profile.layouts:
-        decodes = [s for s in _decodes(profile, layout) if s.busy == layout.replicas]
-        by_k = defaultdict(list)
-        for sample in decodes:
-            if sample.drafts == sample.k * sample.batch:
-                by_k[sample.k].append(sample)
-        batches = [{s.batch for s in samples} for samples in by_k.values()]
-        if len(by_k) > 1 and (common := set.intersection(*batches)):
-            cells = [f"{k}: {1e3 * _shortest(by_k[k], max(common)):.1f}" for k in sorted(by_k)]
-            of_batch = f"ms of a step at batch {max(common)}, by drafts of a request"
-            yield f"{layout}: {of_batch}: {', '.join(cells)}"
-
-
-def _decodes(profile: Profile, layout: Layout) -> list[StepSample]:
-    return [s for s in profile.steps if s.layout == layout and s.batch and not s.prefill]
-
-
-def _shortest(samples: Sequence[StepSample], batch: int) -> float:
-    """Seconds of a step with this batch (or the nearest) and the shortest contexts."""
-    nearest = min(samples, key=lambda s: (abs(s.batch - batch), s.context))
-    return nearest.seconds
-
-
 def show(console: Console, profile: Profile) -> None:
     """Print a table of what was measured, and how well a model of it does on points held out."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("layout", no_wrap=True)
     for heading in ("samples", "batch", "context", "ms at 1", "ms at most", "switch ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in table_rows(profile):
-        table.add_row(*row)
+    for layout in profile.layouts:
+        table.add_row(str(layout), *_cells(profile, layout))
     console.print(table)
     console.print(
         "layout: tensor parallel size (tp) and replicas (dp), all busy; batch: of one replica."
     )
-    for line in draft_lines(profile):
-        console.print(line)
+    for layout in profile.layouts:
+        if by_drafts := _by_drafts(profile, layout):
+            console.print(f"{layout}: {by_drafts}")
     try:
-        fits = _fits(profile)
+        from pat_vllm.predictor.step_time import StepTimeModel
+
+        fits = StepTimeModel.fit(profile).fits
     except ImportError as error:
         console.print(f"The error on held-out points is not shown: {error}")
         return
@@ -328,12 +234,38 @@ def show(console: Console, profile: Profile) -> None:
             )
 
 
-def _fits(profile: Profile) -> Mapping[Layout, Any]:
-    from pat_vllm.predictor.step_time import StepTimeModel
+def _cells(profile: Profile, layout: Layout) -> list[str]:
+    """Samples, batches, contexts, ms of a step at batch 1 and at the largest, of an empty switch"""
+    every = [s for s in profile.steps if s.layout == layout]
+    decodes = [s for s in every if s.batch and not s.prefill and not s.k]
+    busy = [s for s in decodes if s.busy == layout.replicas] or decodes
+    batches, contexts = ([s.batch for s in decodes], [s.context // s.batch for s in decodes])
+    empty = [s.seconds for s in profile.switches if s.source == layout and not s.num_seqs]
+    return [
+        str(len(every)),
+        f"{min(batches)}-{max(batches)}",
+        f"{min(contexts)}-{max(contexts)}",
+        f"{1e3 * _shortest(busy, 1):.1f}",
+        f"{1e3 * _shortest(busy, max(batches)):.1f}",
+        f"{1e3 * statistics.median(empty):.1f}" if empty else "-",
+    ]
 
-    return StepTimeModel.fit(profile).fits
+
+def _by_drafts(profile: Profile, layout: Layout) -> str:
+    """What a step takes by its drafts, at the largest batch that was measured with all of them."""
+    by_k: dict[int, dict[int, list[StepSample]]] = {}
+    for s in profile.steps:
+        decodes = s.layout == layout and s.busy == layout.replicas and s.batch and not s.prefill
+        if decodes and s.drafts == s.k * s.batch:
+            by_k.setdefault(s.k, {}).setdefault(s.batch, []).append(s)
+    common = set.intersection(*map(set, by_k.values())) if len(by_k) > 1 else set()
+    if not common:
+        return ""
+    most = max(common)
+    cells = [f"{k}: {1e3 * _shortest(by_k[k][most], most):.1f}" for k in sorted(by_k)]
+    return f"ms of a step at batch {most}, by drafts of a request: {', '.join(cells)}"
 
 
-def default_budget(quick: bool) -> float:
-    """Seconds of measuring unless a user says otherwise."""
-    return QUICK_SECONDS if quick else FULL_SECONDS
+def _shortest(samples: Iterable[StepSample], batch: int) -> float:
+    """Seconds of a step with this batch (or the nearest) and the shortest contexts."""
+    return min(samples, key=lambda s: (abs(s.batch - batch), s.context)).seconds

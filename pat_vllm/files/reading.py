@@ -131,17 +131,19 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it has a character that is none") from None
 
 
-def without_digest(content: dict[str, Any], named: str) -> dict[str, Any]:
-    """What a file says beside its digest, which is checked.
+def without_digest(content: Any, named: str) -> dict[str, Any]:
+    """What an object in a file of JSON says beside its digest, which is checked.
 
     Args:
         named: the file, for messages.
 
     Raises:
-        FileError: the digest is not that of the content.
+        FileError: it is no object, or its digest is not that of the content.
     """
+    if not isinstance(content, dict):
+        raise FileError(f"{named} is no JSON object, but {shown(content)}")
     rest = {name: value for name, value in content.items() if name != DIGEST}
-    if content[DIGEST] != digest_of(rest):
+    if content.get(DIGEST) != digest_of(rest):
         raise FileError(
             f"{named} was changed after it was written, or is damaged: its digest does not match"
         )

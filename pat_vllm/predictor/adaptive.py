@@ -22,7 +22,7 @@ from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
-from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
+from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import PlannedSavings
@@ -194,12 +194,9 @@ class AdaptivePolicy(Policy):
         self._begun = None
         self._last_switch = None
         self._prober.stop()
-        # The last plan is for a batch's tail. As many drafts of each in a full batch may take the
-        # time of many steps; a plan for it comes soon.
-        self.drafts = self._no_drafts
         self._review = self._next_plan = -math.inf
         if self._largest is not None:
-            self.home = self._opening(self._largest)
+            self._open(self._largest)
             self._largest = None
 
     def report(self, since: float = -math.inf) -> PredictorReport:
@@ -262,9 +259,7 @@ class AdaptivePolicy(Policy):
         self._lengths.observe_running(live)
         ahead = course(live, self._lengths.sample(live, _FUTURES))
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        if self._acceptance is not None:
-            self._drafting = self._acceptance.expected()
-        outlook = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+        outlook = self._outlook(ahead, prompts)
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
@@ -283,8 +278,17 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
 
-    def _opening(self, last: LiveRequests) -> Layout:
-        """Where to begin a batch of as many requests as `last`. An idle engine switches to it."""
+    def _outlook(self, ahead: Course, prompts: int) -> Outlook:
+        if self._acceptance is not None:
+            self._drafting = self._acceptance.expected()
+        return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+
+    def _open(self, last: LiveRequests) -> None:
+        """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
+
+        The last plan's drafts were for a batch's tail. As many of each request in a full batch may
+        take the time of many steps.
+        """
         none = np.zeros(len(last), np.int64)
         fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
         ahead = course(fresh, self._lengths.sample(fresh, _FUTURES))
@@ -292,12 +296,13 @@ class AdaptivePolicy(Policy):
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting).plan(here)
+        plan = self._outlook(ahead, prompts).plan(here)
         seconds = {here: plan.stay}
         for layout, total in plan.go.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
-        return min(seconds, key=seconds.__getitem__)
+        self.home = min(seconds, key=seconds.__getitem__)
+        self.drafts = plan.drafts
 
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""

@@ -167,13 +167,13 @@ class CostModel:
         self._log_correction[pair] = ratio if old is None else old + _SMOOTHING * (ratio - old)
 
     def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
-        """Between layouts of one tp all KV stays where it is."""
-        return "migrate" if source.tp == target.tp else self.mode
+        """Between layouts that share KV all of it stays where it is."""
+        return "migrate" if source.shares_kv(target) else self.mode
 
     def _linear(self, source: Layout, target: Layout) -> tuple[_Linear, float]:
         """The coefficients of a pair, and the factor that corrects them."""
         linear = self._by_pair.get((source, target), self._other_pairs)
-        if source.tp == target.tp:
+        if source.shares_kv(target):
             linear = replace(linear, per_token=0.0)
         return linear, math.exp(self._log_correction.get((source, target), 0.0))
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pat_vllm.files.digest import DIGEST, with_digest
+from pat_vllm.files.digest import with_digest
 from pat_vllm.files.reading import FileError, name_of, read_json, without_digest
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
@@ -69,8 +69,6 @@ def load(
 ) -> tuple[LengthModel, Acceptance]:
     """What `save` wrote.
 
-    Older versions wrote no digest. Such a file is taken as it is, and gets one when it is saved.
-
     Args:
         bound: the longest possible response, tokens (default: the same).
         draft_lengths: as in `Acceptance`; they may be others than before. What was accepted counts
@@ -82,15 +80,11 @@ def load(
     named = f"the lengths file {name_of(path)}"
     advice = "delete it to start afresh, or name another in pat.policy.lengths_file"
     try:
-        content = read_json(path, "the lengths file", most=_MOST_BYTES)
-        sealed = isinstance(content, dict) and DIGEST in content
-        if sealed:
-            content = without_digest(content, named)
+        content = without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
     except FileError as error:
         raise FileError(f"{error}; {advice}") from error
     try:
-        # Not in older files, and where there were no drafts.
-        learnt = content.pop(_ACCEPTANCE, None) if isinstance(content, dict) else None
+        learnt = content.pop(_ACCEPTANCE, None)  # not where there were no drafts
         lengths = LengthModel.from_json(content, bound)
         acceptance = Acceptance(draft_lengths)
         if learnt is not None:
@@ -98,10 +92,4 @@ def load(
             acceptance.weights_changed()
     except ValueError as error:
         raise FileError(f"{named} holds no length history ({error}); {advice}") from error
-    if not sealed:
-        logger.warning(
-            "%s has no digest, as older versions wrote it, so damage would not be seen: it is "
-            "taken as it is, and gets a digest after the next batch",
-            named,
-        )
     return lengths, acceptance

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_by_tp
 from pat_vllm.model_size import routing_of
-from pat_vllm.profiling.key import profile_key, title
-from pat_vllm.profiling.points import EngineLimits
+from pat_vllm.profiling.grid import EngineLimits
+from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token, lengths_of
 from pat_vllm.worker.synthetic import FIRST_BLOCK
 
@@ -68,16 +67,11 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
         "key": key,
         "ranks": base.world_size,
         "layouts": [str(layout) for layout in limits.layouts],
-        "max_num_seqs": _by_name(limits.max_num_seqs),
-        "max_batch_tokens": _by_name(limits.max_batch_tokens),
-        "kv_tokens": _by_name(limits.kv_tokens),
+        "max_num_seqs": by_name(limits.max_num_seqs),
+        "max_batch_tokens": by_name(limits.max_batch_tokens),
+        "kv_tokens": by_name(limits.kv_tokens),
         "kv_bytes_per_token": kv_bytes_per_token(
             kv_cache_config, base, vllm_config.model_config.get_total_num_kv_heads()
         ),
         "experts": routing and list(routing),
     }
-
-
-def _by_name(by_tp: Mapping[int, int]) -> dict[str, int]:
-    """With keys as JSON has them."""
-    return {str(tp): number for tp, number in by_tp.items()}

@@ -100,8 +100,8 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
         "moe_backend": kernels.moe_backend,
         "quantization": model.quantization and str(model.quantization),
         "custom_all_reduce": not vllm_config.parallel_config.disable_custom_all_reduce,
-        "max_num_seqs": _if_alike({tp: one.max_num_seqs for tp, one in limits.items()}),
-        "max_num_batched_tokens": _if_alike(
+        "max_num_seqs": by_name({tp: one.max_num_seqs for tp, one in limits.items()}),
+        "max_num_batched_tokens": by_name(
             {tp: one.max_num_batched_tokens for tp, one in limits.items()}
         ),
         "max_model_len": model.max_model_len,
@@ -164,10 +164,8 @@ def title(key: Mapping[str, Any]) -> str:
     )
 
 
-def _if_alike(by_tp: Mapping[int, int]) -> int | dict[str, int]:
-    """The one number that all layouts have, or that of each by its tp."""
-    if len(set(by_tp.values())) == 1:
-        return next(iter(by_tp.values()))
+def by_name(by_tp: Mapping[int, int]) -> dict[str, int]:
+    """With keys as JSON has them."""
     return {str(tp): number for tp, number in by_tp.items()}
 
 

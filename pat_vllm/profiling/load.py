@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,10 @@ from vllm.logger import init_logger
 
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
+from pat_vllm.profiling.grid import POINTS, Plan
 from pat_vllm.profiling.header import engine_limits, profile_header
-from pat_vllm.profiling.plan import ProfilePlan
-from pat_vllm.profiling.points import POINTS
 from pat_vllm.profiling.profile import Profile
+from pat_vllm.profiling.quality import REMEDY, problems
 from pat_vllm.profiling.runner import profile_engine
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ def load_or_measure(
     executor: PATExecutorMixin,
     kv_cache_config: KVCacheConfig,
     path: str | None,
-    *,
-    seconds_to_make: Callable[[Layout], float] | None = None,
+    seconds_to_make: Callable[[Layout], float],
 ) -> Profile:
     """The profile of an engine that has just started and has no request.
 
     Args:
         kv_cache_config: the base layout's.
-        path: a profile that the user named. None takes the cached one, or measures and caches.
+        path: a profile that the user named. None takes the cached one, or measures; what is
+            measured is cached, unless it is noisy or incomplete (`quality.problems`).
         seconds_to_make: see `profile_engine`.
 
     Returns:
@@ -50,42 +51,57 @@ def load_or_measure(
     Raises:
         ProfileError: the named file is damaged, or was made for another engine.
     """
-    begun = time.perf_counter()
     header = profile_header(executor, kv_cache_config)
-    key = header["key"]
     if path is not None:
         profile = Profile.load(Path(path))
-        profile.check(key, path)
+        profile.check(header["key"], path)
         logger.info("PAT uses the profile %s (%s)", path, profile.title)
-    elif (cached := profile_cache.find(key)) is not None:
+        if found := problems(profile.steps):
+            logger.warning("The profile %s may mislead PAT: %s. %s", path, found[0], REMEDY)
+    elif (cached := profile_cache.find(header["key"])) is not None:
         profile = cached
-        logger.info("PAT uses the cached profile %s", profile_cache.cache_path(key))
+        logger.info("PAT uses the cached profile %s", profile_cache.cache_path(profile.key))
     else:
-        samples = profile_engine(
-            executor,
-            _plan(executor, kv_cache_config, quick=True),
-            kv_cache_config,
-            seconds_to_make=seconds_to_make,
-        )
-        profile = Profile(
-            **header,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            steps=samples.steps,
-            switches=samples.switches,
-            note="quick profile at an engine's start",
-        )
-        kept = profile_cache.keep(profile)
-        logger.info(
-            "PAT measured %d kinds of steps and %d switches in %.1f s (%d left out for want of "
-            "time); kept in %s",
-            len(samples.steps),
-            len(samples.switches),
-            time.perf_counter() - begun,
-            samples.skipped,
-            kept,
-        )
+        profile = _measure_at_start(executor, kv_cache_config, header, seconds_to_make)
     kv_tokens = {int(tp): tokens for tp, tokens in header["kv_tokens"].items()}
     return profile.model_copy(update={"kv_tokens": kv_tokens})
+
+
+def _measure_at_start(
+    executor: PATExecutorMixin,
+    kv_cache_config: KVCacheConfig,
+    header: Mapping[str, Any],
+    seconds_to_make: Callable[[Layout], float],
+) -> Profile:
+    begun = time.perf_counter()
+    plan = _plan(executor, kv_cache_config, quick=True)
+    samples = profile_engine(executor, plan, seconds_to_make)
+    profile = Profile(
+        **header,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        steps=samples.steps,
+        switches=samples.switches,
+        note="quick profile at an engine's start",
+    )
+    found = problems(profile.steps, samples.skipped, len(plan.points))
+    kept = None if found else profile_cache.keep(profile)
+    logger.info(
+        "PAT measured %d kinds of steps and %d switches in %.1f s (%d points left out for want of "
+        "time); kept in %s",
+        len(samples.steps),
+        len(samples.switches),
+        time.perf_counter() - begun,
+        samples.skipped,
+        kept or "this engine only",
+    )
+    if found:
+        logger.warning(
+            "The profile that PAT has measured may mislead it: %s. It is not kept, and the next "
+            "start measures again. %s",
+            "; ".join(found),
+            REMEDY,
+        )
+    return profile
 
 
 def describe(
@@ -97,12 +113,13 @@ def describe(
         quick: of the quick plan; otherwise of the full one.
 
     Returns:
-        The profile's `header` and the plan's `points`.
+        The profile's `header`, the plan's `points`, and how many of the first are `essential`.
     """
     plan = _plan(executor, kv_cache_config, quick)
     return {
         "header": profile_header(executor, kv_cache_config),
         "points": POINTS.dump_python(list(plan.points)),
+        "essential": plan.essential,
     }
 
 
@@ -111,11 +128,10 @@ def measure(
     kv_cache_config: KVCacheConfig,
     points: Sequence[Mapping[str, Any]],
     quick: bool,
-    *,
     switch_id: int,
-    seconds_to_make: Callable[[Layout], float] | None = None,
+    seconds_to_make: Callable[[Layout], float],
 ) -> dict[str, Any]:
-    """Measure some of the points that `describe` listed. Plain values in and out.
+    """Measure some of the points that `describe` listed, all of them. Plain values in and out.
 
     Args:
         quick: with the quick plan's patience; otherwise with the full one's.
@@ -124,21 +140,14 @@ def measure(
     Returns:
         The `steps` and `switches` measured.
     """
-    plan = _plan(executor, kv_cache_config, quick)
-    samples = profile_engine(
-        executor,
-        plan.part(POINTS.validate_python(points)),
-        kv_cache_config,
-        switch_id=switch_id,
-        seconds_to_make=seconds_to_make,
-    )
+    chosen = tuple(POINTS.validate_python(points))
+    plan = replace(_plan(executor, kv_cache_config, quick), points=chosen, essential=len(chosen))
+    samples = profile_engine(executor, plan, seconds_to_make, switch_id)
     return {
         "steps": [sample.model_dump() for sample in samples.steps],
         "switches": [sample.model_dump() for sample in samples.switches],
     }
 
 
-def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> ProfilePlan:
-    vllm_config = executor.vllm_config
-    limits = engine_limits(vllm_config, kv_cache_config)
-    return ProfilePlan.quick(limits) if quick else ProfilePlan.full(limits)
+def _plan(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig, quick: bool) -> Plan:
+    return Plan.of(engine_limits(executor.vllm_config, kv_cache_config), quick=quick)

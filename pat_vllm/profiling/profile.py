@@ -1,7 +1,6 @@
 """A profile: what steps and switches of one engine take, measured or modelled. Pure.
 
-One JSON file. It carries a digest of its content, so that a damaged or edited file is an error and
-never a wrong decision, and a key that says for which model, hardware, flags and versions it holds.
+One JSON file. It carries a key that says for which model, hardware, flags and versions it holds.
 """
 
 from __future__ import annotations
@@ -9,37 +8,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
 from pat_vllm.config import StrictModel
-from pat_vllm.files.digest import DIGEST, with_digest
-from pat_vllm.files.reading import (
-    FileError,
-    cut,
-    first_problem,
-    name_of,
-    read_json,
-    shown,
-    without_digest,
-)
+from pat_vllm.files.reading import FileError, cut, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
-
-FORMAT = 2
-"""Version of the file format. Format 1, which is read too, names layouts by their tp alone."""
 
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""
@@ -48,6 +26,7 @@ _MOST = 2**53
 """So that sums of counts are exact, and none is too large for an array."""
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Part = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
 NamedLayout = Annotated[
@@ -96,7 +75,7 @@ class StepSample(StrictModel):
         seconds: median over `repeats` steps.
         low, high: the fastest and the slowest of them.
         times: the times of these steps in the order of measuring, of at most `MOST_TIMES` of them
-            (see `thinned`); empty in older files, and where nothing was repeated.
+            (see `thinned`); empty where nothing was repeated.
     """
 
     layout: NamedLayout
@@ -112,24 +91,6 @@ class StepSample(StrictModel):
     drafts: Count = 0
     k: Count = 0
     times: tuple[Seconds, ...] = Field(default=(), max_length=MOST_TIMES)
-
-    @model_validator(mode="after")
-    def _times_agree(self) -> StepSample:
-        if not self.times:
-            return self
-        if len(self.times) > self.repeats:
-            raise ValueError(f"a step has {len(self.times)} times and {self.repeats} repeats")
-        # Of thinned times the median and the extremes may be others.
-        if len(self.times) < self.repeats:
-            if min(self.times) < self.low or max(self.times) > self.high:
-                raise ValueError(f"a step's times are not between its low and high: {self}")
-        elif (statistics.median(self.times), min(self.times), max(self.times)) != (
-            self.seconds,
-            self.low,
-            self.high,
-        ):
-            raise ValueError(f"a step's median, low or high are not those of its times: {self}")
-        return self
 
     @property
     def shape(self) -> StepShape:
@@ -149,13 +110,7 @@ class StepSample(StrictModel):
         """A sample of the times of equal steps, in the order of measuring; at least one."""
         return cls(
             layout=layout,
-            batch=shape.batch,
-            context=shape.context,
-            longest=shape.longest,
-            prefill=shape.prefill,
-            busy=shape.busy,
-            drafts=shape.drafts,
-            k=shape.k,
+            **asdict(shape),
             seconds=statistics.median(times),
             low=min(times),
             high=max(times),
@@ -176,7 +131,7 @@ class SwitchSample(StrictModel):
     """Time of one switch.
 
     Attributes:
-        num_seqs: requests that were carried with their KV (`live` in older files).
+        num_seqs: requests that were carried with their KV.
         tokens: tokens of their contexts, summed.
         kv_bytes: KV bytes moved, over all ranks.
         seconds: the stall, without the steps in flight that a switch lets finish.
@@ -186,12 +141,12 @@ class SwitchSample(StrictModel):
 
     source: NamedLayout
     target: NamedLayout
-    num_seqs: Count = Field(validation_alias=AliasChoices("num_seqs", "live"))
+    num_seqs: Count
     tokens: Count
     kv_bytes: Count
     seconds: Seconds
-    kv: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    weights: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    kv: Part
+    weights: Part
 
 
 class Profile(StrictModel):
@@ -204,8 +159,8 @@ class Profile(StrictModel):
         key: for what it holds: model, hardware, flags, versions; names and plain values.
         ranks: devices of the engine.
         layouts: ascending in tp; the first is the base.
-        max_num_seqs: requests that a replica runs at once, by tp; older files have one number.
-        max_batch_tokens: tokens that a step of a replica may compute, by tp; likewise.
+        max_num_seqs: requests that a replica runs at once, by tp.
+        max_batch_tokens: tokens that a step of a replica may compute, by tp.
         kv_tokens: tokens whose KV a replica's memory holds, by tp.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
         experts: of a mixture, how many a layer has, and to how many of them a token goes.
@@ -229,15 +184,8 @@ class Profile(StrictModel):
     switches: tuple[SwitchSample, ...] = ()
     note: str = ""
 
-    @field_validator("max_num_seqs", "max_batch_tokens", mode="before")
-    @classmethod
-    def _in_every_layout(cls, value: Any, info: ValidationInfo) -> Any:
-        if type(value) is not int:
-            return value
-        return {layout.tp: value for layout in info.data.get("layouts", ())}
-
     @model_validator(mode="after")
-    def _consistent(self) -> Profile:
+    def _of_its_layouts(self) -> Profile:
         sizes, known = [layout.tp for layout in self.layouts], {*self.layouts}
         if sizes != sorted(sizes) or len(known) < len(sizes):
             raise ValueError("layouts must ascend in tp, without repeats")
@@ -250,14 +198,11 @@ class Profile(StrictModel):
                     raise ValueError(f"{name} has no entry for tp={layout.tp}")
             if layout not in decoded:
                 raise ValueError(f"steps has no decode step of layout {layout}")
-        for sample in self.steps:
-            if sample.layout not in known:
-                raise ValueError(f"steps names {sample.layout}, which is not among layouts")
-            if not sample.low <= sample.seconds <= sample.high:
-                raise ValueError(f"a step's median is not between its low and high: {sample}")
+        named = {sample.layout for sample in self.steps}
         for one in self.switches:
-            if not {one.source, one.target} <= known:
-                raise ValueError(f"switches names {one.source} -> {one.target}, not in layouts")
+            named |= {one.source, one.target}
+        if unknown := named - known:
+            raise ValueError(f"a sample is of {min(unknown)}, which is not among layouts")
         return self
 
     @property
@@ -275,9 +220,8 @@ class Profile(StrictModel):
         Raises:
             OSError: it cannot be written.
         """
-        content = self.model_dump(mode="json")
-        text = json.dumps(with_digest(content), indent=1)
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.model_dump(mode="json"), indent=1)
         write_whole(path, text + "\n", private=private)
 
     @classmethod
@@ -288,27 +232,15 @@ class Profile(StrictModel):
             own: it has to be this user's.
 
         Raises:
-            ProfileError: it is missing, damaged, edited, or of another format.
+            ProfileError: it is missing, or no profile.
         """
-        advice, named = "make it again with `pat-vllm profile`", f"profile {name_of(path)}"
         try:
-            content = read_json(path, "profile", own=own)
-            if not isinstance(content, dict) or DIGEST not in content:
-                raise ProfileError(f"{name_of(path)} is no profile: it has no digest; {advice}")
-            if content.get("format") not in (1, FORMAT):
-                raise ProfileError(
-                    f"{named} has format {shown(content.get('format'))}, this version reads "
-                    f"1 and {FORMAT}; {advice}"
-                )
-            content = without_digest(content, named)
+            return cls.model_validate(read_json(path, "profile", own=own))
         except FileError as error:
-            raise ProfileError(f"{error}; {advice}") from None
-        try:
-            return cls.model_validate(_with_names(content) if content["format"] == 1 else content)
+            problem = str(error)
         except ValidationError as error:
-            raise ProfileError(f"{named}: {first_problem(error)}; {advice}") from None
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ProfileError(f"{named} of format 1: {shown(error)}; {advice}") from None
+            problem = f"profile {name_of(path)}: {first_problem(error)}"
+        raise ProfileError(f"{problem}; make it again with `pat-vllm profile`")
 
     def check(self, key: Mapping[str, Any], path: Path | str) -> None:
         """Make sure that the profile holds for an engine.
@@ -328,29 +260,3 @@ class Profile(StrictModel):
                 "for this engine with `pat-vllm profile`, or name none in pat.policy and let the "
                 "engine take a quick one at start"
             )
-
-
-def _with_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Format 2 of what a file of format 1 holds: names of layouts in place of their tp."""
-
-    def name(tp: int) -> str:
-        return str(Layout.of(tp, content["ranks"]))
-
-    key = dict(content["key"])
-    if "layouts" in key:
-        key["layouts"] = [*map(name, key["layouts"])]
-    steps = [{**step, "layout": name(step["tp"])} for step in content["steps"]]
-    for step in steps:
-        del step["tp"]
-    ends = ("source", "target")
-    switches = [
-        {**one, **{end: name(one[end]) for end in ends}} for one in content.get("switches", ())
-    ]
-    return {
-        **content,
-        "format": FORMAT,
-        "key": key,
-        "layouts": [*map(name, content["layouts"])],
-        "steps": steps,
-        "switches": switches,
-    }

@@ -7,6 +7,7 @@ each other. A step's time is the time from one finished step of a replica to its
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -14,15 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.header import engine_limits
-from pat_vllm.profiling.plan import ProfilePlan, estimate
-from pat_vllm.profiling.points import StepPoint, SwitchPoint
+from pat_vllm.profiling import quality
+from pat_vllm.profiling.grid import Plan, Point, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
 from pat_vllm.profiling.stream import Stream
 from pat_vllm.routing import Placed, spread
@@ -36,14 +35,7 @@ from pat_vllm.worker.synthetic import (
 )
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
     from pat_vllm.executor.executor import PATExecutorMixin
-
-logger = init_logger(__name__)
-
-Progress = Callable[[int, int, str], None]
-"""Called before each point with (points done, points in all, what comes next)."""
 
 _Allotted = dict[int, list[SyntheticRequest]]
 """Synthetic requests by replica."""
@@ -63,23 +55,18 @@ class Samples:
 
     Attributes:
         skipped: points that were left out for want of time.
-        seconds: that it took.
     """
 
     steps: tuple[StepSample, ...]
     switches: tuple[SwitchSample, ...]
     skipped: int
-    seconds: float
 
 
 def profile_engine(
     executor: PATExecutorMixin,
-    plan: ProfilePlan,
-    kv_cache_config: KVCacheConfig,
-    *,
+    plan: Plan,
+    seconds_to_make: Callable[[Layout], float],
     switch_id: int = 0,
-    seconds_to_make: Callable[[Layout], float] | None = None,
-    progress: Progress | None = None,
 ) -> Samples:
     """Measure the points of a plan, as far as its budget reaches.
 
@@ -88,62 +75,51 @@ def profile_engine(
     request, and sample on as after the switch number `switch_id`.
 
     Args:
-        kv_cache_config: the base layout's.
-        seconds_to_make: what making a layout's schedulers takes, as in every switch; left out of
-            the switches' times where it is None.
+        seconds_to_make: what making a layout's schedulers takes, as in every switch.
     """
-    return _Profiler(executor, plan, kv_cache_config, switch_id, seconds_to_make).run(progress)
+    return _Profiler(executor, plan, seconds_to_make, switch_id).run()
 
 
 class _Profiler:
     def __init__(
         self,
         executor: PATExecutorMixin,
-        plan: ProfilePlan,
-        kv_cache_config: KVCacheConfig,
+        plan: Plan,
+        seconds_to_make: Callable[[Layout], float],
         switch_id: int,
-        seconds_to_make: Callable[[Layout], float] | None,
     ) -> None:
         config = executor.vllm_config
         assert config.model_config is not None
         self._executor = executor
         self._plan = plan
         self._switch_id = switch_id
-        self._limits = engine_limits(config, kv_cache_config)
         self._num_kv_heads = config.model_config.get_total_num_kv_heads()
         self._use_v2 = config.use_v2_model_runner
         self._vocabulary = config.model_config.get_vocab_size()
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
-        self._seconds_to_make = seconds_to_make
-        self._made: dict[Layout, float] = {}
+        self._seconds_to_make = functools.cache(seconds_to_make)
         self._numbers = itertools.count()
         self._steps: list[StepSample] = []
         self._switches: list[SwitchSample] = []
 
-    def run(self, progress: Progress | None) -> Samples:
-        home = self._executor.layout
+    def run(self) -> Samples:
+        home, plan = self._executor.layout, self._plan
         started = time.perf_counter()
         skipped = 0
         # An engine in its caller's process may not have told the workers yet who finished last.
         self._go(home)
-        points = self._plan.points
-        for done, point in enumerate(points):
-            if progress is not None:
-                progress(done, len(points), str(point))
-            left = self._plan.budget - (time.perf_counter() - started)
-            if done >= self._plan.essential and _STEPS_OF_A_POINT * self._expected(point) > left:
+        for done, point in enumerate(plan.points):
+            left = plan.budget - (time.perf_counter() - started)
+            if done >= plan.essential and _STEPS_OF_A_POINT * self._expected(point) > left:
                 skipped += 1
             elif isinstance(point, StepPoint):
-                self._measure_step(point, min(self._plan.patience, max(0.0, left)))
+                self._measure_step(point, min(plan.patience, max(0.0, left)))
             else:
                 self._measure_switch(point)
         self._go(home)
-        if progress is not None:
-            progress(len(points), len(points), "")
-        seconds = time.perf_counter() - started
-        return Samples(tuple(self._steps), tuple(self._switches), skipped, seconds)
+        return Samples(tuple(self._steps), tuple(self._switches), skipped)
 
-    def _expected(self, point: StepPoint | SwitchPoint) -> float:
+    def _expected(self, point: Point) -> float:
         if isinstance(point, SwitchPoint) and self._switches:
             # Some steps make the requests known; the switch itself is a small part of it.
             return max(s.seconds for s in self._switches)
@@ -158,7 +134,9 @@ class _Profiler:
     def _measure_step(self, point: StepPoint, patience: float) -> None:
         self._enter(point.layout)
         streams = {
-            replica: Stream(point, self._limits, self._prefix(), self._use_v2, self._vocabulary)
+            replica: Stream(
+                point, self._plan.limits, self._prefix(), self._use_v2, self._vocabulary
+            )
             for replica in range(point.busy)
         }
         times, sizes = self._cadence(streams, patience)
@@ -233,8 +211,7 @@ class _Profiler:
             return True
         if fewest < self._plan.repeats:
             return False
-        low, middle, high = statistics.quantiles(times, n=4)
-        return high - low <= self._plan.spread * middle
+        return quality.spread(times) <= self._plan.spread
 
     def _send(self, steps: dict[int, SchedulerOutput]) -> None:
         """Run a step in some replicas and wait for it."""
@@ -288,9 +265,9 @@ class _Profiler:
         after: _Allotted,
     ) -> None:
         """Carry requests over, with planning as in a real switch."""
-        # Between layouts of one tp schedulers and KV stay (`scheduler/in_place.py`).
-        stays = source.tp == target.tp
-        made = 0.0 if stays else self._making(target)
+        # Where layouts share KV, schedulers stay, too (`scheduler/in_place.py`).
+        stays = source.shares_kv(target)
+        made = 0.0 if stays else self._seconds_to_make(target)
         begun = time.perf_counter()
         placement = spread(requests, source, target)
         blocks = () if stays else _request_blocks(before, after)
@@ -312,14 +289,6 @@ class _Profiler:
             )
         )
 
-    def _making(self, layout: Layout) -> float:
-        """Seconds to make the schedulers of a layout; measured once."""
-        if self._seconds_to_make is None:
-            return 0.0
-        if layout not in self._made:
-            self._made[layout] = self._seconds_to_make(layout)
-        return self._made[layout]
-
     def _allot(
         self, requests: Sequence[Placed], placement: Mapping[str, int], layout: Layout
     ) -> _Allotted | None:
@@ -328,9 +297,9 @@ class _Profiler:
         for replica in range(layout.replicas):
             mine = [r for r in requests if placement[r.request_id] == replica]
             made = make_requests(
-                "", [r.context for r in mine], 1, self._limits.block_size, decoding=True
+                "", [r.context for r in mine], 1, self._plan.limits.block_size, decoding=True
             )
-            if next_block(made) - FIRST_BLOCK > self._limits.blocks[layout.tp]:
+            if next_block(made) - FIRST_BLOCK > self._plan.limits.blocks[layout.tp]:
                 return None
             allotted[replica] = [
                 replace(one, request_id=r.request_id) for one, r in zip(made, mine, strict=True)

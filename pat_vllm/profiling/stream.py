@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.profiling.points import EngineLimits, StepPoint
+from pat_vllm.profiling.grid import EngineLimits, StepPoint
 from pat_vllm.worker.synthetic import (
     SyntheticRequest,
     add_new,

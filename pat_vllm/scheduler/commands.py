@@ -36,8 +36,8 @@ def register_commands(scheduler: PATScheduler) -> None:
             scheduler.kv_cache_config,
             points,
             quick,
-            switch_id=controller.switch_id,
-            seconds_to_make=active.factory.seconds_to_make,
+            controller.switch_id,
+            active.factory.seconds_to_make,
         )
 
     active.executor.register_command(SWITCH_COMMAND, controller.request)

@@ -23,7 +23,7 @@ def keeps_places(source: Layout, target: Layout, replicas: Sequence[Replica]) ->
     A scheduler preempts what runs for lack of blocks, but not what waits with blocks of its own. So
     there have to be blocks for the next step of everything.
     """
-    return source.tp == target.tp and all(
+    return source.shares_kv(target) and all(
         sum(_blocks_of_a_step(replica.scheduler))
         <= replica.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         for replica in replicas

@@ -94,9 +94,7 @@ class PATScheduler(SchedulerInterface):
         policy = make_policy(
             config,
             layouts,
-            lambda path: load_or_measure(
-                executor, kv_cache_config, path, seconds_to_make=factory.seconds_to_make
-            ),
+            lambda path: load_or_measure(executor, kv_cache_config, path, factory.seconds_to_make),
             costs,
             bound=model.max_model_len,
             draft_lengths=lengths_to_plan(vllm_config.speculative_config),

@@ -249,11 +249,7 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
         scheduler = replica.scheduler
         for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
             computed = request.num_computed_tokens
-            # Between layouts of one tp KV lies as it has to.
-            at_hand = target.tp == active.layout.tp
-            takes_it = (
-                at_hand or costs.choose(computed, active.layout, target, num_seqs) == "migrate"
-            )
+            takes_it = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
             carried.append(
                 Carried(
                     request=request,

@@ -230,7 +230,7 @@ class SimulatedEngine:
             num_seqs=len(carried),
             migrated=migrated,
             recomputed=recomputed,
-            kv_bytes=tokens * self._capacity.kv_bytes_per_token * (source.tp != target.tp),
+            kv_bytes=tokens * self._capacity.kv_bytes_per_token * (not source.shares_kv(target)),
             seconds=quiesce + seconds,
             quiesce=quiesce,
             plan=0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from itertools import permutations
 from pathlib import Path
@@ -17,9 +18,8 @@ from pat_vllm.cli import profile as command
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import load
+from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
 from pat_vllm.profiling.header import engine_limits
-from pat_vllm.profiling.plan import ProfilePlan
-from pat_vllm.profiling.points import POINTS, StepPoint
 from pat_vllm.profiling.profile import Profile, ProfileError
 from pat_vllm.profiling.runner import Samples, profile_engine
 from pat_vllm.profiling.stream import Stream
@@ -28,6 +28,7 @@ from tests.engine.speculation.batch import batch
 from tests.engine.speculation.in_workers import generated
 from tests.support.engines import Job, run, scheduler_of
 from tests.unit.profiling.test_profile import step
+from tests.unit.profiling.test_quality import NOISY
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = pytest.mark.engine(DENSE)
@@ -53,10 +54,9 @@ def known_requests(worker: Any) -> int:
     )
 
 
-def quick_plan(llm: Any, **options: Any) -> ProfilePlan:
-    scheduler = scheduler_of(llm)
-    config = llm.llm_engine.vllm_config
-    return ProfilePlan.quick(engine_limits(config, scheduler.kv_cache_config), **options)
+def quick_plan(llm: Any) -> Plan:
+    config, kv_cache_config = llm.llm_engine.vllm_config, scheduler_of(llm).kv_cache_config
+    return Plan.of(engine_limits(config, kv_cache_config), quick=True)
 
 
 def test_the_command_takes_a_profile_and_leaves_no_trace(
@@ -97,21 +97,13 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
 
 
 def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
-    scheduler, plan = scheduler_of(llm), quick_plan(llm, budget=1e-6)
-    told: list[tuple[int, int, str]] = []
-    scheduler.replica_set.drain()
-    samples = profile_engine(
-        scheduler.replica_set.executor,
-        plan,
-        scheduler.kv_cache_config,
-        progress=lambda *what: told.append(what),
-    )
-    scheduler.reset_prefix_cache()
+    active, plan = scheduler_of(llm).replica_set, replace(quick_plan(llm), budget=1e-6)
+    active.drain()
+    samples = profile_engine(active.executor, plan, active.factory.seconds_to_make)
+    scheduler_of(llm).reset_prefix_cache()
     assert len(samples.steps) == plan.essential
     assert samples.skipped == len(plan.points) - plan.essential
     assert {s.layout for s in samples.steps} == {ONE, TWO}
-    assert [done for done, _, _ in told] == list(range(len(plan.points) + 1))
-    assert {total for _, total, _ in told} == {len(plan.points)}
 
 
 def test_a_busy_engine_is_not_profiled(llm: Any) -> None:
@@ -133,19 +125,38 @@ def test_a_profile_is_loaded_or_measured(
     monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
     scheduler = scheduler_of(llm)
     measured: list[Any] = []
+    samples = Samples((step(ONE), step(TWO)), (), 0)
 
-    def measure(*args: Any, **options: Any) -> Samples:
+    def measure(*args: Any) -> Samples:
         measured.append(args)
-        return Samples((step(ONE), step(TWO)), (), 0, 0.0)
+        return samples
 
     monkeypatch.setattr(load, "profile_engine", measure)
+    warnings: list[str] = []
+    monkeypatch.setattr(load.logger, "warning", lambda text, *rest: warnings.append(text % rest))
 
     def get(path: Path | None = None) -> Profile:
         return load.load_or_measure(
-            scheduler.replica_set.executor, scheduler.kv_cache_config, str(path) if path else None
+            scheduler.replica_set.executor,
+            scheduler.kv_cache_config,
+            str(path) if path else None,
+            scheduler.replica_set.factory.seconds_to_make,
         )
 
+    # What is noisy or incomplete is told, and not kept.
+    good, noisy = samples, step(ONE, times=NOISY, low=0.003, high=0.089)
+    for samples, problem in (
+        (replace(good, steps=(noisy, step(TWO))), "noisy: in 1 of 2 steps"),
+        (replace(good, skipped=34), "incomplete: 34 of"),
+    ):
+        made = get()
+        assert made.steps == samples.steps and profile_cache.find(made.key) is None
+        told = warnings.pop()
+        assert problem in told and "pat-vllm profile MODEL --budget" in told and not warnings
+    measured.clear()
+    samples = good
     first = get()
+    assert not warnings
     assert len(measured) == 1 and first.layouts == (ONE, TWO) and len(first.steps) == 2
     assert get() == first and len(measured) == 1
 

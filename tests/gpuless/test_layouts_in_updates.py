@@ -25,8 +25,8 @@ from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.layout import Layout
+from pat_vllm.refused import unsupported
 from pat_vllm.scheduler.scheduler import PATScheduler
-from pat_vllm.support import _unsupported
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
@@ -210,5 +210,5 @@ def test_each_rank_takes_its_own() -> None:
 
 def test_a_transfer_that_needs_vllms_own_ray_is_refused() -> None:
     transfer = WeightTransferConfig(backend="sharded_rdt")
-    refused = _unsupported(VllmConfig(weight_transfer_config=transfer))
+    refused = unsupported(VllmConfig(weight_transfer_config=transfer))
     assert ("weight_transfer_config.backend", "sharded_rdt") in [one[:2] for one in refused]

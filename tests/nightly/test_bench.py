@@ -58,7 +58,7 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert self._process.pid is not None
             groups.append(self._process.pid)
 
-    monkeypatch.setattr("benchmarks.bench.run.EngineProcess", Recorded)
+    monkeypatch.setattr("benchmarks.bench.engines.EngineProcess", Recorded)
     arguments = ["--model", str(random_model("qwen3")), "--scale", "tiny", "--repeats", "1"]
     arguments += ["--workloads", "staggered", "--output-dir", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--picture", str(tmp_path / "picture.png")])
@@ -87,7 +87,7 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best = min((side for side in seconds if side != PAT), key=seconds.__getitem__)
     assert workload["better_static"] == best
     for side, ratio in workload["relative"].items():
-        assert ratio["mean"] == pytest.approx(seconds[side] / seconds[best])
+        assert ratio["centre"] == pytest.approx(seconds[side] / seconds[best])
     assert workload["clairvoyant"][0]["measured"] == pytest.approx(seconds[PAT])
 
 
@@ -95,7 +95,7 @@ def test_workloads_with_speculation(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """With tiny models, whose weights are replaced on the way."""
     fork_from_server(monkeypatch)
     as_for_users(monkeypatch)
-    monkeypatch.setattr("benchmarks.bench.speculative.engines._SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr("benchmarks.bench.engines._SETTLE_SECONDS", 0.05)
     monkeypatch.setattr(models, "SPECS", dict.fromkeys(models.SPECS, TINY))
     # So few tokens tell little of what is accepted.
     anything = dict.fromkeys(ACCEPTED, (0.0, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from pat_vllm.cli import app
+from pat_vllm.refused import RULES, Rule
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("pat_vllm", "integrations/verl", "integrations/openrlhf")
@@ -23,6 +24,7 @@ MAX_README_WORDS = 1000
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 """Not the change log, which names what was moved by its old name, too."""
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
 
 
 @cache
@@ -167,9 +169,28 @@ def links(page: Path) -> Iterator[str]:
     ids=lambda function: function.__name__,
 )
 def test_what_pages_name_exists(missing: Callable[[Path], Iterator[str]]) -> None:
-    pages = [*PAGES, ROOT / "CHANGELOG.md"] if missing is links else PAGES
-    assert {page.name: names for page in pages if (names := sorted(missing(page)))} == {}
+    pages = [*PAGES, ROOT / "CHANGELOG.md", *RESULTS] if missing is links else PAGES
+    found = {str(page.relative_to(ROOT)): sorted(missing(page)) for page in pages}
+    assert not {page: names for page, names in found.items() if names}
 
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
+def test_the_limits_list_what_is_refused() -> None:
+    """Rules in a row that allow the same share a line of the table."""
+
+    def title(rule: Rule) -> str:
+        if rule.mixtures:
+            return f"of mixtures of experts: `{rule.option}`"
+        return rule.kind or f"`{rule.option}`"
+
+    table = ["| option or model | allowed |", "|---|---|"]
+    for allowed, rules in groupby(RULES, key=lambda rule: rule.allowed):
+        titles = ", ".join(title(rule) for rule in rules)
+        table.append(f"| {titles} | {allowed.format(ranks='N')} |")
+    text = (ROOT / "docs" / "limits.md").read_text()
+    listed = re.search(r"^## Refused at start\n.*?\n(\|.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    assert listed[1].splitlines() == table

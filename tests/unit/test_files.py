@@ -21,7 +21,7 @@ import pytest
 from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.cli.demo import model_config
 from pat_vllm.cli.doctor_models import sizes_of
-from pat_vllm.cli.profile import Partial
+from pat_vllm.cli.profile import measured_before
 from pat_vllm.doctor.report import names_of_this_machine
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
@@ -93,7 +93,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "trace": load_trace,
     "rollouts": read_rollouts,
     "model config": lambda path: modelled_profile(str(path), "H100", 2),
-    "unfinished profile": lambda path: Partial.open(path, {"key": {}}),
+    "unfinished profile": lambda path: measured_before(path, {}),
     "demo": lambda path: model_config(path.parent),
     "doctor": lambda path: sizes_of("model", path.parent, 2),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +64,19 @@ def test_names_and_what_users_call_layouts() -> None:
     assert Layout.find(2, layouts) == Layout(2, 2), "with cut experts"
     assert Layout.find(2, layouts[:2]) == Layout(2, 2, "ep")
     assert Layout.find(3, layouts) is Layout.find("tp2dp1", layouts) is None
+
+
+def test_layouts_share_kv_whose_ranks_hold_the_same_heads() -> None:
+    layouts = [Layout(1, 4), Layout(2, 2), Layout(2, 2, "ep"), Layout(4, 1), Layout(4, 1, "ep")]
+    held = {
+        layout: [
+            (layout.replica_of(rank), layout.kv_heads_of(layout.tp_rank_of(rank), 4))
+            for rank in range(4)
+        ]
+        for layout in layouts
+    }
+    for one, other in product(layouts, layouts):
+        assert one.shares_kv(other) == (held[one] == held[other])
 
 
 @pytest.mark.parametrize("name", ["tp1", "tp2dp2xx", "tp0dp4", "tp1dp4ep", "dp4tp1", ""])

@@ -8,12 +8,15 @@ tests/unit/test_config.py.
 from __future__ import annotations
 
 import json
+from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pat_vllm.config import pat_config
+from pat_vllm.refused import RULES
 from tests.support.models import random_model
 
 # fmt: off
@@ -100,6 +103,30 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
      "models whose config has one number of experts and one width for all layers"),
 ]
+# The same where vLLM refuses an option itself on CPU, or needs files for it: the option, what is
+# set in a config, to what, and what is allowed.
+SET: list[tuple[str, str, str, Any, str]] = [
+    ("llama", "pipeline_parallel_size", "parallel_config.pipeline_parallel_size", 2, "1"),
+    ("llama", "nnodes", "parallel_config.nnodes", 2, "1"),
+    ("llama", "offload_group_size", "offload_config.prefetch.offload_group_size", 2, "0"),
+    ("llama", "ec_transfer_config", "ec_transfer_config", "a config", "None"),
+    ("llama", "weight_transfer_config.backend", "weight_transfer_config.backend", "sharded_rdt",
+     "nccl, ipc"),
+    ("llama", "speculative_config.method", "speculative_config.method", "eagle",
+     "ngram, ngram_gpu"),
+    ("llama", "speculative_config.rejection_sample_method",
+     "speculative_config.rejection_sample_method", "synthetic", "standard, block"),
+    ("mixtral", "enable_eplb", "parallel_config.enable_eplb", True, "False"),
+    ("mixtral", "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 4,
+     "0"),
+    ("mixtral", "enable_elastic_ep", "parallel_config.enable_elastic_ep", True, "False"),
+    ("mixtral", "all2all_backend", "parallel_config.all2all_backend", "deepep_low_latency",
+     "allgather_reducescatter"),
+    ("mixtral", "enable_dbo", "parallel_config.enable_dbo", True, "False"),
+    ("mixtral", "enable_return_routed_experts", "aux_output_config.enable_return_routed_experts",
+     True, "False"),
+]
+VARIABLES = ["VLLM_ENABLE_STARTUP_PLAN", "VLLM_USE_NCCL_SYMM_MEM"]
 
 
 def pat(**options: Any) -> dict[str, Any]:
@@ -225,41 +252,45 @@ def test_accepted(model: str, options: dict[str, Any], tmp_path: Path) -> None:
     assert config.parallel_config.worker_cls == "pat_vllm.worker.cpu_worker.PATCPUWorker"
 
 
+@pytest.mark.parametrize("model, option, path, value, allowed", SET)
 def test_what_a_config_says_that_vllms_options_cannot_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, option: str, path: str, value: Any, allowed: str, tmp_path: Path
 ) -> None:
-    """Where vLLM refuses an option itself on CPU, or needs files for it, PAT sees the config."""
     from vllm.v1.executor.abstract import Executor
 
-    def check(config: Any, *words: str) -> None:
-        with pytest.raises(ValueError) as error:
-            Executor.get_class(config)
-        assert not [word for word in words if word not in str(error.value)], str(error.value)
+    config = engine_config(
+        tmp_path, model, dict(speculative_config=NGRAM) if model == "llama" else {}
+    )
+    config.weight_transfer_config = SimpleNamespace(backend="nccl")
+    *parts, last = path.split(".")
+    setattr(reduce(getattr, parts, config), last, value)
+    with pytest.raises(ValueError) as error:
+        Executor.get_class(config)
+    assert f" {option}={value!r} (allowed: {allowed}" in str(error.value)
 
-    config = engine_config(tmp_path, "llama", dict(speculative_config=NGRAM))
-    config.speculative_config.method = "eagle"
-    check(config, "speculative_config.method='eagle'", "(allowed: ngram, ngram_gpu")
-    config.speculative_config.method = "ngram"
-    config.speculative_config.rejection_sample_method = "synthetic"
-    check(config, "rejection_sample_method='synthetic'", "(allowed: standard, block")
 
-    config = engine_config(tmp_path, "llama", {})
-    config.parallel_config.pipeline_parallel_size = 2
-    check(config, "pipeline_parallel_size=2", "(allowed: 1")
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_environment_variables(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert f"{variable}=1 (allowed: 0" in refusal(tmp_path, "llama", {})
 
-    config = engine_config(tmp_path, "mixtral", {})
-    assert pat_config(config).experts == "tp", "each layout's copy of the weights is packed"
-    parallel = config.parallel_config
-    parallel.enable_eplb = parallel.enable_elastic_ep = True
-    parallel.eplb_config.num_redundant_experts = 4
-    named = "enable_eplb=True", "num_redundant_experts=4", "enable_elastic_ep=True"
-    check(config, *named, "(allowed: False", "(allowed: 0")
 
-    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")
-    monkeypatch.setenv("VLLM_USE_NCCL_SYMM_MEM", "1")
-    message = refusal(tmp_path, "llama", {})
-    assert "VLLM_ENABLE_STARTUP_PLAN=1 (allowed: 0" in message
-    assert "VLLM_USE_NCCL_SYMM_MEM=1 (allowed: 0" in message
+def test_every_rule_has_a_case() -> None:
+    """And each of a mixture is one of mixtures only, as `RULES` says."""
+    of_option = {option: model for model, option, *_ in (*OPTIONS, *SET)}
+    of_named = {named.partition("=")[0]: model for model, _, named, _ in CONFIGS_AND_MODELS}
+    models = {**of_option, **of_named, **dict.fromkeys(VARIABLES, "llama")}
+    names = [rule.name for rule in RULES]
+    assert sorted(names) == sorted(models)
+    assert {rule.name for rule in RULES if rule.mixtures} == {
+        name for name, model in models.items() if model == "mixtral"
+    }
+
+
+def test_packed_copies_hold_cut_experts(tmp_path: Path) -> None:
+    assert pat_config(engine_config(tmp_path, "mixtral", {})).experts == "tp"
 
 
 def test_llm_fails_before_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:

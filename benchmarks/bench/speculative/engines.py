@@ -8,15 +8,13 @@ the same drafter, limits and router. An engine that waits is stopped, so that it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.run import BenchSettings, engine_options
+from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options
 from benchmarks.bench.runs import PAT, Run
-from benchmarks.bench.serve import Request, Served, run_of, serve
+from benchmarks.bench.serve import Request, Served, serve
 from benchmarks.bench.speculative.tuning import Drafted
 from benchmarks.bench.speculative.workloads import (
     DRAFT_LENGTHS,
@@ -24,22 +22,15 @@ from benchmarks.bench.speculative.workloads import (
     NGRAMS,
     SpeculativeWorkload,
 )
-from benchmarks.engine_process import EngineFailed, EngineProcess
-from pat_vllm.child import environment
+from benchmarks.engine_process import EngineFailed
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.cache import CACHE_DIR
-from pat_vllm.reporting import DraftSample, Report
+from pat_vllm.reporting import DraftSample
 from pat_vllm.simulator.traces import LengthTrace
 
 PAT_PLAIN = f"{PAT}, k = 0"
 """Name of the side that plans layouts and never drafts."""
 TABLE = "table"
 """In place of a draft length: vLLM's dynamic schedule, tuned."""
-
-_START_SECONDS = 900.0
-_RUN_SECONDS = 900.0
-_SETTLE_SECONDS = 0.1
-"""After a batch an engine goes home and learns that nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -128,71 +119,33 @@ class SpeculativeRun:
     gave: Drafted
 
 
-class Engine:
-    """An engine that takes its turns."""
-
-    def __init__(self, name: str, options: dict[str, Any], ranks: int, scratch: Path) -> None:
-        """Start it."""
-        self.name = name
-        self._report: Report | None = None
-        variables = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
-        log = scratch / f"{name}.log"
-        self._process = EngineProcess(options, variables, log)
-        self.start_seconds: float = self._process.result(_START_SECONDS)
-        self._stop()
-
-    def load(self, model: Path) -> None:
-        """Replace the weights, by vLLM's own means."""
-        with self._turn():
-            self._process.call(_load, str(model), timeout=_RUN_SECONDS)
-
-    def run(
-        self,
-        side: Side,
-        trace: LengthTrace,
-        requests: Sequence[Request],
-        repeat: int,
-        model: str,
-        tp: int | None = None,
-    ) -> SpeculativeRun:
-        """Serve a batch; `tp` has the engine be in that layout."""
-        name = f"{trace.name}-{repeat}-{side.name}"
-        with self._turn():
-            served: Served = self._process.call(
-                serve_with, requests, name, side.length, tp, timeout=_RUN_SECONDS
-            )
-        run = run_of(side.name, trace, repeat, served, self._report)
-        self._report = served.report
-        if not run.exact:
-            raise EngineFailed(f"{side.name}, {name}: a response does not have its length")
-        samples = tuple(s for s in served.report.drafts if s.at >= served.began)
-        used = {sample.num_speculative_tokens for sample in samples}
-        asked = 0 if side.engine == PAT_PLAIN else side.length
-        if asked is not None and used != {asked}:
-            raise EngineFailed(f"{side.name}, {name}: draft lengths were {sorted(used)}")
-        return SpeculativeRun(
-            run, model, samples, Drafted.of(max(used, default=0), run.tokens, samples)
-        )
-
-    def close(self) -> None:
-        """End the engine."""
-        self._process.close()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        self._process.resume()
-        yield
-        self._stop()
-
-    def _stop(self) -> None:
-        time.sleep(_SETTLE_SECONDS)
-        self._process.pause()
+def run_batch(
+    engine: BenchEngine,
+    side: Side,
+    trace: LengthTrace,
+    requests: Sequence[Request],
+    repeat: int,
+    model: str,
+    tp: int | None = None,
+) -> SpeculativeRun:
+    """Serve a batch; `tp` has the engine be in that layout."""
+    name = f"{trace.name}-{repeat}-{side.name}"
+    arguments = (requests, name, side.length, tp)
+    run, report = engine.run(side.name, trace, repeat, serve_with, *arguments)
+    samples = tuple(s for s in report.drafts if s.at >= run.began)
+    used = {sample.num_speculative_tokens for sample in samples}
+    asked = 0 if side.engine == PAT_PLAIN else side.length
+    if asked is not None and used != {asked}:
+        raise EngineFailed(f"{side.name}, {name}: draft lengths were {sorted(used)}")
+    return SpeculativeRun(
+        run, model, samples, Drafted.of(max(used, default=0), run.tokens, samples)
+    )
 
 
 def serve_with(
     llm: Any, requests: Sequence[Request], name: str, length: int | None, tp: int | None
 ) -> Served:
-    """Serve a batch in the engine's process; for `length` and `tp`, see `Engine.run`."""
+    """Serve a batch in the engine's process with a draft length and in a layout, where given."""
     import pat_vllm
 
     # Before it, an engine that has just been woken up does what is left to do.
@@ -204,6 +157,7 @@ def serve_with(
     return serve(llm, requests, name)
 
 
-def _load(llm: Any, path: str) -> None:
+def load_weights(llm: Any, path: str) -> None:
+    """Replace the weights, by vLLM's own means."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
     llm.reset_prefix_cache()

@@ -1,4 +1,7 @@
-"""Measures a workload with speculation: tunes the tables, then serves its batches on all sides."""
+"""The part of `python -m benchmarks.bench` that serves workloads with speculation.
+
+Of each it tunes the tables first, then serves the batches on all sides.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,28 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench.run import BenchSettings
+from rich.console import Console
+
+from benchmarks.bench.engines import BenchEngine, BenchSettings, shared_profile
+from benchmarks.bench.run import command_of, progress_of
 from benchmarks.bench.runs import PAT
 from benchmarks.bench.serve import Request
 from benchmarks.bench.speculative.engines import (
     PAT_PLAIN,
-    Engine,
     Side,
     SpeculativeRun,
     Table,
+    load_weights,
     options_of,
+    run_batch,
     sides_of,
 )
+from benchmarks.bench.speculative.models import model as random_model
+from benchmarks.bench.speculative.report import markdown, workload_content
 from benchmarks.bench.speculative.tuning import (
     Drafted,
     accepted_share,
@@ -35,8 +44,10 @@ from benchmarks.bench.speculative.workloads import (
     phrase_of,
     requests_with_phrase,
 )
-from benchmarks.engine_process import EngineFailed
-from benchmarks.speculation.paired import shuffled
+from benchmarks.paired import shuffled
+from benchmarks.record import machine, results_dir
+from pat_vllm.cli.demo import model_config
+from pat_vllm.cli.results import to_json
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile
@@ -52,16 +63,12 @@ class Measured:
     Attributes:
         gave: by model, what each fixed draft length gave in the batches that tables are tuned by.
         tables: by layout.
-        profile: that PAT decided by.
-        start_seconds: of each engine; of the first one, which is gone by then, with the profile.
     """
 
     workload: SpeculativeWorkload
     runs: tuple[SpeculativeRun, ...]
     gave: Mapping[str, tuple[Drafted, ...]]
     tables: Mapping[Layout, Table]
-    profile: Profile
-    start_seconds: Mapping[str, float]
 
     def static(self, model: str) -> list[Drafted]:
         """What all drafts of a model gave in the counted batches of the static sides."""
@@ -111,40 +118,38 @@ def measure(
         EngineFailed: an engine failed; none is left running.
     """
     scratch = Path(tempfile.mkdtemp(prefix="pat-vllm-bench-"))
-    starts: dict[str, float] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
 
-        def start(name: str, options: dict[str, Any]) -> Engine:
+        def start(name: str, options: dict[str, Any]) -> BenchEngine:
             progress(f"{workload.name}: starting {name}")
-            engine = Engine(name, options, settings.ranks, scratch)
+            engine = BenchEngine(name, options, settings.ranks, scratch, pauses=True)
             stack.callback(engine.close)
+            engine.start()
             return engine
 
         tuner = start("profiling", options_of(settings, workload, config, {})[PAT])
-        starts[tuner.name] = tuner.start_seconds
         gave = _try_lengths(tuner, settings, workload, models, config, progress)
         tuner.close()
-        profile = _profile(scratch)
+        profile = shared_profile(scratch)
         tables = _tables(settings, workload, profile, gave)
 
         engines = {}
         for name, options in options_of(settings, workload, config, tables).items():
             engines[name] = start(name, options)
-            starts[name] = engines[name].start_seconds
         runs: list[SpeculativeRun] = []
         model = workload.model(0)
         for repeat in range(settings.repeats + 1):
             if workload.model(repeat) != model:
                 model = workload.model(repeat)
                 for engine in engines.values():
-                    engine.load(models[model])
+                    engine.call(load_weights, str(models[model]))
             for side in shuffled(sides_of(settings.layouts), seed=settings.seed + repeat):
                 progress(f"{workload.name}, batch {repeat} of {settings.repeats}: {side.name}")
                 batch = _batch(settings, workload, config, repeat, model)
-                runs.append(engines[side.engine].run(side, *batch, repeat, model))
-        _profile(scratch)
-    return Measured(workload, tuple(runs), gave, tables, profile, starts)
+                runs.append(run_batch(engines[side.engine], side, *batch, repeat, model))
+        shared_profile(scratch)
+    return Measured(workload, tuple(runs), gave, tables)
 
 
 def _batch(
@@ -160,7 +165,7 @@ def _batch(
 
 
 def _try_lengths(
-    engine: Engine,
+    engine: BenchEngine,
     settings: BenchSettings,
     workload: SpeculativeWorkload,
     models: Mapping[str, Path],
@@ -171,14 +176,14 @@ def _try_lengths(
     found: dict[str, tuple[Drafted, ...]] = {}
     for model in dict.fromkeys(workload.models):
         if found:
-            engine.load(models[model])
+            engine.call(load_weights, str(models[model]))
         batch = _batch(settings, workload, config, 0, model)
         gave = []
         for length in DRAFT_LENGTHS[1:]:
             progress(f"{workload.name}: {length} drafts with the model {model}")
             side = Side(f"{model}, k = {length}", engine.name, length)
             tp = settings.layouts[0].tp
-            gave.append(engine.run(side, *batch, 0, model, tp).gave)
+            gave.append(run_batch(engine, side, *batch, 0, model, tp).gave)
         found[model] = tuple(gave)
     return found
 
@@ -207,9 +212,62 @@ def _tables(
     }
 
 
-def _profile(scratch: Path) -> Profile:
-    """The one that the engines share."""
-    profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
-    if len(profiles) != 1:
-        raise EngineFailed(f"expected one profile for all engines, found {len(profiles)}")
-    return Profile.load(profiles[0])
+# -------------------------------------------------------------------- the command
+
+
+def bench_speculative(
+    console: Console,
+    *,
+    workloads: tuple[SpeculativeWorkload, ...],
+    models_dir: Path,
+    ranks: int,
+    repeats: int,
+    scale: str,
+    seed: int,
+    output_dir: Path | None,
+) -> Path:
+    """Measure, print, and write JSON and Markdown.
+
+    Returns:
+        The JSON file.
+
+    Raises:
+        EngineFailed: an engine failed.
+        ValueError: an option does not fit, or drafts are not accepted as a workload says.
+    """
+    names = dict.fromkeys(name for workload in workloads for name in workload.models)
+    with console.status("making random models"):
+        models = {name: random_model(name, models_dir) for name in names}
+    first = models[next(iter(names))]
+    settings = BenchSettings(first, ranks, workloads, repeats, scale, seed)
+    facts = machine(command_of(settings, own_model=True), Path(__file__).parent)
+    config = model_config(first)
+    directory = results_dir(output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = directory / f"{facts['date'][:10]}-bench-speculation"
+    path = Path(f"{stem}.json")
+    content: dict[str, Any] = {
+        "machine": facts,
+        "settings": {
+            "ranks": ranks,
+            "repeats": repeats,
+            "scale": scale,
+            "seed": seed,
+            "layouts": [str(layout) for layout in settings.layouts],
+        },
+        "workloads": [],
+    }
+    found = []
+    with progress_of(console, sum(rounds(settings, one) for one in workloads)) as progress:
+        for workload in workloads:
+            own = replace(settings, model=models[workload.models[0]], workloads=(workload,))
+            found.append(measure(own, workload, models, config, progress))
+            # At once, so that a later failure leaves what was measured.
+            content["workloads"].append(workload_content(own, found[-1]))
+            path.write_text(to_json(content))
+            Path(f"{stem}.md").write_text(markdown(content))
+    console.print(markdown(content), soft_wrap=True, markup=False)
+    console.print(f"written: {stem}.json, .md", soft_wrap=True)
+    for one in found:
+        one.check_accepted()
+    return path

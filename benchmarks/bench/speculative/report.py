@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bench.judgement import NEVER_WORSE, Bar
-from benchmarks.bench.ratios import Ratio, better_static, paired_ratio
 from benchmarks.bench.runs import PAT, prediction_error
 from benchmarks.bench.speculative.engines import (
     PAT_PLAIN,
@@ -19,11 +18,12 @@ from benchmarks.bench.speculative.engines import (
 )
 from benchmarks.bench.speculative.tuning import accepted_share
 from benchmarks.bench.speculative.workloads import ACCEPTED, DRAFT_LENGTHS
+from benchmarks.paired import Ratio, better_static, paired_ratio
 from benchmarks.record import Summary, provenance
 from pat_vllm.cli.results import table
 
 if TYPE_CHECKING:
-    from benchmarks.bench.run import BenchSettings
+    from benchmarks.bench.engines import BenchSettings
     from benchmarks.bench.speculative.measure import Measured
 
 _OFF, _TAIL = 1.02, 0.95
@@ -63,7 +63,6 @@ def workload_content(settings: BenchSettings, measured: Measured) -> dict[str, A
         "tokens": statistics.median(run.run.tokens for run in warm[PAT]),
         "layouts": layouts,
         "seconds": {side: vars(Summary.of(values)) for side, values in seconds.items()},
-        "cold": {run.run.side: run.run.seconds for run in measured.runs if not run.run.repeat},
         "best_plain": plain,
         "best_fixed": fixed,
         "best_table": tuned,
@@ -82,7 +81,6 @@ def workload_content(settings: BenchSettings, measured: Measured) -> dict[str, A
             }
             for model in accepted
         },
-        "tuned_by": {model: [asdict(one) for one in gave] for model, gave in measured.gave.items()},
         "tables": {str(layout): [*map(list, one)] for layout, one in measured.tables.items()},
         "pat_steps": {side: _shares(warm[side]) for side in (PAT_PLAIN, PAT)},
         "switches_per_batch": {
@@ -93,19 +91,18 @@ def workload_content(settings: BenchSettings, measured: Measured) -> dict[str, A
             side: asdict(prediction_error([run.run for run in warm[side]]))
             for side in (PAT_PLAIN, PAT)
         },
-        "planning_share": {
-            side: sum(run.run.planning for run in warm[side]) / sum(seconds[side])
-            for side in (PAT_PLAIN, PAT)
-        },
-        "profile": {
-            "title": measured.profile.title,
-            "note": measured.profile.note,
-            "steps": [
-                one.model_dump(mode="json", exclude={"times"}) for one in measured.profile.steps
-            ],
-        },
-        "start_seconds": dict(measured.start_seconds),
-        "runs": [_plain_run(run) for run in measured.runs],
+        "runs": [
+            {
+                "side": one.run.side,
+                "repeat": one.run.repeat,
+                "model": one.model,
+                "seconds": one.run.seconds,
+                "tokens": one.run.tokens,
+                "drafted": one.gave.drafted,
+                "accepted": one.gave.accepted,
+            }
+            for one in measured.runs
+        ],
     }
 
 
@@ -119,7 +116,7 @@ def _bars(models: Sequence[str], ratios: Mapping[str, Ratio]) -> list[Bar]:
             Bar("PAT / PAT with k = 0, median", _OFF, statistics.median(ratios["k"].values))
         )
     elif min(most) > _HARDLY:
-        bars.append(Bar("PAT / best static layout with its table", _TAIL, ratios["table"].mean))
+        bars.append(Bar("PAT / best static layout with its table", _TAIL, ratios["table"].centre))
     return bars
 
 
@@ -135,42 +132,6 @@ def _shares(runs: Sequence[SpeculativeRun]) -> dict[str, float]:
             steps[static_name(one.layout, one.num_speculative_tokens)] += one.steps
     total = steps.total()
     return {name: count / total for name, count in sorted(steps.items())}
-
-
-def _plain_run(one: SpeculativeRun) -> dict[str, Any]:
-    run = one.run
-    plain: dict[str, Any] = {
-        "side": run.side,
-        "repeat": run.repeat,
-        "model": one.model,
-        "seconds": run.seconds,
-        "tokens": run.tokens,
-        "response": run.response,
-        "drafted": one.gave.drafted,
-        "accepted": one.gave.accepted,
-    }
-    if run.side in (PAT, PAT_PLAIN):
-        plain |= {
-            "spans": [[str(layout), round(a, 4), round(b, 4)] for layout, a, b in run.spans],
-            "drafts": [
-                [
-                    round(s.at - run.began, 3),
-                    str(s.layout),
-                    s.replica,
-                    s.num_speculative_tokens,
-                    s.steps,
-                    s.drafted,
-                    s.accepted,
-                ]
-                for s in one.samples
-            ],
-            "decisions": [
-                [round(d.at - run.began, 3), str(d.layout), str(d.target), d.num_seqs, d.why]
-                for d in run.decisions
-            ],
-            "step_error": {str(k): list(v) for k, v in (run.step_error or {}).items()},
-        }
-    return plain
 
 
 # -------------------------------------------------------------------- Markdown
@@ -197,7 +158,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def _ratio(one: Mapping[str, Any], name: str) -> str:
     ratio = one["ratios"][name]
-    return Ratio(ratio["mean"], ratio["low"], ratio["high"], ()).show()
+    return Ratio(ratio["centre"], ratio["low"], ratio["high"], ()).show()
 
 
 def _gains(workloads: Sequence[Mapping[str, Any]]) -> str:

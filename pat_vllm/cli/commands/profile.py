@@ -57,7 +57,7 @@ def take_engine_profile(
     from rich.console import Console
 
     from pat_vllm.cli.options import json_object
-    from pat_vllm.cli.profile import default_budget, engine_arguments, take_profile
+    from pat_vllm.cli.profile import engine_arguments, take_profile
     from pat_vllm.profiling.profile import ProfileError
 
     without_vision_and_audio()
@@ -75,19 +75,14 @@ def take_engine_profile(
             block_size=block_size,
             speculative_config=json_object("--speculative-config", speculative_config),
         )
-        take_profile(
-            Console(highlight=False), engine, output, quick, budget or default_budget(quick)
-        )
+        take_profile(Console(highlight=False), engine, output, quick, budget)
     except ImportError as error:
         raise missing(error) from error
-    except ProfileError as error:
+    except (ProfileError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     except RuntimeError as error:
         typer.echo(f"the engine failed: {error}", err=True)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

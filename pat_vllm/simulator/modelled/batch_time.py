@@ -43,11 +43,13 @@ class Load:
         responses: of all ranks.
         lengths: tokens of responses, some or all of them.
         num_prompt_tokens: of each.
+        acceptance: probability that a draft token is accepted if those before it were.
     """
 
     responses: int
     lengths: Sequence[int]
     num_prompt_tokens: int = _PROMPT
+    acceptance: float = 0.5
 
     @classmethod
     def usual(cls, max_num_seqs: int, ranks: int, max_model_len: int) -> Load:
@@ -60,7 +62,7 @@ class Load:
     def of(cls, trace: LengthTrace) -> Load:
         """As a batch was."""
         prompt = round(float(np.mean(trace.num_prompt_tokens)))
-        return cls(len(trace.lengths), trace.lengths, prompt)
+        return cls(len(trace.lengths), trace.lengths, prompt, trace.acceptance)
 
 
 def batch_seconds(
@@ -69,6 +71,7 @@ def batch_seconds(
     kv_tokens: Mapping[int, int],
     max_num_seqs: Callable[[Layout], int],
     load: Load,
+    draft_lengths: Sequence[int] = (0,),
 ) -> float:
     """Seconds of a batch, in the layout that is fastest at each time, the first of `layouts` being
     the base layout.
@@ -78,7 +81,9 @@ def batch_seconds(
     Args:
         kv_tokens: of a replica, by tp.
         max_num_seqs: of a replica.
+        draft_lengths: among which the fastest is taken.
     """
+    tokens_of = {k: sum(load.acceptance**i for i in range(k + 1)) for k in draft_lengths}
     left = np.resize(np.asarray(load.lengths, np.int64), load.responses)
     held = np.full(len(left), load.num_prompt_tokens, np.int64)
     computed = np.zeros(len(left), bool)
@@ -87,7 +92,9 @@ def batch_seconds(
     while len(left):
         ends = np.cumsum(held + _STEPS // 2)  # as if in the middle of the next steps
         turns = {
-            layout: _Turn.of(machine, layout, ends, kv_tokens[layout.tp], max_num_seqs(layout))
+            layout: _Turn.of(
+                machine, layout, ends, kv_tokens[layout.tp], max_num_seqs(layout), tokens_of
+            )
             for layout in layouts
         }
         best = min(layouts, key=lambda layout: turns[layout].token)
@@ -119,7 +126,7 @@ class _Turn:
 
     Attributes:
         running: requests that run.
-        step: seconds of a step.
+        step: seconds for a token of each that runs: of a step, or less with drafts.
         token: seconds until every request, also of those that wait, would have a token.
     """
 
@@ -129,13 +136,27 @@ class _Turn:
 
     @classmethod
     def of(
-        cls, machine: Machine, layout: Layout, ends: Ints | Floats, room: int, most: int
+        cls,
+        machine: Machine,
+        layout: Layout,
+        ends: Ints | Floats,
+        room: int,
+        most: int,
+        tokens_of: Mapping[int, float],
     ) -> _Turn:
-        """With KV of the first n requests, in all, in `ends[n - 1]` tokens."""
+        """With KV of the first n requests, in all, in `ends[n - 1]` tokens.
+
+        Args:
+            tokens_of: of a step, by draft length.
+        """
         fit = int(np.searchsorted(ends, room * layout.replicas, side="right"))
         running = max(1, min(fit, most * layout.replicas, len(ends)))
         batch = -(-running // layout.replicas)
-        step = machine.step(layout, batch, int(batch * ends[running - 1] / running), 0)
+        context = int(batch * ends[running - 1] / running)
+        step = min(
+            machine.step(layout, batch, context, 0, drafts=k * batch, k=k) / tokens
+            for k, tokens in tokens_of.items()
+        )
         return cls(running, step, step * len(ends) / running)
 
 

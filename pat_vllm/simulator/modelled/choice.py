@@ -21,6 +21,7 @@ from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
 from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
+from pat_vllm.speculation import draft_lengths
 
 _MOST_COMPILES = 5
 """Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
@@ -263,7 +264,12 @@ class _Search:
 
         def seconds(some: Sequence[Layout]) -> float:
             return batch_seconds(
-                machine, some, room, lambda one: self.engine.limits(one).max_num_seqs, load
+                machine,
+                some,
+                room,
+                lambda one: self.engine.limits(one).max_num_seqs,
+                load,
+                draft_lengths(self.engine.num_speculative_tokens, None),
             )
 
         # Not every switch that seems to pay does.

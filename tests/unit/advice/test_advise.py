@@ -295,8 +295,9 @@ def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
 
 
 def test_settings_with_drafts(accepted: Advice) -> None:
-    assert accepted.pays
-    forms = settings(accepted, "MODEL", 256)
+    paying = replace(accepted, gain=gain([0.9, 0.91, 0.92], [1.0] * 3))
+    assert paying.pays
+    forms = settings(paying, "MODEL", 256)
     assert all("ngram" in text for text in forms.values())
     assert arguments_of(forms["LLM"])["speculative_config"]["num_speculative_tokens"] == 7
     plain = settings(replace(accepted, gain=Gain(0, 0, 0, 0, 0)), "MODEL")

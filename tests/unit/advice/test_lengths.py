@@ -64,7 +64,7 @@ def test_every_format_is_read(
         ("a.jsonl", '{"tokens": 3, "id": 1}\n', "line 1 has 'tokens', 'id'; expected"),
         ("a.jsonl", '{"response_length": [3], "total_length": [3]}', "must exceed response_length"),
         ("a.jsonl", '{"output": "a"}\n', "holds text .* --model DIRECTORY"),
-        ("a.json", '{"ends": [1], "tokens": "x"}', "holds no length history"),
+        ("a.json", '{"ends": [1], "tokens": "x"}', "its digest does not match"),
         ("a.parquet", b"PAR1\xff\xfe\x00", "is no text file: .* expected a JSON array"),
     ],
 )

@@ -6,7 +6,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.judgement import judge
 from benchmarks.bench.runs import PAT, Run
 from benchmarks.endurance.growth import trend
-from benchmarks.paper.clairvoyant import clairvoyant
-from benchmarks.speculation.paired import MedianRatio
-from benchmarks.step_error import FLOORS, StepError, Visit
+from benchmarks.paired import Ratio, paired_ratio, turns
+from benchmarks.simulated.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
@@ -122,29 +121,25 @@ def test_judgement(
         assert result.foregone == pytest.approx(70 * 0.005, rel=0.1)
 
 
-def steady(predicted: float, medians: list[float]) -> list[Visit]:
-    return [Visit([predicted] * 3, [0.5 * m, m, 5 * m]) for m in medians]
-
-
-def test_step_errors_are_those_of_medians() -> None:
-    """Two kinds of steps: one comes out alike, the other drifts by a quarter."""
-    error = StepError.of([steady(1.1, [1.0, 1.0, 1.0]), steady(1.0, [1.0, 1.25])])
-    assert error.visits == 3
-    assert error.error == pytest.approx((0.1 + 0.1 + 0.2) / 3)
-    assert error.floor == pytest.approx((0 + 0 + 0.2) / 3)
-    assert error.bias == pytest.approx((0.1 + 0.1 - 0.2) / 3)
-    assert error.bar == pytest.approx(FLOORS * 0.2 / 3)
-
-
 def test_ratios_are_those_of_pairs() -> None:
-    """What both had in common cancels out, and an outlier is not in the interval."""
-    ratio = MedianRatio.of([1.5, 3.0, 0.6], [1.0, 2.0, 0.4])
-    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
-    ratio = MedianRatio.of([1.0, 1.02, 1.01, 0.99, 1.0, 1.01, 0.98, 1.0, 9.0], [1.0] * 9)
-    assert ratio.low <= ratio.median == 1.0 <= ratio.high < 1.03
+    """What both had in common cancels out, and an outlier is not in the median's interval."""
+    for median in (False, True):
+        ratio = paired_ratio([1.5, 3.0, 0.6], [1.0, 2.0, 0.4], median=median)
+        assert (ratio.centre, ratio.low, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
+    ours = [1.0, 1.02, 1.01, 0.99, 1.0, 1.01, 0.98, 1.0, 9.0]
+    ratio = paired_ratio(ours, [1.0] * 9, median=True)
+    assert ratio.low <= ratio.centre == 1.0 <= ratio.high < 1.03
+    assert paired_ratio(ours, [1.0] * 9).centre == pytest.approx(statistics.geometric_mean(ours))
     intervals = ((0.98, 1.0, 1.01), (0.98, 1.0, 1.02), (1.0, 1.02, 1.03), (1.02, 1.03, 1.04))
-    verdicts = [MedianRatio(mid, low, high, ()).verdict(1.01) for low, mid, high in intervals]
-    assert verdicts == ["met", "median within", "median beyond", "missed"]
+    verdicts = [Ratio(mid, low, high, ()).verdict(1.01) for low, mid, high in intervals]
+    assert verdicts == ["met", "centre within", "centre beyond", "missed"]
+
+
+def test_each_side_is_as_often_at_each_place() -> None:
+    orders = turns("abc", 6)
+    assert all(sorted(place) == [*"aabbcc"] for place in zip(*orders, strict=True))
+    before = [(a, b) for order in orders for a, b in combinations(order, 2)]
+    assert all(before.count((a, b)) == 3 for a, b in permutations("abc", 2))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernel_truth import KernelTruth
+from benchmarks.simulated.kernel_truth import KernelTruth
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.truth import ReplayedTruth

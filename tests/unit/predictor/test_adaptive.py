@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.paper.clairvoyant import clairvoyant
+from benchmarks.simulated.clairvoyant import clairvoyant
 from benchmarks.truths import ScaledTruth
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL

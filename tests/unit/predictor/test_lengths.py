@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.calibration_plot import calibration, live_at, replay, tell
+from benchmarks.calibration import calibration, live_at, replay, tell
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.hazard import EDGES, Collector, Pool, cumulative_hazard
 from pat_vllm.predictor.lengths import LengthModel

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.paper.clairvoyant import ClairvoyantPolicy
+from benchmarks.simulated.clairvoyant import ClairvoyantPolicy
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy

@@ -81,6 +81,8 @@ def test_files_of_users(tmp_path: Path) -> None:
     path.write_text('{"lengths": [4, 9], "max_tokens": 12, "arrivals": [0, 1.5]}')
     trace = load_trace(path)
     assert (trace.name, trace.max_tokens, trace.arrivals) == ("some", 12, (0.0, 1.5))
+    path.write_text('{"lengths": [4, 9], "num_prompt_tokens": [7, 8]}')
+    assert load_trace(path).num_prompt_tokens == (7, 8)
 
 
 @pytest.mark.parametrize(

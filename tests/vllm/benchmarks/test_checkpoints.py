@@ -1,4 +1,4 @@
-"""Checkpoints that benchmarks make: with skewed routers, and with scattered phrases."""
+"""A checkpoint that a benchmark makes: with scattered phrases."""
 
 from __future__ import annotations
 
@@ -8,18 +8,6 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.bench.speculative import models
-from benchmarks.skewed_routing import shares, skew_routers
-from tests.support.models import random_model
-
-
-def test_skewed_routers_are_all_that_changes(tmp_path: Path) -> None:
-    """Popular experts come first."""
-    even = random_model("qwen3_moe")
-    skew_routers(even, tmp_path / "skewed", 1.0)
-    before, after = (load_file(path / "model.safetensors") for path in (even, tmp_path / "skewed"))
-    changed = {name for name in before if not before[name].equal(after[name])}
-    assert changed == {name for name in before if name.endswith(".mlp.gate.weight")}
-    assert max(shares(even)) < 0.6 and shares(tmp_path / "skewed")[0] > 0.65
 
 
 def test_each_token_of_a_scattered_phrase_is_as_likely_as_any_other(

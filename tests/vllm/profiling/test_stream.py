@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.profiling.points import StepPoint
+from pat_vllm.profiling.grid import StepPoint
 from pat_vllm.profiling.stream import Stream
-from tests.unit.profiling.test_plan import LIMITS, ONE
+from tests.unit.profiling.test_grid import LIMITS, ONE
 
 
 def output_of(step: Any, accepted: list[int]) -> Any:

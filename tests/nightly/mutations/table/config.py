@@ -9,6 +9,7 @@ CONFIG = "pat_vllm.config"
 OPTIONS = f"{CONFIG}:PATConfig"
 LIMITS = "pat_vllm.limits"
 SUPPORT = "pat_vllm.support"
+REFUSED = "pat_vllm.refused"
 PLUGIN = "pat_vllm.plugin"
 MIXTURE = "pat_vllm.mixture:Mixture"
 FILES = "pat_vllm.files.writing"
@@ -135,7 +136,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "JSON is nested without end": {"return from_json(text.removeprefix": "return __import__('json').loads(text.removeprefix"},
         },
         f"{READING}:without_digest": {
-            "damage is not seen": {"content[DIGEST] != digest_of(rest)": "False"},
+            "damage is not seen": {"content.get(DIGEST) != digest_of(rest)": "False"},
         },
         "pat_vllm.profiling.cache:cache_dir": {
             "no home, no engine": {"except RuntimeError as error:": "except KeyError as error:"},
@@ -257,9 +258,14 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/vllm/test_bad_input.py": {
-        f"{SUPPORT}:_unsupported": {
-            "prefill context parallelism is not refused": {'"prefill_context_parallel_size": parallel.prefill_context_parallel_size,': ""},
-            "an all-reduce of one group in a process is not refused": {"envs.VLLM_USE_NCCL_SYMM_MEM": "False"},
+        f"{REFUSED}:unsupported": {
+            "prefill context parallelism is not refused": {"for rule in RULES\n": "for rule in RULES if rule.option != 'prefill_context_parallel_size'\n"},
+            "options of mixtures are not refused": {"(is_mixture or not rule.mixtures)": "not rule.mixtures"},
+        },
+        f"{REFUSED}:_variable": {
+            "an all-reduce of one group in a process is not refused": {"getattr(envs, name)": "False"},
+        },
+        f"{REFUSED}:_numa_bind": {
             "NUMA binding is refused where ranks are in order": {"parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))": "parallel.numa_bind"},
         },
         f"{SUPPORT}:prepare": {

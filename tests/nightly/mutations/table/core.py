@@ -46,7 +46,7 @@ _SCHEDULER: list[Row] = [
     ("what found no room is taken for KV that comes", "switch:_allocate", "replica.connector.withdraw()", "pass", ADMISSION),
     ("admission counts loads again and again", "pat_vllm.patches.schedulers:linear_time_admission", "new.clear()", "pass", PATCHES),
     ("admitted loads are forgotten", "pat_vllm.patches.schedulers:linear_time_admission", "scheduler._inflight_prefills.update(counted)", "pass", ADMISSION),
-    ("requests stay in place between layouts of different tp", "in_place:keeps_places", "source.tp == target.tp and all(", "all(", SCHEDULER),
+    ("requests stay in place between layouts of different tp", "in_place:keeps_places", "source.shares_kv(target) and all(", "all(", SCHEDULER),
     ("requests stay only where blocks are left over", "in_place:keeps_places", "<= replica", "< replica", SCHEDULER),
     ("the rest of a prompt needs no blocks", "in_place:_blocks_of_a_step", "request.num_tokens - request.num_computed_tokens + lookahead", "lookahead", SCHEDULER),
     ("the other layout's workers are told of requests as of known ones", "pat_vllm.patches.schedulers:queue_with_blocks", "scheduler.prev_step_scheduled_req_ids.clear()", "pass", SCHEDULER),
@@ -85,9 +85,9 @@ _SCHEDULER: list[Row] = [
 
 _POLICY: list[Row] = [
     ("a policy begins with draft lengths", "pat_vllm.predictor.adaptive:AdaptivePolicy.__init__", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
-    ("draft lengths of a batch's tail hold for the next", "pat_vllm.predictor.adaptive:AdaptivePolicy.idle", "self.drafts = self._no_drafts", "pass", DRAFT_LENGTHS),
+    ("draft lengths of a batch's tail hold for the next", "pat_vllm.predictor.adaptive:AdaptivePolicy._open", "self.drafts = plan.drafts", "pass", DRAFT_LENGTHS),
     ("planned draft lengths are not used", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self.drafts = plan.drafts", "pass", DRAFT_LENGTHS),
-    ("a plan does not know what is accepted", "pat_vllm.predictor.adaptive:AdaptivePolicy._decide", "self._drafting = self._acceptance.expected()", "pass", DRAFT_LENGTHS),
+    ("a plan does not know what is accepted", "pat_vllm.predictor.adaptive:AdaptivePolicy._outlook", "self._drafting = self._acceptance.expected()", "pass", DRAFT_LENGTHS),
 ]
 
 _EXECUTOR: list[Row] = [

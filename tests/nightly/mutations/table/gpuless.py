@@ -14,6 +14,7 @@ SIDE = "pat_vllm.worker.side_stream:SideStream"
 LATE = "pat_vllm.worker.late_memory"
 RUNNERS = "pat_vllm.patches.runners"
 SUPPORT = "pat_vllm.support"
+REFUSED = "pat_vllm.refused"
 DEVICE = "pat_vllm.kernels.device"
 LAYOUT_WEIGHTS = "pat_vllm.worker.layout_weights:LayoutWeights"
 EXECUTOR = "pat_vllm.executor.executor:PATExecutorMixin"
@@ -310,9 +311,9 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "test_layouts_in_updates.py": {
-        f"{SUPPORT}:_unsupported": {
+        f"{REFUSED}:_equal": {
             "a transfer of weights that vLLM runs under Ray only": {
-                'transfer.backend == "sharded_rdt"': "False"
+                "_at(vllm_config, path) == value": "False"
             },
         },
         f"{WORKER}.update_weights": {
@@ -377,7 +378,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": {
-        f"{SUPPORT}:_unsupported": {
+        f"{REFUSED}:_attention_backend": {
             "ROCM_ATTN passes the front end": {"backend.name in _PACKED_HEADS": "False"},
         },
     },

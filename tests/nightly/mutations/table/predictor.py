@@ -108,8 +108,8 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._decide", ADAPTIVE): {
         "what runs is not observed": {"self._lengths.observe_running(live)": "pass"},
     },
-    (f"{PREDICTOR}.adaptive:AdaptivePolicy.idle", ADAPTIVE): {
-        "all batches open in the base layout": {"self.home = self._opening": "self._opening"},
+    (f"{PREDICTOR}.adaptive:AdaptivePolicy._open", ADAPTIVE): {
+        "all batches open in the base layout": {"self.home = min(": "min("},
     },
     (f"{PREDICTOR}.adaptive:AdaptivePolicy._due", ADAPTIVE): {
         "it plans before each step": {"> _NEWS * live": ">= 0"},
@@ -136,7 +136,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "tiny exchanges say how fast KV moves": {">= _LEAST_EXCHANGE": ">= 0"},
     },
     (f"{PREDICTOR}.cost:CostModel._mode_of", COST): {
-        "KV is computed again where only experts move": {"source.tp == target.tp": "False"},
+        "KV is computed again where only experts move": {"source.shares_kv(target)": "False"},
     },
     (f"{PREDICTOR}.lengths:LengthModel.observe_running", LENGTHS): {
         "prescribed lengths teach": {"~live.exact & ": ""},
@@ -274,7 +274,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
             )
         },
         "contexts are not balanced": {"(count[r], context[r], r)": "(count[r], r)"},
-        "requests move where experts alone lie otherwise": {"source.tp == target.tp": "False"},
+        "requests move where experts alone lie otherwise": {"source.shares_kv(target)": "False"},
     },
     ("pat_vllm.layout:Layout.replica_of", LAYOUT): {
         "groups are neighbouring ranks": {"rank % self.replicas": "rank // self.tp"},

@@ -12,7 +12,9 @@ ROLLOUT = "tests/unit/reporting/test_rollout.py"
 UPDATES = "tests/unit/metrics/test_updates.py"
 PROMETHEUS = "tests/vllm/metrics/test_prometheus.py"
 PROFILE = "tests/unit/profiling/test_profile.py"
-PLAN = "tests/unit/profiling/test_plan.py"
+GRID = "tests/unit/profiling/test_grid.py"
+QUALITY = "tests/unit/profiling/test_quality.py"
+PROFILE_COMMAND = "tests/unit/cli/test_profile.py"
 STREAM = "tests/vllm/profiling/test_stream.py"
 KEY = "tests/vllm/profiling/test_key.py"
 COMPARE = "tests/unit/doctor/test_compare.py"
@@ -41,11 +43,13 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)", UPDATES),
     ("a histogram's seconds are counted as switches", "metrics.updates:Updates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1", PROMETHEUS),
     ("events without outputs are lost", "scheduler.stats:send_metrics", "carrier is None and updates.has_events", "False", PROMETHEUS),
-    ("an edited profile is believed", "profiling.profile:Profile.load", "content = without_digest(content, named)", "del content[DIGEST]", PROFILE),
     ("a cached profile of another engine is taken", "profiling.cache:find", "profile.check(key, path)", "pass", PROFILE),
-    ("a run that goes on measures everything again", "cli.profile:Partial._take", "self.done.update(", "set().update(", PROFILE),
-    ("essential points with drafts are forgotten", "profiling.plan:_essential", "if limits.draft_lengths", "if False", PLAN),
-    ("drafts have no room in a step", "profiling.points:EngineLimits.allows", "point.batch * (1 + point.drafts) + point.prefill", "point.batch + point.prefill", PLAN),
+    ("a run that goes on measures everything again", "cli.profile:missing", "if not is_measured(point)", "if True", PROFILE_COMMAND),
+    ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True", PROFILE_COMMAND),
+    ("a noisy profile is good enough", "profiling.quality:problems", "MOST_UNSETTLED * len(steps)", "len(steps)", QUALITY),
+    ("outliers make a profile noisy", "profiling.quality:spread", "statistics.quantiles(times, n=4)", "(min(times), statistics.median(times), max(times))", QUALITY),
+    ("essential points with drafts are forgotten", "profiling.grid:_rows", "_Row(0, (few,), k=lengths[-1:]),", "", GRID),
+    ("drafts have no room in a step", "profiling.grid:EngineLimits.allows", "point.batch * (1 + point.drafts) + point.prefill", "point.batch + point.prefill", GRID),
     ("all drafts are counted as wrong", "profiling.stream:Stream.finished", "1 + drafts - len(sampled)", "drafts", STREAM),
     ("no drafts are verified", "profiling.stream:Stream.next", "drafts = self._point.drafts", "drafts = 0", STREAM),
     ("the drafter is asked for what is verified", "profiling.stream:Stream.next", "= self._point.k", "= drafts", STREAM),

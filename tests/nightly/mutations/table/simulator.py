@@ -22,7 +22,7 @@ Row = tuple[str, str, str, str, str]
 _SIMULATOR: list[Row] = [
     ("a switch does not wait for steps in flight", "engine:SimulatedEngine.switch", "self.drain()", "pass", ENGINE),
     ("a chunk is cut at the step before the one in flight", "replica:SimulatedReplica.steps_made", "max(1, math.ceil(made - _ROUNDING))", "max(1, math.floor(made))", ENGINE),
-    ("a switch between kinds moves KV", "engine:SimulatedEngine.switch", " * (source.tp != target.tp)", "", MIXTURES),
+    ("a switch between kinds moves KV", "engine:SimulatedEngine.switch", " * (not source.shares_kv(target))", "", MIXTURES),
     ("a switch loses the KV that it moves", "engine:SimulatedEngine.switch", "computed[request] <= room[replica.index]", "computed[request] > room[replica.index]", ENGINE),
     ("a chunk goes on after an arrival", "engine:SimulatedEngine._start", "until < steps", "until > steps", ENGINE),
     ("a chunk goes on where another replica has drained", "engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False", ENGINE),
@@ -59,8 +59,8 @@ _ADVICE: list[Row] = [
 ]
 _MIXTURES: list[Row] = [
     ("steps of both kinds look alike", "predictor.step_residual:features_of", 'layout.experts == "ep"', "0", MIXTURES),
-    ("requests stay whatever the layout", "routing:spread", "source.tp == target.tp", "True", MIXTURES),
-    ("KV costs time between kinds", "predictor.cost:CostModel._linear", "source.tp == target.tp", "False", MIXTURES),
+    ("requests stay whatever the layout", "routing:spread", "source.shares_kv(target)", "True", MIXTURES),
+    ("KV costs time between kinds", "predictor.cost:CostModel._linear", "source.shares_kv(target)", "False", MIXTURES),
     ("a switch tells of another kind", "predictor.cost:CostModel.observe", "report.source, report.target", "report.source, Layout(report.target.tp, report.target.replicas)", MIXTURES),
 ]
 # fmt: on

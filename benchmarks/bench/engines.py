@@ -1,0 +1,192 @@
+"""Settings of the benchmark, and its engines, which stay alive and take turns."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench.runs import Run
+from benchmarks.bench.serve import Served, run_of
+from benchmarks.bench.workloads import SCALES, Workload
+from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
+from pat_vllm.child import environment
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.cache import CACHE_DIR
+from pat_vllm.profiling.profile import Profile
+from pat_vllm.reporting import Report
+from pat_vllm.simulator.traces import LengthTrace
+
+_BLOCK_TOKENS = 128
+"""vLLM's KV block on CPUs; smaller on other platforms."""
+_START_SECONDS = 900.0
+_RUN_SECONDS = 900.0
+"""An engine that takes longer is taken for dead."""
+_SETTLE_SECONDS = 0.1
+"""After a batch an engine goes home and learns that nothing is left to do."""
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What is measured.
+
+    Attributes:
+        scale: name of a factor on the workloads' sizes.
+        repeats: measured batches of each workload, after one that warms up.
+    """
+
+    model: Path
+    ranks: int
+    workloads: tuple[Workload, ...]
+    repeats: int
+    scale: str
+    seed: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest response, tokens."""
+        longest = max(workload.longest for workload in self.workloads)
+        return max(1, round(longest * SCALES[self.scale]))
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Those of an engine that is not told any."""
+        return PATConfig().resolve_layouts(self.ranks)
+
+    def trace(self, workload: Workload, repeat: int) -> LengthTrace:
+        """The batch of a repeat."""
+        return workload.trace(repeat, SCALES[self.scale], self.seed)
+
+    def traces(self) -> Iterator[LengthTrace]:
+        """All of them."""
+        for workload in self.workloads:
+            for repeat in range(self.repeats + 1):
+                yield self.trace(workload, repeat)
+
+
+def engine_options(
+    settings: BenchSettings, pat: Mapping[str, Any], config: Mapping[str, Any], drafts: int = 0
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`: sides differ in `pat` and in nothing else.
+
+    Args:
+        pat: PAT's options, from `sides`.
+        config: the model's.
+        drafts: of a request's step, for which there has to be room.
+
+    Raises:
+        ValueError: the model's context is too short.
+    """
+    batches = [
+        [p + n + drafts for p, n in zip(t.num_prompt_tokens, t.lengths, strict=True)]
+        for t in settings.traces()
+    ]
+    longest = max(max(contexts) for contexts in batches)
+    limit = config.get("max_position_embeddings", longest)
+    if longest > limit:
+        raise ValueError(
+            f"the workloads make a context of {longest} tokens, but {settings.model.name} allows "
+            f"{limit}; use another --model or a smaller --scale"
+        )
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * 4
+    # Room for a whole batch in one replica, so that no side preempts any.
+    blocks = 8 + max(sum(math.ceil(n / _BLOCK_TOKENS) for n in contexts) for contexts in batches)
+    return dict(
+        model=str(settings.model),
+        tensor_parallel_size=settings.ranks,
+        distributed_executor_backend="pat",
+        additional_config={"pat": dict(pat)},
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=longest,
+        max_num_seqs=max(len(contexts) for contexts in batches),
+        kv_cache_memory_bytes=blocks * _BLOCK_TOKENS * token_bytes,
+        skip_tokenizer_init=True,
+    )
+
+
+class BenchEngine:
+    """An engine that takes its turns; started anew on request."""
+
+    def __init__(
+        self, name: str, options: dict[str, Any], ranks: int, scratch: Path, pauses: bool = False
+    ) -> None:
+        """Prepare it.
+
+        Args:
+            options: of `vllm.LLM`.
+            scratch: for its log and its profile.
+            pauses: whether its processes are stopped between turns; else they are waited for until
+                they have parked.
+        """
+        self.name = name
+        self.start_seconds: list[float] = []
+        self._options, self._scratch, self._pauses = options, scratch, pauses
+        # A cache of its own: the profile is this benchmark's, taken at the first start.
+        self._environment = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
+        self._engine: EngineProcess | None = None
+        self._report: Report | None = None
+
+    def start(self) -> None:
+        """Start the engine, or a new one in its place."""
+        self.close()
+        log = self._scratch / f"{self.name}.log"
+        self._engine = EngineProcess(self._options, self._environment, log)
+        self.start_seconds.append(self._engine.result(_START_SECONDS))
+        self._report = None
+        self._rest(self._engine)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call `function(llm, *args)` in the engine's process, and let it rest."""
+        assert self._engine is not None
+        if self._pauses:
+            self._engine.resume()
+        result = self._engine.call(function, *args, timeout=_RUN_SECONDS)
+        self._rest(self._engine)
+        return result
+
+    def run(
+        self, side: str, trace: LengthTrace, repeat: int, serve: Callable[..., Served], *args: Any
+    ) -> tuple[Run, Report]:
+        """Serve a batch by `serve(llm, *args)`; the report is of the engine's whole life."""
+        served: Served = self.call(serve, *args)
+        run = run_of(side, trace, repeat, served, self._report)
+        if not run.exact:
+            raise EngineFailed(
+                f"{side}, {trace.name}-{repeat}: a response does not have its length"
+            )
+        self._report = served.report
+        return run, served.report
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _rest(self, engine: EngineProcess) -> None:
+        """Wait until the engine takes no core any more."""
+        time.sleep(_SETTLE_SECONDS if self._pauses else PARK_SECONDS)
+        if self._pauses:
+            engine.pause()
+
+
+def shared_profile(scratch: Path) -> Profile:
+    """The one that the engines of a benchmark share.
+
+    Raises:
+        EngineFailed: there is none, or more than one.
+    """
+    profiles = sorted((scratch / "cache" / "profiles").glob("*.json"))
+    if len(profiles) != 1:
+        raise EngineFailed(
+            f"expected one profile for all engines, found {len(profiles)}; a noisy or incomplete "
+            "one is not kept, so let nothing else run on this machine"
+        )
+    return Profile.load(profiles[0])

@@ -1,0 +1,1 @@
+"""Policies on synthetic responses, simulated: `python -m benchmarks.simulated NAME`."""

@@ -1,1 +1,0 @@
-"""What speculative decoding costs and saves under PAT; `python -m benchmarks.speculation PART`."""

@@ -1,0 +1,374 @@
+"""What to measure of an engine, and in which order. Pure.
+
+A plan lists points, the most informative first. It can end at any of them: when its time is used
+up, the points that matter least are left out. Each priority visits every layout, so that every
+layout has data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+from pat_vllm.layout import Layout
+from pat_vllm.profiling.profile import NamedLayout, StepSample, SwitchSample
+
+SHORT_CONTEXT = 64
+"""Tokens of a context whose attention hardly costs anything."""
+LONGEST_PROMPT = 512
+"""A longer prefill is made up of several prompts, as in a batch that arrives."""
+
+_MOST_STEPS = 16
+"""Decode steps at a point; contexts grow by as much."""
+_LEAST_STEPS = 3
+_STEPS_IF_ALL_ACCEPTED = 5
+"""Steps for which contexts have room at a point where every draft is accepted."""
+_ASSUMED_STEP = 0.25
+"""Seconds of a step, as long as nothing is known of the engine."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can be asked to do.
+
+    Attributes:
+        layouts: base first.
+        max_num_seqs: requests that a replica runs at once, by tp.
+        max_batch_tokens: tokens that a step of a replica may compute, by tp.
+        max_model_len: tokens of the longest context.
+        block_size: tokens in a KV block.
+        blocks: KV blocks that requests of a replica can have, by tp.
+        draft_lengths: those above 0 that steps may be measured with, ascending.
+        misses: whether a step may have a draft length and verify no drafts, as when nothing was
+            found. Where it may not, drafts are filled up and always verified.
+    """
+
+    layouts: tuple[Layout, ...]
+    max_num_seqs: Mapping[int, int]
+    max_batch_tokens: Mapping[int, int]
+    max_model_len: int
+    block_size: int
+    blocks: Mapping[int, int]
+    draft_lengths: tuple[int, ...] = ()
+    misses: bool = False
+
+    @property
+    def kv_tokens(self) -> dict[int, int]:
+        """Tokens whose KV a replica's memory holds, by tp."""
+        return {tp: blocks * self.block_size for tp, blocks in self.blocks.items()}
+
+    @property
+    def room(self) -> int:
+        """Decode steps for which a point's contexts leave room."""
+        return max(_LEAST_STEPS, min(_MOST_STEPS, self.max_model_len // 4))
+
+    def room_for(self, drafts: int) -> int:
+        """Tokens by which a context may grow at a point that verifies so many drafts of each."""
+        return self.room + _STEPS_IF_ALL_ACCEPTED * drafts
+
+    def longest_context(self, tp: int, batch: int, drafts: int = 0) -> int:
+        """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
+        in_memory = self.blocks[tp] // batch * self.block_size
+        return min(self.max_model_len, in_memory) - self.room_for(drafts) - 1
+
+    def most_requests(self, tp: int, drafts: int = 0) -> int:
+        """Requests with short contexts, and so many drafts each, that a replica can run at once."""
+        each = -(-(self.short + self.room_for(drafts) + 1) // self.block_size)
+        in_step = self.max_batch_tokens[tp] // (1 + drafts)
+        return max(1, min(self.max_num_seqs[tp], in_step, self.blocks[tp] // each))
+
+    @property
+    def short(self) -> int:
+        """The short context, tokens."""
+        # A quarter of a small model's, so that there is a longer one to compare with.
+        return max(1, min(SHORT_CONTEXT, (self.max_model_len - self.room - 1) // 4))
+
+    def prompts(self, tokens: int) -> list[int]:
+        """Lengths of the prompts that make up a prefill of `tokens` tokens."""
+        longest = max(1, min(LONGEST_PROMPT, self.max_model_len - 2))
+        full, rest = divmod(tokens, longest)
+        return [longest] * full + [rest] * bool(rest)
+
+    def allows(self, point: StepPoint) -> bool:
+        """Whether a replica can make such a step."""
+        tp, prompts = point.layout.tp, self.prompts(point.prefill)
+        contexts = [c + self.room_for(point.drafts) + 1 for c in point.contexts]
+        blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
+        return (
+            0 < point.batch + len(prompts) <= self.max_num_seqs[tp]
+            and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[tp]
+            and max(contexts, default=0) <= self.max_model_len
+            and blocks <= self.blocks[tp]
+        )
+
+    def share(self, layout: Layout) -> int:
+        """Requests of each replica when as many as every layout can run are spread over all."""
+        total = min(self.max_num_seqs[one.tp] * one.replicas for one in self.layouts)
+        return max(1, min(total // layout.replicas, self.most_requests(layout.tp)))
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """A step to be measured, in each of `busy` replicas at the same time.
+
+    Attributes:
+        batch: requests that decode, each with `context` tokens to begin with.
+        longest: tokens of one of them, where it is longer than the others; else 0.
+        prefill: prompt tokens computed beside them.
+        k: draft length: draft tokens that the drafter is asked for, for each request.
+        hits: whether each request has k drafts, as if the drafter had found them in the step
+            before, and the step verifies them. Otherwise it verifies none.
+    """
+
+    layout: NamedLayout
+    batch: int
+    context: int
+    busy: int
+    longest: int = 0
+    prefill: int = 0
+    k: int = 0
+    hits: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """Draft tokens of each request that a step verifies."""
+        return self.k if self.hits else 0
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of each context at the first step."""
+        if not self.batch:
+            return []
+        return [*[self.context] * (self.batch - 1), max(self.context, self.longest)]
+
+    def measured_by(self, sample: StepSample) -> bool:
+        """Whether a sample is of this point; its contexts have grown while it was measured."""
+        least = sum(self.contexts)
+        grown = self.batch * (_MOST_STEPS + 2 + (_STEPS_IF_ALL_ACCEPTED + 1) * self.drafts)
+        mine = (self.layout, self.batch, self.busy, self.prefill, self.k, self.batch * self.drafts)
+        its = (sample.layout, sample.batch, sample.busy, sample.prefill, sample.k, sample.drafts)
+        return mine == its and least <= sample.context <= least + grown
+
+    def __str__(self) -> str:
+        parts = [f"{self.batch} x {self.context} tokens"] if self.batch else []
+        if self.longest > self.context:
+            parts.append(f"one of {self.longest}")
+        if self.prefill:
+            parts.append(f"prefill of {self.prefill}")
+        if self.k:
+            parts.append(f"{self.k} drafts each" if self.hits else f"no drafts found of {self.k}")
+        return f"{self.layout}, {self.busy} busy: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class SwitchPoint:
+    """A switch to be measured, with `num_seqs` requests of `context` tokens."""
+
+    source: NamedLayout
+    target: NamedLayout
+    num_seqs: int
+    context: int
+
+    def measured_by(self, sample: SwitchSample) -> bool:
+        """Whether a sample is of this point."""
+        mine = (self.source, self.target, self.num_seqs, self.num_seqs * self.context)
+        return mine == (sample.source, sample.target, sample.num_seqs, sample.tokens)
+
+    def __str__(self) -> str:
+        return f"switch {self.source} -> {self.target}: {self.num_seqs} x {self.context} tokens"
+
+
+Point = StepPoint | SwitchPoint
+
+POINTS: TypeAdapter[list[Point]] = TypeAdapter(list[Point])
+"""Points as the plain values that travel between a front end and the engine core, and back."""
+
+
+# ---------------------------------------------------------------- the plan
+
+QUICK_SECONDS = 20.0
+"""Default time for a quick profile at an engine's start."""
+FULL_SECONDS = 900.0
+"""Default time for a full profile."""
+_QUICK, _FULL = 6, 10
+"""Priorities below which a quick and a full plan have points."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Points to measure, in this order.
+
+    Attributes:
+        essential: so many of the first points are measured however long they take.
+        budget: seconds after which no other point is begun.
+        patience: seconds after which a point need not settle.
+        repeats: steps after which a point may have settled.
+        spread: it has when the middle half of its times lies within this share of the median.
+    """
+
+    limits: EngineLimits
+    points: tuple[Point, ...]
+    essential: int
+    budget: float
+    patience: float
+    repeats: int
+    spread: float
+
+    @classmethod
+    def of(cls, limits: EngineLimits, *, quick: bool) -> Plan:
+        """A quick plan is enough to choose layouts by, at an engine's start. A full one is a dense
+        grid, and begins with the quick one's points."""
+        points: dict[Point, None] = {}
+        essential = 0
+        for priority in range(_QUICK if quick else _FULL):
+            # There and back, so that two priorities meet in one layout.
+            for layout in limits.layouts[:: -1 if priority % 2 else 1]:
+                points.update(dict.fromkeys(_points(limits, layout, priority)))
+            essential = essential or len(points)
+        if quick:
+            return cls(limits, (*points,), essential, QUICK_SECONDS, 0.3, 5, 0.05)
+        return cls(limits, (*points,), essential, FULL_SECONDS, 2.0, 8, 0.03)
+
+
+class _Row(NamedTuple):
+    """Steps to measure in a layout: every combination of what is listed.
+
+    Attributes:
+        batches: requests that decode; as many as can run at once, where that is fewer.
+        context: of each, as a share of the longest that memory has room for; 0: the short context.
+        busy: replicas; None: all.
+        longest: one request's context, as a share of the longest for one request; 0: as the others.
+    """
+
+    priority: int
+    batches: Sequence[int]
+    context: Sequence[float] = (0,)
+    busy: Sequence[int] | None = None
+    prefill: Sequence[int] = (0,)
+    k: Sequence[int] = (0,)
+    longest: Sequence[float] = (0,)
+
+
+def _rows(limits: EngineLimits, layout: Layout) -> list[_Row]:
+    every, share, most = layout.replicas, limits.share(layout), limits.most_requests(layout.tp)
+    few, grid, tokens = min(8, share), (*_powers(most), most), limits.max_batch_tokens[layout.tp]
+    between = [b + b // 2 for b in _powers(most)]
+    sizes = sorted({16, 64, 256, 1024, 2048, 4096, tokens})
+    lengths = limits.draft_lengths
+    # What other draft lengths lie between.
+    telling = dict.fromkeys((*lengths[-1:], *lengths[(len(lengths) - 1) // 2 :][:1]))
+    return [
+        _Row(0, (1, few)),
+        # A layout without any drafts would seem to verify them at the price of a prompt, or of
+        # nothing.
+        _Row(0, (few,), k=lengths[-1:]),
+        _Row(1, (share,)),
+        _Row(1, (1,), busy=(1,)),
+        _Row(2, (1, share), k=(*telling,)),
+        _Row(3, (32 // every, 32)),
+        _Row(3, (0,), prefill=(min(512, tokens),)),
+        _Row(3, (1, few, share), context=(1,)),
+        _Row(4, (2, 4)),
+        _Row(4, (1, 2, 4), busy=(1, every // 2)),
+        _Row(5, (0,), prefill=(min(64, tokens),)),
+        _Row(5, grid),
+        _Row(6, (*between, most)),
+        _Row(6, (1, 2, 4, 8, 16, 32), busy=_powers(every)),
+        _Row(7, _powers(most), context=(1, 1 / 2, 1 / 4)),
+        # Its attention may be what the others wait for.
+        _Row(7, (4, 16), longest=(1, 1 / 3)),
+        _Row(8, (0,), prefill=[n for n in sizes if n <= min(tokens, 8192)]),
+        _Row(8, (2, 16), prefill=(32, 256)),
+        _Row(9, grid, k=lengths),
+        _Row(9, (1, 8), busy=(1,), k=lengths[-1:]),
+        # The drafter searches all of a context.
+        _Row(9, (1, 8, share), context=(1,), k=(*telling,)),
+    ]
+
+
+_SWITCHES = {
+    1: ((0, False), (8, True)),
+    4: ((1, True), (32, True)),
+    9: (
+        *((2, False), (4, True), (8, False), (16, True)),
+        *((32, False), (64, True), (128, True)),
+    ),
+}
+"""By priority: requests that are carried, and whether their contexts are long."""
+
+
+def _points(limits: EngineLimits, layout: Layout, priority: int) -> Iterator[Point]:
+    """Those of a layout that the engine can do."""
+    for row in _rows(limits, layout):
+        if row.priority == priority:
+            yield from filter(limits.allows, _steps(limits, layout, row))
+    for num_seqs, is_long in _SWITCHES.get(priority, ()):
+        for target in limits.layouts:
+            if target != layout:
+                yield from _switch(limits, layout, target, num_seqs, is_long)
+
+
+def _steps(limits: EngineLimits, layout: Layout, row: _Row) -> Iterator[StepPoint]:
+    busy = (layout.replicas,) if row.busy is None else [n for n in row.busy if n]
+    every = product(row.k, row.batches, row.context, busy, row.prefill, row.longest)
+    for k, batch, share, replicas, prefill, longest in every:
+        batch = min(batch, limits.most_requests(layout.tp, k))
+        context = limits.short if batch else 0
+        if share:
+            context = int(share * limits.longest_context(layout.tp, batch, k))
+            if context < 2 * limits.short:
+                continue
+        far = max(limits.short, int(longest * limits.longest_context(layout.tp, 1)))
+        point = StepPoint(
+            layout, batch, context, replicas, far if longest else 0, prefill, k, hits=k > 0
+        )
+        yield point
+        if limits.misses and k and k == limits.draft_lengths[-1]:
+            yield replace(point, hits=False)
+
+
+def _switch(
+    limits: EngineLimits, source: Layout, target: Layout, num_seqs: int, is_long: bool
+) -> Iterator[SwitchPoint]:
+    if not num_seqs:
+        yield SwitchPoint(source, target, 0, 0)
+        return
+    # The request with the most blocks decides; a replica may get one more than its share.
+    each = {end.tp: -(-num_seqs // end.replicas) for end in (source, target)}
+    most = min(limits.longest_context(tp, count) for tp, count in each.items())
+    context = max(limits.short, most // 2) if is_long else limits.short
+    if context <= most and all(n <= limits.most_requests(tp) for tp, n in each.items()):
+        yield SwitchPoint(source, target, num_seqs, context)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << k for k in range(most.bit_length())]
+
+
+def estimate(point: Point, known: Iterable[StepSample]) -> float:
+    """Seconds that one step of a point, or its switch, may take: rather more than it will.
+
+    Decode steps grow at most like the batch and the summed context, and do not get faster with
+    more work, so each known step of the layout bounds the unknown one from above.
+    """
+    if isinstance(point, SwitchPoint):
+        return _ASSUMED_STEP
+    known = tuple(known)
+    prefills = [s for s in known if s.layout == point.layout and not s.batch]
+    if not point.batch and prefills:
+        return min(s.seconds * max(1.0, point.prefill / s.prefill) for s in prefills)
+    decodes = [s for s in known if s.batch and not s.prefill and (point.k or not s.k)]
+    same = [s for s in decodes if s.layout == point.layout]
+    if not same:
+        return max((s.seconds for s in decodes), default=_ASSUMED_STEP)
+    # A prompt token costs less than a decoded one: it needs no sampling.
+    work = point.batch * (1 + point.drafts) + point.prefill / 4
+    context = sum(point.contexts) + point.prefill
+    return min(
+        s.seconds * max(1.0, work / (s.batch + s.drafts), 0.25 * context / s.context) for s in same
+    )

@@ -1,0 +1,270 @@
+"""What PAT refuses of vLLM's options and models: `RULES`, and how a config is held against them.
+
+docs/limits.md has the same table for users (`tests/unit/test_docs.py`), and each rule has a case in
+`tests/vllm/test_bad_input.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.config import mixture_of
+from pat_vllm.layout import device_of
+from pat_vllm.speculation import DRAFTERS
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+_PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
+"""vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
+divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An option of vLLM's, or a kind of model, that PAT does not serve.
+
+    Attributes:
+        option: as users know it.
+        refused: the option's value in a config if it is refused, else None.
+        allowed: what is allowed, and why or what to do instead. "{ranks}" stands for the number of
+            the engine's ranks.
+        kind: of a rule about models, which models it is about.
+        mixtures: whether the rule is about mixtures of experts only.
+    """
+
+    option: str
+    refused: Callable[[VllmConfig], Any]
+    allowed: str
+    kind: str = ""
+    mixtures: bool = False
+
+    @property
+    def name(self) -> str:
+        """The option, or the kind of model. No two rules have the same."""
+        return self.kind or self.option
+
+
+def unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
+    """Options that PAT cannot serve, as (option, value, what is allowed)."""
+    ranks = vllm_config.parallel_config.world_size
+    is_mixture = _at(vllm_config, "model_config.is_moe")
+    return [
+        (rule.option, value, rule.allowed.format(ranks=ranks))
+        for rule in RULES
+        if (is_mixture or not rule.mixtures) and (value := rule.refused(vllm_config)) is not None
+    ]
+
+
+def _at(vllm_config: VllmConfig, path: str) -> Any:
+    """The value at a path of attributes; None where a part of the path is None."""
+    value: Any = vllm_config
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+def _other_than(path: str, *served: Any) -> Callable[[VllmConfig], Any]:
+    """Refuse what is set at a path and is none of these values."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        value = _at(vllm_config, path)
+        return None if value in served else value
+
+    return refused
+
+
+def _equal(path: str, value: Any) -> Callable[[VllmConfig], Any]:
+    """Refuse this value at a path."""
+    return lambda vllm_config: value if _at(vllm_config, path) == value else None
+
+
+def _variable(name: str) -> Callable[[VllmConfig], Any]:
+    """Refuse an environment variable of vLLM's that is switched on."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        import vllm.envs as envs
+
+        return 1 if getattr(envs, name) else None
+
+    return refused
+
+
+def _numa_bind(vllm_config: VllmConfig) -> Any:
+    """vLLM binds rank r to the node of GPU r."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.world_size
+    refused = parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))
+    return True if refused else None
+
+
+def _lora(vllm_config: VllmConfig) -> Any:
+    return None if vllm_config.lora_config is None else True
+
+
+def _kv_events(vllm_config: VllmConfig) -> Any:
+    events = vllm_config.kv_events_config
+    return events if events is not None and events.enable_kv_cache_events else None
+
+
+def _attention_backend(vllm_config: VllmConfig) -> Any:
+    backend = vllm_config.attention_config.backend
+    return backend.name if backend is not None and backend.name in _PACKED_HEADS else None
+
+
+def _sliding_window(vllm_config: VllmConfig) -> Any:
+    model = vllm_config.model_config
+    return None if model is None or model.disable_sliding_window else model.get_sliding_window()
+
+
+def _models(
+    kind: str,
+    is_refused: Callable[[ModelConfig], bool],
+    allowed: str = "decoder-only models with full attention",
+) -> Rule:
+    """Refuse a kind of model."""
+
+    def refused(vllm_config: VllmConfig) -> Any:
+        model = vllm_config.model_config
+        return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
+
+    return Rule("model", refused, allowed, kind)
+
+
+def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:
+    """Refuse all but these values of an option of mixtures of experts."""
+    allowed = ", ".join(map(str, served))
+    return Rule(
+        option, _other_than(path, *served), f"{allowed}: {why}" if why else allowed, mixtures=True
+    )
+
+
+_ONE = "1 (PAT itself makes replicas of the N ranks)"
+_ON_GPU = "0: layouts share weights on the GPU"
+_STAY = "a layout's experts stay where they are"
+
+RULES = (
+    *(
+        Rule(option, _other_than(f"parallel_config.{option}", 1), _ONE)
+        for option in (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+            "nnodes",
+        )
+    ),
+    Rule(
+        "numa_bind",
+        _numa_bind,
+        "False with {ranks} ranks, whose GPUs PAT gives out in another order than vLLM binds by; "
+        "bind the engine's process instead, e.g. numactl --cpunodebind",
+    ),
+    Rule(
+        "VLLM_ENABLE_STARTUP_PLAN",
+        _variable("VLLM_ENABLE_STARTUP_PLAN"),
+        "0: its KV cache would leave no memory for the other layouts",
+    ),
+    Rule(
+        "VLLM_USE_NCCL_SYMM_MEM",
+        _variable("VLLM_USE_NCCL_SYMM_MEM"),
+        "0: vLLM sums over the ranks of one group in each process, whichever is active",
+    ),
+    Rule(
+        "enable_batch_sharded_sampling",
+        _equal("parallel_config.enable_batch_sharded_sampling", True),
+        "False: vLLM has checked it for the layout of all ranks only",
+    ),
+    Rule("cpu_offload_gb", _other_than("offload_config.uva.cpu_offload_gb", 0), _ON_GPU),
+    Rule(
+        "offload_group_size", _other_than("offload_config.prefetch.offload_group_size", 0), _ON_GPU
+    ),
+    Rule(
+        "weight_transfer_config.backend",
+        _equal("weight_transfer_config.backend", "sharded_rdt"),
+        "nccl, ipc, sparse_nccl, nccl_m2n; it needs vLLM's own Ray executor",
+    ),
+    Rule("enable_lora", _lora, "False"),
+    Rule("kv_offloading_size", _other_than("cache_config.kv_offloading_size"), "None"),
+    Rule(
+        "speculative_config.method",
+        _other_than("speculative_config.method", *DRAFTERS),
+        f"{', '.join(DRAFTERS)}; layouts cannot share drafters with weights or state yet",
+    ),
+    Rule(
+        "speculative_config.rejection_sample_method",
+        _equal("speculative_config.rejection_sample_method", "synthetic"),
+        "standard, block: PAT's outputs are those of the model",
+    ),
+    Rule("kv_transfer_config", _other_than("kv_transfer_config"), "None"),
+    Rule("ec_transfer_config", _other_than("ec_transfer_config"), "None"),
+    Rule("kv_events_config", _kv_events, "None"),
+    Rule("attention_backend", _attention_backend, "TRITON_ATTN"),
+    Rule(
+        "kv_cache_dtype",
+        _other_than("cache_config.cache_dtype", "auto", "float16", "bfloat16", "float32"),
+        "auto, float16, bfloat16, float32",
+    ),
+    Rule("runner", _other_than("model_config.runner_type", "generate"), "generate"),
+    Rule("quantization", _other_than("model_config.quantization"), "None (unquantized weights)"),
+    # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
+    _experts(
+        "enable_expert_parallel",
+        "parallel_config.enable_expert_parallel",
+        False,
+        why="pat.experts='ep' spreads experts over the group of each layout",
+    ),
+    _experts("enable_eplb", "parallel_config.enable_eplb", False, why=_STAY),
+    _experts(
+        "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 0, why=_STAY
+    ),
+    _experts("expert_placement_strategy", "parallel_config.expert_placement_strategy", "linear"),
+    _experts("enable_elastic_ep", "parallel_config.enable_elastic_ep", False, why=_STAY),
+    _experts(
+        "all2all_backend",
+        "parallel_config.all2all_backend",
+        "allgather_reducescatter",
+        why="tokens do not leave their group, which needs no such backend",
+    ),
+    _experts("enable_dbo", "parallel_config.enable_dbo", False),
+    _experts(
+        "enable_return_routed_experts",
+        "aux_output_config.enable_return_routed_experts",
+        False,
+        why="layouts cannot replay routing yet",
+    ),
+    _experts(
+        "moe_backend",
+        "kernel_config.moe_backend",
+        "auto",
+        "triton",
+        why="others lay experts out in ways that layouts cannot share",
+    ),
+    # Models.
+    Rule(
+        "model",
+        lambda config: (
+            f"{config.model_config.model} (a mixture of experts)"
+            if mixture_of(config) is None
+            else None
+        ),
+        "models whose config has one number of experts and one width for all layers",
+        "a mixture of experts",
+        mixtures=True,
+    ),
+    _models("a multimodal model", lambda model: model.is_multimodal_model),
+    _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
+    _models(
+        "a hybrid, Mamba or linear-attention model",
+        lambda model: model.is_hybrid or model.has_inner_state or model.is_attention_free,
+    ),
+    _models("a model with multi-head latent attention", lambda model: model.use_mla),
+    Rule(
+        "sliding_window",
+        _sliding_window,
+        "models with full attention in every layer, or disable_sliding_window=True",
+    ),
+)
+"""All that is refused, in the order in which an error names it."""
