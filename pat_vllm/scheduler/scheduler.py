@@ -9,25 +9,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
-from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
-from pat_vllm.executor.executor import executor_of
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
-from pat_vllm.metrics.updates import Updates
 from pat_vllm.patches.schedulers import make_room_for_grammars, preempt_carried
-from pat_vllm.predictor.cost import CarryRates, CostModel
-from pat_vllm.profiling.load import load_or_measure
-from pat_vllm.reporting import History
+from pat_vllm.scheduler.build import build
 from pat_vllm.scheduler.commands import register_commands
-from pat_vllm.scheduler.layout_controller import LayoutController
-from pat_vllm.scheduler.make_policy import make_policy
-from pat_vllm.scheduler.monitor import Monitor
-from pat_vllm.scheduler.replica import ReplicaFactory
-from pat_vllm.scheduler.replica_set import ReplicaSet
-from pat_vllm.scheduler.requests import RequestTable
-from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import merge_stats, send_metrics, whole_engine
-from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,67 +47,25 @@ class PATScheduler(SchedulerInterface):
         log_stats: bool = False,
     ) -> None:
         """See vLLM's `SchedulerInterface`. `kv_cache_config` is the base layout's."""
-        config = pat_config(vllm_config)
-        model = vllm_config.model_config
-        assert model is not None
         self.kv_cache_config = kv_cache_config
         self.connector = None
         self.ec_connector = None
         self._log_stats = log_stats
-        executor = executor_of(vllm_config)
-        layouts = layouts_of(vllm_config)
         most = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
         make_room_for_grammars(structured_output_manager, most)
-        factory = ReplicaFactory(
+        parts = build(
             vllm_config,
-            layouts[0],
             kv_cache_config,
+            log_stats,
             structured_output_manager=structured_output_manager,
             block_size=block_size,
             hash_block_size=hash_block_size,
             mm_registry=mm_registry,
             include_finished_set=include_finished_set,
-            log_stats=log_stats,
         )
-        rates = executor.transfer_rates()
-        kv_bytes = kv_bytes_per_token(kv_cache_config, layouts[0], factory.num_kv_heads)
-        costs = CostModel(
-            config.kv_transfer,
-            CarryRates(
-                kv_bytes / rates.bandwidth,
-                {layout: 1 / one for layout, one in rates.prefill_rate.items()},
-            ),
-        )
-        policy = make_policy(
-            config,
-            layouts,
-            lambda path: load_or_measure(executor, kv_cache_config, path, factory.seconds_to_make),
-            costs,
-            bound=model.max_model_len,
-            draft_lengths=lengths_to_plan(vllm_config.speculative_config),
-        )
-        for layout in layouts:
-            factory.discard(factory.make(layout))  # the first switch finds block pools, too
-        length_bound = getattr(config.policy, "length_bound", None)
-        requests = RequestTable(model.max_model_len, length_bound)
-        speculates = vllm_config.speculative_config is not None
-        monitor = Monitor(
-            policy,
-            History(chosen(vllm_config)),
-            requests,
-            speculates,
-            metrics=Updates() if log_stats else None,
-        )
-        self.replica_set = ReplicaSet(
-            home_layout(vllm_config),
-            factory=factory,
-            executor=executor,
-            monitor=monitor,
-            depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
-        )
-        drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
-        self.controller = LayoutController(self.replica_set, monitor, costs, drafts, layouts)
-        self.monitor = monitor
+        self.replica_set = parts.replica_set
+        self.controller = parts.controller
+        self.monitor = parts.monitor
         register_commands(self)
 
     # ---------------------------------------------------------------- steps

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 import vllm.distributed.parallel_state as parallel_state
 from vllm.config import set_current_vllm_config
@@ -20,7 +18,6 @@ from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.leftovers import Made, made_here
 from pat_vllm.executor.messages import (
-    CallFailed,
     ResolvedKernels,
     SwitchCommand,
     SwitchTimes,
@@ -54,6 +51,7 @@ from pat_vllm.worker.runtime import (
     shut_down_beside,
 )
 from pat_vllm.worker.side_stream import SideStream
+from pat_vllm.worker.updates import WeightUpdatesMixin
 from pat_vllm.worker.warmup import warm_up, warm_up_moves
 
 if TYPE_CHECKING:
@@ -72,22 +70,8 @@ logger = init_logger(__name__)
 _PROBE_BYTES = 1 << 20
 """Bytes sent to each rank to measure the exchange's bandwidth at start."""
 
-_IN_EVERY_LAYOUT: set[str] = set()
 
-
-def run_in_every_layout(method: str) -> None:
-    """Have a worker method that changes the model itself run once for each layout's model.
-
-    Other methods of trainers and users see the base layout's model only. To be called in the
-    worker's process, for instance where the module of a worker extension is imported.
-
-    Args:
-        method: its name, as given to `collective_rpc`.
-    """
-    _IN_EVERY_LAYOUT.add(method)
-
-
-class PATWorkerMixin(_Base):
+class PATWorkerMixin(WeightUpdatesMixin, _Base):
     """What PAT adds to a vLLM worker of a platform.
 
     vLLM's worker code is not changed. Where it builds something, it runs once per layout. Before
@@ -152,17 +136,17 @@ class PATWorkerMixin(_Base):
 
     def load_model(self, **kwargs: Any) -> None:
         """Load the base layout from disk, and derive the others from it."""
-        for count, runtime in enumerate(self._runtimes.values(), start=1):  # base first
-            self._activate(runtime)
+        loaded: list[LayoutRuntime] = []
+        for runtime in self._each_layout():
             super().load_model(**kwargs)
             # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
                 engine = self.weight_transfer_engine
-            share_buffers([*self._runtimes.values()][:count], self._handover)
+            loaded.append(runtime)
+            share_buffers(loaded, self._handover)
         self._weights.finish_loading()
         self.weight_transfer_engine = engine
-        self._activate(self._base)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """As in vLLM. Refuses a KV cache that layouts cannot share."""
@@ -176,32 +160,26 @@ class PATWorkerMixin(_Base):
 
     def set_kv_cache_layout(self, *args: Any, **kwargs: Any) -> None:
         """As in vLLM, whose versions give it different arguments, in every layout's config."""
-        for runtime in self._runtimes.values():
-            self._activate(runtime)
+        for _ in self._each_layout():
             super().set_kv_cache_layout(*args, **kwargs)
-        self._activate(self._base)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        for runtime in self._runtimes.values():
-            self._activate(runtime)
+        for _ in self._each_layout():
             super().update_max_model_len(max_model_len)
-        self._activate(self._base)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV buffer for the base layout, and view it from every other."""
         num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
         workspace: torch.Tensor | None = None
-        for layout, runtime in self._runtimes.items():
-            ratio = block_ratio(layout, self._base.layout, num_kv_heads)
+        for runtime in self._each_layout():
+            ratio = block_ratio(runtime.layout, self._base.layout, num_kv_heads)
             config = layout_kv_cache_config(kv_cache_config, ratio)
-            self._activate(runtime)
             runtime.check_kv_cache(config)
             with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
                 super().initialize_from_config(config)
             if runtime is self._base and len(self._runtimes) > 1:
                 workspace = attention_workspace(runtime.runner)
             runtime.register_kv(config, self._buffer)
-        self._activate(self._base)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         inner = super()._maybe_get_memory_pool_context(tag)
@@ -253,74 +231,6 @@ class PATWorkerMixin(_Base):
             give_expert_group_back()
         super().shutdown()
 
-    # ---------------------------------------------------------------- weight updates
-
-    def pat_call_in_base(
-        self, method: str | bytes, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a method of this worker, or a pickled function of it, in the base layout.
-
-        New weights come to the base layout's model, whichever layout is active: vLLM's and the
-        trainers' code finds that model. Methods given to `run_in_every_layout` run in each layout.
-        `pat_refresh_weights` must follow before the next step.
-
-        Returns:
-            The result in the base layout, or `CallFailed`.
-        """
-        if isinstance(method, str):
-            function = getattr(self, method)
-        else:
-            function = functools.partial(cloudpickle.loads(method), self)
-        active = self._active
-        try:
-            if method in _IN_EVERY_LAYOUT:
-                for runtime in self._runtimes.values():
-                    if runtime is not self._base:
-                        self._enter_for_a_call(runtime)
-                        function(*args, **kwargs)
-            self._enter_for_a_call(self._base)
-            return function(*args, **kwargs)
-        except Exception as error:
-            logger.exception("a call of the engine's user failed")
-            return CallFailed(str(error))
-        finally:
-            self._activate(active)
-
-    def _enter_for_a_call(self, runtime: LayoutRuntime) -> None:
-        """Enter a layout before a call that may write weights on other streams than the current.
-
-        The call comes after the rows, and after a step that asynchronous scheduling has launched.
-        """
-        self._enter(runtime)
-        self._synchronize_device()
-
-    @torch.inference_mode()
-    def pat_refresh_weights(self) -> bool:
-        """As `LayoutWeights.refresh`, and wait for the device. Collective."""
-        done = self._weights.refresh(self._active.layout)
-        self._synchronize_device()
-        return done
-
-    def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """As in vLLM. Rows are put in the base layout's order before the memory is released."""
-        self._weights.arrange(self._base.layout)
-        self._synchronize_device()
-        super().sleep(*args, **kwargs)
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._weights.refuse_if_packed()
-        super().reload_weights(*args, **kwargs)
-
-    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """As in vLLM, which would look for a rank's entry of a list by the base layout's config."""
-        if isinstance(update_info, list):
-            update_info = update_info[self.rank]
-        super().update_weights(update_info)
-
-    def start_weight_update(self) -> None:
-        self._weights.refuse_if_packed()
-        super().start_weight_update()
-
     # ---------------------------------------------------------------- steps
 
     def pat_open_lanes(self, handles: LaneHandles) -> tuple[Handle, Made]:
@@ -368,6 +278,13 @@ class PATWorkerMixin(_Base):
         self.cache_config = runtime.config.cache_config
         self.compilation_config = runtime.config.compilation_config
         self.load_config = runtime.config.load_config
+
+    def _each_layout(self) -> Iterator[LayoutRuntime]:
+        """Make each layout the active one, the base layout first, and that again at the end."""
+        for runtime in self._runtimes.values():
+            self._activate(runtime)
+            yield runtime
+        self._activate(self._base)
 
     def _enter(self, runtime: LayoutRuntime) -> None:
         """Make a layout the active one, with its weights in place."""

@@ -22,6 +22,7 @@ from benchmarks.endurance.callers import ASYNC, SYNC
 from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
 from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler import switch_plan
 from tests.engine.specs import SMALL_KV
 from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
@@ -193,7 +194,7 @@ def test_a_switch_that_cannot_be_planned_is_undone(
         if step in (3, 9):
             before = requests()
             with monkeypatch.context() as patch:
-                patch.setattr(switch_module, "plan_moves", fail)
+                patch.setattr(switch_plan, "plan_moves", fail)
                 with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
                     pat_vllm.switch(llm, tp=2)
             assert requests() == before

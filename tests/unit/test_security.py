@@ -46,7 +46,7 @@ LOADERS = {
 }
 CALLS_OF_THE_USER = {
     "pat_vllm/executor/executor.py": {"import cloudpickle", "cloudpickle.dumps(method)"},
-    "pat_vllm/worker/worker.py": {"import cloudpickle", "cloudpickle.loads(method)"},
+    "pat_vllm/worker/updates.py": {"import cloudpickle", "cloudpickle.loads(method)"},
 }
 """A function that who runs the engine hands to its workers: it travels between processes of this
 engine, as in vLLM, and comes from no file."""

@@ -10,6 +10,7 @@ import pytest
 
 import pat_vllm
 from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler import switch_plan
 from tests.engine.specs import DRAFTS
 from tests.engine.speculation.batch import assert_same, batch, without_drafts
 from tests.engine.speculation.steps import acceptance, drafts_in_flight, held_drafts
@@ -87,7 +88,7 @@ def undone(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     llm.provoked = "no plan today"
     with monkeypatch.context() as patch:
-        patch.setattr(switch_module, "plan_moves", fail)
+        patch.setattr(switch_plan, "plan_moves", fail)
         with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
             pat_vllm.switch(llm, tp=2)
 

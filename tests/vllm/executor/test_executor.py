@@ -218,7 +218,7 @@ def test_workers_have_the_methods_that_are_called() -> None:
         commands.PROFILE_COMMAND,
     }
     assert workers - front_ends == commands.WORKER_METHODS
-    methods = {name for name in vars(PATWorkerMixin) if name.startswith("pat_")}
+    methods = {name for name in dir(PATWorkerMixin) if name.startswith("pat_")}
     assert methods == commands.WORKER_METHODS
 
 

@@ -33,6 +33,7 @@ from pat_vllm.reporting import (
     RefusedSwitch,
 )
 from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.monitor import Monitor
 from tests.unit.metrics.test_updates import (
     LAYOUTS,
@@ -191,7 +192,7 @@ def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
             patch.setattr(executor, name, value)
             assert scheduler.controller.request(2) is False
     with monkeypatch.context() as patch:
-        patch.setattr(switch_module, "plan_moves", no_plan)
+        patch.setattr(switch_plan, "plan_moves", no_plan)
         with pytest.raises(switch_module.PlanningFailed):
             scheduler.controller.request(2)
     next(iter(scheduler.replica_set.replicas[0].scheduler.requests.values())).resumable = True

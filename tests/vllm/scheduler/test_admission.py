@@ -12,7 +12,7 @@ import pytest
 from benchmarks.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, request
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
-from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.vllm.scheduler.test_scheduler import step
 
@@ -104,6 +104,6 @@ def carried(
 @pytest.mark.parametrize("seed", range(2))
 def test_what_vllm_admits(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     ours = carried(monkeypatch, seed)
-    monkeypatch.setattr(switch_module, "linear_time_admission", lambda scheduler: nullcontext())
+    monkeypatch.setattr(switch_plan, "linear_time_admission", lambda scheduler: nullcontext())
     assert len(ours[0]) == len(LAYOUTS)
     assert ours == carried(monkeypatch, seed)

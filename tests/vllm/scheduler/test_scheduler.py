@@ -17,7 +17,7 @@ from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.scheduler import block_pools, layout_controller, monitor
+from pat_vllm.scheduler import block_pools, layout_controller, monitor, switch_plan
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.scheduler import PATScheduler
@@ -107,7 +107,7 @@ def test_a_failed_plan_is_undone_and_gives_its_block_pools_back(
     step(scheduler)
     before = request_states(scheduler)
     with monkeypatch.context() as failing:
-        failing.setattr(switch_module, "plan_moves", no_plan)
+        failing.setattr(switch_plan, "plan_moves", no_plan)
         for _ in range(3):
             with pytest.raises(PlanningFailed, match="no plan today"):
                 scheduler.controller.request(2)
@@ -138,7 +138,7 @@ def test_a_policy_waits_after_a_switch_that_was_not_made(
     if known:
         monkeypatch.setattr(EXECUTOR, "is_sleeping", True)
     else:
-        monkeypatch.setattr(switch_module, "plan_moves", no_plan)
+        monkeypatch.setattr(switch_plan, "plan_moves", no_plan)
     make_restless(scheduler)
     add(scheduler, 4)
     for tried in (1, 2):
@@ -210,7 +210,7 @@ def test_a_failed_hand_over_fails_the_engine(
 ) -> None:
     failed: list[Exception] = []
     monkeypatch.setattr(EXECUTOR, "fail", failed.append, raising=False)
-    monkeypatch.setattr(switch_module, "_hand_over", no_plan)
+    monkeypatch.setattr(switch_plan.Carry, "hand_over", no_plan)
     add(scheduler, 4)
     step(scheduler)
     with pytest.raises(RuntimeError, match="no plan today"):

@@ -20,7 +20,7 @@ from benchmarks.without_workers import answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.scheduler import switch as switch_module
+from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.requests import accepted_drafts, counted_drafts, step_shape
 from pat_vllm.scheduler.scheduler import PATScheduler
@@ -106,7 +106,7 @@ def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
     scheduler = make()
     step(scheduler, [7, 7])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switch_module, "plan_moves", no_plan)
+        patch.setattr(switch_plan, "plan_moves", no_plan)
         with pytest.raises(PlanningFailed):
             scheduler.controller.request(2)
     assert drafts_of(scheduler) == [[7, 7]] * 4

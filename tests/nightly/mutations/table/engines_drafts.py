@@ -33,7 +33,7 @@ _ROWS = [
     ("replicas draw the same numbers", SWITCH, "command.target.replica_of(self.rank)", "0", LAW),
     ("each switch seeds alike", SWITCH, "command.switch_id", "0", LAW),
     ("KV comes to other rows of the block table", "kv_transfer.connector:PATConnector.update_state_after_alloc", "tuple(block_ids[:num_blocks])", "tuple(reversed(block_ids[:num_blocks]))", V2_PAIRS),
-    ("new weights come to the active layout", "worker.worker:PATWorkerMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function", f"{V2}::test_an_update_between_switches_reaches_every_layout"),
+    ("new weights come to the active layout", "worker.updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function", f"{V2}::test_an_update_between_switches_reaches_every_layout"),
     # Requests that are handed over.
     ("a request's random numbers begin again", "worker.handover:V1Handover.give", "generator.set_state(packed.generator_state)", "generator.manual_seed(packed.state['sampling_params'].seed)", SEEDS),
     ("a request's seed is lost", "worker.handover:V1Handover.take", "state.generator.get_state() if state.generator else None", "None", SEEDS),
@@ -46,9 +46,9 @@ _ROWS = [
     ("V2: each layout has grammar bitmasks of its own", "patches.runners:share_grammar_bitmask", "own.grammar_bitmask = shared.grammar_bitmask[:rows]", "pass", V2_BUFFERS),
     ("V2: each layout has token ids of its own", "patches.runners:token_ids_of", "states.StagedWriteTensor = take", "states.StagedWriteTensor = make", V2_BUFFERS),
     # A switch in the scheduler.
-    ("tokens left behind count as computed", "scheduler.switch:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if one.migrates else max(0, one.computed - 1)", f"{V2}::test_every_ordered_pair_when_kv_is_computed_again"),
+    ("tokens left behind count as computed", "scheduler.switch_plan:_rewind", "request.num_computed_tokens = 0", "request.num_computed_tokens = 0 if one.migrates else max(0, one.computed - 1)", f"{V2}::test_every_ordered_pair_when_kv_is_computed_again"),
     ("the step in flight hands out the token before", "scheduler.replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", TOKEN_BEFORE, V2_PAIRS),
-    ("requests wait until a new scheduler has made as many steps", "scheduler.switch:_rewind", "request.next_decode_eligible_step = 0", "pass", V2_PAIRS),
+    ("requests wait until a new scheduler has made as many steps", "scheduler.switch_plan:_rewind", "request.next_decode_eligible_step = 0", "pass", V2_PAIRS),
     ("drafts are kept between kinds of experts", "patches.schedulers:queue_with_blocks", "request.spec_token_ids = []", "pass", f"{V2_DRAFTS}::test_every_ordered_pair_of_layouts"),
     # Steps.
     ("a grammar sees older drafts", "scheduler.replica:Replica.finish", "self._drafts = drafts", "self._drafts = getattr(self, 'older', None); self.older = drafts", f"{V2_DRAFTS}::test_grammars_see_the_drafts"),

@@ -52,7 +52,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the report counts what was planned to be recomputed",
-        "pat_vllm.scheduler.switch:switch",
+        "pat_vllm.scheduler.switch:_report",
         {
             "sum(1 for c in carried if c.computed) - migrated": (
                 "sum(1 for c in carried if c.computed and not c.migrates)"

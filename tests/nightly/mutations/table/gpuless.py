@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.nightly.mutations.mutation import Mutation
 
 WORKER = "pat_vllm.worker.worker:PATWorkerMixin"
+UPDATES = "pat_vllm.worker.updates:WeightUpdatesMixin"
 GPU_WORKER = "pat_vllm.worker.gpu_worker:PATGPUWorker"
 CONFIG = "pat_vllm.worker.layout_config"
 RUNTIME = "pat_vllm.worker.runtime"
@@ -170,10 +171,10 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{GPU_WORKER}.sleep": {
             "buffers are kept at the wrong level": {"if level == 2": "if level == 1"},
         },
-        f"{WORKER}.sleep": {
+        f"{UPDATES}.sleep": {
             "weights go to sleep as they lie": {"self._weights.arrange(self._base.layout)": "pass"},
         },
-        f"{WORKER}.pat_call_in_base": {
+        f"{UPDATES}.pat_call_in_base": {
             "an update finds another layout": {"self._enter_for_a_call(self._base)": "pass"},
         },
         f"{WORKER}.compile_or_warm_up_model": {
@@ -183,9 +184,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "freed shares stay": {"if len(self._runtimes) > 1 and": "if False and"},
         },
         f"{WORKER}.load_model": {
-            "nothing is shared": {
-                "share_buffers([*self._runtimes.values()][:count], self._handover)": "pass"
-            },
+            "nothing is shared": {"share_buffers(loaded, self._handover)": "pass"},
         },
         f"{WORKER}.init_device": {
             "a model for all layouts": {
@@ -242,7 +241,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "test_happens_before.py": {
-        f"{WORKER}.pat_call_in_base": {
+        f"{UPDATES}.pat_call_in_base": {
             "a call in every layout does not wait for rows": {
                 "self._enter_for_a_call(runtime)": "self._enter(runtime)"
             },
@@ -255,7 +254,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "self._free.popleft()": "self._free[0]"
             },
         },
-        f"{WORKER}._enter_for_a_call": {
+        f"{UPDATES}._enter_for_a_call": {
             "loaders: neither rows nor steps are waited for": {
                 "self._synchronize_device()": "pass"
             },
@@ -282,7 +281,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         "pat_vllm.weights.row_order:rounds": {
             "row swaps: all rounds at once": {"not made or any": "not made or False and any"},
         },
-        f"{WORKER}.sleep": {
+        f"{UPDATES}.sleep": {
             "row swaps: sleep does not wait": {"self._synchronize_device()": "pass"},
         },
         f"{WORKER}.pat_switch": {
@@ -316,7 +315,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "_at(vllm_config, path) == value": "False"
             },
         },
-        f"{WORKER}.update_weights": {
+        f"{UPDATES}.update_weights": {
             "a payload for another rank": {"update_info[self.rank]": "update_info[0]"},
         },
         f"{LAYOUT_WEIGHTS}.refresh": {
@@ -399,7 +398,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     "test_platforms.py::test_served_or_refused[sm90-FLASHINFER-v2]": {
         f"{WORKER}.set_kv_cache_layout": {
             "only the base layout hears of the KV cache layout": {
-                "self._runtimes.values()": "[self._base]"
+                "self._each_layout()": "[self._base]"
             },
         },
     },

@@ -1,0 +1,97 @@
+"""What a `PATScheduler` consists of, made from vLLM's config and the engine's executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
+from pat_vllm.executor.executor import executor_of
+from pat_vllm.metrics.updates import Updates
+from pat_vllm.predictor.cost import CarryRates, CostModel
+from pat_vllm.profiling.load import load_or_measure
+from pat_vllm.reporting import History
+from pat_vllm.scheduler.layout_controller import LayoutController
+from pat_vllm.scheduler.make_policy import make_policy
+from pat_vllm.scheduler.monitor import Monitor
+from pat_vllm.scheduler.replica import ReplicaFactory
+from pat_vllm.scheduler.replica_set import ReplicaSet
+from pat_vllm.scheduler.requests import RequestTable
+from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
+from pat_vllm.worker.layout_config import kv_bytes_per_token
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from pat_vllm.executor.executor import PATExecutorMixin
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a `PATScheduler`.
+
+    Attributes:
+        replica_set: has the replicas and their steps.
+        controller: decides on switches.
+        monitor: sees what happens, and tells the policy.
+    """
+
+    replica_set: ReplicaSet
+    controller: LayoutController
+    monitor: Monitor
+
+
+def build(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log_stats: bool, **stock: Any
+) -> Parts:
+    """Make the parts. Takes a profile first if the policy needs one and none is kept.
+
+    Args:
+        kv_cache_config: the base layout's.
+        log_stats: whether vLLM keeps statistics.
+        stock: what else goes to vLLM's scheduler as it is.
+    """
+    config, layouts = pat_config(vllm_config), layouts_of(vllm_config)
+    executor = executor_of(vllm_config)
+    factory = ReplicaFactory(vllm_config, layouts[0], kv_cache_config, log_stats=log_stats, **stock)
+    kv_bytes = kv_bytes_per_token(kv_cache_config, layouts[0], factory.num_kv_heads)
+    costs = CostModel(config.kv_transfer, _carry_rates(executor, kv_bytes))
+    assert vllm_config.model_config is not None
+    max_model_len = vllm_config.model_config.max_model_len
+    policy = make_policy(
+        config,
+        layouts,
+        lambda path: load_or_measure(
+            executor, kv_cache_config, path, seconds_to_make=factory.seconds_to_make
+        ),
+        costs,
+        bound=max_model_len,
+        draft_lengths=lengths_to_plan(vllm_config.speculative_config),
+    )
+    for layout in layouts:
+        factory.discard(factory.make(layout))  # the first switch finds block pools, too
+    monitor = Monitor(
+        policy,
+        History(chosen(vllm_config)),
+        RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
+        speculates=vllm_config.speculative_config is not None,
+        metrics=Updates() if log_stats else None,
+    )
+    replica_set = ReplicaSet(
+        home_layout(vllm_config),
+        factory=factory,
+        executor=executor,
+        monitor=monitor,
+        depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
+    )
+    drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
+    controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
+    return Parts(replica_set, controller, monitor)
+
+
+def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> CarryRates:
+    """What the workers measured at start. `kv_bytes` is of a token."""
+    rates = executor.transfer_rates()
+    recompute = {layout: 1 / one for layout, one in rates.prefill_rate.items()}
+    return CarryRates(kv_bytes / rates.bandwidth, recompute)

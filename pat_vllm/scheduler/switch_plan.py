@@ -1,0 +1,217 @@
+"""What becomes of the requests at a switch: they stay in place, or are carried to new replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.kv_transfer.connector import LoadMetadata
+from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
+from pat_vllm.layout import Layout
+from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
+from pat_vllm.routing import Placed, spread
+from pat_vllm.scheduler.replica import Replica
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from pat_vllm.scheduler.replica_set import ReplicaSet
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A live request at a switch.
+
+    Attributes:
+        replica: where it is in the source layout.
+        computed: tokens whose KV is there; 0 when it waits.
+        started: whether a worker knows it.
+        migrates: whether it takes its KV along.
+    """
+
+    request: Request
+    replica: int
+    computed: int
+    started: bool
+    migrates: bool
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a new replica is to receive: its scheduler's step, and the blocks by request."""
+
+    step: SchedulerOutput
+    blocks: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SwitchPlan:
+    """What the workers are to do at a switch, and what the schedulers do after it.
+
+    Attributes:
+        carried: the unfinished requests.
+        replicas: those of the target layout.
+        placement: replica of each request there, by request id.
+        moves: the KV that moves.
+    """
+
+    carried: Sequence[Carried]
+    replicas: list[Replica]
+    placement: Mapping[str, int]
+    moves: tuple[BlockMove, ...]
+
+    def command(self, switch_id: int, source: Layout, target: Layout) -> SwitchCommand:
+        """What the workers are told. They know of the requests that have started."""
+        started = [c.request.request_id for c in self.carried if c.started]
+        placement = {request_id: self.placement[request_id] for request_id in started}
+        return SwitchCommand(switch_id, source, target, self.moves, placement)
+
+    def hand_over(self) -> int:
+        """Have the replicas go on, after the workers have switched.
+
+        Returns:
+            Number of requests that took their KV along.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class StayInPlace(SwitchPlan):
+    """The replicas go on with their requests, blocks and KV (see `in_place.py`)."""
+
+    @classmethod
+    def of(cls, carried: Sequence[Carried], active: ReplicaSet) -> StayInPlace:
+        """Plan it."""
+        placement = {c.request.request_id: c.replica for c in carried}
+        return cls(carried, active.replicas, placement, moves=())
+
+    def hand_over(self) -> int:
+        """See `SwitchPlan`. What runs is queued again with its blocks."""
+        for replica in self.replicas:
+            queue_with_blocks(replica.scheduler)
+        return sum(1 for c in self.carried if c.computed)
+
+
+@dataclass(frozen=True)
+class Carry(SwitchPlan):
+    """Requests go to new replicas, with their KV or to be computed again.
+
+    Attributes:
+        loads: what each new replica is to receive.
+    """
+
+    loads: Sequence[_Load]
+
+    @classmethod
+    def of(
+        cls,
+        carried: Sequence[Carried],
+        active: ReplicaSet,
+        target: Layout,
+        fresh: list[Replica],
+    ) -> Carry:
+        """Place the requests in the `fresh` replicas of `target`, which allocate their blocks.
+
+        Changes requests that take their KV along.
+        """
+        source = active.layout
+        placement = spread(
+            [Placed(c.request.request_id, c.replica, c.request.num_tokens) for c in carried],
+            source,
+            target,
+        )
+        loads = [_allocate(carried, placement, replica) for replica in fresh]
+        blocks = _request_blocks(carried, active.replicas, loads)
+        moves = plan_moves(source, target, active.factory.num_kv_heads, blocks)
+        return cls(carried, fresh, placement, tuple(moves), loads)
+
+    def hand_over(self) -> int:
+        """See `SwitchPlan`. The new schedulers learn what has arrived, and queue the rest."""
+        for replica, load in zip(self.replicas, self.loads, strict=True):
+            if load.blocks:
+                arrived = KVConnectorOutput(finished_recving=set(load.blocks))
+                replica.scheduler.update_from_output(
+                    load.step,
+                    ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=arrived),
+                )
+        for one in self.carried:
+            if not one.migrates:
+                _rewind(one)
+                _enqueue(self.replicas[self.placement[one.request.request_id]], one.request)
+            one.request.skip_reading_prefix_cache = one.request.get_skip_reading_prefix_cache()
+        return sum(len(load.blocks) for load in self.loads)
+
+
+def _allocate(carried: Sequence[Carried], placement: Mapping[str, int], replica: Replica) -> _Load:
+    """Let a new scheduler allocate blocks for the KV that migrates to it.
+
+    It sees requests whose tokens are computed elsewhere (`PATConnector`). One scheduling pass
+    admits them, as far as the pool reaches, and schedules nothing. What finds no room stays
+    queued, to be computed again.
+    """
+    mine = [c for c in carried if c.migrates and placement[c.request.request_id] == replica.index]
+    replica.connector.announce({c.request.request_id: c.computed for c in mine})
+    for one in mine:
+        _rewind(one)
+        # Prompt logprobs forbid cache hits, but these tokens were computed for this very request.
+        one.request.skip_reading_prefix_cache = False
+        _enqueue(replica, one.request)
+    with linear_time_admission(replica.scheduler):
+        step = replica.scheduler.schedule()
+    assert step.total_num_scheduled_tokens == 0, "a plan must not schedule tokens"
+    replica.connector.withdraw()
+    metadata = step.kv_connector_metadata
+    assert isinstance(metadata, LoadMetadata)
+    return _Load(step, metadata.blocks)
+
+
+def _request_blocks(
+    carried: Sequence[Carried], replicas: Sequence[Replica], loads: Sequence[_Load]
+) -> list[RequestBlocks]:
+    """Old and new blocks of each request that migrates."""
+    by_id = {c.request.request_id: c for c in carried}
+    return [
+        RequestBlocks(
+            request_id,
+            by_id[request_id].replica,
+            _blocks_of(replicas[by_id[request_id].replica], request_id, len(target_blocks)),
+            target_replica,
+            target_blocks,
+        )
+        for target_replica, load in enumerate(loads)
+        for request_id, target_blocks in load.blocks.items()
+    ]
+
+
+def _blocks_of(replica: Replica, request_id: str, count: int) -> tuple[int, ...]:
+    (block_ids,) = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
+    return tuple(block_ids[:count])
+
+
+def _rewind(one: Carried) -> None:
+    """Make a request look to its new scheduler like a preempted one, or leave it a new one."""
+    request = one.request
+    request.num_computed_tokens = 0
+    request.spec_token_ids = []
+    # Steps are counted by each scheduler for itself. A new one has not got as far, and would hold
+    # a half-computed request back until it has (`AsyncScheduler` with Model Runner V2).
+    request.next_decode_eligible_step = 0
+    if request.status == RequestStatus.RUNNING:
+        # How vLLM tells a request that a worker knows from one that it does not.
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+    elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        # Carried by the previous switch, and not run since.
+        request.status = RequestStatus.PREEMPTED if one.started else RequestStatus.WAITING
+
+
+def _enqueue(replica: Replica, request: Request) -> None:
+    """Add a request that was queued before: its events were reported."""
+    events, request.events = request.events, []
+    replica.scheduler.add_request(request)
+    request.events = events
