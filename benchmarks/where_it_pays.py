@@ -12,7 +12,6 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.simulated.replay import Processes
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents
@@ -244,7 +244,7 @@ def main(
     ]
     found = known(output_dir) if output_dir is not None else {}
     cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
-    with ProcessPoolExecutor(processes) as pool:
+    with Processes(processes) as pool:
         for cell, one in zip(cells, pool.map(ask, cells), strict=True):
             found[cell] = one
             print(" | ".join((*row(cell, one), f"{one.took:.1f} s")), flush=True)

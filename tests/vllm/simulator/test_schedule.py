@@ -42,7 +42,7 @@ def test_as_vllm_schedules(shape: str, blocks: int) -> None:
     assert preempted > 10, "the case is no test"
     assert found[0] == pytest.approx(steps, rel=0.03)
     assert found[1] == pytest.approx(prefilled, rel=0.08)
-    assert found[2] == pytest.approx(preempted, rel=0.1)
+    assert found[2] == pytest.approx(preempted, rel=0.1, abs=3)
 
 
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
