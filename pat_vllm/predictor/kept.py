@@ -69,8 +69,6 @@ def load(
 ) -> tuple[LengthModel, Acceptance]:
     """What `save` wrote.
 
-    Older versions wrote no digest. Such a file is taken as it is, and gets one when it is saved.
-
     Args:
         bound: the longest possible response, tokens (default: the same).
         draft_lengths: as in `Acceptance`; they may be others than before. What was accepted counts
@@ -83,14 +81,13 @@ def load(
     advice = "delete it to start afresh, or name another in pat.policy.lengths_file"
     try:
         content = read_json(path, "the lengths file", most=_MOST_BYTES)
-        sealed = isinstance(content, dict) and DIGEST in content
-        if sealed:
-            content = without_digest(content, named)
+        if not isinstance(content, dict) or DIGEST not in content:
+            raise FileError(f"{named} has no digest, which every such file has")
+        content = without_digest(content, named)
     except FileError as error:
         raise FileError(f"{error}; {advice}") from error
     try:
-        # Not in older files, and where there were no drafts.
-        learnt = content.pop(_ACCEPTANCE, None) if isinstance(content, dict) else None
+        learnt = content.pop(_ACCEPTANCE, None)  # None of an engine without drafts
         lengths = LengthModel.from_json(content, bound)
         acceptance = Acceptance(draft_lengths)
         if learnt is not None:
@@ -98,10 +95,4 @@ def load(
             acceptance.weights_changed()
     except ValueError as error:
         raise FileError(f"{named} holds no length history ({error}); {advice}") from error
-    if not sealed:
-        logger.warning(
-            "%s has no digest, as older versions wrote it, so damage would not be seen: it is "
-            "taken as it is, and gets a digest after the next batch",
-            named,
-        )
     return lengths, acceptance

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pat_vllm.files.digest import with_digest
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -56,24 +57,28 @@ def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
     assert abs(tokens_of(after) - tokens_of(learnt(4 - accepted))) < 0.5
 
 
-def test_older_files_and_engines_without_drafts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_without_drafts_keeps_lengths_alone(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    path.write_text(json.dumps(length_model().to_json()))
+    kept.save(path, length_model())
     lengths, acceptance = kept.load(path, draft_lengths=LENGTHS)
     assert lengths.responses == 32
     assert tokens_of(acceptance) == tokens_of(Acceptance(LENGTHS))
-    assert "no digest" in caplog.text and "after the next batch" in caplog.text
-    caplog.clear()
     kept.save(path, lengths, learnt(4))
-    assert tokens_of(kept.load(path)[1]) == 1.0 and not caplog.text
+    assert tokens_of(kept.load(path)[1]) == 1.0
+
+
+def test_a_file_without_its_digest_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(length_model().to_json()))
+    with pytest.raises(ValueError, match=r"lengths\.json has no digest.*delete it"):
+        kept.load(path)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 9}', b'{"format": 1}', b"\xff\xfe"])
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "lengths.json"
-    part = json.dumps({**length_model().to_json(), "acceptance": {"format": 1}}).encode()
+    whole = with_digest({**length_model().to_json(), "acceptance": {"format": 1}})
+    part = json.dumps(whole).encode()
     for damaged in (content, part):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"lengths\.json .*delete it"):
