@@ -19,12 +19,11 @@ import typer
 
 from benchmarks.paper.clairvoyant import ClairvoyantPolicy
 from benchmarks.replaying import PolicyResult, Replayer
-from pat_vllm.cli.demo_plot import draw_drafts
 from pat_vllm.cli.results import table, to_json
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import SchedulePolicy
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.reporting.plot import LAYOUT_COLOURS
+from pat_vllm.reporting.plot import LAYOUT_COLOURS, draw_drafts
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace, generator
