@@ -82,7 +82,7 @@ def load(
     try:
         content = read_json(path, "the lengths file", most=_MOST_BYTES)
         if not isinstance(content, dict) or DIGEST not in content:
-            raise FileError(f"{named} has no digest, which every such file has")
+            raise FileError(f"{named} holds no length history (it has no digest)")
         content = without_digest(content, named)
     except FileError as error:
         raise FileError(f"{error}; {advice}") from error
