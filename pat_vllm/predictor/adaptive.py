@@ -302,7 +302,8 @@ class AdaptivePolicy(Policy):
             idle = self._costs.seconds(here, layout, 0.0, 0.0)
             seconds[layout] = total - plan.cost[layout] + idle
         self.home = min(seconds, key=seconds.__getitem__)
-        self.drafts = plan.drafts
+        if self._acceptance is not None:
+            self.drafts = plan.drafts
 
     def _probe(self, state: LiveState, outlook: Outlook, plan: Plan) -> Layout:
         """Try a layout for a few steps if much may be gained and little lost; see `Prober`."""
