@@ -101,6 +101,8 @@ def choose(
         load = load or Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
         best = search.fastest(fitting, gpu, load)
         how = f"by modelled times of {load.responses:,} responses"
+        if len(best) == 1:
+            how += ", alone: others would take memory from KV"
     else:
         best, how = search.by_rule(fitting), "by memory, of a device whose speed is not known"
     layouts, memory = search.resolve(best), search.memory(best)

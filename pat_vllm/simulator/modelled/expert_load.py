@@ -50,13 +50,13 @@ class Routing:
         """Experts of a layer that at least one of so many tokens goes to, in the mean."""
         return float((1 - (1 - self.popularity()) ** tokens).sum())
 
-    def busiest(self, tokens: int, ranks: int) -> Load:
+    def busiest(self, tokens: int, ranks: int) -> ExpertLoad:
         """What falls to the rank with most, where the experts are spread, in the mean."""
         return _busiest(self, tokens, ranks)
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpertLoad:
     """Of one rank, in one layer.
 
     Attributes:
@@ -101,7 +101,7 @@ def _drawn(routing: Routing, ranks: int) -> tuple[Floats, Floats, tuple[int, ...
 
 
 @lru_cache(maxsize=4096)
-def _busiest(routing: Routing, tokens: int, ranks: int) -> Load:
+def _busiest(routing: Routing, tokens: int, ranks: int) -> ExpertLoad:
     # The same random numbers for all token counts: with more tokens no rank has less.
     popularity, uniform, first = _drawn(routing, ranks)
     hot = np.add.reduceat(1.0 * (uniform > (1 - popularity) ** tokens), first, axis=1)
@@ -112,4 +112,4 @@ def _busiest(routing: Routing, tokens: int, ranks: int) -> Load:
     off = random.standard_normal(mean.shape) * np.sqrt(variance)
     off -= off.mean(axis=1, keepdims=True)  # every token goes to as many
     work = np.clip(tokens * mean + tokens**0.5 * off, 0.0, tokens * routing.per_token)
-    return Load(float(hot.max(axis=1).mean()), float(work.max(axis=1).mean()))
+    return ExpertLoad(float(hot.max(axis=1).mean()), float(work.max(axis=1).mean()))

@@ -12,7 +12,7 @@ from pat_vllm.gpus import Gpu, Link
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import SwitchSample
-from pat_vllm.simulator.modelled.expert_load import Load, Routing
+from pat_vllm.simulator.modelled.expert_load import ExpertLoad, Routing
 from pat_vllm.simulator.modelled.figures import (
     ALL_REDUCE_EFFICIENCY,
     ALL_REDUCE_LATENCY,
@@ -55,7 +55,7 @@ class Machine:
     drafting: float = 0.0
     skew: float = 0.0
 
-    def expert_load(self, layout: Layout, tokens: int) -> Load:
+    def expert_load(self, layout: Layout, tokens: int) -> ExpertLoad:
         """Of a mixture: what a layer's experts are for the rank of a replica that has most to do.
 
         Cut experts are a part of an expert each, for every rank alike.
@@ -64,7 +64,7 @@ class Machine:
         routing = Routing(self.model.experts.count, self.model.experts.per_token, self.skew)
         if layout.experts == "ep":
             return routing.busiest(tokens, layout.tp)
-        return Load(routing.hot(tokens) / layout.tp, tokens * routing.per_token / layout.tp)
+        return ExpertLoad(routing.hot(tokens) / layout.tp, tokens * routing.per_token / layout.tp)
 
     def step(
         self, layout: Layout, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0

@@ -13,7 +13,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.expert_load import Load, Routing
+from pat_vllm.simulator.modelled.expert_load import ExpertLoad, Routing
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -67,7 +67,7 @@ def test_busiest_rank(routing: Routing, ranks: int, tokens: int, more: int) -> N
         assert load.work == pytest.approx(tokens * routing.per_token)
 
 
-def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> Load:
+def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> ExpertLoad:
     """By drawing every token's experts."""
     random = np.random.default_rng(1)
     weights = np.log(np.arange(1.0, routing.count + 1) ** -routing.skew)
@@ -79,7 +79,7 @@ def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> Load
         of_rank = of_expert.reshape(ranks, -1)
         hot += float((of_rank > 0).sum(1).max()) / draws
         work += float(of_rank.sum(1).max()) / draws
-    return Load(hot, work)
+    return ExpertLoad(hot, work)
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.0])
