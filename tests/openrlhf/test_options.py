@@ -82,7 +82,10 @@ def test_vllm_leaves_openrlhf_as_it_is() -> None:
         ({"vllm.pat": "[1, 4]"}, ("must be a JSON object", "layouts, base_tp")),
         ({"vllm.pat": '{"layout": [1]}'}, ("unknown option 'layout'", "allowed: layouts")),
         ({"vllm.pat": '{"layouts": [3]}'}, ("which does not divide", "allowed: [1, 2, 4]")),
-        ({"vllm.pat": '{"policy": {"kind": "static", "tp": 3}}'}, ("tp1dp4, tp2dp2, tp4dp1",)),
+        (
+            {"vllm.pat": '{"policy": {"kind": "static", "tp": 3}}'},
+            ("pat.policy names tp=3", "4 ranks", "tp=1, 2, 4; name one of these"),
+        ),
         ({"vllm.pat": '{"launcher": "slurm"}'}, ("launcher", "'slurm'", "'ray'")),
         # For another engine.
         ({"vllm.pat": "{}", "vllm.engine": "vllm"}, ("--vllm_engine pat",)),
