@@ -143,7 +143,8 @@ def live_at(batch: LengthTrace, tick: int) -> LiveRequests:
         max_tokens=np.full(count, batch.max_tokens, np.int64),
         exact=np.zeros(count, np.bool_),
         group=np.array(batch.groups, np.int64)[longer],
-        replica=np.zeros(count, np.int64),
+        number=np.flatnonzero(longer),
+        replica_steps=np.zeros(count, np.int64),
         num_computed_tokens=prompt + tick,
     )
 

@@ -170,7 +170,14 @@ def _parts() -> dict[str, float]:
         zeros = np.zeros(count, np.int64)
         generated = rng.integers(1, 3_000, count)
         return LiveRequests(
-            zeros + 500, generated, zeros + 8_000, zeros > 0, zeros, zeros, zeros + 500 + generated
+            num_prompt_tokens=zeros + 500,
+            num_output_tokens=generated,
+            max_tokens=zeros + 8_000,
+            exact=zeros > 0,
+            group=zeros,
+            number=np.arange(count),
+            replica_steps=zeros,
+            num_computed_tokens=zeros + 500 + generated,
         )
 
     def timed(function: Any, count: int = 20_000) -> float:

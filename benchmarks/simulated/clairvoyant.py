@@ -92,7 +92,8 @@ class ClairvoyantPolicy(Policy):
         fresh = np.zeros(len(batch), np.int64)
         prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
         ahead = course(
-            LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh), lengths[:, None]
+            LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh, fresh),
+            lengths[:, None],
         )
         drafting = PLAIN
         if len(self._lengths) > 1:

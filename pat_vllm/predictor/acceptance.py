@@ -54,6 +54,9 @@ _NEWS = 0.1
 _VERSION_STEP = 0.03
 """Relative change of the hoped tokens per step from which on they count as others."""
 
+_SKILLS = np.geomspace(8.0, 0.125, 33)
+"""Exponents of the acceptance of a request that is unlike the mean, the worst first."""
+
 _FORMAT = 1
 _MOST_LENGTHS = 1 << 12
 
@@ -110,6 +113,7 @@ class Acceptance:
         self._tried = np.zeros(1 + self._longest)
         self._succeeded = np.zeros(1 + self._longest)
         self._news = 0.0
+        self._asked = 0
         self.version = 0
         self._announced = self.expected().hoped
 
@@ -129,6 +133,7 @@ class Acceptance:
         self._tried *= keep
         self._succeeded *= keep
         if length:
+            self._asked = length
             self._news += self._count(length, requests, accepted)
         if self._news > _NEWS * self._tried[0] + _NEWS:
             self._announce()
@@ -162,14 +167,54 @@ class Acceptance:
 
     def expected(self) -> Drafting:
         """What each draft length gives, as far as is known."""
-        weight = _INDEPENDENT * self._tried + _PRIOR
-        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
-        for position in range(2, len(mean)):
-            mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
+        mean, weight = self._mean()
         hope = np.minimum(1.0, mean + _HOPE * np.sqrt(mean * (1 - mean) / (weight + 1)))
         tokens, per_hit = self._tokens(mean)
         hits = mean[0] * tokens / per_hit
         return Drafting(self.lengths, tokens, hits * self.lengths, self._tokens(hope)[0])
+
+    @property
+    def per_step(self) -> float:
+        """Accepted drafts of a request per step, as expected with the draft length in use."""
+        return float(self.expected().tokens[self.used]) - 1
+
+    @property
+    def used(self) -> int:
+        """Index of the draft length that was observed last."""
+        return int(np.searchsorted(self.lengths, self._asked))
+
+    def tokens_at(self, speeds: Floats) -> Floats:
+        """Tokens per step of requests that are unlike the mean, by draft length.
+
+        Args:
+            speeds: accepted drafts per step, relative to the mean, with the draft length that was
+                observed last; of any shape.
+
+        Returns:
+            float64 [lengths, *shape of speeds].
+        """
+        mean, _ = self._mean()
+        asked = self._asked or self._longest
+        grid, at_asked = self._of_skills(mean, self.lengths), self._of_skills(mean, [asked])[0]
+        usual = float(np.interp(0.0, -np.log(_SKILLS), at_asked))
+        relative = (at_asked - 1) / max(usual - 1, 1e-9)
+        return np.stack([np.interp(speeds, relative, tokens) for tokens in grid])
+
+    @staticmethod
+    def _of_skills(mean: Floats, lengths: Ints | Sequence[int]) -> Floats:
+        """Tokens per step, float64 [lengths, skills]."""
+        reached = mean[1:].cumprod()[:, None] ** _SKILLS
+        per_hit = np.vstack((np.ones_like(_SKILLS), reached)).cumsum(axis=0)[lengths]
+        tokens: Floats = 1 / (1 - mean[0] + mean[0] / per_hit)
+        return tokens
+
+    def _mean(self) -> tuple[Floats, Floats]:
+        """The shares as they are expected to be, and the observations behind each."""
+        weight = _INDEPENDENT * self._tried + _PRIOR
+        mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
+        for position in range(2, len(mean)):
+            mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
+        return mean, weight
 
     def _tokens(self, shares: Floats) -> tuple[Floats, Floats]:
         """Tokens of a request per step, and per step with a hit, by draft length."""

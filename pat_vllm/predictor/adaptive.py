@@ -22,10 +22,11 @@ from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
-from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
+from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import PlannedSavings
+from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
@@ -101,6 +102,7 @@ class AdaptivePolicy(Policy):
         self._no_drafts: Mapping[Layout, Schedule] = none if self._acceptance is not None else {}
         self.drafts = self._no_drafts
         self._drafting = PLAIN
+        self._speeds = Speeds()
         self._prober = Prober()
         self._decisions = Decisions()
         self._savings = PlannedSavings(self._planner)
@@ -174,6 +176,7 @@ class AdaptivePolicy(Policy):
             self._costs.observe(report)
         self._decisions.switched(report)
         self._savings.switched(report)
+        self._speeds.moved()
         self._skip = report.target.replicas
         self._layout = report.target
         if report.reason != "idle":
@@ -187,6 +190,7 @@ class AdaptivePolicy(Policy):
         # An engine may be told that it is idle long after its last step.
         self._savings.idle(self._last_step)
         self._lengths.end_of_batch()
+        self._speeds.end_of_batch()
         self._keeper.save(self._lengths, self._acceptance)
         self._planned = None
         if self._begun is not None:
@@ -257,13 +261,15 @@ class AdaptivePolicy(Policy):
         if self._largest is None or len(live) > len(self._largest):
             self._largest = live
         self._lengths.observe_running(live)
-        ahead = course(live, self._lengths.sample(live, _FUTURES))
+        if self._acceptance is not None:
+            self._speeds.observe(live, self._acceptance.per_step)
+        remaining = self._lengths.sample(live, _FUTURES)
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        outlook = self._outlook(ahead, prompts)
+        outlook = self._outlook(live, remaining, prompts)
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
-        self._savings.planned(state, live, prompts, ahead, outlook, plan)
+        self._savings.planned(state, live, prompts, remaining, outlook, plan)
         # While nothing finishes, contexts grow and the rest is seen in another light.
         self._review = state.now + 0.1 * plan.stay
         if plan.best != state.layout:
@@ -278,9 +284,14 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
 
-    def _outlook(self, ahead: Course, prompts: int) -> Outlook:
+    def _outlook(self, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
+        tokens, used = None, 0
         if self._acceptance is not None:
             self._drafting = self._acceptance.expected()
+            if self._speeds.variance:
+                tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
+                used = self._acceptance.used
+        ahead = course(live, remaining, tokens, used)
         return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
 
     def _open(self, last: LiveRequests) -> None:
@@ -291,12 +302,12 @@ class AdaptivePolicy(Policy):
         """
         none = np.zeros(len(last), np.int64)
         fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
-        ahead = course(fresh, self._lengths.sample(fresh, _FUTURES))
+        remaining = self._lengths.sample(fresh, _FUTURES)
         # A prompt is computed once for all its samples.
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._outlook(ahead, prompts).plan(here)
+        plan = self._outlook(fresh, remaining, prompts).plan(here)
         seconds = {here: plan.stay}
         for layout, total in plan.go.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)

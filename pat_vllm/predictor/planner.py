@@ -51,9 +51,13 @@ class Course:
     Attributes:
         live: mean live requests in the group, [groups].
         most: most live requests in it, with which the group begins, [groups].
-        steps: expected decode steps in it, of a token for each request, [groups].
+        steps: expected decode steps in it, of a token for each request, or, with
+            `steps_per_token`, for the one that ends last, [groups].
         context: mean tokens of all live contexts together, [groups].
         longest: mean of the longest context, [groups].
+        steps_per_token: by draft length: steps in which the request that ends last makes a token,
+            and in which the live requests, in the mean, make what they make meanwhile,
+            [2, lengths, groups]. None where drafts help all requests alike.
     """
 
     live: Floats
@@ -61,6 +65,7 @@ class Course:
     steps: Floats
     context: Floats
     longest: Floats
+    steps_per_token: Floats | None = None
 
 
 @dataclass(frozen=True)
@@ -141,25 +146,42 @@ class Outlook:
         )
 
 
-def course(live: LiveRequests, remaining: Ints) -> Course:
+def course(
+    live: LiveRequests, remaining: Ints, tokens: Floats | None = None, used: int = 0
+) -> Course:
     """What sampled futures say about the number of live requests.
 
     Args:
         live: n requests, at least one.
         remaining: tokens that each still generates in each future, int64 [n, futures].
+        tokens: that each makes per step, by draft length, float64 [lengths, n, futures]. None
+            where drafts help all requests alike.
+        used: index of the draft length that says in what order they end.
     """
     count = len(live)
+    alive = np.arange(1, count + 1)
     remaining = np.ascontiguousarray(remaining.T)  # [futures, n]
-    order = np.argsort(-remaining, axis=1)
-    ends = np.take_along_axis(remaining, order, axis=1)  # [m - 1]: the m-th last end
+    if tokens is None:
+        per_token = None
+        order = np.argsort(-remaining, axis=1)
+        ends = np.take_along_axis(remaining, order, axis=1)  # [m - 1]: the m-th last end
+        made = np.broadcast_to(alive, ends.shape)  # tokens that the last m make meanwhile
+    else:
+        per_token = 1 / tokens.transpose(0, 2, 1)  # steps of each, [lengths, futures, n]
+        order = np.argsort(-remaining * per_token[used], axis=1)
+        per_token = np.take_along_axis(per_token, order[None], axis=2)
+        # Ends are counted in tokens of the request that ends last.
+        relative = per_token[used] / per_token[used, :, :1]
+        ends = np.take_along_axis(remaining, order, axis=1) * relative
+        made = (1 / relative).cumsum(axis=1)
+        per_token /= relative
     # With m live the m-th last has not ended and the next one before it has.
     before = np.zeros_like(ends)
     before[:, :-1] = ends[:, 1:]
     steps = ends - before
     middle = 0.5 * (ends + before)
     contexts = live.context[order]
-    alive = np.arange(1, count + 1)
-    total = np.cumsum(contexts, axis=1) + alive * middle
+    total = np.cumsum(contexts, axis=1) + made * middle
     longest = np.maximum.accumulate(contexts, axis=1) + middle
 
     starts = _groups(count)
@@ -177,8 +199,17 @@ def course(live: LiveRequests, remaining: Ints) -> Course:
             steps=np.add.reduceat(steps.sum(axis=0), starts) / len(steps),
             context=mean(total),
             longest=mean(longest),
+            steps_per_token=None if per_token is None else _steps_per_token(per_token, starts),
         )
     )
+
+
+def _steps_per_token(per_token: Floats, starts: Ints) -> Floats:
+    """As in `Course`, from each request's, [lengths, futures, n], the one that ends last first."""
+    mean = per_token.mean(axis=1)
+    each = mean.cumsum(axis=1) / np.arange(1, mean.shape[1] + 1)
+    last = np.broadcast_to(mean[:, :1], each.shape)
+    return np.stack((last, each))[:, :, np.append(starts[1:], mean.shape[1]) - 1]
 
 
 def _cut(course: Course) -> Course:
@@ -191,6 +222,7 @@ def _cut(course: Course) -> Course:
     group = np.repeat(np.arange(len(parts)), parts)
     part = np.arange(len(group)) - np.repeat(np.cumsum(parts) - parts, parts)
     steps = course.steps[group]
+    per_token = course.steps_per_token
     later = steps * (0.5 - (part + 0.5) / parts[group])  # than the group's middle
     return Course(
         live=course.live[group],
@@ -198,6 +230,7 @@ def _cut(course: Course) -> Course:
         steps=steps / parts[group],
         context=course.context[group] + later * course.live[group],
         longest=course.longest[group] + later,
+        steps_per_token=None if per_token is None else per_token[:, :, group],
     )
 
 
@@ -220,12 +253,14 @@ class _Pace:
 
     Attributes:
         token: seconds in which every live request gets a token, [groups].
+        step: seconds of a step, [groups].
         tokens: that a request gets per step, [groups].
         running: requests in a replica's step, [groups].
         lengths: draft lengths to use, [groups].
     """
 
     token: Floats
+    step: Floats
     tokens: Floats
     running: Floats
     lengths: Ints
@@ -292,21 +327,37 @@ class Planner:
             drafting.drafts[:, None] * running,
             drafting.lengths[:, None],
         )
-        seconds = steps * turns
-        tokens = seconds / drafting.tokens[:, None]
-        best = tokens.argmin(axis=0)
-        token = tokens.min(axis=0)
+        steps = np.broadcast_to(steps * turns, (len(drafting.lengths), len(turns)))
+        tokens = steps / drafting.tokens[:, None]
+        if course.steps_per_token is not None and drafting is not PLAIN:
+            # How often a step's fixed part is paid is up to the request that ends last. The rest
+            # is paid by each request for its own steps.
+            last, each = course.steps_per_token
+            fixed = np.minimum(self._fixed(layout, course, mean_context, busy, drafting), steps)
+            tokens = fixed * last + (steps - fixed) * each
+        best, groups = tokens.argmin(axis=0), np.arange(len(course.live))
+        token, step = tokens[best, groups], steps[best, groups]
         if short.any():
             # Each token takes another's place, which is computed again when its request goes on.
-            token += short * course.live * self._prefill_pace(layout)
+            again = short * course.live * self._prefill_pace(layout)
+            token, step = token + again, step + again * drafting.tokens[best]
         # Later it will be known what is best. Until then, what may be best is tried.
-        hoped = (seconds / drafting.hoped[:, None]).argmin(axis=0)
+        hoped = (tokens * (drafting.tokens / drafting.hoped)[:, None]).argmin(axis=0)
         return _Pace(
             token=token,
+            step=step,
             tokens=drafting.tokens[best],
             running=running,
             lengths=drafting.lengths[hoped],
         )
+
+    def _fixed(
+        self, layout: Layout, course: Course, context: Floats, busy: Floats, drafting: Drafting
+    ) -> Floats:
+        """Seconds of a step of one request with mean context, [lengths, groups]."""
+        drafts, lengths = drafting.drafts[:, None], drafting.lengths[:, None]
+        ones = np.ones_like(context)
+        return self._step(layout, ones, context, course.longest, 0, busy, drafts * ones, lengths)
 
     def outlook(self, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN) -> Outlook:
         """What is ahead, wherever the engine is.
@@ -323,7 +374,7 @@ class Planner:
             layouts=self.layouts,
             seconds=seconds.tolist(),
             switch=self._switch_seconds(course, paces),
-            step=[float(pace.token[-1] * pace.tokens[-1]) for pace in paces],
+            step=[float(pace.step[-1]) for pace in paces],
             drafts={
                 one: _schedule(pace, self._max_num_seqs[one.tp])
                 for one, pace in zip(self.layouts, paces, strict=True)
@@ -346,12 +397,12 @@ class Planner:
         count = len(self.layouts)
         seconds = np.zeros((count, count, len(course.live)))
         # The first step in the target has no drafts to verify: it gives one token.
-        first = [pace.token * (pace.tokens - 1) for pace in paces]
+        first = [pace.step * (1 - 1 / pace.tokens) for pace in paces]
         room = [one.replicas * self._kv_tokens[one.tp] for one in self.layouts]
         for i, (source, pace) in enumerate(zip(self.layouts, paces, strict=True)):
             # Replicas step freely: one that has finished its step waits for the others, half a
             # step in the mean.
-            waits = 0.5 * (1 - 1 / source.replicas) * (pace.token * pace.tokens)
+            waits = 0.5 * (1 - 1 / source.replicas) * pace.step
             for j, target in enumerate(self.layouts):
                 if i != j:
                     switch = self._switch(source, target, course.most, course.context)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner
-from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import BatchTimes, Look, Savings, Stretch
 
 
@@ -34,11 +34,17 @@ class PlannedSavings(Savings):
         state: LiveState,
         live: LiveRequests,
         prompts: int,
-        ahead: Course,
+        remaining: Ints,
         outlook: Outlook,
         plan: Plan,
     ) -> None:
-        """A plan was made; the arguments are those of `Planner.outlook`, and what it gave."""
+        """A plan was made.
+
+        Args:
+            prompts, remaining: for what is ahead of the requests: as in `Planner.outlook` and
+                `course`.
+            outlook, plan: what was expected and planned.
+        """
         # Nobody tells of the end of a response whose length was prescribed. What such responses
         # have left to generate tells as much.
         tokens = live.num_output_tokens.sum() - live.max_tokens[live.exact].sum()
@@ -54,7 +60,9 @@ class PlannedSavings(Savings):
         )
         if self.look(look):
             drafted = any(length for table in plan.drafts.values() for *_, length in table)
-            plain = self._planner.outlook(ahead, prompts=prompts) if drafted else outlook
+            plain = outlook
+            if drafted:
+                plain = self._planner.outlook(course(live, remaining), prompts=prompts)
             fixed, undrafted = plain.plan(self._base), plain.plan(state.layout)
             shortest = [min((one.stay, *one.go.values())) for one in (undrafted, plan)]
             prescribed = live.max_tokens[live.exact].tolist()
@@ -63,5 +71,5 @@ class PlannedSavings(Savings):
     def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
         columns = [(s.live, s.tokens, s.context, s.longest) for s in stretches]
         live, tokens, context, longest = np.array(columns).T
-        course = Course(live, live, tokens, context, longest)
-        return (self._planner.token_seconds(layout, course) * tokens).tolist()
+        done = Course(live, live, tokens, context, longest)
+        return (self._planner.token_seconds(layout, done) * tokens).tolist()

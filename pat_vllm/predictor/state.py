@@ -27,7 +27,8 @@ class LiveRequests:
         exact: whether the response will have exactly `max_tokens` tokens (`ignore_eos` without
             stop conditions), bool [n].
         group: equal for requests with equal prompts (samples of one prompt), int64 [n].
-        replica: index of the request's replica in the active layout, int64 [n].
+        number: tells the request from all others, int64 [n].
+        replica_steps: decode steps that its replica has made since the last switch, int64 [n].
         num_computed_tokens: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
     """
 
@@ -36,7 +37,8 @@ class LiveRequests:
     max_tokens: Ints
     exact: Bools
     group: Ints
-    replica: Ints
+    number: Ints
+    replica_steps: Ints
     num_computed_tokens: Ints
 
     def __len__(self) -> int:

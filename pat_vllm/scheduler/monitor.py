@@ -71,6 +71,7 @@ class Monitor:
         if not self.policy.learns:
             return
         shape = step_shape(step, busy)
+        replica.decode_steps += shape.batch > 0
         if self._speculates and shape.batch:
             asked = self._asked.get(replica.index, 0)
             self._asked[replica.index] = shape.k

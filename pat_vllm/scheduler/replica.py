@@ -26,12 +26,17 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """A stock scheduler and its steps in flight, oldest first."""
+    """A stock scheduler and its steps in flight, oldest first.
+
+    Attributes:
+        decode_steps: finished steps in which requests decoded.
+    """
 
     def __init__(self, index: int, scheduler: Scheduler) -> None:
         self.index = index
         self.scheduler = scheduler
         self.in_flight: deque[SchedulerOutput] = deque()
+        self.decode_steps = 0
         self._drafts: DraftTokenIds | None = None
         self._finished_at = 0.0
 

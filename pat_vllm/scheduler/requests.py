@@ -29,6 +29,7 @@ class TrackedRequest:
         group: equal for samples of one prompt.
         max_tokens: most tokens that its response can have.
         exact: whether it will have exactly that many.
+        number: of requests that were entered before it.
     """
 
     request: Request
@@ -36,6 +37,7 @@ class TrackedRequest:
     group: int
     max_tokens: int
     exact: bool
+    number: int
 
 
 class RequestTable:
@@ -46,6 +48,7 @@ class RequestTable:
         self._max_model_len = max_model_len
         self._length_bound = length_bound
         self._tracked: dict[str, TrackedRequest] = {}
+        self._entered = 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tracked)
@@ -70,7 +73,8 @@ class RequestTable:
             exact = params is not None and bool(
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
-        tracked = TrackedRequest(request, replica, group, max(1, max_tokens), exact)
+        tracked = TrackedRequest(request, replica, group, max(1, max_tokens), exact, self._entered)
+        self._entered += 1
         self._tracked[request.request_id] = tracked
         return tracked
 
@@ -95,13 +99,14 @@ class RequestTable:
                 one.max_tokens,
                 one.exact,
                 one.group,
-                one.replica.index,
+                one.number,
+                one.replica.decode_steps,
                 one.request.num_computed_tokens,
             )
             for one in self._tracked.values()
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 7).T
-        prompt, generated, max_tokens, exact, group, replica, computed = columns
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 8).T
+        prompt, generated, max_tokens, exact, group, number, steps, computed = columns
         return LiveRequests(
             num_prompt_tokens=prompt,
             num_output_tokens=generated,
@@ -109,7 +114,8 @@ class RequestTable:
             max_tokens=np.maximum(max_tokens, generated + 1),
             exact=exact.astype(bool),
             group=group,
-            replica=replica,
+            number=number,
+            replica_steps=steps,
             num_computed_tokens=computed,
         )
 

@@ -112,12 +112,13 @@ class SimulatedEngine:
         counts = [replica.num_seqs for replica in replicas]
         # A chunk's tokens are counted when it ends; a policy sees those made by now.
         made = np.zeros(len(requests), np.int64)
-        for replica in replicas:
-            if steps := replica.steps_made(self.now):
-                made[replica.decoding] = int(steps * replica.pace)
+        over = [replica.steps_made(self.now) for replica in replicas]
+        for replica, steps in zip(replicas, over, strict=True):
+            if steps:
+                made[replica.decoding] = requests.tokens_in(replica.decoding, steps, replica.k)
         prompt, length, group = requests.columns[:, index]
         written = requests.num_output_tokens
-        if any(replica.k for replica in replicas):  # some have made fewer than the mean
+        if any(replica.k for replica in replicas):  # the last step may end a response
             made = np.minimum(made, requests.columns[1] - 1 - written)
         outputs = (written + made)[index]
         return SimulatedLiveRequests(
@@ -126,7 +127,10 @@ class SimulatedEngine:
             np.full(len(index), requests.max_tokens, np.int64),
             np.zeros(len(index), bool),
             group,
-            np.repeat(np.arange(len(replicas)), counts),
+            index,
+            np.repeat(
+                [one.made + steps for one, steps in zip(replicas, over, strict=True)], counts
+            ),
             (requests.num_computed_tokens + made)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),

@@ -55,12 +55,15 @@ class SimulatedRequests:
 
     def decode_all(self, requests: Sequence[int], steps: int, k: int) -> None:
         """Requests have decoded in each of `steps` steps with draft length `k`."""
-        index, before = self.outputs_of(requests)
+        self.decode(np.array(requests, np.int64), self.tokens_in(requests, steps, k))
+
+    def tokens_in(self, requests: Sequence[int], steps: int, k: int) -> int | Ints:
+        """Tokens that requests make in their next `steps` steps with draft length `k`."""
         if not k:
-            self.decode(index, steps)
-            return
+            return steps
+        index, before = self.outputs_of(requests)
         made = self.guesses.steps_made(index, before, k) + steps
-        self.decode(index, self.guesses.outputs(index, made, k) - before)
+        return self.guesses.outputs(index, made, k) - before
 
     def steps_left(self, requests: Sequence[int], k: int) -> int:
         """Fewest steps with draft length `k` to the end of one of the requests, at least one."""

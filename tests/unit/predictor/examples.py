@@ -28,9 +28,9 @@ def live_requests(
     outputs: ArrayLike = 0,
     max_tokens: ArrayLike = 1000,
     exact: ArrayLike = False,
-    replicas: int = 4,
+    steps: int = 0,
 ) -> LiveRequests:
-    """Requests whose contexts are computed, in turn on each replica."""
+    """Requests whose contexts are computed, of replicas that made so many steps."""
     count = len(prompts)
     context = np.array(prompts, np.int64)
     generated = np.broadcast_to(np.array(outputs, np.int64), count)
@@ -40,7 +40,8 @@ def live_requests(
         max_tokens=np.broadcast_to(np.array(max_tokens, np.int64), count),
         exact=np.broadcast_to(np.array(exact, np.bool_), count),
         group=np.arange(count),
-        replica=np.arange(count) % replicas,
+        number=np.arange(count),
+        replica_steps=np.full(count, steps),
         num_computed_tokens=context + generated,
     )
 

@@ -230,7 +230,7 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     policy.switched(switch_report(GROUP, REPLICAS, seconds=1.0, num_seqs=4, migrated=4, tokens=400))
     for _ in range(20):
         policy.stepped(1.0, REPLICAS, StepShape(2, 200, 100, busy=2), 0.039)
-    live = live_requests([100] * 4, max_tokens=8000, exact=True, replicas=2)
+    live = live_requests([100] * 4, max_tokens=8000, exact=True)
 
     def choice(now: float) -> Layout:
         return policy.choose(LiveState(now, REPLICAS, len(live), 100.0, lambda: live))

@@ -47,7 +47,8 @@ class Driven:
             max_tokens=BOUND * count,
             exact=count < 0,
             group=count.cumsum(),
-            replica=0 * count,
+            number=count.cumsum(),
+            replica_steps=0 * count,
             num_computed_tokens=500 * count,
         )
         self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))

@@ -10,6 +10,7 @@ KEPT = ("tests/unit/predictor/test_kept.py",)
 LENGTHS = ("tests/unit/predictor/test_lengths.py",)
 PLANNER = ("tests/unit/predictor/test_planner.py",)
 SAVINGS = ("tests/unit/predictor/test_savings.py",)
+SPEEDS = ("tests/unit/predictor/test_speeds.py",)
 STEP_BASE = ("tests/unit/predictor/test_step_base.py",)
 STEP_RESIDUAL = ("tests/unit/predictor/test_step_residual.py",)
 STEP_TIME = ("tests/unit/predictor/test_step_time.py",)
@@ -52,18 +53,33 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.planner:Planner._pace", PLANNER): {
         "hope does not decide draft lengths": {"drafting.lengths[hoped]": "drafting.lengths[best]"},
         "time per token is that of a step without drafts": {
-            "token = tokens.min(axis=0)": "token = seconds[0]"
+            "token, step = tokens[best, groups]": "token, step = steps[0], steps[0]"
         },
         "what waits for a place costs nothing": {"turns = batch / running": "turns = 1.0"},
         "all contexts grow alike where KV is short": {
             "running = np.where(short, queued, running)": "pass"
         },
         "lost KV is computed again for nothing": {
-            "token += short * course.live": "token += 0 * course.live"
+            "again = short * course.live": "again = 0 * course.live"
         },
     },
+    (f"{PREDICTOR}.planner:Planner._pace", SPEEDS): {
+        "each request pays for the steps of the last one": {
+            "(steps - fixed) * each": "(steps - fixed) * last"
+        },
+    },
+    (f"{PREDICTOR}.planner:course", SPEEDS): {
+        "requests end in the order of their tokens": {"-remaining * per_token[used]": "-remaining"},
+    },
+    (f"{PREDICTOR}.speeds:Speeds.observe", SPEEDS): {
+        "a request that waits is slow": {"& (new[0] >= new[1])": ""},
+        "no drafts are taken for refused ones": {"or (new[0] == new[1]).all()": ""},
+    },
+    (f"{PREDICTOR}.speeds:Speeds.moved", SPEEDS): {
+        "steps go on after a switch": {"self._seen[1] = np.iinfo(np.int64).max // 2": "pass"},
+    },
     (f"{PREDICTOR}.planner:Planner._switch_seconds", PLANNER): {
-        "the first step after a switch has drafts": {"(pace.tokens - 1)": "0"},
+        "the first step after a switch has drafts": {"(1 - 1 / pace.tokens)": "0"},
         "a drain waits for a whole step": {"waits = 0.5 *": "waits = 1.0 *"},
         "the target's room is the source's": {"- room[j]": "- room[i]"},
     },
@@ -87,7 +103,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "a hope slows a layout down": {"one / factor": "one * factor"},
     },
     (f"{PREDICTOR}.planner:course", PLANNER): {
-        "contexts do not grow": {"alive * middle": "0 * middle"},
+        "contexts do not grow": {"made * middle": "0 * middle"},
         "the last response is forgotten": {
             "before[:, :-1] = ends[:, 1:]": "before[:, :-1] = ends[:, 1:]; before[:, -1] = 1"
         },

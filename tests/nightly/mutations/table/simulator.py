@@ -27,7 +27,7 @@ _SIMULATOR: list[Row] = [
     ("a chunk goes on after an arrival", "engine:SimulatedEngine._start", "until < steps", "until > steps", ENGINE),
     ("a chunk goes on where another replica has drained", "engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False", ENGINE),
     ("a response that was cut short is complete", "engine:SimulatedEngine._finish", "length < self._requests.max_tokens", "length <= self._requests.max_tokens", ENGINE),
-    ("a policy does not see the steps of a chunk", "engine:SimulatedEngine._live_requests", "int(steps * replica.pace)", "0", ENGINE),
+    ("a policy does not see the steps of a chunk", "engine:SimulatedEngine._live_requests", "requests.tokens_in(replica.decoding, steps, replica.k)", "0", ENGINE),
     ("drafts are verified at another length than planned", "engine:SimulatedEngine._draft_length", "first <= batch <= last", "first < batch <= last", GUESSES),
     ("a replica runs one request too many", "replica:SimulatedReplica.schedule", "len(self.running) < most", "len(self.running) <= most", ENGINE),
     ("a prompt is computed in a step whatever its length", "replica:SimulatedReplica.schedule", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, min(missing, budget)))", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, missing))", ENGINE),

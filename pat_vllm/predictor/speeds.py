@@ -1,0 +1,123 @@
+"""How fast requests advance beside each other, where drafts are accepted. Pure.
+
+Drafts help some requests more than others: what repeats itself goes on doing so. The last responses
+of a batch are then not only the long ones but also those that advance slowly, and a draft length
+that is best for most may be too long for them. A request's own speed shows in the tokens that it
+makes in its replica's steps. What is not yet known of a request is drawn from how unlike the
+others are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pat_vllm.predictor.state import Floats, LiveRequests
+
+_INDEPENDENT = 0.25
+"""Steps that one counts as, as observations of drafts do."""
+
+_FEWEST = 4
+"""Requests among which it is asked how unlike they are."""
+
+_KEPT = 0.5
+"""Share of what earlier batches say about that, beside the next one."""
+
+_LEAST = 0.02
+"""Fewest drafts that a step is expected to accept where requests are compared by them."""
+
+_SLOWEST, _FASTEST = 0.02, 5.0
+"""Bounds of what is drawn."""
+
+
+class Speeds:
+    """Learns, from looks at the live requests, how many drafts of each are accepted.
+
+    A speed is the number of accepted drafts per step, relative to what is expected of a request.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._weight = self._variances = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._number = np.zeros(0, np.int64)
+        self._seen = np.zeros((2, 0), np.int64)  # tokens of the request, steps of its replica
+        # While it was looked at: drafts accepted, as many as were expected, and their variance.
+        self._accepted = np.zeros((3, 0))
+
+    @property
+    def variance(self) -> float:
+        """Of the speeds of a fresh batch's requests; 0 until something was learnt."""
+        return self._variances / self._weight if self._weight else 0.0
+
+    def observe(self, live: LiveRequests, expected: float) -> None:
+        """Look at the live requests.
+
+        Those that made no token in some of their replica's steps since the last look, because they
+        waited, are not counted for that time.
+
+        Args:
+            expected: accepted drafts of a request per step, with the draft length in use.
+        """
+        order = live.number.argsort()
+        number = live.number[order]
+        seen = np.stack((live.num_output_tokens, live.replica_steps))[:, order]
+        accepted = np.zeros((3, len(number)))
+        _, here, before = np.intersect1d(
+            number, self._number, assume_unique=True, return_indices=True
+        )
+        new = seen[:, here] - self._seen[:, before]
+        new *= (new[1] > 0) & (new[0] >= new[1])
+        if expected < _LEAST or (new[0] == new[1]).all():
+            new[:] = 0  # there were no drafts
+        steps = expected * new[1]
+        # A run of accepted drafts goes on by chance, as in a geometric distribution.
+        new_accepted = np.stack((new[0] - new[1], steps, steps * (1 + expected) / _INDEPENDENT))
+        accepted[:, here] = self._accepted[:, before] + new_accepted
+        self._number, self._seen, self._accepted = number, seen, accepted
+        self._learn(float(new[1].sum()))
+
+    def _learn(self, steps: float) -> None:
+        """Ask how unlike the requests are. The answer counts by the steps that are new."""
+        known = self._accepted[1] > 0
+        if known.sum() < _FEWEST or not steps:
+            return
+        speed, noise = _speeds(self._accepted[:, known])
+        variance = max(0.0, float(speed.var(ddof=1) - noise.mean()))
+        self._weight += steps
+        self._variances += steps * variance
+
+    def moved(self) -> None:
+        """Requests have other replicas now, whose steps are counted anew."""
+        self._seen[1] = np.iinfo(np.int64).max // 2  # no step is new at the next look
+
+    def end_of_batch(self) -> None:
+        """No request is left."""
+        self._weight *= _KEPT
+        self._variances *= _KEPT
+        self._begin()
+
+    def sample(self, live: LiveRequests, futures: int) -> Floats:
+        """Speeds of the requests that were looked at last, in sampled futures, float64
+        [n, futures]."""
+        count = len(live)
+        mean, doubt = np.ones(count), np.full(count, self.variance)
+        place = np.searchsorted(self._number, live.number)
+        place = np.minimum(place, max(0, len(self._number) - 1))
+        if len(self._number):
+            accepted = self._accepted[:, place] * (self._number[place] == live.number)
+            known = accepted[1] > 0
+            speed, noise = _speeds(accepted[:, known])
+            trust = self.variance / np.maximum(self.variance + noise, 1e-12)
+            mean[known] += trust * (speed - 1)
+            doubt[known] *= 1 - trust
+        random = np.random.default_rng(self._seed)
+        draws = random.standard_normal((count, futures))
+        return np.clip(mean[:, None] + np.sqrt(doubt)[:, None] * draws, _SLOWEST, _FASTEST)
+
+
+def _speeds(accepted: Floats) -> tuple[Floats, Floats]:
+    """Speeds as they were seen, and the variance of each by chance."""
+    made, expected, variance = accepted
+    return made / expected, variance / expected**2

@@ -1,0 +1,191 @@
+"""Requests whose drafts are accepted more, or less, often than the others'."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import PLANNED, Config, Task, replay_chain
+from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.acceptance import Acceptance, Drafting
+from pat_vllm.predictor.planner import Planner, course
+from pat_vllm.predictor.speeds import Speeds
+from pat_vllm.predictor.state import Floats, Ints, LiveRequests
+from tests.unit.predictor.examples import live_requests
+
+LENGTHS = (0, 1, 2, 4, 7)
+ONE = Layout(1, 1)
+
+
+def looks(speeds: Speeds, each: Floats, steps: int, count: int = 10) -> LiveRequests:
+    """The requests after so many looks, `steps` steps apart, in which each accepts `each` drafts
+    per step where 1 is expected."""
+    for look in range(count):
+        made = look * steps
+        live = live_requests([50] * len(each), np.round(made * (1 + each)), steps=made)
+        speeds.observe(live, 1.0)
+    return live
+
+
+def test_requests_are_alike_until_it_shows_that_they_are_not() -> None:
+    speeds = Speeds()
+    live = looks(speeds, np.ones(8), 10, 1)
+    assert speeds.variance == 0 and (speeds.sample(live, 4) == 1).all()
+    live = looks(speeds, np.ones(8), 10)
+    assert speeds.variance == 0 and (speeds.sample(live, 4) == 1).all()
+
+
+def test_a_requests_own_speed_is_found_and_fresh_ones_vary_as_much() -> None:
+    each = np.linspace(0.4, 1.6, 16)
+    speeds = Speeds()
+    live = looks(speeds, each, 1000)
+    assert speeds.sample(live, 8).mean(axis=1) == pytest.approx(each, abs=0.05)
+    assert speeds.variance == pytest.approx(each.var(ddof=1), rel=0.05)
+    speeds.end_of_batch()
+    fresh = speeds.sample(live_requests([50] * 200), 8)
+    assert fresh.mean() == pytest.approx(1, abs=0.05)
+    assert fresh.std() == pytest.approx(each.std(ddof=1), rel=0.1)
+
+
+def test_what_little_shows_is_trusted_little() -> None:
+    each = np.linspace(0.4, 1.6, 16)
+    speeds = Speeds()
+    looks(speeds, each, 1000)
+    speeds.end_of_batch()
+    live = looks(speeds, each, 5, 2)
+    found = speeds.sample(live, 64).mean(axis=1)
+    assert (abs(found - 1) < 0.5 * abs(each - 1) + 0.1).all()
+
+
+@pytest.mark.parametrize("what", ["waits", "moves", "has no drafts"])
+def test_times_that_say_nothing_are_not_counted(what: str) -> None:
+    """A request that waits makes no token; after a switch its replica's steps are counted anew."""
+    each, speeds = np.linspace(0.4, 1.6, 16), Speeds()
+    live = looks(speeds, each, 1000)
+    before = speeds.sample(live, 8)
+    tokens, steps = live.num_output_tokens.copy(), live.replica_steps + 500
+    if what == "moves":
+        speeds.moved()
+        tokens += 1500
+    elif what == "waits":
+        tokens[1:] += np.round(500 * (1 + each[1:])).astype(int)
+    else:
+        tokens += 500
+    speeds.observe(replace(live, num_output_tokens=tokens, replica_steps=steps), 1.0)
+    after = speeds.sample(live, 8)
+    assert after == pytest.approx(before, abs=0.01)
+
+
+def test_requests_that_come_and_go_are_told_apart() -> None:
+    each, speeds = np.linspace(0.4, 1.6, 16), Speeds()
+    live = looks(speeds, each, 1000)
+    before = speeds.sample(live, 8).mean(axis=1)
+    left = np.array([12, 3, 15])
+    some = LiveRequests(*(getattr(live, name)[left] for name in LiveRequests.__dataclass_fields__))
+    speeds.observe(some, 1.0)
+    assert speeds.sample(some, 8).mean(axis=1) == pytest.approx(before[left], abs=0.1)
+
+
+# What draft lengths give such requests
+
+
+def learnt(share: float) -> Acceptance:
+    """Drafts that are accepted with this probability, if those before them were."""
+    random, found = np.random.default_rng(0), Acceptance(LENGTHS)
+    for _ in range(2000):
+        found.observe(7, 64, np.minimum(random.geometric(1 - share, 64) - 1, 7))
+    return found
+
+
+def test_a_usual_request_gets_what_is_expected_and_slow_ones_gain_little_from_long_drafts() -> None:
+    acceptance = learnt(0.5)
+    slow, usual, fast = acceptance.tokens_at(np.array([0.3, 1.0, 1.7])).T
+    assert usual == pytest.approx(acceptance.expected().tokens)
+    assert (slow[1:] < usual[1:]).all() and (usual[1:] < fast[1:]).all()
+    assert slow[0] == usual[0] == fast[0] == 1
+    assert slow[4] / slow[2] < 1.05 < 1.12 < usual[4] / usual[2] < fast[4] / fast[2]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_speeds_stand_for_shares_of_accepted_drafts(share: float) -> None:
+    """A request of another share has the tokens of that share, to a few percent."""
+    acceptance = learnt(share)
+
+    def tokens(each: float) -> Floats:
+        return np.array([(1 - each ** (k + 1)) / (1 - each) for k in LENGTHS])
+
+    for other in (0.6 * share, 0.8 * share, 1.2 * share):
+        speed = (tokens(other)[4] - 1) / (tokens(share)[4] - 1)
+        assert acceptance.tokens_at(np.array(speed)) == pytest.approx(tokens(other), rel=0.03)
+
+
+# What is ahead of them
+
+
+def outlook_seconds(remaining: Ints, tokens: Floats, each: float = 0.0) -> float:
+    """Predicted seconds to the end with one draft length, where a step takes 1 s and `each` more
+    per request."""
+    count = len(remaining)
+
+    def step(layout: Layout, running: Floats, *_: object) -> Floats:
+        return (1 + each * (running - 1)) * np.ones((1, 1))
+
+    planner = Planner(
+        (ONE,), step, lambda *_: np.zeros(()), max_num_seqs={1: 10**6}, kv_tokens={1: 10**9}
+    )
+    mean = 1 / (1 / tokens).mean()
+    drafting = Drafting(np.array([4]), np.array([mean]), np.array([4.0]), np.array([mean]))
+    ahead = course(live_requests([10] * count), remaining[:, None], tokens[None, :, None])
+    return planner.outlook(ahead, drafting=drafting).plan(ONE).never
+
+
+requests = st.lists(st.tuples(st.integers(1, 5000), st.floats(1.0, 5.0)), min_size=1, max_size=40)
+
+
+@settings(max_examples=60)
+@given(requests)
+def test_a_batch_takes_as_long_as_its_slowest_request(some: list[tuple[int, float]]) -> None:
+    remaining, tokens = (np.array(one) for one in zip(*some, strict=True))
+    assert outlook_seconds(remaining, tokens) == pytest.approx((remaining / tokens).max())
+
+
+@settings(max_examples=60)
+@given(requests, st.floats(0.001, 0.1))
+def test_each_request_pays_for_its_own_steps(some: list[tuple[int, float]], each: float) -> None:
+    remaining, tokens = (np.array(one) for one in zip(*some, strict=True))
+    steps = remaining / tokens
+    expected = steps.max() + each * (steps.sum() - steps.max())
+    assert outlook_seconds(remaining, tokens, each) == pytest.approx(expected)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
+def test_equal_speeds_change_nothing(lengths: list[int]) -> None:
+    live, remaining = live_requests([100] * len(lengths)), np.array(lengths)[:, None]
+    plain = course(live, remaining)
+    same = course(live, remaining, np.full((2, len(lengths), 1), 1.0), 1)
+    for name in ("live", "most", "steps", "context", "longest"):
+        assert getattr(same, name) == pytest.approx(getattr(plain, name))
+    assert same.steps_per_token is not None and (same.steps_per_token == 1).all()
+
+
+def test_batches_of_unlike_requests_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses of equal lengths, of which the slowest decides; simulated on a modelled profile."""
+    options = AdviseOptions(
+        "qwen3-30b-a3b", "H100", 8, responses=128, shape="alike", acceptance=0.5, iterations=3
+    )
+    rollouts = rollouts_of(options)
+
+    def seconds() -> float:
+        record = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
+        return sum(report.seconds for report in record.reports)
+
+    knowing = seconds()
+    monkeypatch.setattr(Speeds, "variance", 0.0)
+    assert knowing < 0.98 * seconds()
