@@ -25,7 +25,7 @@ from pat_vllm.predictor.kept import Keeper
 from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
-from pat_vllm.predictor.savings import PlannedSavings
+from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
@@ -103,7 +103,7 @@ class AdaptivePolicy(Policy):
         self._drafting = PLAIN
         self._prober = Prober()
         self._decisions = Decisions()
-        self._savings = PlannedSavings(self._planner)
+        self._savings = Savings(self._planner)
         self._last_step = 0.0
         self._timer = timer
 
@@ -137,7 +137,7 @@ class AdaptivePolicy(Policy):
         self._lengths.finished(num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
-        self._decisions.stepped(layout, seconds)
+        self._decisions.stepped(seconds)
         self._steps_seen += 1
         self._last_step = now
         self._prober.stepped()

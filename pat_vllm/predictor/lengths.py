@@ -20,6 +20,9 @@ _PRIOR_WEIGHT = 4.0
 _PRIOR_MEDIAN = 1 / 8
 """Median of the prior, as a share of the bound."""
 
+_SEED = 0
+"""Of the sampled futures."""
+
 _FORMAT = 1
 
 MOST = 1e15
@@ -49,20 +52,18 @@ class LengthModel:
 
     Args:
         bound: the longest response, in tokens, that is possible.
-        seed: of the sampled futures.
 
     Attributes:
         batches: batches learnt from, the current one not included.
         responses: finished responses learnt from.
     """
 
-    def __init__(self, bound: int, seed: int = 0) -> None:
+    def __init__(self, bound: int) -> None:
         if bound < 1:
             raise ValueError(f"the longest response must have at least 1 token, got bound={bound}")
         self.bound = bound
         self.batches = 0
         self.responses = 0
-        self._seed = seed
         self._history = Pool.empty()
         self._prior = Prior(max(1.0, bound * _PRIOR_MEDIAN), _PRIOR_WEIGHT)
         self._start_batch()
@@ -140,7 +141,7 @@ class LengthModel:
     def _draws(self, requests: int, futures: int) -> Floats:
         """Stratified standard exponential draws, float64 [requests, futures]."""
         if requests > len(self._noise) or futures != self._noise.shape[1]:
-            random = np.random.default_rng((self._seed, self.batches, futures))
+            random = np.random.default_rng((_SEED, self.batches, futures))
             strata = np.tile(np.arange(futures, dtype=np.float64), (requests, 1))
             random.permuted(strata, axis=1, out=strata)
             self._noise = -np.log1p(-(strata + random.random(strata.shape)) / futures)
@@ -160,7 +161,7 @@ class LengthModel:
         }
 
     @classmethod
-    def from_json(cls, data: Any, bound: int | None = None, seed: int = 0) -> LengthModel:
+    def from_json(cls, data: Any, bound: int | None = None) -> LengthModel:
         """The model that `to_json` described, for responses up to `bound` (default: the same).
 
         Raises:
@@ -173,7 +174,7 @@ class LengthModel:
         ends, tokens = np.array(learnt.ends, np.float64), np.array(learnt.tokens, np.float64)
         if len(ends) != len(tokens) or (ends > tokens).any():
             raise ValueError("ends: more responses ended than there are tokens")
-        model = cls(learnt.bound if bound is None else bound, seed)
+        model = cls(learnt.bound if bound is None else bound)
         model.batches, model.responses = learnt.batches, learnt.responses
         # A shorter grid is continued by this one.
         model._history = Pool(*(np.pad(one, (0, BINS - len(one))) for one in (ends, tokens)))

@@ -6,7 +6,6 @@ Imports neither torch nor vLLM.
 from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
 from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
-from pat_vllm.reporting.savings import Look, Savings, Stretch, total
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
@@ -20,6 +19,7 @@ from pat_vllm.reporting.values import (
     RefusedSwitch,
     Report,
     SwitchReport,
+    total,
 )
 
 __all__ = [
@@ -35,13 +35,10 @@ __all__ = [
     "History",
     "LayoutSteps",
     "LiveSample",
-    "Look",
     "PredictorReport",
     "Records",
     "RefusedSwitch",
     "Report",
-    "Savings",
-    "Stretch",
     "SwitchReport",
     "describe",
     "describe_awaited",

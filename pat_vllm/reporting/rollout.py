@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 
-from pat_vllm.reporting.savings import total
 from pat_vllm.reporting.text import switch_in_words
-from pat_vllm.reporting.values import BatchSavings, Report
+from pat_vllm.reporting.values import BatchSavings, Report, total
 
 REPORT_SECONDS = 30.0
 """How long a trainer waits for a report."""

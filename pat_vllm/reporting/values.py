@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -78,14 +78,14 @@ class SwitchReport:
     recomputed: int
     kv_bytes: int
     seconds: float
-    quiesce: float
-    plan: float
-    states: float
-    kv: float
-    weights: float
-    activate: float
-    rpc: float
-    finish: float
+    quiesce: float = 0.0
+    plan: float = 0.0
+    states: float = 0.0
+    kv: float = 0.0
+    weights: float = 0.0
+    activate: float = 0.0
+    rpc: float = 0.0
+    finish: float = 0.0
     first_step: float | None = None
     tokens: int = 0
     weight_bytes: int = 0
@@ -179,6 +179,16 @@ class BatchTimes:
     def saved_by_drafts(self) -> float:
         """Share of `fixed` that drafts save beyond that; negative where they lose."""
         return (self.switching - self.drafting) / self.fixed if self.fixed > 0 else 0.0
+
+
+def total(times: Iterable[BatchTimes]) -> BatchTimes:
+    """Of several batches together."""
+    times = list(times)
+    return BatchTimes(
+        fixed=sum(one.fixed for one in times),
+        switching=sum(one.switching for one in times),
+        drafting=sum(one.drafting for one in times),
+    )
 
 
 @dataclass(frozen=True)

@@ -191,19 +191,19 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         },
         "a change of the machine is taken for outliers": {">= _STREAK": ">= 10**9"},
     },
-    ("pat_vllm.reporting.savings:Savings.switched", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.switched", SAVINGS): {
         "a drain is part of the stall": {"report.seconds - report.quiesce": "report.seconds"},
     },
-    ("pat_vllm.reporting.savings:Savings.drafted", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.drafted", SAVINGS): {
         "steps with drafts count as plain": {"length > 0": "False"},
     },
-    ("pat_vllm.reporting.savings:Savings._fold", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings._fold", SAVINGS): {
         "a fixed layout has the stalls of switches": {"taken - stalled - sum": "taken - sum"},
         "without drafts a batch has no stalls": {
             "taken - sum(s.seconds - s.stall for": "taken - sum(s.seconds for"
         },
     },
-    ("pat_vllm.reporting.savings:Savings.end", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.end", SAVINGS): {
         "requests with drafts are taken to advance alike": {"in_step(counted, lengths)": "counted"},
     },
     ("pat_vllm.weights.shards:QKVPartition.shard", SHARDS): {
