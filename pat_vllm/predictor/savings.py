@@ -19,7 +19,7 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner
 from pat_vllm.predictor.state import LiveRequests, LiveState
-from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport, total
+from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
 
 MAX_BATCHES = 1_000
 _FOLD = 20_000
@@ -243,7 +243,7 @@ class Savings:
         for layout in {s.layout for s in drafted}:
             here = [s for s in drafted if s.layout == layout]
             switching += sum(self._plain_seconds(layout, here))
-        self._times = total([self._times, BatchTimes(fixed, switching, taken)])
+        self._times += BatchTimes(fixed, switching, taken)
         self._stretches = []
 
     def _plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:

@@ -5,7 +5,7 @@ Imports neither torch nor vLLM.
 
 from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
-from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
+from pat_vllm.reporting.text import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
@@ -19,7 +19,6 @@ from pat_vllm.reporting.values import (
     RefusedSwitch,
     Report,
     SwitchReport,
-    total,
 )
 
 __all__ = [
@@ -43,5 +42,4 @@ __all__ = [
     "describe",
     "describe_awaited",
     "drafts_over_time",
-    "total",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -170,6 +170,14 @@ class BatchTimes:
     switching: float
     drafting: float
 
+    def __add__(self, other: BatchTimes) -> BatchTimes:
+        """Of two batches together."""
+        return BatchTimes(
+            self.fixed + other.fixed,
+            self.switching + other.switching,
+            self.drafting + other.drafting,
+        )
+
     @property
     def saved_by_layouts(self) -> float:
         """Share of `fixed`; negative where it loses."""
@@ -179,16 +187,6 @@ class BatchTimes:
     def saved_by_drafts(self) -> float:
         """Share of `fixed` that drafts save beyond that; negative where they lose."""
         return (self.switching - self.drafting) / self.fixed if self.fixed > 0 else 0.0
-
-
-def total(times: Iterable[BatchTimes]) -> BatchTimes:
-    """Of several batches together."""
-    times = list(times)
-    return BatchTimes(
-        fixed=sum(one.fixed for one in times),
-        switching=sum(one.switching for one in times),
-        drafting=sum(one.drafting for one in times),
-    )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.calibration import calibration, live_at, replay, tell
 from pat_vllm.predictor import kept
-from pat_vllm.predictor.hazard import EDGES, Collector, Pool, cumulative_hazard
-from pat_vllm.predictor.lengths import LengthModel
+from pat_vllm.predictor.lengths import EDGES, Collector, LengthModel, Pool, cumulative_hazard
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.traces import LengthTrace

@@ -144,7 +144,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.lengths:LengthModel._refresh", LENGTHS): {
         "earlier batches are forgotten": {" + self._history": ""},
     },
-    (f"{PREDICTOR}.hazard:Pool.of", LENGTHS): {
+    (f"{PREDICTOR}.lengths:Pool.of", LENGTHS): {
         "responses that were cut short count as ended": {"at[ended]": "at"},
     },
     (f"{PREDICTOR}.step_base:StepBase.extra", STEP_BASE): {

@@ -37,7 +37,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False", REPORT),
     ("requests seem to go on after a batch", "reporting.plot:plot_report", "live += [(one.at - began, 0) for one in savings]", "pass", PLOT),
     ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed", PLOT),
-    ("a rollout's line has the switches of the ones before", "reporting.rollout:describe", "if s.at >= started and s.reason", "if s.reason", ROLLOUT),
+    ("a rollout's line has the switches of the ones before", "reporting.text:describe", "if s.at >= started and s.reason", "if s.reason", ROLLOUT),
     ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)", UPDATES),
     ("gauges travel though they have not changed", "metrics.updates:Updates._set", "if self._shown.get(series) != value:", "if True:", UPDATES),
     ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)", UPDATES),
