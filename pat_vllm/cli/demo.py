@@ -242,11 +242,12 @@ def table_rows(results: Runs) -> list[tuple[str, ...]]:
             f"{one.seconds:.2f}",
             f"{spread(runs):.0%}",
             f"{one.seconds / best_static:.2f}",
-            str(len(one.switches)),
-            f"{1e3 * sum(s.seconds for s in one.switches):.0f}" if one.switches else "-",
+            str(len(switches)),
+            f"{1e3 * sum(one.seconds for one in switches):.0f}" if switches else "-",
         )
         for contender, runs in results
         for one in (typical(runs),)
+        for switches in (one.run.switches,)
     ]
 
 
@@ -255,7 +256,7 @@ def verdict(results: Runs) -> str:
     *static, (_, switching) = results
     best, of_best = min(static, key=lambda one: typical(one[1]).seconds)
     ours, theirs = typical(switching), typical(of_best)
-    if not ours.switches:
+    if not ours.run.switches:
         return "The live switch did not happen: the batch never came down to the threshold."
     busiest, runs = max(results, key=lambda one: spread(one[1]))
     if spread(runs) > _MOST_SPREAD:
@@ -280,9 +281,16 @@ def verdict(results: Runs) -> str:
     return f"{text}it {'paid' if change > 0 else 'did not pay'}."
 
 
+def speed(result: RunResult) -> str:
+    """What the picture says of a run."""
+    text = f"{result.seconds:.1f} s, {result.tokens / result.seconds:.0f} tokens/s"
+    run = result.run
+    return text + (f", {run.acceptance:.0%} of drafts accepted" if run.drafted else "")
+
+
 def drafts_of(results: Runs) -> str:
     """In a sentence, how long drafts were in each way, and how many were accepted."""
-    shown = [(contender, typical(runs)) for contender, runs in results]
+    shown = [(contender, typical(runs).run) for contender, runs in results]
     lengths = {sample.num_speculative_tokens for _, one in shown for sample in one.drafts}
     accepted = ", ".join(
         f"'{contender.label}' {one.acceptance:.0%} of {one.drafted}" for contender, one in shown
@@ -307,10 +315,10 @@ def show(console: Console, results: Runs) -> None:
     )
     console.print("static layout; stall: while switching.")
     last, runs = results[-1]
-    if any(one.drafts for one in runs):
+    if any(one.run.drafts for one in runs):
         console.print(drafts_of(results))
     console.print(f"\nLive requests in run '{last.label}':")
-    for line in draw_timeline(typical(runs)):
+    for line in draw_timeline(typical(runs).run):
         console.print(coloured(line), soft_wrap=True)
 
 
@@ -387,7 +395,7 @@ def demo(
         ValueError: an option does not fit the model.
         RunFailed: an engine failed.
     """
-    from pat_vllm.cli.demo_plot import plot
+    from pat_vllm.reporting.plot import plot_runs
 
     if num_speculative_tokens and temperature:
         raise ValueError(
@@ -446,7 +454,12 @@ def demo(
     console.print()
     show(console, results)
 
-    plot([(one.label, typical(runs)) for one, runs in results], output)
+    title = (
+        f"One long-tail batch, {len(results)} ways: {len(batch.prompts)} requests, "
+        f"{batch.tokens:,} tokens, {ranks} ranks"
+    )
+    shown = [(one.label, typical(runs)) for one, runs in results]
+    plot_runs(title, [(name, speed(result), result.run) for name, result in shown], output)
     console.print(f"\nplot: {output}", soft_wrap=True)
     console.print(verdict(results))
     if problem := disagreement(results):

@@ -3,8 +3,8 @@
 Imports neither torch nor vLLM.
 """
 
-from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
+from pat_vllm.reporting.run import DraftMean, Run, drafts_over_time
 from pat_vllm.reporting.text import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
@@ -38,6 +38,7 @@ __all__ = [
     "Records",
     "RefusedSwitch",
     "Report",
+    "Run",
     "SwitchReport",
     "describe",
     "describe_awaited",

@@ -35,7 +35,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected", HISTORY),
     ("a printed report has lines of all that it holds", "reporting.text:describe_report", "lines = [f\"({earlier}", "_ = [f\"({earlier}", REPORT),
     ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False", REPORT),
-    ("requests seem to go on after a batch", "reporting.plot:plot_report", "live += [(one.at - began, 0) for one in savings]", "pass", PLOT),
+    ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(one.at, 0) for one in self.savings]", "pass", PLOT),
     ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed", PLOT),
     ("a rollout's line has the switches of the ones before", "reporting.text:describe", "if s.at >= started and s.reason", "if s.reason", ROLLOUT),
     ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)", UPDATES),
