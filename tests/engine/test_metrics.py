@@ -15,6 +15,7 @@ from pat_vllm.metrics.names import METRICS
 from pat_vllm.reporting import SWITCH_REASONS
 from tests.engine.specs import DRAFTS
 from tests.support.engines import Job, run
+from tests.unit.metrics.test_updates import exported
 from tests.vllm.metrics.exported import samples, series
 
 pytestmark = pytest.mark.engine(DRAFTS)
@@ -51,7 +52,7 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
             made = [s for s in switches if (s.source, s.reason) == (source, reason)]
             one = series(names.SWITCHES, source=source, target=target, reason=reason)
             assert found[one] - before[one] == len(made)
-    total = names.STALL.exported[1]
+    total = exported(names.STALL)[1]
     stalls = [(total, (("reason", reason),)) for reason in SWITCH_REASONS]
     stalled = sum(found[one] - before[one] for one in stalls)
     assert stalled == pytest.approx(sum(one.seconds for one in switches))
