@@ -117,6 +117,7 @@ class AdaptivePolicy(Policy):
         self._next_drafts = -math.inf
         self._begun: float | None = None
         self._last_switch: SwitchReport | None = None
+        self._probed: Layout | None = None  # of the last decision that fired, a probe
         self._skip = 0
         self._worked_before = 0.0
         self._plans = 0
@@ -322,16 +323,13 @@ class AdaptivePolicy(Policy):
     def _dwell_end(self) -> float:
         """Until when the last switch holds; probes do not."""
         last = self._last_switch
-        if last is None or self._is_probe(last):
+        if last is None or self._probed == last.target:
             return -math.inf
         return last.at + last.seconds + _DWELL * (last.seconds - last.quiesce)
 
-    def _is_probe(self, switch: SwitchReport) -> bool:
-        last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
-        return last is not None and last.why == "probe" and last.target == switch.target
-
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:
+            self._probed = target if why == "probe" else None
             logger.info(
                 "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
                 "%.2f s with the switch, which costs %.3f s",
