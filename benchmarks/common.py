@@ -85,14 +85,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model(name: str) -> str:
     """Path of a random checkpoint from `MODELS`, built on first use under `.models/`."""
-    from pat_vllm.cli.random_model import make_model
+    from pat_vllm.cli.random_model import kept_model
 
-    path = ROOT / ".models" / name
-    if not path.is_dir():
-        scratch = path.with_name(f".{name}.{os.getpid()}")
-        make_model(scratch, **MODELS[name])
-        scratch.rename(path)
-    return str(path)
+    return str(kept_model(ROOT / ".models", name, MODELS[name]))
 
 
 def stock_limits(given: Mapping[str, Any], tp: int) -> dict[str, int]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +15,11 @@ from rich.table import Table
 
 from pat_vllm.child import environment
 from pat_vllm.cli import random_model
+from pat_vllm.cli.command_options import DemoOptions
 from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, run
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import name_of, read_json_object
-from pat_vllm.files.writing import forgotten
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import size_of
@@ -331,23 +327,7 @@ def demo_model(directory: Path, name: str | None = None) -> Path:
     Returns:
         The checkpoint's directory.
     """
-    shape: Mapping[str, Any] = MODEL if name is None else OWN_MODELS[name]
-    key = json.dumps(shape, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
-    target = directory.resolve() / f"demo-{hashlib.sha256(key).hexdigest()[:12]}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted demo leaves no half of a model behind.
-    scratch = Path(tempfile.mkdtemp(prefix=".demo-", dir=target.parent))
-    for left in target.parent.glob(".demo-*"):
-        if forgotten(left, scratch.stat().st_mtime):
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        random_model.make_model(scratch, **shape)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    return random_model.kept_model(directory, "demo", OWN_MODELS[name] if name else MODEL)
 
 
 def model_config(model: Path) -> dict[str, Any]:
@@ -368,25 +348,8 @@ def model_config(model: Path) -> dict[str, Any]:
     return config
 
 
-def demo(
-    console: Console,
-    *,
-    model: Path | None,
-    models_dir: Path,
-    ranks: int,
-    requests: int,
-    max_tokens: int,
-    switch_at: int,
-    num_speculative_tokens: int,
-    temperature: float,
-    seed: int,
-    rounds: int,
-    output: Path,
-) -> bool:
+def demo(console: Console, options: DemoOptions) -> bool:
     """Serve the batch in three ways in turn, print and plot what was measured.
-
-    Args:
-        model: None and `OWN_MODELS` are the demo's own.
 
     Returns:
         Whether all outputs agree token by token.
@@ -397,24 +360,20 @@ def demo(
     """
     from pat_vllm.reporting.plot import plot_runs
 
-    if num_speculative_tokens and temperature:
-        raise ValueError(
-            f"--temperature {temperature:g} does not go with --speculate: what a request samples "
-            "depends on its drafts, which a switch drops. Leave it out"
-        )
+    model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed
     own = None if model is None else str(model)
     if own is None or own in OWN_MODELS:
         with console.status("making a random model"):
-            model = demo_model(models_dir, own)
+            model = demo_model(options.models_dir, own)
     assert model is not None
     config = model_config(model)
     vocab = config["vocab_size"]
-    lengths = response_lengths(requests, max_tokens, seed)
-    batch = make_batch(lengths, vocab, temperature, seed)
+    lengths = response_lengths(requests, options.max_tokens, seed)
+    batch = make_batch(lengths, vocab, options.sampled_at, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
-    warm_up = make_batch(short, vocab, temperature, seed + 1)
+    warm_up = make_batch(short, vocab, options.sampled_at, seed + 1)
     mixture = Mixture.from_config(config)
-    table = schedule(ranks, switch_at, mixture)
+    table = schedule(ranks, options.switch_at, mixture)
     ways = contenders(table)
     spec = run_spec(
         model,
@@ -422,16 +381,17 @@ def demo(
         engine_options(table, mixture),
         batch,
         warm_up,
-        num_speculative_tokens,
+        options.drafts,
         tuple(one.way for one in ways),
-        rounds,
+        options.rounds,
     )
 
     console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)
     ordered = sorted(lengths, reverse=True)
     console.print(
         f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
-        f"longest {', '.join(map(str, ordered[:3]))}; temperature {temperature:g}, seed {seed}"
+        f"longest {', '.join(map(str, ordered[:3]))}; "
+        f"temperature {options.sampled_at:g}, seed {seed}"
     )
     results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
     made = 0
@@ -446,9 +406,9 @@ def demo(
             results[way][1].append(result)
             if way + 1 == len(ways):
                 seconds = [f"{one.label} {runs[-1].seconds:.2f} s" for one, runs in results]
-                console.print(f"  round {number + 1} of {rounds}: {', '.join(seconds)}")
+                console.print(f"  round {number + 1} of {options.rounds}: {', '.join(seconds)}")
             upcoming = ways[made % len(ways)].label
-            status.update(f"round {made // len(ways) + 1} of {rounds}: {upcoming}")
+            status.update(f"round {made // len(ways) + 1} of {options.rounds}: {upcoming}")
 
         run(spec, take)
     console.print()
@@ -459,8 +419,8 @@ def demo(
         f"{batch.tokens:,} tokens, {ranks} ranks"
     )
     shown = [(one.label, typical(runs)) for one, runs in results]
-    plot_runs(title, [(name, speed(result), result.run) for name, result in shown], output)
-    console.print(f"\nplot: {output}", soft_wrap=True)
+    plot_runs(title, [(name, speed(result), result.run) for name, result in shown], options.output)
+    console.print(f"\nplot: {options.output}", soft_wrap=True)
     console.print(verdict(results))
     if problem := disagreement(results):
         console.print(f"[bold red]DIFFERENT OUTPUTS:[/] {problem}")
