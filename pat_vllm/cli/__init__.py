@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pat_vllm import __version__
+from pat_vllm.cli.doctor import run_doctor
 from pat_vllm.cli.subcommands import (
     advise_user,
     plot_report,
@@ -13,7 +14,6 @@ from pat_vllm.cli.subcommands import (
     take_engine_profile,
     write_random_model,
 )
-from pat_vllm.cli.doctor import run_doctor
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:
