@@ -233,10 +233,6 @@ class StepTimeModel:
             return False
         return not (shape.drafts or shape.k) or self._models[layout].base.has_drafts
 
-    def correction(self, layout: Layout, batch: float) -> float:
-        """Real over profiled time of a decode step, as learned so far."""
-        return self._correction.factor(layout, batch)
-
     @property
     def correction_version(self) -> int:
         """Grows whenever a correction has changed by more than ~3 % since it last did."""
