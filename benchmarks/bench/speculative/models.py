@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model
-from pat_vllm.cli.demo import MODEL
+from pat_vllm.cli.demo_batch import MODEL
 
 REPEATING, SCATTERED = "repeating", "scattered"
 

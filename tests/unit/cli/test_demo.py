@@ -11,17 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
-from pat_vllm.cli.demo import (
+from pat_vllm.cli.demo import disagreement, table_rows, verdict
+from pat_vllm.cli.demo_batch import (
     Contender,
     contenders,
-    disagreement,
     engine_options,
     make_batch,
     response_lengths,
     run_spec,
     schedule,
-    table_rows,
-    verdict,
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
