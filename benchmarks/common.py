@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks import record
 from benchmarks.engine_process import PARK_SECONDS, EngineProcess
 from benchmarks.record import Summary
-from pat_vllm.cli.demo import MODEL as DEMO
-from pat_vllm.cli.demo import OWN_MODELS
+from pat_vllm.cli.demo_batch import MODEL as DEMO
+from pat_vllm.cli.demo_batch import OWN_MODELS
 from pat_vllm.cli.results import table
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
@@ -85,14 +85,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def model(name: str) -> str:
     """Path of a random checkpoint from `MODELS`, built on first use under `.models/`."""
-    from pat_vllm.cli.random_model import make_model
+    from pat_vllm.cli.random_model import kept_model
 
-    path = ROOT / ".models" / name
-    if not path.is_dir():
-        scratch = path.with_name(f".{name}.{os.getpid()}")
-        make_model(scratch, **MODELS[name])
-        scratch.rename(path)
-    return str(path)
+    return str(kept_model(ROOT / ".models", name, MODELS[name]))
 
 
 def stock_limits(given: Mapping[str, Any], tp: int) -> dict[str, int]:

@@ -33,7 +33,7 @@ from benchmarks.common import (
     table,
     write_results,
 )
-from pat_vllm.cli.demo import model_config
+from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.config import PATConfig
 from pat_vllm.mixture import Mixture
 

@@ -35,7 +35,7 @@ from benchmarks.bench.serve import requests_of, serve
 from benchmarks.bench.workloads import Workload
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, results_dir
-from pat_vllm.cli.demo import demo_model, model_config
+from pat_vllm.cli.demo_batch import demo_model, model_config
 from pat_vllm.cli.results import to_json
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile

@@ -27,7 +27,7 @@ from benchmarks.simulated.replay import Processes, scaled_steps
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.hazard import Pool, Prior
+from pat_vllm.predictor.lengths import Pool, Prior
 from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
 from pat_vllm.simulator import traces
@@ -71,7 +71,7 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
         f"{_HERE}.step_time.StepTimeModel.observe", lambda *arguments: None
     ),
     "probes": lambda: patch(f"{_HERE}.probing.Prober.find", lambda *_: None),
-    "likely prior": lambda: patch(f"{_HERE}.hazard.Prior.given", _unseen),
+    "likely prior": lambda: patch(f"{_HERE}.lengths.Prior.given", _unseen),
     "news of corrections": lambda: patch(f"{_HERE}.step_time.StepTimeModel.correction_version", 0),
     "trusted steps": lambda: patch(f"{_HERE}.adaptive._TRUSTED_STEPS", 0),
     "dwell": lambda: patch(f"{_HERE}.adaptive._DWELL", 0.0),

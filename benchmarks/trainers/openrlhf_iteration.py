@@ -110,7 +110,7 @@ def measure(
     import ray
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from pat_vllm.cli.demo import demo_model
+    from pat_vllm.cli.demo_batch import demo_model
 
     path = str(demo_model(ROOT / ".models"))
     tokenizer = AutoTokenizer.from_pretrained(path)

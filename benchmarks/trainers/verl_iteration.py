@@ -95,7 +95,7 @@ def measure(
     traces: Sequence[LengthTrace], static: Sequence[str], clairvoyant: bool = False
 ) -> dict[str, Times]:
     """Start the sides, and have each make a rollout of each trace; the first warms up."""
-    from pat_vllm.cli.demo import demo_model
+    from pat_vllm.cli.demo_batch import demo_model
 
     model = demo_model(ROOT / ".models")
     # `max_tokens` tells the predictor each length, unless it may not look at it.

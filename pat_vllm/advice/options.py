@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 import typer
 
 from pat_vllm.gpus import NODE_SIZE
+from pat_vllm.ranges import Ranged
 
 _MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
-class AdviseOptions:
+class AdviseOptions(Ranged):
     """Rollouts and an engine; the command line reads its options from these fields.
 
     Raises:
@@ -102,18 +103,6 @@ class AdviseOptions:
             "--all", help="Replay every static layout in all iterations, and show each of them."
         ),
     ] = False
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            value, (option,) = getattr(self, name), hint.__metadata__
-            if option.min is None or value is None or option.min <= value <= option.max:
-                continue
-            from pat_vllm.files.reading import shown  # slow, for `--help`
-
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {shown(value)}; allowed is {option.min:,} to "
-                f"{option.max:,}"
-            )
 
     def refuse_beside(self, option: str, others: Iterable[str]) -> None:
         """Refuse options that mean nothing beside another one.

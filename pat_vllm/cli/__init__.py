@@ -6,12 +6,14 @@ from typing import Annotated
 import typer
 
 from pat_vllm import __version__
-from pat_vllm.cli.commands.advise import advise_user
-from pat_vllm.cli.commands.demo import run_demo
-from pat_vllm.cli.commands.plot import plot_report
-from pat_vllm.cli.commands.profile import take_engine_profile
-from pat_vllm.cli.commands.random_model import write_random_model
 from pat_vllm.cli.doctor import run_doctor
+from pat_vllm.cli.subcommands import (
+    advise_user,
+    plot_report,
+    run_demo,
+    take_engine_profile,
+    write_random_model,
+)
 from pat_vllm.text_only import without_vision_and_audio
 
 if multiprocessing.parent_process() is not None:

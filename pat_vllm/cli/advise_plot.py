@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pat_vllm.advice.text import heading, verdict
 from pat_vllm.advice.verdict import Advice
+from pat_vllm.reporting import Run
 from pat_vllm.reporting.plot import (
     SWITCH_COLOUR,
     draw_live,
@@ -31,7 +32,7 @@ def plot_advice(advice: Advice, path: Path) -> None:
     used = {layout for layout, _, _ in ours.spans}
     bands = layout_bands(above, ours.spans, {one: colour[one] for one in sorted(used)})
     for label, run, shade in (("best static", static, _STATIC), ("PAT", ours, SWITCH_COLOUR)):
-        live = [(sample.at - run.began, sample.num_seqs) for sample in run.timeline]
+        live = Run(run, run.began, run.seconds).live
         draw_live(above, live, color=shade, label=f"{label}: {run.seconds:.1f} s ({kind})")
     scale_live(above, len(ours.finished))
     above.set_xlabel("time since the last iteration's requests were submitted (s)")

@@ -2,204 +2,36 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import random
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from pat_vllm.child import environment
-from pat_vllm.cli import random_model
-from pat_vllm.cli.demo_timeline import coloured, draw_timeline
-from pat_vllm.cli.engine_run import Batch, RunResult, RunSpec, run
-from pat_vllm.config import PATConfig
-from pat_vllm.files.reading import name_of, read_json_object
-from pat_vllm.files.writing import forgotten
-from pat_vllm.layout import Layout
-from pat_vllm.mixture import Mixture
-from pat_vllm.model_size import size_of
-
-# On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
-# the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a
-# large vocabulary that decides a large batch's step, and reading the output head, which a TP group
-# divides, decides a small one's: the same crossover as on GPUs, for another reason.
-MODEL = dict(
-    arch="qwen3",
-    hidden=512,
-    layers=4,
-    heads=8,
-    kv_heads=4,
-    head_dim=64,
-    intermediate=1536,
-    vocab=151_936,
-    dtype="float32",
+from pat_vllm.cli.command_options import DemoOptions
+from pat_vllm.cli.demo_batch import (
+    OWN_MODELS,
+    WARM_UP_SHARE,
+    Contender,
+    contenders,
+    demo_model,
+    engine_options,
+    make_batch,
+    model_config,
+    response_lengths,
+    run_spec,
+    schedule,
 )
-"""Shape of the demo's own model: 169M parameters."""
+from pat_vllm.cli.demo_timeline import coloured, draw_timeline
+from pat_vllm.cli.engine_run import RunResult, run
+from pat_vllm.mixture import Mixture
 
-OWN_MODELS: Mapping[str, Mapping[str, Any]] = {
-    # Text repeats a phrase, with interruptions, so that most drafts are accepted.
-    "repeating": {**MODEL, "repeat": 1.5},
-    # A mixture of experts: 184M parameters, 25M of them in experts.
-    "moe": {
-        **MODEL,
-        "arch": "qwen3_moe",
-        "experts": 16,
-        "experts_per_token": 4,
-        "expert_intermediate": 256,
-    },
-}
-"""Others of the demo's own, by the name that stands for a checkpoint."""
-_NGRAMS = dict(method="ngram", prompt_lookup_min=2, prompt_lookup_max=4)
-
-PROMPT_TOKENS = (8, 32)
-MIN_LENGTH = 4
-# Lengths are log-normal: a twelfth of the longest in the middle, a third of them e times that.
-MEDIAN_SHARE = 1 / 12
-SIGMA = 1.0
-WARM_UP_SHARE = 1 / 16
-"""Length of a warm-up request relative to its counterpart."""
-
-_NEEDED = ("vocab_size", "num_attention_heads", "hidden_size", "num_hidden_layers")
-_FLOAT32_BYTES = 4
-_KV_BLOCK_TOKENS = 128
-"""vLLM's block size on CPUs; smaller on other platforms."""
 _MOST_SPREAD = 0.25
 """Times of the same work that differ by more than this cannot be compared."""
 
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to serve the batch.
-
-    Attributes:
-        layouts: the active layout, and at how many live requests another one follows.
-        way: as in `RunSpec.ways`.
-    """
-
-    label: str
-    layouts: str
-    way: str | None
-
-
 Runs = Sequence[tuple[Contender, Sequence[RunResult]]]
 """The runs of each contender, by round; the live switch is the last contender."""
-
-
-def schedule(ranks: int, switch_at: int, mixture: Mixture | None = None) -> dict[int, Layout]:
-    """At how many live requests the live switch enters which layout, the narrowest first.
-
-    Args:
-        switch_at: live requests at which the last switch, to one group, is made. Layouts in
-            between are entered at as many live requests per group.
-        mixture: the model's experts. A layout with spread ones is entered half as many requests
-            earlier than that with cut ones.
-    """
-    _, *wider = PATConfig().resolve_layouts(ranks, mixture)
-    table = {
-        round(switch_at * layout.replicas * (1.5 if layout.experts == "ep" else 1)): layout
-        for layout in wider
-    }
-    return dict(sorted(table.items(), reverse=True))
-
-
-def engine_options(table: Mapping[int, Layout], mixture: Mixture | None = None) -> dict[str, Any]:
-    """`additional_config["pat"]` of an engine that follows a schedule."""
-    names = {n: layout.tp if layout.experts == "tp" else str(layout) for n, layout in table.items()}
-    # Copies of the weights for each layout are of one kind.
-    weights = {} if mixture is None else {"weights": "inplace"}
-    return {"policy": {"kind": "schedule", "switch_at": names}, **weights}
-
-
-def contenders(table: Mapping[int, Layout]) -> tuple[Contender, Contender, Contender]:
-    """Static replicas, one static group, and the live switch between them."""
-    widest = list(table.values())[-1]
-    base = Layout.of(1, widest.world_size)
-    entered = [str(base), *(f"{layout} at {n}" for n, layout in table.items())]
-    return (
-        Contender("replicas", str(base), str(base)),
-        Contender("one group", str(widest), str(widest)),
-        Contender("live switch", ", ".join(entered), None),
-    )
-
-
-def response_lengths(requests: int, longest: int, seed: int) -> tuple[int, ...]:
-    """Tokens that each request generates: heavy-tailed, at most `longest`, which one reaches."""
-    rng = random.Random(f"lengths/{seed}")
-    drawn = [longest * MEDIAN_SHARE * rng.lognormvariate(0, SIGMA) for _ in range(requests)]
-    lengths = [min(longest, max(MIN_LENGTH, round(length))) for length in drawn]
-    lengths[max(range(requests), key=lengths.__getitem__)] = longest
-    return tuple(lengths)
-
-
-def make_batch(lengths: Sequence[int], vocab: int, temperature: float, seed: int) -> Batch:
-    """Requests of these lengths with random prompts."""
-    rng = random.Random(f"prompts/{seed}")
-    first = min(len(random_model.SPECIAL_TOKENS), vocab - 1)
-    prompts = tuple(
-        tuple(rng.randrange(first, vocab) for _ in range(rng.randint(*PROMPT_TOKENS)))
-        for _ in lengths
-    )
-    return Batch(prompts, tuple(lengths), temperature, seed)
-
-
-def run_spec(
-    model: Path,
-    ranks: int,
-    options: Mapping[str, Any],
-    batch: Batch,
-    warm_up: Batch,
-    num_speculative_tokens: int = 0,
-    ways: tuple[str | None, ...] = (None,),
-    rounds: int = 1,
-) -> RunSpec:
-    """An engine, and how it serves a batch.
-
-    Args:
-        options: `additional_config["pat"]`.
-        num_speculative_tokens: draft tokens a request and step; 0 is no speculative decoding.
-
-    Raises:
-        ValueError: the model's context is too short for the batch.
-    """
-    config = model_config(model)
-    limit = size_of(config, "max_position_embeddings", batch.longest)
-    if batch.longest > limit:
-        raise ValueError(
-            f"--max-tokens makes a context of {batch.longest} tokens, but {model} allows {limit}; "
-            f"use --max-tokens {limit - PROMPT_TOKENS[1]} or less"
-        )
-    heads = size_of(config, "num_key_value_heads", config["num_attention_heads"])
-    head_dim = size_of(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
-    drafts = num_speculative_tokens
-    contexts = (len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True))
-    # Room for all requests in one replica, so that no run preempts any.
-    blocks = 8 + sum(math.ceil(context / _KV_BLOCK_TOKENS) for context in contexts)
-    engine = dict(
-        model=str(model),
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="pat",
-        additional_config={"pat": dict(options)},
-        # In bfloat16 rounding differs with the layout, and after a while so does the text.
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=batch.longest,
-        max_num_seqs=len(batch.lengths),
-        kv_cache_memory_bytes=blocks * _KV_BLOCK_TOKENS * token_bytes,
-        skip_tokenizer_init=True,
-    )
-    if drafts:
-        engine["speculative_config"] = {**_NGRAMS, "num_speculative_tokens": drafts}
-    return RunSpec(engine, batch, warm_up, ways, rounds)
 
 
 def disagreement(results: Runs) -> str | None:
@@ -242,11 +74,12 @@ def table_rows(results: Runs) -> list[tuple[str, ...]]:
             f"{one.seconds:.2f}",
             f"{spread(runs):.0%}",
             f"{one.seconds / best_static:.2f}",
-            str(len(one.switches)),
-            f"{1e3 * sum(s.seconds for s in one.switches):.0f}" if one.switches else "-",
+            str(len(switches)),
+            f"{1e3 * sum(one.seconds for one in switches):.0f}" if switches else "-",
         )
         for contender, runs in results
         for one in (typical(runs),)
+        for switches in (one.run.switches,)
     ]
 
 
@@ -255,7 +88,7 @@ def verdict(results: Runs) -> str:
     *static, (_, switching) = results
     best, of_best = min(static, key=lambda one: typical(one[1]).seconds)
     ours, theirs = typical(switching), typical(of_best)
-    if not ours.switches:
+    if not ours.run.switches:
         return "The live switch did not happen: the batch never came down to the threshold."
     busiest, runs = max(results, key=lambda one: spread(one[1]))
     if spread(runs) > _MOST_SPREAD:
@@ -280,9 +113,16 @@ def verdict(results: Runs) -> str:
     return f"{text}it {'paid' if change > 0 else 'did not pay'}."
 
 
+def speed(result: RunResult) -> str:
+    """What the picture says of a run."""
+    text = f"{result.seconds:.1f} s, {result.tokens / result.seconds:.0f} tokens/s"
+    run = result.run
+    return text + (f", {run.acceptance:.0%} of drafts accepted" if run.drafted else "")
+
+
 def drafts_of(results: Runs) -> str:
     """In a sentence, how long drafts were in each way, and how many were accepted."""
-    shown = [(contender, typical(runs)) for contender, runs in results]
+    shown = [(contender, typical(runs).run) for contender, runs in results]
     lengths = {sample.num_speculative_tokens for _, one in shown for sample in one.drafts}
     accepted = ", ".join(
         f"'{contender.label}' {one.acceptance:.0%} of {one.drafted}" for contender, one in shown
@@ -307,78 +147,15 @@ def show(console: Console, results: Runs) -> None:
     )
     console.print("static layout; stall: while switching.")
     last, runs = results[-1]
-    if any(one.drafts for one in runs):
+    if any(one.run.drafts for one in runs):
         console.print(drafts_of(results))
     console.print(f"\nLive requests in run '{last.label}':")
-    for line in draw_timeline(typical(runs)):
+    for line in draw_timeline(typical(runs).run):
         console.print(coloured(line), soft_wrap=True)
 
 
-def demo_model(directory: Path, name: str | None = None) -> Path:
-    """A model of the demo's own in `directory`, made on the first call.
-
-    Args:
-        name: one of `OWN_MODELS`; None: of the shape `MODEL`.
-
-    Returns:
-        The checkpoint's directory.
-    """
-    shape: Mapping[str, Any] = MODEL if name is None else OWN_MODELS[name]
-    key = json.dumps(shape, sort_keys=True).encode() + Path(random_model.__file__).read_bytes()
-    target = directory.resolve() / f"demo-{hashlib.sha256(key).hexdigest()[:12]}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted demo leaves no half of a model behind.
-    scratch = Path(tempfile.mkdtemp(prefix=".demo-", dir=target.parent))
-    for left in target.parent.glob(".demo-*"):
-        if forgotten(left, scratch.stat().st_mtime):
-            shutil.rmtree(left, ignore_errors=True)
-    try:
-        random_model.make_model(scratch, **shape)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def model_config(model: Path) -> dict[str, Any]:
-    """A checkpoint's config.json.
-
-    Raises:
-        ValueError: the directory has none, or one without the sizes that the demo needs.
-    """
-    try:
-        config = read_json_object(model / "config.json", "model config")
-        missing = [name for name in _NEEDED if not size_of(config, name)]
-    except ValueError as error:
-        raise ValueError(
-            f"--model {name_of(model)} is no directory with a checkpoint: {error}"
-        ) from None
-    if missing:
-        raise ValueError(f"--model {name_of(model)}: its config has no {', '.join(missing)}")
-    return config
-
-
-def demo(
-    console: Console,
-    *,
-    model: Path | None,
-    models_dir: Path,
-    ranks: int,
-    requests: int,
-    max_tokens: int,
-    switch_at: int,
-    num_speculative_tokens: int,
-    temperature: float,
-    seed: int,
-    rounds: int,
-    output: Path,
-) -> bool:
+def demo(console: Console, options: DemoOptions) -> bool:
     """Serve the batch in three ways in turn, print and plot what was measured.
-
-    Args:
-        model: None and `OWN_MODELS` are the demo's own.
 
     Returns:
         Whether all outputs agree token by token.
@@ -387,26 +164,22 @@ def demo(
         ValueError: an option does not fit the model.
         RunFailed: an engine failed.
     """
-    from pat_vllm.cli.demo_plot import plot
+    from pat_vllm.reporting.plot import plot_runs
 
-    if num_speculative_tokens and temperature:
-        raise ValueError(
-            f"--temperature {temperature:g} does not go with --speculate: what a request samples "
-            "depends on its drafts, which a switch drops. Leave it out"
-        )
+    model, ranks, requests, seed = options.model, options.ranks, options.requests, options.seed
     own = None if model is None else str(model)
     if own is None or own in OWN_MODELS:
         with console.status("making a random model"):
-            model = demo_model(models_dir, own)
+            model = demo_model(options.models_dir, own)
     assert model is not None
     config = model_config(model)
     vocab = config["vocab_size"]
-    lengths = response_lengths(requests, max_tokens, seed)
-    batch = make_batch(lengths, vocab, temperature, seed)
+    lengths = response_lengths(requests, options.max_tokens, seed)
+    batch = make_batch(lengths, vocab, options.sampled_at, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
-    warm_up = make_batch(short, vocab, temperature, seed + 1)
+    warm_up = make_batch(short, vocab, options.sampled_at, seed + 1)
     mixture = Mixture.from_config(config)
-    table = schedule(ranks, switch_at, mixture)
+    table = schedule(ranks, options.switch_at, mixture)
     ways = contenders(table)
     spec = run_spec(
         model,
@@ -414,16 +187,17 @@ def demo(
         engine_options(table, mixture),
         batch,
         warm_up,
-        num_speculative_tokens,
+        options.drafts,
         tuple(one.way for one in ways),
-        rounds,
+        options.rounds,
     )
 
     console.print(f"model {model}, float32, {ranks} ranks ({_placement(ranks)})", soft_wrap=True)
     ordered = sorted(lengths, reverse=True)
     console.print(
         f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
-        f"longest {', '.join(map(str, ordered[:3]))}; temperature {temperature:g}, seed {seed}"
+        f"longest {', '.join(map(str, ordered[:3]))}; "
+        f"temperature {options.sampled_at:g}, seed {seed}"
     )
     results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
     made = 0
@@ -438,16 +212,21 @@ def demo(
             results[way][1].append(result)
             if way + 1 == len(ways):
                 seconds = [f"{one.label} {runs[-1].seconds:.2f} s" for one, runs in results]
-                console.print(f"  round {number + 1} of {rounds}: {', '.join(seconds)}")
+                console.print(f"  round {number + 1} of {options.rounds}: {', '.join(seconds)}")
             upcoming = ways[made % len(ways)].label
-            status.update(f"round {made // len(ways) + 1} of {rounds}: {upcoming}")
+            status.update(f"round {made // len(ways) + 1} of {options.rounds}: {upcoming}")
 
         run(spec, take)
     console.print()
     show(console, results)
 
-    plot([(one.label, typical(runs)) for one, runs in results], output)
-    console.print(f"\nplot: {output}", soft_wrap=True)
+    title = (
+        f"One long-tail batch, {len(results)} ways: {len(batch.prompts)} requests, "
+        f"{batch.tokens:,} tokens, {ranks} ranks"
+    )
+    shown = [(one.label, typical(runs)) for one, runs in results]
+    plot_runs(title, [(name, speed(result), result.run) for name, result in shown], options.output)
+    console.print(f"\nplot: {options.output}", soft_wrap=True)
     console.print(verdict(results))
     if problem := disagreement(results):
         console.print(f"[bold red]DIFFERENT OUTPUTS:[/] {problem}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from pat_vllm.cli.engine_run import RunResult
 from pat_vllm.layout import Layout
+from pat_vllm.reporting import Run
 from pat_vllm.reporting.plot import layout_name
 
 _MARKS = ":#%@&+*"
@@ -13,9 +13,9 @@ _MARKS = ":#%@&+*"
 _COLOURS = ("blue", "dark_orange", "green", "magenta", "cyan", "red", "yellow")
 
 
-def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
+def draw_timeline(run: Run, width: int = 64) -> list[str]:
     """Live requests (upwards, each row half of the one above) and layout over time, in ASCII."""
-    live, spans = result.live, result.spans
+    live, spans = run.live, run.spans
     most = max(count for _, count in live)
     marks: dict[Layout, str] = {}
     for layout, _, _ in spans:
@@ -23,7 +23,7 @@ def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
 
     columns: list[tuple[int, str]] = []
     for column in range(width):
-        at = (column + 0.5) / width * result.seconds
+        at = (column + 0.5) / width * run.seconds
         count = next((n for start, n in reversed(live) if start <= at), most)
         layout = next(layout for layout, _, end in spans if at <= end)
         columns.append((count, marks[layout]))
@@ -35,15 +35,15 @@ def draw_timeline(result: RunResult, width: int = 64) -> list[str]:
         f"{level:>6} |" + "".join(mark if n >= level else " " for n, mark in columns).rstrip()
         for level in levels
     ]
-    end = f"{result.seconds:.1f} s"
+    end = f"{run.seconds:.1f} s"
     lines.append(" " * 7 + "+" + "-" * width)
     lines.append(" " * 8 + "0 s" + end.rjust(width - 3))
     lines += [f"{mark * 3:>6}  {layout_name(layout)}" for layout, mark in marks.items()]
     lines += [
-        f"        switch {s.source} -> {s.target} at {s.at - result.began:.2f} s: "
+        f"        switch {s.source} -> {s.target} at {s.at - run.began:.2f} s: "
         f"{s.num_seqs} live, "
         f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), {s.seconds * 1e3:.0f} ms"
-        for s in result.switches
+        for s in run.switches
     ]
     return lines
 

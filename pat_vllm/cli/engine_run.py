@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from pat_vllm.child import Events, environment, run_module
-from pat_vllm.layout import Layout
-from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
+from pat_vllm.reporting import Report, Run
 from pat_vllm.text_only import without_vision_and_audio
 
 if TYPE_CHECKING:
@@ -101,45 +100,9 @@ class RunResult:
         return sum(len(output) for output in self.outputs)
 
     @property
-    def timeline(self) -> tuple[LiveSample, ...]:
-        """The report's samples from `began` until `generate` returned."""
-        return tuple(s for s in self.report.timeline if self._during(s.at))
-
-    @property
-    def switches(self) -> tuple[SwitchReport, ...]:
-        """The report's switches while requests were running, the return when idle left out."""
-        return tuple(s for s in self.report.switches if self._during(s.at) and s.reason != "idle")
-
-    @property
-    def drafts(self) -> tuple[DraftSample, ...]:
-        """The report's samples of drafts, while requests were running."""
-        return tuple(s for s in self.report.drafts if self._during(s.at))
-
-    @property
-    def drafted(self) -> int:
-        """Draft tokens that were verified."""
-        return sum(sample.drafted for sample in self.drafts)
-
-    @property
-    def acceptance(self) -> float:
-        """Share of the draft tokens that was accepted; 0 without any."""
-        return sum(sample.accepted for sample in self.drafts) / max(1, self.drafted)
-
-    @property
-    def live(self) -> tuple[tuple[float, int], ...]:
-        """(seconds from `began`, live requests from then on), until none is left."""
-        samples = [(s.at - self.began, s.num_seqs) for s in self.timeline if s.num_seqs]
-        return (*samples, (self.seconds, 0))
-
-    @property
-    def spans(self) -> tuple[tuple[Layout, float, float], ...]:
-        """(layout, start, end) in seconds from `began`, one after the other."""
-        layouts = [self.timeline[0].layout, *(switch.target for switch in self.switches)]
-        starts = [0.0, *(switch.at - self.began for switch in self.switches)]
-        return tuple(zip(layouts, starts, [*starts[1:], self.seconds], strict=True))
-
-    def _during(self, at: float) -> bool:
-        return self.began <= at <= self.began + self.seconds
+    def run(self) -> Run:
+        """What the engine did meanwhile."""
+        return Run(self.report, self.began, self.seconds)
 
     def to_json(self) -> str:
         """As text."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_origin
 
@@ -19,8 +18,8 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         model: the dataclass, whose fields are annotated with `typer.Option`; one that is a dict is
             given as a JSON object. The decorated function takes a value of it first, and its other
             parameters are further options. A `ValueError` or `OSError`, also of the function, ends
-            the command as a wrong option does. Ranges are the dataclass's to check: it names the
-            value and both ends.
+            the command as a wrong option does. Ranges are checked by the dataclass (`Ranged`): it
+            names the value and both ends.
     """
     fields = inspect.signature(model, eval_str=True).parameters
     objects = [name for name, field in fields.items() if _is_object(field.annotation)]
@@ -38,13 +37,17 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         @functools.wraps(run)
         def command(**given: Any) -> None:
             try:
-                given |= {name: json_object(f"--{name}", given[name]) for name in objects}
+                given |= {
+                    name: json_object(f"--{name.replace('_', '-')}", given[name])
+                    for name in objects
+                }
                 run(model(**{name: given.pop(name) for name in of_model}), **given)
             except (ValueError, OSError) as error:
                 raise typer.BadParameter(str(error)) from error
 
         # What Typer reads.
-        command.__signature__ = inspect.Signature([*of_model.values(), *further])  # type: ignore[attr-defined]
+        options = [one.replace(kind=one.KEYWORD_ONLY) for one in (*of_model.values(), *further)]
+        command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -63,13 +66,6 @@ def _without_range(annotation: Any) -> Any:
     return Annotated[annotation.__origin__, option]
 
 
-def a_number(given: float | None) -> float | None:
-    """Callback of an option that has a range, which "nan" would pass."""
-    if given is not None and math.isnan(given):
-        raise typer.BadParameter("nan is no number")
-    return given
-
-
 def missing(error: ImportError) -> typer.Exit:
     """The end of a command for which a package is not installed; says so."""
     typer.echo(
@@ -79,7 +75,7 @@ def missing(error: ImportError) -> typer.Exit:
     return typer.Exit(1)
 
 
-def json_object(option: str, text: str | None) -> dict[str, Any] | None:
+def json_object(option: str, text: str) -> dict[str, Any]:
     """Options that are given on a command line.
 
     Raises:
@@ -87,8 +83,6 @@ def json_object(option: str, text: str | None) -> dict[str, Any] | None:
     """
     from pat_vllm.files.reading import parse_json, shown  # slow, for `--help`
 
-    if text is None:
-        return None
     try:
         options = parse_json(text)
     except ValueError as error:

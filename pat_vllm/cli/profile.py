@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pat_vllm.cli.command_options import ProfileOptions
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import check_name
@@ -37,24 +38,20 @@ _SLICE = 4
 """Points that the engine measures between two saves: a few seconds."""
 
 
-def engine_arguments(model: str, pat: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`.
-
-    Args:
-        pat: PAT's options of the engine; the policy does not matter.
-        options: of vLLM's; those that are None are left to vLLM.
+def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`; the policy does not matter.
 
     Raises:
         ValueError: PAT's options are not allowed, or do not fit the ranks.
     """
-    PATConfig.parse(dict(pat)).check_layouts(options["tensor_parallel_size"])
+    PATConfig.parse(options.pat).check_layouts(options.tensor_parallel_size)
     return {
         "model": model,
         "distributed_executor_backend": "pat",
-        "additional_config": {"pat": {**pat, "policy": {"kind": "static"}}},
+        "additional_config": {"pat": {**options.pat, "policy": {"kind": "static"}}},
         # Requests are made of token ids.
         "skip_tokenizer_init": True,
-        **{name: value for name, value in options.items() if value is not None},
+        **options.of_vllm(),
     }
 
 

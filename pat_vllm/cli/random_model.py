@@ -11,11 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.cli.command_options import RandomModel
 from pat_vllm.files.reading import name_of, shown
+from pat_vllm.files.writing import forgotten
 from pat_vllm.model_size import MIXTURES
 
 if TYPE_CHECKING:
@@ -39,29 +43,8 @@ SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 """One token for every byte, and the special tokens."""
 
-_ALLOWED = {
-    "hidden": (1, 1 << 16),
-    "layers": (1, 1 << 10),
-    "heads": (1, 1 << 12),
-    "kv_heads": (1, 1 << 12),
-    "head_dim": (1, 1 << 12),
-    "intermediate": (1, 1 << 18),
-    "vocab": (len(SPECIAL_TOKENS) + 1, 1 << 20),
-    "max_position_embeddings": (1, 1 << 24),
-    "experts": (1, 1 << 12),
-    "experts_per_token": (1, 1 << 12),
-    "expert_intermediate": (1, 1 << 18),
-    "gain": (0, 1e3),
-    "repeat": (0, 1e3),
-    "seed": (-(2**63), 2**63 - 1),
-}
-"""Least and most of each number."""
 _MOST_PARAMETERS = 20e9
 
-# A linear weight has standard deviation gain / sqrt(fan_in), so unit-variance input gives output of
-# standard deviation gain whatever the width: 0.35 per weight at hidden 128. Initialisation for
-# training (0.02) leaves logits so flat that float32 rounding can change an argmax.
-GAIN = 4.0
 NORM_STD = 0.1
 BIAS_STD = 0.5
 
@@ -83,68 +66,78 @@ If Anna has three times as many apples as Ben, and together they have 24, how ma
 """
 
 
-def make_model(
-    path: str | Path,
-    *,
-    arch: str = "qwen3",
-    hidden: int = 128,
-    layers: int = 3,
-    heads: int = 8,
-    kv_heads: int = 4,
-    head_dim: int = 32,
-    intermediate: int = 256,
-    vocab: int = 512,
-    dtype: str = "float32",
-    max_position_embeddings: int = 2048,
-    tie: bool = False,
-    experts: int = 8,
-    experts_per_token: int = 2,
-    expert_intermediate: int = 64,
-    gain: float = GAIN,
-    repeat: float = 0.0,
-    phrase: int = 16,
-    seed: int = 0,
-) -> int:
-    """Write a random checkpoint and its tokenizer to `path`; return the number of parameters.
+def make_model(path: str | Path, **sizes: Any) -> int:
+    """Write a random checkpoint as `write_model` does.
 
-    The same arguments give the same weights. Takes 10 to 20 s per billion parameters.
+    Args:
+        sizes: fields of `RandomModel`.
+    """
+    return write_model(Path(path), RandomModel(**sizes))
+
+
+def kept_model(
+    directory: Path,
+    name: str,
+    sizes: Mapping[str, Any],
+    finish: Callable[[Path], object] = lambda path: None,
+) -> Path:
+    """A random checkpoint that is made on the first call, and again when this module changes.
+
+    Several processes may ask for the same one at once.
+
+    Args:
+        directory: where it is made and kept.
+        name: what the checkpoint's directory begins with.
+        sizes: fields of `RandomModel`.
+        finish: changes the files that were made, before anybody sees them.
+
+    Returns:
+        The checkpoint's directory.
+    """
+    model = RandomModel(**sizes)
+    key = json.dumps([vars(model), finish.__qualname__]).encode() + Path(__file__).read_bytes()
+    target = directory.resolve() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when complete, so that an interrupted run leaves no half of a model behind.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
+    for left in target.parent.glob(f".{name}-*"):
+        if forgotten(left, scratch.stat().st_mtime):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        write_model(scratch, model)
+        finish(scratch)
+        scratch.rename(target)
+    except OSError:
+        # Another process was first: a directory can't be renamed onto one that is not empty.
+        if not target.is_dir():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def write_model(path: Path, model: RandomModel) -> int:
+    """Write a random checkpoint and its tokenizer; return the number of parameters.
+
+    The same model has the same weights. Takes 10 to 20 s per billion parameters.
 
     Args:
         path: a directory that does not exist or is empty.
-        arch: one of `ARCHS`. "qwen3" normalises queries and keys, "qwen2" has biases on q, k and v.
-            Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
-            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense.
-        head_dim: vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and some larger ones.
-        vocab: every id decodes to text. With fewer than `MIN_VOCAB` only the words "w3", "w4" and
-            so on can be encoded.
-        dtype: one of `DTYPES`; the weights are drawn in it.
-        max_position_embeddings: longest context, tokens.
-        tie: whether the output head is the embedding matrix.
-        experts, experts_per_token, expert_intermediate: of a mixture.
-        gain: about the standard deviation of the logits. A smaller one than the default makes
-            sampling more even, and a logprob less sensitive to rounding.
-        repeat: how strongly the model continues its phrase, relative to all else that it might
-            say; 0 is not at all. At 1 greedy text follows the phrase most of the time.
-        phrase: tokens after which the phrase starts again.
+        model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
+            v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
+            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Weights are
+            drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3", "w4" and so on
+            can be encoded; every id decodes to text. A smaller `gain` makes a logprob less
+            sensitive to rounding, too. `repeat` is how strongly the model continues its phrase,
+            relative to all else that it might say: at 1 greedy text follows it most of the time.
 
     Raises:
         OSError: the files cannot be written.
-        ValueError: an argument is not allowed, or `path` is not empty.
+        ValueError: the sizes do not fit each other, or `path` is not empty.
     """
-    numbers = locals()
-    path = Path(path)
-    for name, (least, most) in _ALLOWED.items():
-        if not least <= numbers[name] <= most:
-            raise ValueError(f"{name}={numbers[name]} must be from {least} to {most}")
-    _check(path, arch, hidden, heads, kv_heads, head_dim, dtype)
-    _check_phrase(repeat, phrase, hidden, vocab, tie)
-    mlps = max(1, experts * (arch in MIXTURES)) * max(intermediate, expert_intermediate)
-    of_layer = hidden * (2 * (heads + kv_heads) * head_dim + 3 * mlps)
-    if (parameters := 2 * vocab * hidden + layers * of_layer) > _MOST_PARAMETERS:
-        raise ValueError(
-            f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
-            f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
-        )
+    _check(path, model)
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -152,26 +145,25 @@ def make_model(
 
     bos, eos, pad = range(len(SPECIAL_TOKENS))
     config = AutoConfig.for_model(
-        arch,
-        architectures=[ARCHS[arch]],  # vLLM picks its model class, and the task, by this name
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocab,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=tie,
+        model.arch,
+        architectures=[ARCHS[model.arch]],  # vLLM picks its model class, and the task, by this name
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        vocab_size=model.vocab,
+        max_position_embeddings=model.max_position_embeddings,
+        tie_word_embeddings=model.tie,
         bos_token_id=bos,
         eos_token_id=eos,
         pad_token_id=pad,
-        dtype=dtype,
-        **{"intermediate_size": intermediate}
-        | _mixture(arch, experts, experts_per_token, expert_intermediate, intermediate),
+        dtype=model.dtype,
+        **{"intermediate_size": model.intermediate} | _mixture(model),
     )
-    weights = dict(_random_weights(config, getattr(torch, dtype), seed, gain))
-    if repeat:
-        _repeat(weights, layers, gain, repeat, phrase)
+    weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
+    if model.repeat:
+        _repeat(weights, model)
 
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -179,65 +171,59 @@ def make_model(
     except SafetensorError as error:
         raise OSError(f"the weights cannot be written: {error}") from error
     config.save_pretrained(path)
-    _save_tokenizer(path, vocab, max_position_embeddings)
+    _save_tokenizer(path, model.vocab, model.max_position_embeddings)
     return sum(weight.numel() for weight in weights.values())
 
 
-def _check(
-    path: Path,
-    arch: str,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
-) -> None:
-    """Refuse what `make_model` can't build or vLLM can't load."""
+def _check(path: Path, model: RandomModel) -> None:
+    """Refuse what can't be built or vLLM can't load."""
+    arch, hidden, heads, phrase = model.arch, model.hidden, model.heads, model.phrase
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"path={name_of(path)} is not an empty directory: remove it or name another"
         )
     if arch not in ARCHS:
         raise ValueError(f"arch={shown(arch)} must be one of {', '.join(ARCHS)}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={shown(dtype)} must be one of {', '.join(DTYPES)}")
-    if heads % kv_heads:
-        raise ValueError(f"heads={heads} must be a multiple of kv_heads={kv_heads}")
-    if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != heads * head_dim:
-        raise ValueError(
-            f"hidden={hidden} must be heads * head_dim = {heads * head_dim} for {arch}"
-        )
-
-
-def _check_phrase(repeat: float, phrase: int, hidden: int, vocab: int, tie: bool) -> None:
-    """Refuse a phrase that can't be written into the weights."""
-    if repeat and tie:
+    if model.dtype not in DTYPES:
+        raise ValueError(f"dtype={shown(model.dtype)} must be one of {', '.join(DTYPES)}")
+    if heads % model.kv_heads:
+        raise ValueError(f"heads={heads} must be a multiple of kv_heads={model.kv_heads}")
+    if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != (width := heads * model.head_dim):
+        raise ValueError(f"hidden={hidden} must be heads * head_dim = {width} for {arch}")
+    if model.repeat and model.tie:
         raise ValueError("tie=True needs repeat=0: a token would call for itself, not for the next")
-    most = min(vocab - len(SPECIAL_TOKENS), hidden // 2)
-    if repeat and not 2 <= phrase <= most:
+    if model.repeat and phrase > (most := min(model.vocab - len(SPECIAL_TOKENS), hidden // 2)):
         raise ValueError(
-            f"phrase={phrase} must be from 2 to {most}: "
+            f"phrase={phrase} must be at most {most}: "
             "the vocabulary's ordinary tokens, and half of `hidden`"
         )
+    mlps = max(1, model.experts * (arch in MIXTURES)) * max(
+        model.intermediate, model.expert_intermediate
+    )
+    of_layer = hidden * (2 * (heads + model.kv_heads) * model.head_dim + 3 * mlps)
+    if (parameters := 2 * model.vocab * hidden + model.layers * of_layer) > _MOST_PARAMETERS:
+        raise ValueError(
+            f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
+            f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
+        )
 
 
-def _mixture(
-    arch: str, experts: int, experts_per_token: int, width: int, shared_width: int
-) -> dict[str, Any]:
+def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
-    common = {"num_experts_per_tok": experts_per_token}
+    experts, width = model.experts, model.expert_intermediate
+    common = {"num_experts_per_tok": model.experts_per_token}
     return {
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
         "qwen2_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width}
-        | {"shared_expert_intermediate_size": shared_width},
+        | {"shared_expert_intermediate_size": model.intermediate},
         "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
         "olmoe": common | {"num_experts": experts, "intermediate_size": width},
         "glm4_moe": common
         | {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-    }.get(arch, {})
+    }.get(model.arch, {})
 
 
 def _as_published(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
@@ -293,9 +279,7 @@ def _random_weights(
             yield published, weight.normal_(mean, std, generator=generator)
 
 
-def _repeat(
-    weights: dict[str, torch.Tensor], layers: int, gain: float, repeat: float, phrase: int
-) -> None:
+def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
     """Write a phrase into the weights: each of its tokens calls for the next, the last the first.
 
     The phrase is the first `phrase` ids that are not special; another token stands for the one at
@@ -305,6 +289,7 @@ def _repeat(
     """
     import torch
 
+    gain, phrase = model.gain, model.phrase
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     vocab, hidden = embedding.shape
     ids = torch.arange(vocab)
@@ -316,11 +301,13 @@ def _repeat(
         if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
             weight[:phrase] = 0
     # The last norm divides by what the layers add, of which an MLP's share is about gain ** 3.
-    divisor = gain**3 * math.sqrt(layers / 2)
+    divisor = gain**3 * math.sqrt(model.layers / 2)
     # The largest of `vocab` normal numbers is about sqrt(2 ln vocab) standard deviations.
     largest = gain * math.sqrt(2 * math.log(vocab))
     head[:, :phrase] = 0
-    head[first + (ids[:phrase] + 1) % phrase, ids[:phrase]] = repeat * largest * divisor / size
+    head[first + (ids[:phrase] + 1) % phrase, ids[:phrase]] = (
+        model.repeat * largest * divisor / size
+    )
 
 
 def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, float]:

@@ -6,9 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
+from pat_vllm.ranges import Ranged
+
 
 @dataclass(frozen=True)
-class Options:
+class Options(Ranged):
     """Each is an option of the command, with what its help says."""
 
     model: Annotated[

@@ -12,8 +12,8 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from pat_vllm.commands import WORKER_METHODS
-from pat_vllm.executor.lanes import reader_of, wait_for_any
 from pat_vllm.executor.messages import CallFailed
+from pat_vllm.executor.readers import reader_of, wait_for_any
 
 RECHECK_SECONDS = 0.02
 """Longest sleep between looks at replies, should an announcement get lost."""

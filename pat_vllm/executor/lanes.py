@@ -11,20 +11,17 @@ others (`Network`).
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import queue
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -32,6 +29,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
 from pat_vllm.executor.leftovers import remove_sockets
 from pat_vllm.executor.messages import StepReply
+from pat_vllm.executor.readers import Reader, reader_of, wait_for_any
 from pat_vllm.layout import Layout
 
 logger = init_logger(__name__)
@@ -44,8 +42,6 @@ _CHUNK_BYTES = 4 << 20
 """Ring slot; larger messages take vLLM's out-of-band path."""
 _PARENT_CHECK_SECONDS = 5.0
 """How long a worker may go on waiting after its engine was killed."""
-_CANCEL_CHECK_SECONDS = 0.1
-"""How long a reader of another node's replies may go on waiting after its shutdown."""
 
 
 @dataclass(frozen=True)
@@ -72,104 +68,6 @@ class LaneHandles:
 
     by_replica: dict[tuple[int, int], Handle]
     network: Network
-
-
-class LocalReader:
-    """The engine's end of a ring from a rank on its own node."""
-
-    def __init__(self, mq: MessageQueue) -> None:
-        self._mq = mq
-        self.wait_until_ready = mq.wait_until_ready
-        self.dequeue = mq.dequeue
-        self.shutdown = mq.shutdown
-
-    def ready(self) -> bool:
-        """Whether a message waits to be received."""
-        # `MessageQueue.dequeue(timeout=0)` can lose a message that is too large for the ring: it
-        # consumes the slot before the socket has delivered the bytes.
-        with self._mq.buffer.get_metadata(self._mq.current_idx) as flags:
-            written, read = flags[0], flags[1]
-        return bool(written and not read)
-
-    def watch(self, poller: zmq.Poller) -> None:
-        """Have a poller wake up when a message arrives, or the reader is shut down."""
-        # Each write to the ring is announced on a socket, on which a process can sleep.
-        condition = self._mq._spin_condition
-        poller.register(condition.local_notify_socket, zmq.POLLIN)
-        poller.register(condition.read_cancel_socket, zmq.POLLIN)
-
-    def woken(self, events: Mapping[zmq.Socket, int]) -> None:
-        """Consume the announcement that a poller woke up for."""
-        announcement = self._mq._spin_condition.local_notify_socket
-        if announcement in events:
-            announcement.recv(flags=zmq.NOBLOCK, copy=False)
-
-
-class RemoteReader:
-    """The engine's end of a ring from a rank on another node.
-
-    vLLM's remote reader waits for its socket only, without end if the writer has died. This one can
-    be shut down from another thread, like a local one.
-    """
-
-    def __init__(self, mq: MessageQueue) -> None:
-        self._mq = mq
-        self.wait_until_ready = mq.wait_until_ready
-        self.shutdown = mq.shutdown
-
-    def ready(self) -> bool:
-        """See `LocalReader`."""
-        return bool(self._mq.remote_socket.poll(timeout=0))
-
-    def watch(self, poller: zmq.Poller) -> None:
-        """See `LocalReader`."""
-        poller.register(self._mq.remote_socket, zmq.POLLIN)
-
-    def woken(self, events: Mapping[zmq.Socket, int]) -> None:
-        """See `LocalReader`."""
-
-    def dequeue(self, timeout: float | None = None) -> Any:
-        """As `MessageQueue.dequeue`.
-
-        Raises:
-            TimeoutError: none came within `timeout` seconds.
-            RuntimeError: the reader was shut down.
-        """
-        give_up = None if timeout is None else time.monotonic() + timeout
-        while not self.ready():
-            if self._mq.shutting_down:
-                raise RuntimeError("cancelled")
-            left = _CANCEL_CHECK_SECONDS
-            if give_up is not None:
-                left = min(left, give_up - time.monotonic())
-                if left <= 0:
-                    raise TimeoutError
-            self._mq.remote_socket.poll(timeout=math.ceil(1e3 * left))
-        return self._mq.dequeue(timeout=0)
-
-
-Reader = LocalReader | RemoteReader
-
-
-def reader_of(mq: MessageQueue | Reader) -> Reader:
-    """A reader for a queue made by `MessageQueue.create_from_handle`, if it is none yet."""
-    if isinstance(mq, Reader):
-        return mq
-    return LocalReader(mq) if mq._is_local_reader else RemoteReader(mq)
-
-
-def wait_for_any(readers: Collection[Reader], timeout: float) -> None:
-    """Sleep until one of them may have a message, one is shut down, or `timeout` seconds are over.
-
-    vLLM's own blocking read waits for one ring, and spins on a core that the engine may share with
-    a worker.
-    """
-    poller = zmq.Poller()
-    for reader in readers:
-        reader.watch(poller)
-    events = dict(poller.poll(timeout=max(1, round(1e3 * timeout))))
-    for reader in readers:
-        reader.woken(events)
 
 
 class Lanes:

@@ -30,7 +30,8 @@ from vllm.v1.executor.ray_utils import PG_WAIT_TIMEOUT
 
 from pat_vllm.executor.bundles import WAY_OUT, choose_bundles
 from pat_vllm.executor.executor import PATExecutorMixin
-from pat_vllm.executor.lanes import Network, reader_of
+from pat_vllm.executor.lanes import Network
+from pat_vllm.executor.readers import reader_of
 from pat_vllm.patches.front_end import noted_ray_address
 
 if TYPE_CHECKING:

@@ -93,7 +93,6 @@ class RankMemory:
             do before it looks at what is free.
         buffers: of all model runners.
         activations: of the largest step.
-        staged: most that a switch stages. It may lie in the memory of activations.
         graphs: CUDA graphs of all layouts.
         kv: the KV cache; below 0 where the rest has no room.
         kv_tokens: that it holds in a replica, by tp; 0 where there is no room.
@@ -106,7 +105,6 @@ class RankMemory:
     communicators: int
     buffers: int
     activations: int
-    staged: int
     graphs: int
     kv: int
     kv_tokens: dict[int, int]
@@ -150,7 +148,6 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         communicators=groups,
         buffers=early + sum(late),
         activations=max(steps),
-        staged=int(kv * share),
         graphs=graphs,
         kv=kv,
         kv_tokens={

@@ -18,11 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from pat_vllm.config import home_layout, layouts_of
-from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
-from pat_vllm.metrics.updates import Update, Updates, updates_of
+from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
+from pat_vllm.metrics.updates import Updates, updates_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+_OPTIONS: dict[type, dict[str, Any]] = {
+    Gauge: {"multiprocess_mode": "mostrecent"},
+    Histogram: {"buckets": list(STALL_BUCKETS)},
+}
+_UPDATE: dict[type, str] = {Gauge: "set", Counter: "inc", Histogram: "observe"}
+"""What an update does to a series."""
 
 
 class PATMetrics(KVConnectorPromMetrics):
@@ -37,35 +45,28 @@ class PATMetrics(KVConnectorPromMetrics):
     ) -> None:
         """See vLLM's `KVConnectorBase_V1.build_prom_metrics`."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        types = {
-            Kind.GAUGE: metric_types[Gauge],
-            Kind.COUNTER: metric_types[Counter],
-            Kind.HISTOGRAM: metric_types[Histogram],
+        self._metrics = {
+            name: metric_types[kind](
+                name=name,
+                documentation=documentation,
+                labelnames=[*labelnames, *labels],
+                **_OPTIONS.get(kind, {}),
+            )
+            for name, (kind, documentation, labels) in METRICS.items()
         }
-        self._metrics = {one.name: _make(one, types[one.kind], labelnames) for one in METRICS}
-        self._kinds = {one.name: one.kind for one in METRICS}
         self._series: dict[tuple[int, str, tuple[str, ...]], Any] = {}
         home, idle = home_layout(vllm_config), Updates()
         idle.state(home, (0,) * home.replicas)
         for engine_idx in per_engine_labelvalues:
-            for metric, labels in known_series(layouts_of(vllm_config)):
-                self._of(engine_idx, metric.name, labels)
+            for name, labels in known_series(layouts_of(vllm_config)):
+                self._of(engine_idx, name, labels)
             self.observe(idle.take() or {}, engine_idx)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Apply what `Updates.take` gave."""
-        for update in updates_of(transfer_stats_data):
-            self._apply(update, engine_idx)
-
-    def _apply(self, update: Update, engine_idx: int) -> None:
-        series = self._of(engine_idx, update.name, tuple(update.labels))
-        kind = self._kinds[update.name]
-        if kind is Kind.GAUGE:
-            series.set(update.value)
-        elif kind is Kind.COUNTER:
-            series.inc(update.value)
-        else:
-            series.observe(update.value)
+        for name, labels, value in updates_of(transfer_stats_data):
+            series = self._of(engine_idx, name, tuple(labels))
+            getattr(series, _UPDATE[METRICS[name][0]])(value)
 
     def _of(self, engine_idx: int, name: str, labels: tuple[str, ...]) -> Any:
         key = engine_idx, name, labels
@@ -73,20 +74,6 @@ class PATMetrics(KVConnectorPromMetrics):
             values = *self.per_engine_labelvalues[engine_idx], *labels
             self._series[key] = self._metrics[name].labels(*values)
         return self._series[key]
-
-
-def _make(metric: Metric, kind: Any, labelnames: list[str]) -> Any:
-    options: dict[str, Any] = {}
-    if metric.kind is Kind.GAUGE:
-        options["multiprocess_mode"] = "mostrecent"
-    elif metric.kind is Kind.HISTOGRAM:
-        options["buckets"] = list(metric.buckets)
-    return kind(
-        name=metric.name,
-        documentation=metric.documentation,
-        labelnames=[*labelnames, *metric.labels],
-        **options,
-    )
 
 
 class PATStats(KVConnectorStats):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
-from pat_vllm.metrics.names import Metric
 from pat_vllm.reporting import BatchSavings, RefusedSwitch, SwitchReport
 
 
@@ -52,7 +51,7 @@ class Updates:
             self._set(names.NUM_REQUESTS, (str(replica),), number)
         for replica in range(len(num_seqs), before):  # there is no such replica any more
             self._set(names.NUM_REQUESTS, (str(replica),), 0)
-            if (names.DRAFT_LENGTH.name, (str(replica),)) in self._shown:
+            if (names.DRAFT_LENGTH, (str(replica),)) in self._shown:
                 self._set(names.DRAFT_LENGTH, (str(replica),), 0)
 
     def draft_length(self, replica: int, length: int) -> None:
@@ -91,11 +90,11 @@ class Updates:
         self._events, self._gauges = [], {}
         return {"updates": [[name, list(labels), value] for name, labels, value in taken]}
 
-    def _add(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        self._events.append(Update(metric.name, labels, value))
+    def _add(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        self._events.append(Update(name, labels, value))
 
-    def _set(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
-        series = metric.name, labels
+    def _set(self, name: str, labels: tuple[str, ...], value: float) -> None:
+        series = name, labels
         if self._shown.get(series) != value:
             self._shown[series] = self._gauges[series] = value
 

@@ -25,7 +25,7 @@ from pat_vllm.predictor.kept import Keeper
 from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
-from pat_vllm.predictor.savings import PlannedSavings
+from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.predictor.step_time import StepTimeModel
@@ -105,7 +105,7 @@ class AdaptivePolicy(Policy):
         self._speeds = Speeds()
         self._prober = Prober()
         self._decisions = Decisions()
-        self._savings = PlannedSavings(self._planner)
+        self._savings = Savings(self._planner)
         self._last_step = 0.0
         self._timer = timer
 
@@ -119,6 +119,7 @@ class AdaptivePolicy(Policy):
         self._next_drafts = -math.inf
         self._begun: float | None = None
         self._last_switch: SwitchReport | None = None
+        self._probed: Layout | None = None  # of the last decision that fired, a probe
         self._skip = 0
         self._worked_before = 0.0
         self._plans = 0
@@ -139,7 +140,7 @@ class AdaptivePolicy(Policy):
         self._lengths.finished(num_output_tokens, complete)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
-        self._decisions.stepped(layout, seconds)
+        self._decisions.stepped(seconds)
         self._steps_seen += 1
         self._last_step = now
         self._prober.stepped()
@@ -333,16 +334,13 @@ class AdaptivePolicy(Policy):
     def _dwell_end(self) -> float:
         """Until when the last switch holds; probes do not."""
         last = self._last_switch
-        if last is None or self._is_probe(last):
+        if last is None or self._probed == last.target:
             return -math.inf
         return last.at + last.seconds + _DWELL * (last.seconds - last.quiesce)
 
-    def _is_probe(self, switch: SwitchReport) -> bool:
-        last = next((d for d in reversed(self._decisions.since()) if d.fired), None)
-        return last is not None and last.why == "probe" and last.target == switch.target
-
     def _note(self, state: LiveState, plan: Plan, target: Layout, why: str, fired: bool) -> None:
         if fired:
+            self._probed = target if why == "probe" else None
             logger.info(
                 "PAT decides for %s -> %s (%s) with %d live requests: %.2f s to the end as it is, "
                 "%.2f s with the switch, which costs %.3f s",

@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
-from pat_vllm.layout import Layout
 from pat_vllm.reporting import DecisionReport, Records, SwitchReport
 
 MAX_DECISIONS = 2_000
@@ -58,7 +57,7 @@ class Decisions:
         if self._open:
             self._amend(real_cost=report.seconds - report.quiesce)
 
-    def stepped(self, layout: Layout, seconds: float) -> None:
+    def stepped(self, seconds: float) -> None:
         """A step took this long."""
         self._before.append(seconds)
         if self._open:

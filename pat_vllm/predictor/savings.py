@@ -1,33 +1,133 @@
-"""What layouts and drafts save: tells `reporting.Savings` what the policy sees and predicts."""
+"""What layouts and drafts saved in a batch. Pure.
+
+A policy looks at the batch now and then. Between two looks lies a *stretch*: the requests were in
+one layout, with or without drafts, and a number of tokens was generated. What the stretch took is
+measured. What the same tokens would have taken without drafts, or in the base layout, is the word
+of the model of step times.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
-from pat_vllm.reporting import BatchTimes, Look, Savings, Stretch
+from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
+
+MAX_BATCHES = 1_000
+_FOLD = 20_000
+"""Stretches that are kept before they are added up."""
+_TOGETHER = 1.5
+"""More responses than this many times the most at once, and they are no batch that began
+together."""
+_NOTHING = BatchTimes(0.0, 0.0, 0.0)
 
 
-class PlannedSavings(Savings):
-    """Savings of batches that a planner plans."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A batch at one moment.
+
+    Attributes:
+        at: seconds on the monotonic clock.
+        layout: the active layout.
+        num_seqs: unfinished requests.
+        context: tokens of their contexts, summed.
+        longest: tokens of the longest of them.
+        tokens: generated tokens, less a constant. Those of ended requests count.
+        prompts: prompt tokens that have yet to be computed.
+        prompt: mean tokens of a prompt; infinite where `tokens` is wrong once a request arrives.
+    """
+
+    at: float
+    layout: Layout
+    num_seqs: int
+    context: int
+    longest: int
+    tokens: int
+    prompts: int = 0
+    prompt: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What happened between two looks.
+
+    Attributes:
+        layout: in which its tokens were generated.
+        seconds: measured, with `stall`: that of a switch to `layout`.
+        drafts: whether drafts were verified.
+        counts: False where its time is taken as it was, for all ways to generate its tokens.
+        tokens: that each request got, in the mean.
+        live: requests that got them, in the mean; and `context`, `longest` of these.
+    """
+
+    layout: Layout
+    seconds: float
+    stall: float
+    drafts: bool
+    counts: bool
+    tokens: float
+    live: float
+    context: float
+    longest: float
+
+
+class Savings:
+    """Adds up stretches; a record for each batch. One thread writes, `since` is for all."""
 
     def __init__(self, planner: Planner) -> None:
-        super().__init__(planner.layouts[0])
+        """For the batches that `planner` plans."""
         self._planner = planner
+        self._base = planner.layouts[0]
+        self._records: Records[BatchSavings] = Records(MAX_BATCHES)
         self._ended_tokens = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._predicted = _NOTHING
+        self._most = 0
+        self._open: Look | None = None
+        self._layout: Layout | None = None
+        self._stretches: list[Stretch] = []
+        self._lengths: list[int] = []
+        self._prescribed: list[int] = []
+        self._times = _NOTHING
+        self._new_stretch()
+
+    def _new_stretch(self) -> None:
+        self._stall = 0.0
+        self._drafts = False
+        self._arrivals = 0
+        self._forced = False
+
+    # What happens
+
+    def arrived(self) -> None:
+        """A request arrived."""
+        self._arrivals += 1
 
     def finished(self, num_output_tokens: int) -> None:
-        super().finished(num_output_tokens)
+        """A response ended whose length was not prescribed."""
+        self._lengths.append(num_output_tokens)
         self._ended_tokens += num_output_tokens
 
-    def idle(self, at: float) -> None:
-        """The batch ended at this time."""
-        self.end(at, self._ended_tokens)
+    def drafted(self, length: int) -> None:
+        """A step ended whose drafter was asked for `length` tokens a request."""
+        self._drafts |= length > 0
+
+    def switched(self, report: SwitchReport) -> None:
+        """The engine has switched."""
+        self._layout = report.target
+        self._stall += report.seconds - report.quiesce
+        # A layout that was asked for holds, and nobody looks until the batch has ended.
+        self._forced |= report.reason == "forced"
 
     def planned(
         self,
@@ -68,8 +168,116 @@ class PlannedSavings(Savings):
             prescribed = live.max_tokens[live.exact].tolist()
             self.predicted(BatchTimes(fixed.never, *shortest), prescribed)
 
-    def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
+    def look(self, now: Look) -> bool:
+        """What a policy sees; ends a stretch and begins one.
+
+        Returns:
+            Whether the batch has more requests than ever: time to call `predicted`.
+        """
+        self._close(now)
+        self._open, self._layout = now, now.layout
+        if len(self._stretches) >= _FOLD:
+            self._fold()
+            self._lengths = []
+        more = now.num_seqs > self._most
+        self._most = max(self._most, now.num_seqs)
+        return more
+
+    def predicted(self, times: BatchTimes, prescribed: Sequence[int] = ()) -> None:
+        """What is expected of the batch, and the prescribed lengths of responses of it."""
+        self._predicted, self._prescribed = times, list(prescribed)
+
+    def idle(self, at: float) -> None:
+        """The batch ended at this time."""
+        self.end(at, self._ended_tokens)
+
+    def end(self, at: float, tokens: int) -> None:
+        """The last request ended; `tokens` as in `Look`."""
+        if self._open is not None:
+            at = max(at, self._open.at)
+            self._close(Look(at, self._open.layout, 0, 0, 0, tokens))
+            lengths = self._lengths + self._prescribed
+            together = 0 < len(lengths) <= _TOGETHER * self._most
+            whole = self._times == _NOTHING
+            if whole and together and any(s.drafts for s in self._stretches):
+                counted = [s for s in self._stretches if s.counts]
+                others = [s for s in self._stretches if not s.counts]
+                self._stretches = others + in_step(counted, lengths)
+            self._fold()
+            self._records.append(BatchSavings(at, self._base, self._predicted, self._times))
+        self._start()
+
+    def since(self, at: float = -math.inf) -> tuple[BatchSavings, ...]:
+        """The batches that ended at this time or later, oldest first."""
+        return self._records.since(at)
+
+    # The arithmetic
+
+    def _close(self, now: Look) -> None:
+        """The open stretch ends."""
+        begin = self._open
+        if begin is not None:
+            assert self._layout is not None
+            made = now.tokens - begin.tokens
+            live = 0.5 * (begin.num_seqs + max(1, now.num_seqs))
+            tokens = made / live
+            # Prompts are cheap by the token. Many of them take time that is not told apart.
+            arrived = self._arrivals * begin.prompt if self._arrivals else 0.0
+            prompts = begin.prompts - now.prompts + arrived
+            stretch = Stretch(
+                layout=self._layout,
+                seconds=now.at - begin.at,
+                stall=self._stall,
+                drafts=self._drafts,
+                counts=0 < made >= prompts and not self._forced,
+                tokens=tokens,
+                live=live,
+                context=live * (begin.context / begin.num_seqs + 0.5 * tokens),
+                longest=begin.longest + 0.5 * tokens,
+            )
+            self._stretches.append(stretch)
+        self._new_stretch()
+
+    def _fold(self) -> None:
+        """Add the stretches up."""
+        base, stretches = self._base, self._stretches
+        elsewhere = [s for s in stretches if s.counts and (s.drafts or s.layout != base)]
+        drafted = [s for s in elsewhere if s.drafts]
+        taken = sum(s.seconds for s in stretches)
+        stalled = sum(s.stall for s in stretches)
+        fixed = taken - stalled - sum(s.seconds - s.stall for s in elsewhere)
+        fixed += sum(self._plain_seconds(base, elsewhere)) if elsewhere else 0.0
+        switching = taken - sum(s.seconds - s.stall for s in drafted)
+        for layout in {s.layout for s in drafted}:
+            here = [s for s in drafted if s.layout == layout]
+            switching += sum(self._plain_seconds(layout, here))
+        self._times += BatchTimes(fixed, switching, taken)
+        self._stretches = []
+
+    def _plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
+        """Predicts what the tokens of each stretch take in a layout without drafts, seconds."""
         columns = [(s.live, s.tokens, s.context, s.longest) for s in stretches]
         live, tokens, context, longest = np.array(columns).T
         done = Course(live, live, tokens, context, longest)
         return (self._planner.token_seconds(layout, done) * tokens).tolist()
+
+
+def in_step(stretches: Sequence[Stretch], lengths: Sequence[int]) -> list[Stretch]:
+    """With the tokens that they would have, did all requests of the batch advance alike.
+
+    With drafts they do not, and those that are left at the end are not the longest. Without, there
+    are m live from where the next longer of `lengths` has ended until the m-th longest ends.
+    """
+    made: dict[float, float] = {}
+    for one in stretches:
+        made[one.live] = made.get(one.live, 0.0) + one.tokens
+    lives = sorted(made)
+    needed = dict.fromkeys(lives, 0.0)
+    ordered = sorted(lengths, reverse=True)
+    for live, (longer, shorter) in enumerate(pairwise([*ordered, 0]), 1):
+        if lives and longer > shorter:
+            after = bisect.bisect_left(lives, live)
+            needed[min(lives[max(0, after - 1) : after + 1], key=lambda m: abs(m - live))] += (
+                longer - shorter
+            )
+    return [replace(s, tokens=s.tokens * needed[s.live] / made[s.live]) for s in stretches]

@@ -3,10 +3,9 @@
 Imports neither torch nor vLLM.
 """
 
-from pat_vllm.reporting.drafts import DraftMean, drafts_over_time
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
-from pat_vllm.reporting.rollout import REPORT_SECONDS, describe, describe_awaited
-from pat_vllm.reporting.savings import Look, Savings, Stretch, total
+from pat_vllm.reporting.run import DraftMean, Run, drafts_over_time
+from pat_vllm.reporting.text import REPORT_SECONDS, describe, describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
@@ -35,16 +34,13 @@ __all__ = [
     "History",
     "LayoutSteps",
     "LiveSample",
-    "Look",
     "PredictorReport",
     "Records",
     "RefusedSwitch",
     "Report",
-    "Savings",
-    "Stretch",
+    "Run",
     "SwitchReport",
     "describe",
     "describe_awaited",
     "drafts_over_time",
-    "total",
 ]

@@ -1,25 +1,25 @@
 """Pictures of what an engine did: requests, layouts, draft lengths, switches and savings over time.
 
-Commands draw their own pictures with the same parts. matplotlib is imported when one is drawn.
+Of a report, of several runs of one batch, and the parts that others draw with. matplotlib is
+imported when one is drawn.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting.drafts import drafts_over_time
+from pat_vllm.reporting.run import Run, Span, drafts_over_time
 from pat_vllm.reporting.text import summary, times_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pat_vllm.reporting.values import DraftSample, LiveSample, Report
+    from pat_vllm.reporting.values import DraftSample, Report, SwitchReport
 
 LAYOUT_COLOURS = ("#3b75af", "#ef8636", "#519e3e", "#8d69b8", "#84584e")
 SWITCH_COLOUR = "#222222"
@@ -31,9 +31,6 @@ _MOST_NOTES = 8
 """More switches than this, and the picture does not describe each in words."""
 _MOST_BINS = 100
 """Intervals into which the time is divided for draft lengths, unless they are shorter than 1 s."""
-
-Span = tuple[Layout, float, float]
-"""A layout, from when and until when, in seconds."""
 
 
 def new_figure(
@@ -155,45 +152,28 @@ def plot_report(report: Report, path: Path) -> None:
     """Draw a report; for the errors, see `Report.plot`."""
     if not any(sample.num_seqs for sample in report.timeline):
         raise ValueError("the report has no requests to draw")
-    began, end = times_of(report)
-    spans = _spans(report, began, end)
-    switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
-    drafts = [one for one in report.drafts if one.at >= began]
-    savings = [one for one in report.predictor.savings if one.at >= began]
-    costs = bool(switches or savings)
+    run = Run(report, *times_of(report))
+    switches, drafts, end = run.switches, run.drafts, run.seconds
+    costs = bool(switches or run.savings)
 
     figure, panels = new_figure(10, [4, *[1.2] * bool(drafts), *[1.8] * costs])
     figure.suptitle(summary(report).replace("; saved", "\nsaved"), fontsize=11)
     above = panels[0]
-    colour = layout_colours(layout for layout, _, _ in spans)
-    bands = layout_bands(above, spans, colour)
-    _draw_replicas(above, report.timeline, began, end)
+    spans = run.spans
+    bands = layout_bands(above, spans, layout_colours(layout for layout, _, _ in spans))
+    _draw_replicas(above, run)
+    draw_live(above, run.live, color=SWITCH_COLOUR, linewidth=2.0, label="live requests")
     most = max(sample.num_seqs for sample in report.timeline)
-    live = [(sample.at - began, sample.num_seqs) for sample in report.timeline]
-    live += [(one.at - began, 0) for one in report.switches if one.reason == "idle"]
-    live += [(one.at - began, 0) for one in savings]
-    live = sorted((at, count) for at, count in live if at >= 0)
-    line: dict[str, Any] = dict(color=SWITCH_COLOUR, linewidth=2.0, label="live requests")
-    draw_live(above, [*live, (end, live[-1][1])], **line)
     for number, one in enumerate(switches):
-        draw_switch(above, one.at - began, one.seconds, end)
+        draw_switch(above, one.at - run.began, one.seconds, end)
         if len(switches) <= _MOST_NOTES:
-            late = one.at - began > 0.75 * end
-            above.annotate(
-                f"{one.source} → {one.target}\n{one.num_seqs} live, {one.seconds * 1e3:.0f} ms",
-                (one.at - began, most / 2 ** (number % 2)),
-                xytext=(-6 if late else 8, 0),
-                textcoords="offset points",
-                ha="right" if late else "left",
-                fontsize=8,
-                bbox={"color": "white", "alpha": 0.7, "pad": 1},
-            )
+            _note(above, one, run, most / 2 ** (number % 2))
     scale_live(above, most)
     lines, _ = above.get_legend_handles_labels()
     if drafts:
-        draw_drafts(panels[1], drafts, began, end, max(1.0, end / _MOST_BINS))
+        draw_drafts(panels[1], drafts, run.began, end, max(1.0, end / _MOST_BINS))
     if costs:
-        _draw_costs(panels[-1], report, began)
+        _draw_costs(panels[-1], run)
         points, _ = panels[-1].get_legend_handles_labels()
         lines += points
     # Outside of the panels, where it hides nothing.
@@ -203,22 +183,24 @@ def plot_report(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _spans(report: Report, began: float, end: float) -> list[Span]:
-    """Layouts one after another, in seconds since `began`."""
-    seen = [(one.at, one.layout) for one in report.timeline]
-    seen += [(one.at, one.target) for one in report.switches]
-    changes: list[tuple[Layout, float]] = []
-    for at, layout in sorted(seen, key=itemgetter(0)):
-        if at <= began:
-            changes = [(layout, 0.0)]
-        elif not changes or changes[-1][0] != layout:
-            changes.append((layout, at - began))
-    stops = [start for _, start in changes[1:]] + [end]
-    return [(one, start, stop) for (one, start), stop in zip(changes, stops, strict=True)]
+def _note(axes: Axes, switch: SwitchReport, run: Run, height: float) -> None:
+    """Describe a switch in words."""
+    at = switch.at - run.began
+    late = at > 0.75 * run.seconds
+    axes.annotate(
+        f"{switch.source} → {switch.target}\n{switch.num_seqs} live, {switch.seconds * 1e3:.0f} ms",
+        (at, height),
+        xytext=(-6 if late else 8, 0),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        fontsize=8,
+        bbox={"color": "white", "alpha": 0.7, "pad": 1},
+    )
 
 
-def _draw_replicas(axes: Axes, timeline: Sequence[LiveSample], began: float, end: float) -> None:
+def _draw_replicas(axes: Axes, run: Run) -> None:
     """A thin line for each replica, where the requests of each are known."""
+    timeline = run.report.timeline
     most = max(len(sample.by_replica) for sample in timeline)
     for replica in range(most):
         counts = [
@@ -226,7 +208,7 @@ def _draw_replicas(axes: Axes, timeline: Sequence[LiveSample], began: float, end
             for sample in timeline
         ]
         axes.step(
-            [*(sample.at - began for sample in timeline), end],
+            [*(sample.at - run.began for sample in timeline), run.seconds],
             [*counts, counts[-1]],
             where="post",
             color=SWITCH_COLOUR,
@@ -236,15 +218,14 @@ def _draw_replicas(axes: Axes, timeline: Sequence[LiveSample], began: float, end
         )
 
 
-def _draw_costs(axes: Axes, report: Report, began: float) -> None:
+def _draw_costs(axes: Axes, run: Run) -> None:
     """What switches took and were to save, and what was saved in each batch."""
-    fired = [one for one in report.predictor.decisions if one.fired and one.at >= began]
-    savings = [one for one in report.predictor.savings if one.at >= began]
-    switches = [one for one in report.switches if one.at >= began and one.reason != "idle"]
+    fired = [one for one in run.report.predictor.decisions if one.fired and one.at >= run.began]
+    savings = run.savings
     kinds: list[tuple[str, list[tuple[float, float]], dict[str, Any]]] = [
         (
             "switch: what it took",
-            [(s.at, s.seconds) for s in switches],
+            [(s.at, s.seconds) for s in run.switches],
             {"marker": "o", "markersize": 5},
         ),
         (
@@ -264,7 +245,7 @@ def _draw_costs(axes: Axes, report: Report, began: float) -> None:
         ),
     ]
     for label, points, style in kinds:
-        points = [(at - began, value) for at, value in points if math.isfinite(value)]
+        points = [(at - run.began, value) for at, value in points if math.isfinite(value)]
         if points:
             at, values = zip(*points, strict=True)
             look = {"color": SWITCH_COLOUR, "linestyle": "", "clip_on": False, **style}
@@ -276,3 +257,51 @@ def _draw_costs(axes: Axes, report: Report, began: float) -> None:
     axes.set_ylabel("seconds")
     axes.set_title("switches and batches: seconds taken and saved", fontsize=10, loc="left")
     axes.grid(axis="y", alpha=0.25)
+
+
+# -------------------------------------------------------------------- one batch, several runs
+
+
+def plot_runs(title: str, runs: Sequence[tuple[str, str, Run]], path: Path) -> None:
+    """Save a PNG of (name, what to say of it, run); one that switches is the last.
+
+    Above, live requests of each run; behind them the layouts of the last. Below, layouts of all,
+    and if the last run speculated its draft lengths and what was accepted.
+    """
+    colour = layout_colours(layout for *_, run in runs for layout, _, _ in run.spans)
+    *_, last = runs[-1]
+    most = max(count for *_, run in runs for _, count in run.live)
+    end = max(run.seconds for *_, run in runs)
+
+    heights = [4, 0.35 * len(runs) + 0.2] + [1.2] * bool(last.drafts)
+    figure, panels = new_figure(10, heights)
+    above, below = panels[:2]
+    figure.suptitle(title, fontsize=13)
+    bands = layout_bands(above, last.spans, colour)
+    for row, (name, said, run) in enumerate(runs):
+        spans, switching = run.spans, run is last
+        draw_live(
+            above,
+            run.live,
+            color=SWITCH_COLOUR if switching else colour[spans[0][0]],
+            linewidth=2.2 if switching else 1.6,
+            label=f"{name}: {said}",
+        )
+        draw_row(below, row, spans, colour)
+        for switch in run.switches:
+            draw_switch_in_row(below, row, switch.at - run.began, switch.seconds, end)
+        below.text(run.seconds, row, f" {run.seconds:.1f} s", va="center", fontsize=9)
+    for number, switch in enumerate(last.switches):
+        draw_switch(above, switch.at - last.began, switch.seconds, end)
+        _note(above, switch, last, most / 2 ** (1 + number))
+    scale_live(above, most)
+    lines, _ = above.get_legend_handles_labels()
+    above.legend(handles=[*lines, *bands], loc="upper right", fontsize=9)
+    below.set_yticks(range(len(runs)), [name for name, *_ in runs])
+    below.invert_yaxis()
+    below.set_xlim(0, end * 1.06)
+    if last.drafts:
+        draw_drafts(panels[2], last.drafts, last.began, last.seconds)
+    panels[-1].set_xlabel("time since the batch was submitted (s)")
+    below.set_title("layout over time", fontsize=10, loc="left")
+    figure.savefig(path, dpi=150)

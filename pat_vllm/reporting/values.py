@@ -78,14 +78,14 @@ class SwitchReport:
     recomputed: int
     kv_bytes: int
     seconds: float
-    quiesce: float
-    plan: float
-    states: float
-    kv: float
-    weights: float
-    activate: float
-    rpc: float
-    finish: float
+    quiesce: float = 0.0
+    plan: float = 0.0
+    states: float = 0.0
+    kv: float = 0.0
+    weights: float = 0.0
+    activate: float = 0.0
+    rpc: float = 0.0
+    finish: float = 0.0
     first_step: float | None = None
     tokens: int = 0
     weight_bytes: int = 0
@@ -169,6 +169,14 @@ class BatchTimes:
     fixed: float
     switching: float
     drafting: float
+
+    def __add__(self, other: BatchTimes) -> BatchTimes:
+        """Of two batches together."""
+        return BatchTimes(
+            self.fixed + other.fixed,
+            self.switching + other.switching,
+            self.drafting + other.drafting,
+        )
 
     @property
     def saved_by_layouts(self) -> float:

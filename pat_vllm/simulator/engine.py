@@ -237,13 +237,8 @@ class SimulatedEngine:
             kv_bytes=tokens * self._capacity.kv_bytes_per_token * (not source.shares_kv(target)),
             seconds=quiesce + seconds,
             quiesce=quiesce,
-            plan=0.0,
-            states=0.0,
             kv=seconds - weights,
             weights=weights,
-            activate=0.0,
-            rpc=0.0,
-            finish=0.0,
             tokens=tokens,
         )
         self._switches.append(report)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
 from pat_vllm.layout import Layout
-from pat_vllm.reporting import Report, SwitchReport
+from pat_vllm.reporting import Report, Run, SwitchReport
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -54,15 +53,9 @@ class SimulatedReport(Report):
         return tuple(switch for switch in self.switches if switch.reason != "idle")
 
     @property
-    def spans(self) -> Iterator[tuple[Layout, float, float]]:
-        """(layout, start, stop), in seconds since the trace began; a switch belongs to its
-        source."""
-        layout, start = self.timeline[0].layout, 0.0
-        for switch in self.switches:
-            stop = switch.at + switch.seconds - self.began
-            yield layout, start, stop
-            layout, start = switch.target, stop
-        yield layout, start, self.seconds
+    def spans(self) -> tuple[tuple[Layout, float, float], ...]:
+        """(layout, start, stop), in seconds since the trace began."""
+        return Run(self, self.began, self.seconds).spans
 
     def to_json(self) -> str:
         """The report as JSON text."""

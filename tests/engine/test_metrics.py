@@ -15,6 +15,7 @@ from pat_vllm.metrics.names import METRICS
 from pat_vllm.reporting import SWITCH_REASONS
 from tests.engine.specs import DRAFTS
 from tests.support.engines import Job, run
+from tests.unit.metrics.test_updates import exported
 from tests.vllm.metrics.exported import samples, series
 
 pytestmark = pytest.mark.engine(DRAFTS)
@@ -51,7 +52,7 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
             made = [s for s in switches if (s.source, s.reason) == (source, reason)]
             one = series(names.SWITCHES, source=source, target=target, reason=reason)
             assert found[one] - before[one] == len(made)
-    total = names.STALL.exported[1]
+    total = exported(names.STALL)[1]
     stalls = [(total, (("reason", reason),)) for reason in SWITCH_REASONS]
     stalled = sum(found[one] - before[one] for one in stalls)
     assert stalled == pytest.approx(sum(one.seconds for one in switches))
@@ -60,6 +61,6 @@ def test_the_registry_says_what_the_report_says(llm: Any) -> None:
     assert found[series(names.NUM_REPLICAS)] == 2
 
     assert found[series(names.DRAFT_LENGTH, replica=0)] == 1
-    assert {one.name for one in METRICS} <= {one.name for one in llm.get_metrics()}
+    assert METRICS.keys() <= {one.name for one in llm.get_metrics()}
     of_batches = sum(one.drafted for one in pat_vllm.report(llm, since=began).drafts)
     assert drafted() - drafted_before == of_batches > 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pat_vllm.cli.demo import make_batch, run_spec
+from pat_vllm.cli.demo_batch import make_batch, run_spec
 from pat_vllm.cli.engine_run import RunFailed, run
 from tests.engine.test_demo import check_demo
 from tests.support.models import random_model

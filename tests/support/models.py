@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -97,22 +94,7 @@ def random_model(name: str) -> Path:
     """
     if name not in SPECS:
         raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
-    # The builder's source is part of the key: a change of it must not meet an old checkpoint.
-    key = json.dumps(SPECS[name], sort_keys=True).encode() + Path(builder.__file__).read_bytes()
-    target = cache_dir() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
-    if target.is_dir():
-        return target
-    scratch = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=target.parent))
-    try:
-        builder.make_model(scratch, **SPECS[name])
-        scratch.rename(target)
-    except OSError:
-        # Another process was first: a directory can't be renamed onto one that is not empty.
-        if not target.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    return builder.kept_model(cache_dir(), name, SPECS[name])
 
 
 def cache_dir() -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from pat_vllm.advice.lengths import read_rollouts
-from pat_vllm.cli.demo import model_config
+from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import measured_before
 from pat_vllm.doctor.report import names_of_this_machine

@@ -24,7 +24,7 @@ def imported():
 import pat_vllm.cli
 imported()
 import pat_vllm.cli.demo, pat_vllm.cli.profile, pat_vllm.cli.doctor
-import pat_vllm.cli.demo_plot, pat_vllm.cli.random_model
+import pat_vllm.cli.random_model
 import pat_vllm.cli.advise, pat_vllm.cli.advise_plot
 import pat_vllm.predictor.adaptive, pat_vllm.reporting.plot
 imported()

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model
-from pat_vllm.cli.demo import MODEL
+from pat_vllm.cli.demo_batch import MODEL
 
 REPEATING, SCATTERED = "repeating", "scattered"
 
@@ -31,29 +27,15 @@ SPECS: Mapping[str, Mapping[str, Any]] = {
 
 def model(name: str, directory: Path) -> Path:
     """The checkpoint `SPECS[name]` in `directory`, made on the first call."""
-    spec = dict(SPECS[name])
-    sources = Path(random_model.__file__).read_bytes() + Path(__file__).read_bytes()
-    key = json.dumps([name, spec], sort_keys=True).encode() + sources
-    target = directory.resolve() / f"bench-{name}-{hashlib.sha256(key).hexdigest()[:12]}"
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when complete, so that an interrupted run leaves no half of a model behind.
-    scratch = Path(tempfile.mkdtemp(prefix=".bench-", dir=target.parent))
-    try:
-        random_model.make_model(scratch, **spec)
-        if name == SCATTERED:
-            _scatter(scratch / "model.safetensors", spec["phrase"])
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    finish = _scatter if name == SCATTERED else lambda path: None
+    return random_model.kept_model(directory, f"bench-{name}", SPECS[name], finish)
 
 
-def _scatter(weights: Path, phrase: int) -> None:
+def _scatter(path: Path) -> None:
     """Make all tokens of the phrase equally likely, and others unlikely, whatever came before."""
     from safetensors.torch import load_file, save_file
 
+    weights, phrase = path / "model.safetensors", SPECS[SCATTERED]["phrase"]
     tensors = load_file(weights)
     first = len(random_model.SPECIAL_TOKENS)
     rows = tensors["lm_head.weight"][first : first + phrase]

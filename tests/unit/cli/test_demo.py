@@ -11,17 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
-from pat_vllm.cli.demo import (
+from pat_vllm.cli.demo import disagreement, table_rows, verdict
+from pat_vllm.cli.demo_batch import (
     Contender,
     contenders,
-    disagreement,
     engine_options,
     make_batch,
     response_lengths,
     run_spec,
     schedule,
-    table_rows,
-    verdict,
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
@@ -135,15 +133,17 @@ def test_the_engine_has_room_for_the_batch(drafts: int, tmp_path: Path) -> None:
 
 def test_what_is_shown() -> None:
     """Of the batch, without the warm-up."""
-    assert RESULTS[2].live == ((0.0, 8), (4.0, 2), (4.5, 2), (6.0, 1), (8.0, 0))
-    assert RESULTS[2].spans == ((ONE, 0.0, 4.0), (TWO, 4.0, 8.0))
-    assert RESULTS[1].spans == ((TWO, 0.0, 10.0),)
+    counts, home = [(0.0, 8), (4.0, 2), (4.5, 2), (6.0, 1)], pytest.approx(7.99)
+    assert RESULTS[2].run.live == (*counts, (home, 0), (8.0, 0))
+    assert RESULTS[2].run.spans == ((ONE, 0.0, 4.0), (TWO, 4.0, home), (ONE, home, 8.0))
+    assert len(RESULTS[2].run.switches) == 1, "the way home is none that a user waits for"
+    assert RESULTS[1].run.spans == ((TWO, 0.0, 10.0),)
     assert table_rows(runs()) == [
         ("replicas", "tp1dp2", "12.00", "4%", "1.20", "0", "-"),
         ("one group", "tp2dp1", "10.00", "4%", "1.00", "0", "-"),
         ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "4%", "0.80", "1", "250"),
     ]
-    lines = draw_timeline(RESULTS[2], width=16)
+    lines = draw_timeline(RESULTS[2].run, width=16)
     assert lines[:4] == [
         "     8 |::::::::",
         "     4 |::::::::",
@@ -152,7 +152,7 @@ def test_what_is_shown() -> None:
     ]
     assert "layout tp1dp2: 2 replicas of tp=1" in lines[6]
     assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1] and "250 ms" in lines[-1]
-    odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]), width=4)
+    odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]).run, width=4)
     assert odd[:4] == ["     5 |::", "     4 |::", "     2 |::", "     1 |::::"]
     assert disagreement(runs()) is None
     shorter = dataclasses.replace(RESULTS[2], outputs=((5,), (7, 8, 9, 10)))
@@ -219,7 +219,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "n-gram drafts, k = 4: accepted in 'replicas' 70% of 10" in text
     assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    monkeypatch.setattr("pat_vllm.cli.demo_plot.plot", lambda results, path: None)
+    monkeypatch.setattr("pat_vllm.reporting.plot.plot_runs", lambda *_: None)
     other = dataclasses.replace(RESULTS[2], outputs=((5, 6), (7, 8, 9, 11)))
     code, text = demo([*RESULTS, *RESULTS[:2], other], tmp_path)
     assert code == 1 and "DIFFERENT OUTPUTS" in text and "agree" not in text

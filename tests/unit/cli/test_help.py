@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from pat_vllm import __version__
+from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.cli import app
+from pat_vllm.cli.command_options import DemoOptions, ProfileOptions, RandomModel
 from pat_vllm.cli.random_model import ARCHS
+from pat_vllm.doctor.options import Options
 
 
 def test_the_version() -> None:
@@ -22,3 +26,25 @@ def test_the_help_names_every_architecture() -> None:
     (arch,) = (one for one in program.commands["random-model"].params if one.name == "arch")
     named = arch.help.replace(";", ",").replace(":", ",").replace(".", ",").split(",")
     assert {*ARCHS} <= {name.strip() for name in named}
+
+
+@pytest.mark.parametrize(
+    "command, model",
+    [
+        ("advise", AdviseOptions),
+        ("demo", DemoOptions),
+        ("doctor", Options),
+        ("profile MODEL", ProfileOptions),
+        ("random-model PATH", RandomModel),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_its_option(command: str, model: type) -> None:
+    for name, hint in get_type_hints(model, include_extras=True).items():
+        (option,) = hint.__metadata__
+        if option.min is None:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        for wrong in (option.min - 1, option.max + 1):
+            outcome = CliRunner().invoke(app, [*command.split(), flag, str(wrong)])
+            told = " ".join(outcome.output.replace("│", " ").split())
+            assert outcome.exit_code == 2 and f"{flag} is {wrong}" in told, told

@@ -7,19 +7,25 @@ import re
 from pathlib import Path
 
 import msgspec
+from prometheus_client import Counter, Gauge, Histogram
 
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
-from pat_vllm.metrics.names import METRICS, Kind, Metric, known_series
+from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
 from pat_vllm.metrics.updates import Update, Updates, updates_of
 from pat_vllm.reporting import BatchSavings, BatchTimes
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
 LAYOUTS = [Layout(1, 4), Layout(2, 2), Layout(4, 1)]
-BY_NAME = {one.name: one for one in METRICS}
+SUFFIXES = {Gauge: [""], Counter: ["_total"], Histogram: ["_bucket", "_sum", "_count"]}
 OF_VLLM = ("model_name", "engine")
 """Labels that vLLM gives each metric."""
+
+
+def exported(metric: str) -> list[str]:
+    """The names in Prometheus' exposition."""
+    return [metric + suffix for suffix in SUFFIXES[METRICS[metric][0]]]
 
 
 def taken(updates: Updates) -> list[Update]:
@@ -29,13 +35,13 @@ def taken(updates: Updates) -> list[Update]:
         return []
     assert json.loads(json.dumps(data)) == data
     found = updates_of(msgspec.msgpack.decode(msgspec.msgpack.encode(data)))
-    assert all(len(one.labels) == len(BY_NAME[one.name].labels) for one in found)
+    assert all(len(one.labels) == len(METRICS[one.name][2]) for one in found)
     return found
 
 
-def values_of(found: list[Update], metric: Metric) -> dict[tuple[str, ...], float]:
+def values_of(found: list[Update], metric: str) -> dict[tuple[str, ...], float]:
     """The values of a metric by its labels."""
-    return {tuple(one.labels): one.value for one in found if one.name == metric.name}
+    return {tuple(one.labels): one.value for one in found if one.name == metric}
 
 
 def test_gauges_travel_when_they_change() -> None:
@@ -53,8 +59,8 @@ def test_gauges_travel_when_they_change() -> None:
     updates.state(LAYOUTS[0], [3, 1, 0, 1])
     assert not updates.has_events
     assert taken(updates) == [
-        Update(names.DRAFT_LENGTH.name, ["1"], 2),
-        Update(names.NUM_REQUESTS.name, ["1"], 1),
+        Update(names.DRAFT_LENGTH, ["1"], 2),
+        Update(names.NUM_REQUESTS, ["1"], 1),
     ]
     # Replicas that are gone have no requests and no drafts.
     updates.state(LAYOUTS[2], [5])
@@ -73,13 +79,12 @@ def test_a_counter_never_falls() -> None:
 
 
 def test_metrics_are_named_as_vllms_are() -> None:
-    assert len(BY_NAME) == len(METRICS)
-    for one in METRICS:
-        assert re.fullmatch(r"vllm:pat_[a-z_]+", one.name) and not one.name.endswith("_total")
-        assert one.documentation.endswith(".")
-        assert not {*one.labels} & {*OF_VLLM, "le"}
-        assert list(one.buckets) == sorted(one.buckets)
-    assert all(len(labels) == len(one.labels) for one, labels in known_series(LAYOUTS))
+    for name, (_, documentation, labels) in METRICS.items():
+        assert re.fullmatch(r"vllm:pat_[a-z_]+", name) and not name.endswith("_total")
+        assert documentation.endswith(".")
+        assert not {*labels} & {*OF_VLLM, "le"}
+    assert list(STALL_BUCKETS) == sorted(STALL_BUCKETS)
+    assert all(len(labels) == len(METRICS[name][2]) for name, labels in known_series(LAYOUTS))
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -99,10 +104,10 @@ def names_in(text: str) -> set[str]:
 
 
 def test_dashboard_and_docs_name_every_metric() -> None:
-    ours = {name for one in METRICS for name in one.exported}
+    ours = {name for one in METRICS for name in exported(one)}
     used = {name for expr, _ in expressions() for name in names_in(expr) if "vllm:pat_" in name}
     assert used <= ours
-    assert all(used & {*one.exported} for one in METRICS)
+    assert all(used & {*exported(one)} for one in METRICS)
     named = {one for one in names_in((DOCS / "metrics.md").read_text()) if "vllm:pat_" in one}
-    counters = {f"{one.name}_total" for one in METRICS if one.kind is Kind.COUNTER}
-    assert named == counters | {one.name for one in METRICS if one.kind is not Kind.COUNTER}
+    counters = {name for name, (kind, *_) in METRICS.items() if kind is Counter}
+    assert named == {f"{name}_total" for name in counters} | (METRICS.keys() - counters)

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
+from pat_vllm.predictor import savings as savings_module
+from pat_vllm.predictor.planner import Course, Planner
 from pat_vllm.predictor.policy import StayPolicy
-from pat_vllm.reporting import BatchSavings, BatchTimes, Look, Savings, Stretch
-from pat_vllm.reporting import savings as savings_module
-from pat_vllm.reporting.savings import in_step
+from pat_vllm.predictor.savings import Look, Savings, Stretch, in_step
+from pat_vllm.predictor.state import Floats
+from pat_vllm.reporting import BatchSavings, BatchTimes
 from pat_vllm.simulator import traces
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
@@ -33,16 +36,19 @@ ONE, TWO = Layout(1, 2), Layout(2, 1)
 LENGTHS = (0, 1, 2, 4)
 
 
-def pace(layout: Layout, live: float, context: float) -> float:
+def pace(layout: Layout, live: Any, context: Any) -> Any:
     """Seconds in which every live request gets a token; linear, so that means are exact."""
     return 0.01 / layout.tp + 0.002 * live + 1e-7 * context
 
 
-class Known(Savings):
-    """Savings by a model that is right."""
+class Known(Planner):
+    """A model that is right."""
 
-    def plain_seconds(self, layout: Layout, stretches: Sequence[Stretch]) -> list[float]:
-        return [s.tokens * pace(layout, s.live, s.context) for s in stretches]
+    def __init__(self) -> None:
+        self.layouts = (ONE, TWO)
+
+    def token_seconds(self, layout: Layout, course: Course, drafting: Any = None) -> Floats:
+        return np.asarray(pace(layout, course.live, course.context))
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def replayed(parts: Sequence[Part], slower: float = 1.0) -> tuple[BatchSavings, 
     Args:
         slower: than its model the engine is.
     """
-    savings, now, made, live, length = Known(ONE), 5.0, 0, 8, 20.0
+    savings, now, made, live, length = Savings(Known()), 5.0, 0, 8, 20.0
     fixed = switching = 0.0
     savings.arrived()
     for part in parts:
@@ -159,7 +165,7 @@ def test_nothing_is_saved_by_nothing_whatever_the_model_says() -> None:
 
 def test_what_is_not_counted() -> None:
     """Many prompts, a layout that a user asked for, batches without a plan."""
-    savings = Known(ONE)
+    savings = Savings(Known())
     savings.end(1.0, 0)
     assert not savings.since()
 
@@ -188,7 +194,7 @@ def test_what_is_not_counted() -> None:
 
 
 def test_the_prediction_is_of_the_most_requests() -> None:
-    savings = Known(ONE)
+    savings = Savings(Known())
     asked = []
     for number, live in enumerate((4, 8, 8, 6)):
         if savings.look(Look(float(number), ONE, live, 100, 20, 0)):

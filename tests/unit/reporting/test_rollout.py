@@ -17,7 +17,7 @@ from pat_vllm.reporting import (
     Report,
     describe,
     describe_awaited,
-    rollout,
+    text,
 )
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 
@@ -91,5 +91,5 @@ def test_a_rollout_does_without_a_report(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert said(arrives()).startswith("tp1dp2 -> tp2dp1 at 3.00 s")
     assert said(fails()) == "no report of the engine: RuntimeError('no engine')"
-    monkeypatch.setattr(rollout, "REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(text, "REPORT_SECONDS", 0.01)
     assert said(never_comes()) == "no report of the engine: TimeoutError()"

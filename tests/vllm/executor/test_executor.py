@@ -19,9 +19,9 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from pat_vllm import commands
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
-from pat_vllm.executor.lanes import reader_of
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
+from pat_vllm.executor.readers import reader_of
 from pat_vllm.layout import Layout
 from pat_vllm.worker.worker import PATWorkerMixin
 

@@ -23,18 +23,9 @@ import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from pat_vllm.executor.lanes import (
-    EXECUTE,
-    LEAVE,
-    SAMPLE,
-    Lanes,
-    LocalReader,
-    Network,
-    RemoteReader,
-    WorkerLanes,
-    reader_of,
-)
+from pat_vllm.executor.lanes import EXECUTE, LEAVE, SAMPLE, Lanes, Network, WorkerLanes
 from pat_vllm.executor.leftovers import Leftovers, Made, made_here, remove_sockets
+from pat_vllm.executor.readers import LocalReader, RemoteReader, reader_of
 from pat_vllm.layout import Layout
 from pat_vllm.worker.worker import PATWorkerMixin
 

@@ -6,16 +6,15 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from pat_vllm.metrics.names import Metric
-from tests.unit.metrics.test_updates import OF_VLLM
+from tests.unit.metrics.test_updates import OF_VLLM, exported
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """An exported name, and labels with their values."""
 
 
-def series(metric: Metric, **labels: Any) -> Series:
+def series(metric: str, **labels: Any) -> Series:
     """What a registry calls a gauge or counter; of a histogram, its buckets."""
-    return metric.exported[0], tuple(sorted((name, str(value)) for name, value in labels.items()))
+    return exported(metric)[0], tuple(sorted((name, str(value)) for name, value in labels.items()))
 
 
 def samples(registry: CollectorRegistry = REGISTRY) -> dict[Series, float]:

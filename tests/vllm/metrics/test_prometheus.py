@@ -38,6 +38,7 @@ from pat_vllm.scheduler.monitor import Monitor
 from tests.unit.metrics.test_updates import (
     LAYOUTS,
     OF_VLLM,
+    exported,
     expressions,
     names_in,
     taken,
@@ -68,8 +69,8 @@ def test_the_registry_adds_up_what_happened() -> None:
     metrics, updates = registered(registry), Updates()
     before = samples(registry)
     # An engine that does not speculate has no draft lengths.
-    exported = {name for one in METRICS for name in one.exported} - {names.DRAFT_LENGTH.name}
-    assert {name for name, _ in before} == exported
+    shown = {name for one in METRICS for name in exported(one)} - {names.DRAFT_LENGTH}
+    assert {name for name, _ in before} == shown
     home = {series(names.TENSOR_PARALLEL_SIZE): 2.0, series(names.NUM_REPLICAS): 2.0}
     assert before == dict.fromkeys(before, 0.0) | home
     expected = dict(before)
@@ -83,11 +84,11 @@ def test_the_registry_adds_up_what_happened() -> None:
         updates.saved(BatchSavings(1.0, source, *times))
         if rng.random() < 0.5:
             metrics.observe({"updates": taken(updates)})
-        _, total, count = names.STALL.exported
+        _, total, count = exported(names.STALL)
         expected[series(names.SWITCHES, source=source, target=target, reason=reason)] += 1
         expected[total, (("reason", reason),)] += seconds
         expected[count, (("reason", reason),)] += 1
-        for bound in names.STALL.buckets:
+        for bound in names.STALL_BUCKETS:
             expected[series(names.STALL, reason=reason, le=bound)] += seconds <= bound
         expected[series(names.STALL, reason=reason, le="+Inf")] += 1
         expected[series(names.REFUSED, reason=refusal)] += 1
@@ -119,7 +120,7 @@ def test_several_api_servers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = samples(get_prometheus_registry())
     pair = {"source": switch.source, "target": switch.target, "reason": switch.reason}
     assert found[series(names.SWITCHES, **pair)] == 3
-    assert found[names.STALL.exported[2], (("reason", switch.reason),)] == 3
+    assert found[exported(names.STALL)[2], (("reason", switch.reason),)] == 3
     assert found[series(names.NUM_REQUESTS, replica=3)] == 2
     assert found[series(names.TENSOR_PARALLEL_SIZE)] == 1
 
@@ -150,13 +151,13 @@ def test_the_dashboard_asks_for_what_vllms_logger_exports() -> None:
     config, _ = engine_config(8, num_blocks=80, speculative_config=drafts)
     PrometheusStatLogger(naming_connector(config), [0])
     suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-    exported = {
+    shown = {
         f"{family.name}{suffix}"
         for family in REGISTRY.collect()
         for suffix in suffixes.get(family.type, [""])
     }
     for expr, _ in expressions():
-        assert names_in(expr) <= exported
+        assert names_in(expr) <= shown
 
 
 def carried(outputs: dict[int, Any]) -> list[Update]:
@@ -218,5 +219,5 @@ def test_each_batch_is_counted_once() -> None:
     for more in (0, 2, 0, 1):
         ended += batches[len(ended) : len(ended) + more]
         monitor.idle()
-        counts.append(sum(one.name == names.BATCHES.name for one in taken(updates)))
+        counts.append(sum(one.name == names.BATCHES for one in taken(updates)))
     assert counts == [0, 2, 0, 1]

@@ -160,7 +160,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.lengths:LengthModel._refresh", LENGTHS): {
         "earlier batches are forgotten": {" + self._history": ""},
     },
-    (f"{PREDICTOR}.hazard:Pool.of", LENGTHS): {
+    (f"{PREDICTOR}.lengths:Pool.of", LENGTHS): {
         "responses that were cut short count as ended": {"at[ended]": "at"},
     },
     (f"{PREDICTOR}.step_base:StepBase.extra", STEP_BASE): {
@@ -207,19 +207,19 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         },
         "a change of the machine is taken for outliers": {">= _STREAK": ">= 10**9"},
     },
-    ("pat_vllm.reporting.savings:Savings.switched", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.switched", SAVINGS): {
         "a drain is part of the stall": {"report.seconds - report.quiesce": "report.seconds"},
     },
-    ("pat_vllm.reporting.savings:Savings.drafted", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.drafted", SAVINGS): {
         "steps with drafts count as plain": {"length > 0": "False"},
     },
-    ("pat_vllm.reporting.savings:Savings._fold", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings._fold", SAVINGS): {
         "a fixed layout has the stalls of switches": {"taken - stalled - sum": "taken - sum"},
         "without drafts a batch has no stalls": {
             "taken - sum(s.seconds - s.stall for": "taken - sum(s.seconds for"
         },
     },
-    ("pat_vllm.reporting.savings:Savings.end", SAVINGS): {
+    (f"{PREDICTOR}.savings:Savings.end", SAVINGS): {
         "requests with drafts are taken to advance alike": {"in_step(counted, lengths)": "counted"},
     },
     ("pat_vllm.weights.shards:QKVPartition.shard", SHARDS): {
