@@ -177,6 +177,8 @@ def _parts() -> dict[str, float]:
             group=zeros,
             number=np.arange(count),
             replica_steps=zeros,
+            trajectory=np.arange(count),
+            turn=zeros,
             num_computed_tokens=zeros + 500 + generated,
         )
 

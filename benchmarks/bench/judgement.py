@@ -79,7 +79,7 @@ class ReplayMoves(Policy):
                 return now >= self._made[-1] + gap
         return self._ended >= move.ended
 
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._ended += 1
 
 

@@ -92,7 +92,7 @@ class ClairvoyantPolicy(Policy):
         fresh = np.zeros(len(batch), np.int64)
         prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
         ahead = course(
-            LiveRequests(prompts, fresh, lengths, fresh > 0, fresh, fresh, fresh, fresh),
+            LiveRequests(prompts, fresh, lengths, fresh > 0, *[fresh] * 6),
             lengths[:, None],
         )
         drafting = PLAIN

@@ -145,7 +145,7 @@ def learnt(path: Path) -> tuple[int, ...]:
         return ()
     none, one = np.zeros(1, np.int64), np.ones(1, np.int64)
     bound = np.array([model.bound])
-    fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), none, none, none, none)
+    fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), *[none] * 6)
     return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
 
 

@@ -27,7 +27,7 @@ from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
@@ -130,12 +130,12 @@ class AdaptivePolicy(Policy):
 
     # ---------------------------------------------------------------- what happens
 
-    def arrived(self, now: float, group: int) -> None:
+    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
         if self._begun is None:
             self._begun = now
         self._savings.arrived()
 
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._savings.finished(num_output_tokens)
         self._lengths.finished(num_output_tokens, complete)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.state import Ints, LiveState
+from pat_vllm.predictor.state import Ints, LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import PredictorReport, SwitchReport
 from pat_vllm.speculation import Schedule
@@ -38,11 +38,17 @@ class Policy:
         """The layout to be in for the next step."""
         raise NotImplementedError
 
-    def arrived(self, now: float, group: int) -> None:
-        """A request has arrived; `group` as in `LiveRequests`."""
+    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
+        """A request has arrived."""
 
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
-        """A response ended. It is not `complete` when an abort or `max_tokens` cut it short."""
+    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
+        """A response ended. It is not `complete` when an abort or `max_tokens` cut it short.
+
+        Nobody tells of responses whose length was prescribed.
+        """
+
+    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
+        """A request ended, which held so many tokens. Another may continue it."""
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""
@@ -63,8 +69,13 @@ class Policy:
         so that none needs a pause of its own.
         """
 
+    def is_over(self, now: float) -> bool:
+        """Whether the batch is over if no request is left. Else some are expected to be
+        continued."""
+        return True
+
     def idle(self, now: float) -> None:
-        """No request is left."""
+        """The batch is over. No request is left."""
 
     def report(self, since: float = -math.inf) -> PredictorReport:
         """What was decided, or nearly, and how the predictions do.

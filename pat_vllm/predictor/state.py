@@ -15,6 +15,21 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request as part of a trajectory: of requests that continue one another.
+
+    Attributes:
+        trajectory: equal for the turns of one trajectory.
+        index: of the turn, 0 the first.
+        held: tokens of the turn before it, prompt and response; 0 for the first.
+    """
+
+    trajectory: int
+    index: int
+    held: int
+
+
 @dataclass(frozen=True)
 class LiveRequests:
     """The unfinished requests of an engine, as arrays over requests.
@@ -29,6 +44,7 @@ class LiveRequests:
         group: equal for requests with equal prompts (samples of one prompt), int64 [n].
         number: tells the request from all others, int64 [n].
         replica_steps: decode steps that its replica has made since the last switch, int64 [n].
+        trajectory: of the request, and `turn`, its index there, int64 [n] each; see `Turn`.
         num_computed_tokens: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
     """
 
@@ -39,6 +55,8 @@ class LiveRequests:
     group: Ints
     number: Ints
     replica_steps: Ints
+    trajectory: Ints
+    turn: Ints
     num_computed_tokens: Ints
 
     def __len__(self) -> int:

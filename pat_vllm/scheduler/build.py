@@ -18,6 +18,7 @@ from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
+from pat_vllm.turns import Turns
 from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def build(
         History(chosen(vllm_config)),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
+        turns=Turns(stock["hash_block_size"] or stock["block_size"]),
         metrics=Updates() if log_stats else None,
     )
     replica_set = ReplicaSet(

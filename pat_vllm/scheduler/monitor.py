@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pat_vllm.predictor.policy import Policy
     from pat_vllm.reporting import History, RefusedSwitch, SwitchReport
     from pat_vllm.scheduler.replica import Replica
+    from pat_vllm.turns import Turns
 
 
 class Monitor:
@@ -38,12 +39,14 @@ class Monitor:
         history: History,
         requests: RequestTable,
         speculates: bool,
+        turns: Turns,
         metrics: Updates | None = None,
     ) -> None:
         self._speculates = speculates
         self.policy = policy
         self.history = history
         self.requests = requests
+        self._turns = turns
         self.last_arrival = 0.0
         self.metrics = metrics
         self._saved_since = -math.inf
@@ -53,8 +56,9 @@ class Monitor:
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
         """A request was routed to a replica; for `group`, see `TrackedRequest`."""
         self.last_arrival = time.monotonic()
-        self.requests.add(request, replica, group)
-        self.policy.arrived(self.last_arrival, group)
+        turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
+        self.requests.add(request, replica, group, turn)
+        self.policy.arrived(self.last_arrival, turn, request.num_prompt_tokens)
 
     def stepped(
         self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult
@@ -82,11 +86,16 @@ class Monitor:
     def ended(self, request_id: str, reason: FinishReason) -> None:
         """A request ended."""
         tracked = self.requests.pop(request_id)
-        if tracked is None or tracked.exact:  # a fixed length tells nothing about other requests
+        if tracked is None:
             return
-        complete = self.requests.complete(tracked, reason)
-        num_output_tokens = tracked.request.num_output_tokens
-        self.policy.finished(time.monotonic(), tracked.group, num_output_tokens, complete)
+        now, request, turn = time.monotonic(), tracked.request, tracked.turn
+        if not tracked.exact:  # a fixed length tells nothing about other requests
+            complete = self.requests.complete(tracked, reason)
+            self.policy.finished(now, request.num_output_tokens, complete)
+        self._turns.ended(
+            turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
+        )
+        self.policy.ended(now, turn, request.num_tokens)
 
     def idle(self) -> None:
         """No request is left."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.predictor.state import Ints, LiveRequests
+from pat_vllm.predictor.state import Ints, LiveRequests, Turn
 from pat_vllm.profiling.profile import StepShape
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class TrackedRequest:
 
     Attributes:
         group: equal for samples of one prompt.
+        turn: its place in its trajectory.
         max_tokens: most tokens that its response can have.
         exact: whether it will have exactly that many.
         number: of requests that were entered before it.
@@ -35,6 +36,7 @@ class TrackedRequest:
     request: Request
     replica: Replica
     group: int
+    turn: Turn
     max_tokens: int
     exact: bool
     number: int
@@ -61,8 +63,8 @@ class RequestTable:
         tracked = self._tracked.get(request_id)
         return None if tracked is None else tracked.replica
 
-    def add(self, request: Request, replica: Replica, group: int) -> TrackedRequest:
-        """Enter a request; for `group`, see `TrackedRequest`."""
+    def add(self, request: Request, replica: Replica, group: int, turn: Turn) -> TrackedRequest:
+        """Enter a request; for `group` and `turn`, see `TrackedRequest`."""
         params = request.sampling_params
         max_tokens = self._max_model_len - request.num_prompt_tokens
         exact = False
@@ -73,7 +75,9 @@ class RequestTable:
             exact = params is not None and bool(
                 params.ignore_eos and not params.stop and not params.stop_token_ids
             )
-        tracked = TrackedRequest(request, replica, group, max(1, max_tokens), exact, self._entered)
+        tracked = TrackedRequest(
+            request, replica, group, turn, max(1, max_tokens), exact, self._entered
+        )
         self._entered += 1
         self._tracked[request.request_id] = tracked
         return tracked
@@ -101,12 +105,14 @@ class RequestTable:
                 one.group,
                 one.number,
                 one.replica.decode_steps,
+                one.turn.trajectory,
+                one.turn.index,
                 one.request.num_computed_tokens,
             )
             for one in self._tracked.values()
         ]
-        columns = np.array(rows, dtype=np.int64).reshape(-1, 8).T
-        prompt, generated, max_tokens, exact, group, number, steps, computed = columns
+        columns = np.array(rows, dtype=np.int64).reshape(-1, 10).T
+        prompt, generated, max_tokens, exact, group, number, steps, *turns, computed = columns
         return LiveRequests(
             num_prompt_tokens=prompt,
             num_output_tokens=generated,
@@ -116,6 +122,8 @@ class RequestTable:
             group=group,
             number=number,
             replica_steps=steps,
+            trajectory=turns[0],
+            turn=turns[1],
             num_computed_tokens=computed,
         )
 

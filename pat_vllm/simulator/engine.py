@@ -20,7 +20,7 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.reporting import (
     DraftSample,
     LayoutSteps,
@@ -131,6 +131,8 @@ class SimulatedEngine:
             np.repeat(
                 [one.made + steps for one, steps in zip(replicas, over, strict=True)], counts
             ),
+            index,
+            np.zeros(len(index), np.int64),
             (requests.num_computed_tokens + made)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
@@ -271,7 +273,8 @@ class SimulatedEngine:
             self._last_arrival = self.now
             arrived = True
             if self._policy is not None:
-                self._policy.arrived(self.now, group)
+                turn = Turn(request, 0, 0)
+                self._policy.arrived(self.now, turn, self._requests.num_prompt_tokens[request])
         if arrived:
             self._note()
 
@@ -341,12 +344,9 @@ class SimulatedEngine:
             self._requests.finished[request] = ended
             if self._policy is not None:
                 length = self._requests.length[request]
-                self._policy.finished(
-                    ended,
-                    self._requests.group[request],
-                    length,
-                    complete=length < self._requests.max_tokens,
-                )
+                self._policy.finished(ended, length, complete=length < self._requests.max_tokens)
+                turn = Turn(request, 0, 0)
+                self._policy.ended(ended, turn, self._requests.num_tokens(request))
         if complete:
             self._note()
 

@@ -31,7 +31,7 @@ class FollowSchedule(Policy):
                 target = layout
         return target
 
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
+    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._ended += 1
 
     def idle(self, now: float) -> None:

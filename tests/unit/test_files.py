@@ -282,7 +282,7 @@ def test_an_engine_goes_on_where_the_disk_is_full(
     before = path.read_bytes()
     policy = AdaptivePolicy(profile, bound=1000, lengths_file=path)
     for batch in range(1, 4):
-        policy.finished(float(batch), 0, 50, True)
+        policy.finished(float(batch), 50, True)
         with no_room(kind) as words:
             policy.idle(float(batch))  # where an engine's thread is when a batch has ended
         assert policy.report().batches == 1 + batch
@@ -291,7 +291,7 @@ def test_an_engine_goes_on_where_the_disk_is_full(
     (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
     assert words in warning and str(path) in warning
     # When there is room again, all of it is kept.
-    policy.finished(9.0, 0, 50, True)
+    policy.finished(9.0, 50, True)
     policy.idle(9.0)
     assert kept.load(path)[0].responses == lengths.responses + 4
 

@@ -16,7 +16,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import _DWELL
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, StayPolicy
-from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import traces
@@ -182,7 +182,7 @@ def test_a_file_of_lengths_that_cannot_be_written_is_reported_once(
     path = tmp_path / "gone" / "lengths.json"
     policy = policy_of(PROFILE, lengths_file=path)
     for batch in range(3):
-        policy.finished(batch, 0, 50, True)
+        policy.finished(batch, 50, True)
         policy.idle(batch)
     assert policy.report().batches == 3
     (warning,) = (one.message for one in caplog.records if one.levelno == logging.WARNING)
@@ -226,7 +226,7 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     policy = policy_of(PROFILE, bound=8000)
     observed: list[LiveRequests] = []
     monkeypatch.setattr(policy._lengths, "observe_running", observed.append)
-    policy.arrived(0.0, 1)
+    policy.arrived(0.0, Turn(1, 0, 0), 100)
     policy.switched(switch_report(GROUP, REPLICAS, seconds=1.0, num_seqs=4, migrated=4, tokens=400))
     for _ in range(20):
         policy.stepped(1.0, REPLICAS, StepShape(2, 200, 100, busy=2), 0.039)

@@ -6,7 +6,7 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.state import LiveRequests, LiveState
+from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 
@@ -25,7 +25,7 @@ class Driven:
         self.requests, self.now = requests, 0.0
         self.layout: Layout = self.policy.home
         for request in range(requests):
-            self.policy.arrived(0.0, request)
+            self.policy.arrived(0.0, Turn(request, 0, 0), 100)
 
     def steps(self, count: int, k: int, accepted: int | None) -> None:
         """Steps of a replica with all requests; None: no draft was found for any."""
@@ -49,6 +49,8 @@ class Driven:
             group=count.cumsum(),
             number=count.cumsum(),
             replica_steps=0 * count,
+            trajectory=count.cumsum(),
+            turn=0 * count,
             num_computed_tokens=500 * count,
         )
         self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))

@@ -82,7 +82,7 @@ def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     first = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
     for step in range(500):
         first.drafted(float(step), 4, 8, np.full(8, 4))
-    first.finished(2000.0, 0, 50, True)
+    first.finished(2000.0, 50, True)
     first.idle(2000.0)
     second = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
     assert second._acceptance is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.state import LiveState
+from pat_vllm.predictor.state import LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -104,12 +104,15 @@ class Recorder(Policy):
         assert len(state.requests()) == state.num_seqs
         return self.inner.choose(state)
 
-    def arrived(self, now: float, group: int) -> None:
-        self.events.append(("arrived", now, group))
+    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
+        self.events.append(("arrived", now, turn, num_prompt_tokens))
 
-    def finished(self, now: float, group: int, num_output_tokens: int, complete: bool) -> None:
-        self.inner.finished(now, group, num_output_tokens, complete)
-        self.events.append(("finished", now, group, num_output_tokens, complete))
+    def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
+        self.inner.finished(now, num_output_tokens, complete)
+        self.events.append(("finished", now, num_output_tokens, complete))
+
+    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
+        self.events.append(("ended", now, turn, num_tokens))
 
     def switched(self, report: SwitchReport) -> None:
         self.events.append(("switched", report.at, str(report.target), report.num_seqs))

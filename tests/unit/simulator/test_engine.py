@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import StayPolicy
+from pat_vllm.predictor.state import Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import LayoutSteps, Report
 from pat_vllm.simulator.engine import SimulatedEngine, SimulatedLiveRequests, _summed
@@ -59,18 +60,19 @@ def test_switch_and_return_home() -> None:
     assert run.switches[0].seconds == 2.0 and run.switches[0].quiesce == 0.0
     assert run.switches[0].num_seqs == run.switches[0].migrated == 1
     assert run.switches[0].tokens == 4 + 3
-    assert policy.events[:7] == [
-        ("arrived", 0.0, 0),
-        ("arrived", 0.0, 1),
-        ("finished", 3.0, 0, 3, True),
+    assert policy.events[:9] == [
+        ("arrived", 0.0, Turn(0, 0, 0), 4),
+        ("arrived", 0.0, Turn(1, 0, 0), 4),
+        ("finished", 3.0, 3, True),
+        ("ended", 3.0, Turn(0, 0, 0), 7),
         ("switched", 3.0, "tp2dp1", 1),
-        ("finished", 10.25, 1, 10, False),  # it ran into max_tokens
+        ("finished", 10.25, 10, False),  # it ran into max_tokens
+        ("ended", 10.25, Turn(1, 0, 0), 14),
         ("idle", 10.25),
         ("switched", 10.25, "tp1dp2", 0),
     ]
     # The next batch begins after the gap, and its prompts are others.
     assert (runs[1].seconds, runs[1].began) == (12.25, 112.25)
-    assert [event[2] for event in policy.events if event[0] == "arrived"] == [0, 1, 2, 3]
     # They are reports of the engine's kind.
     report = Report.from_json(runs[1].to_json())
     assert (report.switches, report.timeline) == (runs[1].switches, runs[1].timeline)
@@ -202,7 +204,10 @@ def test_every_request_finishes_with_its_length(data: st.DataObject, lengths: li
     policy = Recorder(data.draw(schedules(len(lengths))))
     run = simulate(trace, policy, Linear(), capacity, chunk=data.draw(st.sampled_from([1, 7, 32])))
     ended = [event for event in policy.events if event[0] == "finished"]
-    assert sorted((event[2], event[3]) for event in ended) == list(enumerate(lengths))
+    assert sorted(event[2] for event in ended) == sorted(lengths)
+    of_each = {event[2].trajectory: event[3] for event in policy.events if event[0] == "ended"}
+    held = zip(trace.num_prompt_tokens, lengths, strict=True)
+    assert of_each == dict(enumerate(prompt + length for prompt, length in held))
     assert run.tokens == sum(lengths)
     assert all(at > came for at, came in zip(run.finished, trace.arrivals, strict=True))
     assert run.generation_seconds == max(run.finished) <= run.back

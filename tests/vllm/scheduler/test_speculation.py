@@ -28,6 +28,7 @@ from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
 from pat_vllm.scheduler.switch import PlanningFailed
 from pat_vllm.speculation import Schedule, draft_lengths, every_length
+from pat_vllm.turns import Turns
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
 
@@ -327,7 +328,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(switch_betw
         step=lambda *args: None, drafts=lambda *args: None, switch=lambda report: None
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
-    monitor = Monitor(policy, history, table, speculates=True)
+    monitor = Monitor(policy, history, table, speculates=True, turns=Turns(16))
     replica: Any = SimpleNamespace(index=0, cadence=lambda now, seconds: seconds)
     steps = [
         (a_step({"a": (20, 1, 0), "b": (30, 1, 0)}, k=4), {"a": 1, "b": 1}),

@@ -105,7 +105,7 @@ MUTATIONS = [
     Mutation(
         "fixed lengths are learnt from",
         "pat_vllm.scheduler.monitor:Monitor.ended",
-        {"tracked is None or tracked.exact": "tracked is None"},
+        {"if not tracked.exact": "if True"},
         (f"{POLICY}::test_fixed_lengths_are_known_and_not_learnt_from",),
     ),
     Mutation(
