@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN
-from pat_vllm.predictor.planner import Planner, course
+from pat_vllm.predictor.course import course
+from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
@@ -91,10 +92,7 @@ class ClairvoyantPolicy(Policy):
     def _home(self, batch: LengthTrace) -> Layout:
         fresh = np.zeros(len(batch), np.int64)
         prompts, lengths = np.array(batch.num_prompt_tokens), np.array(batch.lengths)
-        ahead = course(
-            LiveRequests(prompts, fresh, lengths, fresh > 0, *[fresh] * 6),
-            lengths[:, None],
-        )
+        ahead = course(LiveRequests.fresh(prompts, batch.max_tokens), lengths[:, None])
         drafting = PLAIN
         if len(self._lengths) > 1:
             every = np.arange(len(batch))

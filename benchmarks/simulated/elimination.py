@@ -79,7 +79,7 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _never),
     "knees": lambda: patch(f"{_HERE}.step_base.KNEES", ()),
     "hope": lambda: patch(f"{_HERE}.acceptance._HOPE", 0.0),
-    "growing contexts": lambda: patch(f"{_HERE}.planner._MOST_PARTS", 1),
+    "growing contexts": lambda: patch(f"{_HERE}.course._MOST_PARTS", 1),
 }
 """What makes PAT do without each part."""
 

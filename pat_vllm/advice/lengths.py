@@ -143,9 +143,7 @@ def learnt(path: Path) -> tuple[int, ...]:
     model, _ = load(path)
     if not model.responses:
         return ()
-    none, one = np.zeros(1, np.int64), np.ones(1, np.int64)
-    bound = np.array([model.bound])
-    fresh = LiveRequests(one, none, bound, np.zeros(1, np.bool_), *[none] * 6)
+    fresh = LiveRequests.fresh(np.ones(1, np.int64), model.bound)
     return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
 
 

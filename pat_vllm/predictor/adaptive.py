@@ -20,15 +20,17 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN
 from pat_vllm.predictor.cost import CostModel
+from pat_vllm.predictor.course import course
 from pat_vllm.predictor.decisions import Decisions
 from pat_vllm.predictor.kept import Keeper
-from pat_vllm.predictor.planner import Outlook, Plan, Planner, course
+from pat_vllm.predictor.planner import Outlook, Plan, Planner
 from pat_vllm.predictor.policy import SETTLE_SECONDS, Policy
 from pat_vllm.predictor.probing import PROBE_STEPS, Prober
 from pat_vllm.predictor.savings import Savings
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
 from pat_vllm.predictor.step_time import StepTimeModel
+from pat_vllm.predictor.trajectories import Trajectories, course_of_turns
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.reporting import DecisionReport, PredictorReport, SwitchReport
 from pat_vllm.speculation import Schedule
@@ -103,6 +105,7 @@ class AdaptivePolicy(Policy):
         self.drafts = self._no_drafts
         self._drafting = PLAIN
         self._speeds = Speeds()
+        self._trajectories = Trajectories()
         self._prober = Prober()
         self._decisions = Decisions()
         self._savings = Savings(self._planner)
@@ -133,11 +136,15 @@ class AdaptivePolicy(Policy):
     def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
         if self._begun is None:
             self._begun = now
+        self._trajectories.arrived(now, turn, num_prompt_tokens)
         self._savings.arrived()
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._savings.finished(num_output_tokens)
         self._lengths.finished(num_output_tokens, complete)
+
+    def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
+        self._trajectories.ended(now, turn, num_tokens)
 
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         self._decisions.stepped(seconds)
@@ -186,16 +193,20 @@ class AdaptivePolicy(Policy):
     def refused(self, now: float) -> None:
         self._prober.stop()
 
+    def is_over(self, now: float) -> bool:
+        return self._trajectories.is_over(now)
+
     def idle(self, now: float) -> None:
         self._decisions.idle()
         # An engine may be told that it is idle long after its last step.
         self._savings.idle(self._last_step)
         self._lengths.end_of_batch()
         self._speeds.end_of_batch()
+        self._trajectories.end_of_batch()
         self._keeper.save(self._lengths, self._acceptance)
         self._planned = None
         if self._begun is not None:
-            self._worked_before += now - self._begun
+            self._worked_before += min(now, self._last_step) - self._begun
         self._begun = None
         self._last_switch = None
         self._prober.stop()
@@ -266,7 +277,7 @@ class AdaptivePolicy(Policy):
             self._speeds.observe(live, self._acceptance.per_step)
         remaining = self._lengths.sample(live, _FUTURES)
         prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
-        outlook = self._outlook(live, remaining, prompts)
+        outlook = self._outlook(state.now, live, remaining, prompts)
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
             self.drafts = plan.drafts
@@ -285,7 +296,7 @@ class AdaptivePolicy(Policy):
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
 
-    def _outlook(self, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
+    def _outlook(self, now: float, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
         tokens, used = None, 0
         if self._acceptance is not None:
             self._drafting = self._acceptance.expected()
@@ -293,7 +304,18 @@ class AdaptivePolicy(Policy):
                 tokens = self._acceptance.tokens_at(self._speeds.sample(live, _FUTURES))
                 used = self._acceptance.used
         ahead = course(live, remaining, tokens, used)
+        if self._trajectories.go_on:
+            token = self._planner.token_seconds(self._layout, ahead, self._drafting)
+            futures = self._trajectories.sample(
+                now, live, remaining, self._fresh_lengths, float(token[-1])
+            )
+            ahead = course_of_turns(futures)
         return self._planner.outlook(ahead, prompts=prompts, drafting=self._drafting)
+
+    def _fresh_lengths(self, count: int) -> Ints:
+        """Tokens of so many responses that have not begun, in each future."""
+        fresh = LiveRequests.fresh(np.ones(count, np.int64), self._lengths.bound)
+        return self._lengths.sample(fresh, _FUTURES)
 
     def _open(self, last: LiveRequests) -> None:
         """Be ready for a batch of as many requests as `last`: an idle engine switches to `home`.
@@ -302,13 +324,13 @@ class AdaptivePolicy(Policy):
         take the time of many steps.
         """
         none = np.zeros(len(last), np.int64)
-        fresh = replace(last, num_output_tokens=none, num_computed_tokens=none)
+        fresh = replace(last, num_output_tokens=none, num_computed_tokens=none, turn=none)
         remaining = self._lengths.sample(fresh, _FUTURES)
         # A prompt is computed once for all its samples.
         _, first = np.unique(last.group, return_index=True)
         prompts = int(last.num_prompt_tokens[first].sum())
         here = self._layout
-        plan = self._outlook(fresh, remaining, prompts).plan(here)
+        plan = self._outlook(self._last_step, fresh, remaining, prompts).plan(here)
         seconds = {here: plan.stay}
         for layout, total in plan.go.items():
             idle = self._costs.seconds(here, layout, 0.0, 0.0)

@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.planner import Course, Outlook, Plan, Planner, course
+from pat_vllm.predictor.course import Course, course
+from pat_vllm.predictor.planner import Outlook, Plan, Planner
 from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import BatchSavings, BatchTimes, Records, SwitchReport
 

@@ -59,6 +59,15 @@ class LiveRequests:
     turn: Ints
     num_computed_tokens: Ints
 
+    @classmethod
+    def fresh(cls, num_prompt_tokens: Ints, max_tokens: int) -> LiveRequests:
+        """Requests that have just arrived, none of which has to do with another."""
+        each = np.arange(len(num_prompt_tokens))
+        none = np.zeros_like(each)
+        most = np.full_like(each, max_tokens)
+        exact = np.zeros(len(each), np.bool_)
+        return cls(num_prompt_tokens, none, most, exact, each, each, none, each, none, none)
+
     def __len__(self) -> int:
         return len(self.num_prompt_tokens)
 

@@ -39,8 +39,9 @@ REQUEST_TIMEOUT = 60.0
 class LayoutController:
     """Keeps the engine in the layout that is asked for: by a user, or else by the policy.
 
-    A layout that a user asked for holds until the engine has worked and become idle. An idle
-    engine goes home: there is no KV to move then.
+    A batch is over when no request is left and none is expected to be continued, or when caches
+    are reset or weights change while no request is left. Then the engine goes home. A layout that
+    a user asked for holds until then.
 
     Attributes:
         drafts: the draft lengths, which follow the layout.
@@ -64,6 +65,7 @@ class LayoutController:
         self.costs = costs
         self._forced = False
         self._was_busy = False
+        self._was_reset = False
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
@@ -74,7 +76,7 @@ class LayoutController:
     def before_step(self) -> None:
         """Switch if that is due. Called on the engine's thread, before each step."""
         self._engine_thread = threading.get_ident()
-        self.go_home_if_idle()
+        self.end_batch_if_over()
         self._run_requested()
         self._follow_policy()
         self.drafts.write(self._active.layout, self._active.replicas)
@@ -82,34 +84,43 @@ class LayoutController:
     def before_arrival(self) -> None:
         """A request is about to be routed.
 
-        vLLM's in-process engine makes no step after the last output of a batch, so the engine may
-        still have to go home.
+        vLLM's in-process engine makes no step after the last output of a batch, and none makes
+        steps while nothing comes, so a batch may still have to be ended.
         """
-        if self._was_busy and not self._active.num_seqs:
-            self._active.drain()  # a step that was started before the last response ended
-        self.go_home_if_idle()
-        self._was_busy = True
+        if self._was_busy:
+            self.finish_work()
+        self._was_busy, self._was_reset = True, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
             self._monitor.policy.weights_changed()
 
     def finish_work(self) -> None:
-        """If the last response has ended, end its batch, too.
+        """If the last response has ended, end its batch, too, if that is over.
 
         A step that was started before may still be in flight.
         """
         if not self._active.num_seqs:
             self._active.drain()
-            self.go_home_if_idle()
+            self.end_batch_if_over()
 
-    def go_home_if_idle(self) -> None:
-        """Return to the policy's home layout if the work is done."""
+    def caches_reset(self) -> None:
+        """The prefix caches were reset: what waits has nothing to come back to."""
+        if not self._active.num_seqs:
+            self._was_reset = True
+            self.finish_work()
+
+    def end_batch_if_over(self) -> None:
+        """Return to the policy's home layout if the batch is over."""
         if not self._was_busy or self._active.in_flight or self._active.num_seqs:
             return
-        if not self._active.executor.refresh_weights():
+        executor = self._active.executor
+        if not executor.refresh_weights():
             return  # its weights are not there: it sleeps, or gets new ones
-        self._was_busy = False
+        changed = self._was_reset or executor.weights_version != self._weights_version
+        if not changed and not self._monitor.policy.is_over(time.monotonic()):
+            return
+        self._was_busy = self._was_reset = False
         self._forced = False
         self.drafts.release()
         self._monitor.idle()

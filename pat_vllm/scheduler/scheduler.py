@@ -166,12 +166,14 @@ class PATScheduler(SchedulerInterface):
             self.replica_set.drain()
             for replica in self._replicas:
                 preempt_carried(replica.scheduler)
-        return all(
+        reset = all(
             [
                 replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
                 for replica in self._replicas
             ]
         )
+        self.controller.caches_reset()
+        return reset
 
     def reset_encoder_cache(self) -> None:
         for replica in self._replicas:

@@ -220,7 +220,7 @@ def test_fixed_lengths_are_known_and_not_learnt_from(deciding: Any) -> None:
     assert set(live.max_tokens) == {job.sampling["max_tokens"] for job in jobs.values()}
     assert (live.num_output_tokens <= live.max_tokens).all()
     assert (live.num_computed_tokens <= live.context).all()
-    assert len({*live.number}) == 12 and set(live.replica_steps) <= {2, 3}
+    assert len({*live.number}) == 12 and set(live.replica_steps) <= {1, 2, 3}
     assert pat_vllm.report(llm).predictor.responses == before.responses
 
     run(llm, long_tail(seed=3, ignore_eos=False))

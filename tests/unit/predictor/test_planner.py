@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN, Drafting
-from pat_vllm.predictor.planner import Course, Plan, Planner, StepSeconds, course
+from pat_vllm.predictor.course import Course, course
+from pat_vllm.predictor.planner import Plan, Planner, StepSeconds
 from pat_vllm.predictor.state import Floats
 from tests.unit.predictor.examples import live_requests
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor import savings as savings_module
-from pat_vllm.predictor.planner import Course, Planner
+from pat_vllm.predictor.course import Course
+from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.savings import Look, Savings, Stretch, in_step
 from pat_vllm.predictor.state import Floats

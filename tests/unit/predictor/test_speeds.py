@@ -14,7 +14,8 @@ from pat_vllm.advice.replay import PLANNED, Config, Task, replay_chain
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Acceptance, Drafting
-from pat_vllm.predictor.planner import Planner, course
+from pat_vllm.predictor.course import course
+from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.speeds import Speeds
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
 from tests.unit.predictor.examples import live_requests

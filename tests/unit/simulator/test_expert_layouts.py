@@ -13,7 +13,8 @@ from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CarryRates, CostModel
-from pat_vllm.predictor.planner import Planner, course
+from pat_vllm.predictor.course import course
+from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample

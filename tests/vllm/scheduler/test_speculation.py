@@ -329,7 +329,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(switch_betw
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
     monitor = Monitor(policy, history, table, speculates=True, turns=Turns(16))
-    replica: Any = SimpleNamespace(index=0, cadence=lambda now, seconds: seconds)
+    replica: Any = SimpleNamespace(index=0, decode_steps=0, cadence=lambda *args: args[1])
     steps = [
         (a_step({"a": (20, 1, 0), "b": (30, 1, 0)}, k=4), {"a": 1, "b": 1}),
         (a_step({"a": (21, 5, 4), "b": (31, 2, 1)}, k=2), {"a": 3, "b": 1}),

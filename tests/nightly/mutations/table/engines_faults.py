@@ -86,7 +86,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a layout that a user asked for holds for ever",
-        "pat_vllm.scheduler.layout_controller:LayoutController.go_home_if_idle",
+        "pat_vllm.scheduler.layout_controller:LayoutController.end_batch_if_over",
         {"self._forced = False": "pass"},
         (f"{POLICY}::test_it_profiles_plans_and_reports", SCHEDULER),
     ),

@@ -68,7 +68,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
             "(steps - fixed) * each": "(steps - fixed) * last"
         },
     },
-    (f"{PREDICTOR}.planner:course", SPEEDS): {
+    (f"{PREDICTOR}.course:course", SPEEDS): {
         "requests end in the order of their tokens": {"-remaining * per_token[used]": "-remaining"},
     },
     (f"{PREDICTOR}.speeds:Speeds.observe", SPEEDS): {
@@ -102,13 +102,13 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     (f"{PREDICTOR}.planner:Outlook.hoped", PLANNER): {
         "a hope slows a layout down": {"one / factor": "one * factor"},
     },
-    (f"{PREDICTOR}.planner:course", PLANNER): {
+    (f"{PREDICTOR}.course:course", PLANNER): {
         "contexts do not grow": {"made * middle": "0 * middle"},
         "the last response is forgotten": {
             "before[:, :-1] = ends[:, 1:]": "before[:, :-1] = ends[:, 1:]; before[:, -1] = 1"
         },
     },
-    (f"{PREDICTOR}.planner:_cut", PLANNER): {
+    (f"{PREDICTOR}.course:_cut", PLANNER): {
         "parts of a group come in the wrong order": {
             "0.5 - (part + 0.5)": "(part + 0.5)",
         },
