@@ -66,6 +66,7 @@ class Trajectories:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._waiting: dict[int, _Waiting] = {}
+        self._left: dict[int, _Waiting] = {}  # by the last batch, as it seems
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._appended: deque[int] = deque(maxlen=_GAPS)
         # By the index of a turn: how often another followed, and how often it was the last.
@@ -78,6 +79,11 @@ class Trajectories:
 
     def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
         """A request has arrived."""
+        if not turn.index:
+            self._close()
+            return
+        if turn.trajectory in self._left:
+            self._waiting, self._left = self._left | self._waiting, {}  # it was not over
         before = self._waiting.pop(turn.trajectory, None)
         if before is None:
             return
@@ -94,13 +100,17 @@ class Trajectories:
         return not self.go_on or float(self._returning(now).sum()) < _FEW
 
     def end_of_batch(self) -> None:
-        """What waits is not continued."""
-        if self.go_on:
-            for one in self._waiting.values():
+        """What waits is not expected to be continued. If it is, that will be learnt."""
+        self._left, self._waiting = self._left | self._waiting, {}
+
+    def _close(self) -> None:
+        """A new batch begins: what the last one left is not continued."""
+        if self._left and self.go_on:
+            for one in self._left.values():
                 self._last[min(one.index, _MOST_TURNS - 1)] += 1
             self._followed *= _KEPT
             self._last *= _KEPT
-        self._waiting.clear()
+        self._left = {}
 
     def _returning(self, now: float) -> Floats:
         """Probability that each trajectory that waits goes on, float64 [waiting]."""
