@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.scheduler.requests import RequestTable, accepted_drafts, counted_drafts, step_shape
+from pat_vllm.scheduler.requests import (
+    RequestTable,
+    TrackedRequest,
+    accepted_drafts,
+    counted_drafts,
+    step_shape,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,14 +84,15 @@ class Monitor:
             self.policy.drafted(now, asked, max(shape.batch, len(of_each)), of_each)
         self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
 
-    def ended(self, request_id: str, reason: FinishReason) -> None:
-        """A request ended."""
+    def ended(self, request_id: str, reason: FinishReason) -> TrackedRequest | None:
+        """A request ended; returns what was known of it, or None when it is unknown."""
         tracked = self.requests.pop(request_id)
         if tracked is None or tracked.exact:  # a fixed length tells nothing about other requests
-            return
+            return tracked
         complete = self.requests.complete(tracked, reason)
         num_output_tokens = tracked.request.num_output_tokens
         self.policy.finished(time.monotonic(), tracked.group, num_output_tokens, complete)
+        return tracked
 
     def idle(self) -> None:
         """No request is left."""

@@ -52,7 +52,7 @@ _SCHEDULER: list[Row] = [
     ("the other layout's workers are told of requests as of known ones", "pat_vllm.patches.schedulers:queue_with_blocks", "scheduler.prev_step_scheduled_req_ids.clear()", "pass", SCHEDULER),
     ("accepted tokens are dropped at a switch", "replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n        [one.output.sampled_token_ids.__setitem__(slice(None), [t[:1] for t in one.output.sampled_token_ids]) for one in results]\n        self.finish(results)", SPECULATION),
     ("drafts come to another replica", "replica_set:ReplicaSet.finish", "self._collect(replica.finish(result.output, result.drafts))", "self._collect(replica.finish(result.output, None))\n            if result.drafts is not None:\n                self.replicas[result.replica - 1].scheduler.update_draft_token_ids(result.drafts)", SPECULATION),
-    ("loads of replicas do not count in routing", "replica_set:ReplicaSet.add", "[one.num_seqs for one in self.replicas]", "[0 for _ in self.replicas]", SCHEDULER),
+    ("loads of replicas do not count in routing", "replica_set:ReplicaSet._route", "[one.num_seqs for one in self.replicas]", "[0 for _ in self.replicas]", SCHEDULER),
     ("a switch forgets the outputs of steps that reached no worker", "replica_set:ReplicaSet.drain", "self.finish(())", "self._empty_steps.clear()", SCHEDULER),
     ("workers do not hear what has ended", "replica:is_empty_step", "        or step.finished_req_ids\n", "", SPECULATION),
     ("blocks of preempted requests are held back for loads", "replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass", SCHEDULER),

@@ -264,7 +264,9 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
         "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
-        "the shortest prefix decides": {"chosen = known\n                break": "chosen = known"},
+        "the shortest prefix decides": {
+            "len(prefixes) - i\n                break": "len(prefixes) - i"
+        },
         "prefixes that are used are forgotten first": {"popitem(last=False)": "popitem()"},
     },
     ("pat_vllm.routing:spread", ROUTING): {
