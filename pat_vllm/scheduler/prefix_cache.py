@@ -61,10 +61,15 @@ def place_chains(
         cached = [num_cached(replica, chain) for replica in replicas]
         if longest := max(cached):
             found.append((chain[:longest], cached.index(longest)))
-    placed = [Placed(str(i), replica, len(chain)) for i, (chain, replica) in enumerate(found)]
-    placement = spread(placed, source, target)
+    names = [f"{i:09}" for i in range(len(found))]  # of equally long ones, the first one first
+    placement = spread(
+        [Placed(name, at, len(chain)) for name, (chain, at) in zip(names, found, strict=True)],
+        source,
+        target,
+    )
     return [
-        PlacedChain(chain, replica, placement[str(i)]) for i, (chain, replica) in enumerate(found)
+        PlacedChain(chain, at, placement[name])
+        for name, (chain, at) in zip(names, found, strict=True)
     ]
 
 

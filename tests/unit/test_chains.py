@@ -13,6 +13,8 @@ from pat_vllm import chains as module
 from pat_vllm.chains import Chain, Chains, PlacedChain, fill
 
 Found = tuple[int, Hashable]
+Hashes = set[Hashable]
+Switch = tuple[list[Hashes], list[PlacedChain], list[Hashes], list[int]]
 
 
 def chain(text: str) -> Chain:
@@ -24,9 +26,7 @@ TEXTS = st.text("ab", max_size=6)
 
 
 @st.composite
-def switches(
-    draw: st.DrawFn,
-) -> tuple[list[set[Hashable]], list[PlacedChain], list[set], list[int]]:
+def switches(draw: st.DrawFn) -> Switch:
     """What source replicas have, the chains wanted, what targets have, and their room."""
     sources = [
         {one for text in draw(st.lists(TEXTS, max_size=4)) for one in chain(text)}
@@ -49,7 +49,7 @@ def switches(
 
 @given(switches())
 def test_what_is_carried_can_be_found_and_is_carried_once(
-    case: tuple[list[set[Hashable]], list[PlacedChain], list[set[Hashable]], list[int]],
+    case: Switch,
 ) -> None:
     sources, wanted, held, room = case
     before = [set(one) for one in held]
