@@ -150,7 +150,7 @@ def test_the_chance_follows_what_is_asked_for_again() -> None:
     for _ in range(3000):
         chains.arrived(chain("ab"), 75)
         chains.ended(chain("ab"), 100)
-    assert 0.6 < chains.chance < 0.75
+    assert 0.72 < chains.chance < 0.76
     for _ in range(100):
         chains.arrived(chain("ab"), 1000)
     assert chains.chance <= 1.0

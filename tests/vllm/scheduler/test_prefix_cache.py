@@ -329,6 +329,7 @@ def test_nothing_survives_a_reset_or_new_weights(
         finish(scheduler, one)
         if happens == "reset":
             assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert scheduler.replica_set.chains.latest() == []
             scheduler.memory.step()
         elif happens == "weights":
             monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
@@ -366,6 +367,29 @@ def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
     scheduler.replica_set.chains._left = 1e9
     finish(scheduler, request("a", tokens_of(1, 4), 1))
     assert switch(scheduler, 2).cached_tokens == 0
+
+
+def test_the_chance_is_learned_from_blocks_that_no_request_uses(scheduler: Any) -> None:
+    """Samples of a prompt and a prefix that others use tell nothing of next turns."""
+
+    def seen() -> tuple[float, float]:
+        chains = scheduler.replica_set.chains
+        return chains._asked - begun[0], chains._left - begun[1]
+
+    begun = 0.0, 0.0
+    begun = seen()
+    system = tokens_of(1, 2)
+    scheduler.add_request(request("lives on", system, 4000))
+    scheduler.memory.step()
+    ended = request("a", [*system, *tokens_of(2, 3)], 1)
+    finish(scheduler, ended)
+    assert seen() == (0, 3), "two of its blocks are still used"
+    finish(scheduler, request("a again", [*system, *tokens_of(2, 3)], 1))
+    assert seen() == (0, 6), "a sample of the same prompt"
+    finish(scheduler, request("b", [*system, *tokens_of(3, 1)], 1))
+    assert seen() == (0, 7)
+    finish(scheduler, request("a's next turn", [*ended.all_token_ids, *tokens_of(4, 1)], 1))
+    assert seen() == (3, 11)
 
 
 # -------------------------------------------------------------------- storms

@@ -17,6 +17,7 @@ SHARDS = ("tests/unit/weights/test_shards.py",)
 ROW_ORDER = ("tests/unit/weights/test_row_order.py",)
 PLAN = ("tests/unit/kv_transfer/test_plan.py",)
 ROUTING = ("tests/unit/test_routing.py",)
+CHAINS = ("tests/unit/test_chains.py",)
 LAYOUT = ("tests/unit/test_layout.py",)
 
 _FADES = "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))"
@@ -262,7 +263,22 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.kv_transfer.plan:RankMoves.of", PLAN): {
         "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
     },
+    ("pat_vllm.chains:fill", CHAINS): {
+        "a suffix is carried without its prefix": {
+            "if block is None:\n                break": "if block is None:\n                continue"
+        },
+        "a replica gets more than it has room for": {
+            "len(blocks) == room[chain.target_replica]": "False"
+        },
+        "what is held is carried again": {"one not in has": "True"},
+    },
+    ("pat_vllm.chains:Chains.ended", CHAINS): {
+        "a chain that is continued stays": {"self._replace(chain)": "pass"},
+        "all chains are remembered": {"self._blocks > REMEMBERED_BLOCKS": "False"},
+        "the chance is of all time": {"self._left > _WINDOW_BLOCKS": "False"},
+    },
     ("pat_vllm.routing:Router.route", ROUTING): {
+        "prefixes in caches do not count": {"max(cached, default=0)": "0"},
         "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
         "the shortest prefix decides": {
             "len(prefixes) - i\n                break": "len(prefixes) - i"
