@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Chain: TypeAlias = Sequence[Hashable]
 Block = TypeVar("Block")
@@ -85,8 +84,7 @@ class Chains:
         self._blocks -= len(self._by_end.pop(end))
 
 
-@dataclass(frozen=True)
-class PlacedChain:
+class PlacedChain(NamedTuple):
     """A chain at a switch: the replicas that have it, and will have it."""
 
     hashes: Chain
@@ -94,43 +92,40 @@ class PlacedChain:
     target_replica: int
 
 
-@dataclass(frozen=True)
-class CachedBlock(Generic[Block]):
-    """A block of a source replica's cache that a switch carries."""
+class Run(NamedTuple, Generic[Block]):
+    """Blocks that follow each other in a chain, in the cache of one source replica."""
 
     source_replica: int
-    block: Block
+    blocks: Sequence[Block]
 
 
 def fill(
     chains: Iterable[PlacedChain],
-    find: Callable[[int, Hashable], Block | None],
+    find: Callable[[int, Chain], Sequence[Block]],
     held: Sequence[set[Hashable]],
     room: Sequence[int],
-) -> list[list[CachedBlock[Block]]]:
+) -> list[list[Run[Block]]]:
     """Choose the cached blocks that each target replica gets, as far as it has room.
 
     Args:
         chains: the most wanted one first.
-        find: the block of a source replica with this hash; None where it has none.
+        find: the blocks of a source replica with these hashes, up to the first that it lacks.
         held: hashes that each target replica has in any case. With a block it has all before it.
             What is chosen is added.
         room: blocks for which each target replica has room.
 
     Returns:
-        For each target replica its blocks, the most wanted one first. No hash comes twice, and none
-        comes before its predecessor in a chain: without it, it could not be found.
+        For each target replica its blocks, the most wanted ones first. No hash comes twice, and
+        none without its predecessor in a chain: it could not be found.
     """
-    chosen: list[list[CachedBlock[Block]]] = [[] for _ in room]
-    for chain in chains:
-        blocks, has = chosen[chain.target_replica], held[chain.target_replica]
-        first = bisect_left(chain.hashes, True, key=lambda one: one not in has)
-        for one in chain.hashes[first:]:
-            if len(blocks) == room[chain.target_replica]:
-                break
-            block = find(chain.source_replica, one)
-            if block is None:
-                break
-            blocks.append(CachedBlock(chain.source_replica, block))
-            has.add(one)
+    chosen: list[list[Run[Block]]] = [[] for _ in room]
+    left = list(room)
+    for hashes, source, target in chains:
+        has = held[target]
+        first = bisect_left(hashes, True, key=lambda one, has=has: one not in has)
+        wanted = hashes[first : first + left[target]]
+        if blocks := find(source, wanted):
+            chosen[target].append(Run(source, blocks))
+            has.update(wanted[: len(blocks)])
+            left[target] -= len(blocks)
     return chosen

@@ -6,11 +6,12 @@ PAT's engines have one group of KV caches: a block is found by its hash alone.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from pat_vllm.chains import Chain, PlacedChain, fill
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+from pat_vllm.chains import Chain, PlacedChain, Run, fill
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.routing import Placed, spread
 
@@ -21,10 +22,19 @@ if TYPE_CHECKING:
     from pat_vllm.scheduler.replica import Replica
 
 
-def find(replica: Replica, block_hash: Hashable) -> KVCacheBlock | None:
-    """The block with this hash, as vLLM would find it, or None."""
-    found = replica.scheduler.kv_cache_manager.block_pool.get_cached_block(block_hash, [0])
-    return None if found is None else found[0]
+_GROUP = make_block_hash_with_group_id(BlockHash(b""), 0)
+"""What vLLM appends to hashes of the first group."""
+
+
+def find(replica: Replica, chain: Chain) -> list[KVCacheBlock]:
+    """The blocks with these hashes, as vLLM would find them, up to the first that is not cached."""
+    get = replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
+    blocks = []
+    for block_hash in chain:
+        if (block := get(block_hash + _GROUP)) is None:
+            break
+        blocks.append(block)
+    return blocks
 
 
 def num_cached(replica: Replica, chain: Chain) -> int:
@@ -32,20 +42,19 @@ def num_cached(replica: Replica, chain: Chain) -> int:
 
     vLLM drops the last blocks of a chain first, so that it has all before one that it has.
     """
-    if not chain or find(replica, chain[0]) is None:
+    if not find(replica, chain[:1]):
         return 0
-    return bisect_left(chain, True, key=lambda one: find(replica, one) is None)
+    return bisect_left(chain, True, key=lambda one: not find(replica, [one]))
 
 
 def num_unused(replica: Replica, chain: Chain) -> int:
     """How many of these no request uses. Who uses a block uses all before it."""
     cached = chain[: num_cached(replica, chain)]
 
-    def is_free(block_hash: Hashable) -> bool:
-        block = find(replica, block_hash)
-        return block is not None and block.ref_cnt == 0
+    def is_unused(block_hash: Hashable) -> bool:
+        return all(block.ref_cnt == 0 for block in find(replica, [block_hash]))
 
-    return len(cached) - bisect_left(cached, True, key=is_free)
+    return len(cached) - bisect_left(cached, True, key=is_unused)
 
 
 def place_chains(
@@ -91,37 +100,44 @@ def carry_cached(
         Where the KV of these blocks lies, and where it goes.
     """
     room = [one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for one in fresh]
-    filled = fill(wanted, lambda index, one: find(replicas[index], one), held, room)
-    blocks = []
-    for replica, cached in zip(fresh, filled, strict=True):
-        ids = _take_up(replica, [one.block for one in cached])
-        pairs: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for one, block_id in zip(cached, ids, strict=True):
-            pairs[one.source_replica].append((one.block.block_id, block_id))
-        for source, ends in pairs.items():
-            source_blocks, target_blocks = zip(*ends, strict=True)
-            blocks.append(
-                RequestBlocks("cached", source, source_blocks, replica.index, target_blocks)
-            )
-    return blocks
+    filled = fill(wanted, lambda index, chain: find(replicas[index], chain), held, room)
+    return [
+        RequestBlocks(
+            "cached",
+            source,
+            tuple(block.block_id for block in blocks),
+            replica.index,
+            tuple(ids),
+        )
+        for replica, runs in zip(fresh, filled, strict=True)
+        for (source, blocks), ids in zip(runs, _take_up(replica, runs), strict=True)
+    ]
 
 
-def _take_up(replica: Replica, cached: Sequence[KVCacheBlock]) -> list[int]:
+def _take_up(replica: Replica, runs: Sequence[Run[KVCacheBlock]]) -> list[list[int]]:
     """Put blocks of other replicas into the cache of a new one, as blocks that no request uses.
 
     They stay free: requests get the other free blocks first, then the least wanted of these.
 
     Args:
-        cached: the most wanted one first.
+        runs: the most wanted one first.
 
     Returns:
-        The ids of the blocks that their KV has to come to, in the same order.
+        For each run the ids of the blocks that its KV has to come to.
     """
     pool = replica.scheduler.kv_cache_manager.block_pool
-    blocks = pool.get_new_blocks(len(cached))
-    for block, one in zip(blocks, cached, strict=True):
-        assert one.block_hash is not None
-        block.set_block_hash(one.block_hash, one.block_hash_num_tokens)
-        pool.cached_block_hash_to_block.insert(one.block_hash, block)
-    pool.free_blocks(reversed(blocks))
-    return [block.block_id for block in blocks]
+    ids = []
+    taken: list[KVCacheBlock] = []
+    for _, cached in runs:
+        blocks = pool.free_block_queue.popleft_n(len(cached))
+        for block, one in zip(blocks, cached, strict=True):
+            assert one.block_hash is not None
+            block.set_block_hash(one.block_hash, one.block_hash_num_tokens)
+            pool.cached_block_hash_to_block.insert(one.block_hash, block)
+        if pool.metrics_collector is not None:
+            for block in blocks:
+                pool.metrics_collector.on_block_allocated(block)
+        ids.append([block.block_id for block in blocks])
+        taken += blocks
+    pool.free_block_queue.append_n(taken[::-1])
+    return ids

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from itertools import takewhile
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm import chains as module
-from pat_vllm.chains import Chain, Chains, PlacedChain, fill
+from pat_vllm.chains import Chain, Chains, PlacedChain, Run, fill
 
 Found = tuple[int, Hashable]
 Hashes = set[Hashable]
@@ -54,16 +55,17 @@ def test_what_is_carried_can_be_found_and_is_carried_once(
     sources, wanted, held, room = case
     before = [set(one) for one in held]
 
-    def find(replica: int, one: Hashable) -> Found | None:
-        return (replica, one) if one in sources[replica] else None
+    def find(replica: int, hashes: Chain) -> list[Found]:
+        found = takewhile(lambda one: one in sources[replica], hashes)
+        return [(replica, one) for one in found]
 
     chosen = fill(wanted, find, held, room)
-    for index, blocks in enumerate(chosen):
+    for index, runs in enumerate(chosen):
+        blocks = [(run.source_replica, *block) for run in runs for block in run.blocks]
         assert len(blocks) <= room[index]
         has = set(before[index])
-        for block in blocks:
-            replica, one = block.block
-            assert replica == block.source_replica and one in sources[replica]
+        for source, replica, one in blocks:
+            assert replica == source and one in sources[replica]
             assert isinstance(one, str)
             assert one not in has, "carried twice, or there already"
             assert len(one) == 1 or one[:-1] in has, "without what is before it"
@@ -78,29 +80,33 @@ def test_what_is_carried_can_be_found_and_is_carried_once(
                         break
 
 
+def hashes_of(runs: Iterable[Run[Hashable]]) -> list[Hashable]:
+    return [one for run in runs for one in run.blocks]
+
+
 def test_the_most_wanted_chain_comes_first_and_whole() -> None:
     wanted = [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("abd"), 0, 0)]
-    (blocks,) = fill(wanted, lambda replica, one: one, [set()], [4])
-    assert [one.block for one in blocks] == ["a", "ab", "abc", "abd"]
-    (blocks,) = fill(wanted, lambda replica, one: one, [set()], [2])
-    assert [one.block for one in blocks] == ["a", "ab"]
+    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [4])
+    assert hashes_of(blocks) == ["a", "ab", "abc", "abd"]
+    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [2])
+    assert hashes_of(blocks) == ["a", "ab"]
 
 
 def test_a_chain_half_live_takes_the_other_half_along() -> None:
     wanted = [PlacedChain(chain("abcd"), 0, 0), PlacedChain(chain("abcd"), 0, 1)]
-    near, far = fill(wanted, lambda replica, one: one, [{*chain("ab")}, set()], [9, 9])
-    assert [one.block for one in near] == ["abc", "abcd"]
-    assert [one.block for one in far] == [*chain("abcd")], "another replica lacks the first half"
+    near, far = fill(wanted, lambda replica, hashes: hashes, [{*chain("ab")}, set()], [9, 9])
+    assert hashes_of(near) == ["abc", "abcd"]
+    assert hashes_of(far) == [*chain("abcd")], "another replica lacks the first half"
 
 
 def test_a_block_that_was_evicted_ends_its_chain() -> None:
     (blocks,) = fill(
         [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
-        lambda replica, one: None if one == "ab" else one,
+        lambda replica, hashes: [*takewhile(lambda one: one != "ab", hashes)],
         [set()],
         [9],
     )
-    assert [one.block for one in blocks] == ["a", "b"]
+    assert hashes_of(blocks) == ["a", "b"]
 
 
 # -------------------------------------------------------------------- memory

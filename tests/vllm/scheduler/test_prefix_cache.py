@@ -18,7 +18,7 @@ from vllm.v1.request import Request, RequestStatus
 from benchmarks.without_workers import BLOCK_SIZE, EXECUTOR, engine_config
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.layout import Layout
-from pat_vllm.scheduler.prefix_cache import num_cached
+from pat_vllm.scheduler.prefix_cache import find, num_cached
 from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.vllm.scheduler.test_scheduler import results_of
 
@@ -315,6 +315,19 @@ def test_a_target_with_less_room_gets_the_last_used(monkeypatch: pytest.MonkeyPa
     found = [max(cached(scheduler, one)) for one in ended]
     assert found[4:] == [5] * 8, "a chain in each replica"
     assert all(0 < blocks <= 4 for blocks in found[:4]), "and what there is room for beside it"
+
+
+def test_a_block_that_is_gone_ends_its_chain(scheduler: Any) -> None:
+    """Such as one that was evicted: what comes after it could not be found."""
+    anchor(scheduler)
+    whole, holed = (request(f"{i}", tokens_of(i, 6), 1) for i in range(2))
+    finish(scheduler, whole, holed)
+    (replica,) = scheduler.replica_set.replicas
+    pool = replica.scheduler.kv_cache_manager.block_pool
+    (gone,) = find(replica, holed.block_hashes[4:5])
+    pool.evict_blocks({gone.block_id})
+    assert switch(scheduler, 4).cached_tokens == (6 + 4) * BLOCK_SIZE
+    assert (max(cached(scheduler, whole)), max(cached(scheduler, holed))) == (6, 4)
 
 
 # -------------------------------------------------------------------- what is not carried

@@ -264,13 +264,10 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
     },
     ("pat_vllm.chains:fill", CHAINS): {
-        "a suffix is carried without its prefix": {
-            "if block is None:\n                break": "if block is None:\n                continue"
-        },
-        "a replica gets more than it has room for": {
-            "len(blocks) == room[chain.target_replica]": "False"
-        },
+        "a chain's first blocks are taken for held": {"hashes[first : first": "hashes[1 : 1"},
+        "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
         "what is held is carried again": {"one not in has": "True"},
+        "what is carried is carried again": {"has.update(wanted[: len(blocks)])": "pass"},
     },
     ("pat_vllm.chains:Chains.ended", CHAINS): {
         "a chain that is continued stays": {"self._replace(chain)": "pass"},
