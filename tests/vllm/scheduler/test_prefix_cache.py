@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -228,6 +229,7 @@ def test_equal_prefixes_of_replicas_are_merged(scheduler: Any) -> None:
 def test_a_chain_half_live_and_half_cached(scheduler: Any) -> None:
     """The half that comes with a request is not carried again to the replica of that."""
     anchor(scheduler)
+    assert scheduler.controller.request(1)
     common = tokens_of(1, 3)
     ended = request("ended", [*common, *tokens_of(2, 2)], 1)
     finish(scheduler, ended)
@@ -235,9 +237,9 @@ def test_a_chain_half_live_and_half_cached(scheduler: Any) -> None:
     scheduler.add_request(live)
     scheduler.memory.step()
     assert hits(scheduler, live) == 3
-    assert switch(scheduler, 4).cached_tokens in (2 * BLOCK_SIZE, 5 * BLOCK_SIZE)
+    assert switch(scheduler, 8).cached_tokens == 2 * BLOCK_SIZE
     scheduler.memory.step()
-    assert max(cached(scheduler, ended)) == 5
+    assert cached(scheduler, ended) == [5]
     scheduler.memory.check()
 
 
@@ -293,6 +295,37 @@ def test_live_requests_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(cached(scheduler, new)) == 8
         assert not scheduler.replica_set.replicas[0].scheduler.waiting
         scheduler.memory.step()
+
+
+def test_no_request_is_preempted_for_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load for which pools are too small goes step by step as if nothing were cached."""
+
+    def preemptions(least_chance: float) -> tuple[int, list[list[tuple[int, int]]]]:
+        scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
+        scheduler.controller.costs.least_chance = lambda *pair: least_chance
+        ended = [request(f"ended {i}", tokens_of(i, 4), 1) for i in range(10)]
+        live = [request(f"{i}", tokens_of(100 + i, 2.5), 400) for i in range(20)]
+        anchor(scheduler)
+        finish(scheduler, *ended)
+        for one in live:
+            scheduler.add_request(one)
+        carried, went = 0, []
+        for tp, steps in ((4, 3), (8, 30), (2, 30), (8, 30), (1, 30), (8, 30)):
+            for _ in range(steps):
+                scheduler.memory.step()
+                went.append([(one.num_computed_tokens, one.num_preemptions) for one in live])
+            carried += switch(scheduler, tp).cached_tokens
+        return carried, went
+
+    (none, without), (some, beside) = preemptions(2.0), preemptions(0.0)
+    assert without == beside
+    falls = [
+        computed > later
+        for row, next_row in pairwise(without)
+        for (computed, _), (later, _) in zip(row, next_row, strict=True)
+    ]
+    assert sum(falls) > 10, "there was room for all"
+    assert some > none
 
 
 def free_hashes(scheduler: Any) -> list[Any]:
