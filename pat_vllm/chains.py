@@ -16,10 +16,8 @@ Block = TypeVar("Block")
 
 REMEMBERED_BLOCKS = 1 << 20
 """Blocks of all remembered chains together; the least recently used chains are forgotten first."""
-_PRIOR_BLOCKS = 256
-"""Blocks that count as seen before any were, half of them asked for again."""
-_WINDOW_BLOCKS = 1 << 16
-"""Blocks over which the chance is learned; older ones count half, a quarter and so on."""
+_WINDOW = 1024
+"""Requests over which the chance is learned; earlier ones count half, a quarter and so on."""
 
 
 class Chains:
@@ -31,13 +29,16 @@ class Chains:
     def __init__(self) -> None:
         self._by_end: dict[Hashable, Chain] = {}
         self._blocks = 0
-        self._left = float(_PRIOR_BLOCKS)
-        self._asked = _PRIOR_BLOCKS / 2
+        self._requests = self._left = self._asked = 0.0
 
     @property
     def chance(self) -> float:
-        """Share of the blocks left by ended requests that later ones ask for."""
-        return min(1.0, self._asked / self._left)
+        """Share of the blocks left by ended requests that later ones ask for.
+
+        Before any were seen it is a half, which counts as much as a request.
+        """
+        share = min(1.0, self._asked / self._left) if self._left else 0.0
+        return (self._requests * share + 0.5) / (self._requests + 1)
 
     def arrived(self, chain: Chain, unused: int) -> None:
         """A request has arrived.
@@ -56,9 +57,12 @@ class Chains:
             chain: of its prompt and its response.
             unused: leading blocks of it that are cached and that no request uses any more.
         """
+        self._requests += unused > 0
         self._left += unused
-        if self._left > _WINDOW_BLOCKS:
-            self._left, self._asked = self._left / 2, self._asked / 2
+        if self._requests > _WINDOW:
+            self._requests, self._left, self._asked = (
+                one / 2 for one in (self._requests, self._left, self._asked)
+            )
         self._replace(chain)
         if chain:
             self._by_end[chain[-1]] = chain

@@ -150,10 +150,14 @@ def test_memory_is_of_the_chains_in_it(events: list[tuple[bool, str]]) -> None:
 def test_the_chance_follows_what_is_asked_for_again() -> None:
     chains = Chains()
     assert chains.chance == 0.5
-    for _ in range(500):
+    for _ in range(9):
+        chains.ended(chain("ab"), 2000)
+    assert chains.chance == 0.05, "one of ten, at most half"
+    for _ in range(10_000):
         chains.ended(chain("ab"), 100)
-    assert chains.chance < 0.01
-    for _ in range(3000):
+    chains.ended(chain("ab"), 0)
+    assert chains.chance < 0.001
+    for _ in range(5000):
         chains.arrived(chain("ab"), 75)
         chains.ended(chain("ab"), 100)
     assert 0.72 < chains.chance < 0.76

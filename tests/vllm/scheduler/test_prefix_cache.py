@@ -113,11 +113,15 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """For eight ranks, in the layout tp8dp1, with a memory that follows it."""
+    """For eight ranks, in the layout tp8dp1, with a memory that follows it.
+
+    Whatever is cached is worth to be carried.
+    """
     config, stock = engine_config(8, **{"num_blocks": 80, **options})
     made: Any = PATScheduler(vllm_config=config, **stock)
     made.memory = Memory(made)
     made.controller.costs.mode = "migrate"
+    made.controller.costs.least_chance = lambda *pair: 0.0
     make_switch = type(EXECUTOR).switch
 
     def switch(command: SwitchCommand) -> list[Any]:
@@ -392,6 +396,7 @@ def test_recomputing_leaves_everything_behind(scheduler: Any) -> None:
     one = request("a", tokens_of(1, 4), 1)
     finish(scheduler, one)
     scheduler.controller.costs.mode = "recompute"
+    del scheduler.controller.costs.least_chance
     assert switch(scheduler, 2).cached_tokens == 0
     assert max(cached(scheduler, one)) == 0
 
@@ -408,9 +413,11 @@ def test_without_prefix_caching_there_is_nothing(monkeypatch: pytest.MonkeyPatch
 def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
     anchor(scheduler)
     costs = scheduler.controller.costs
+    del costs.least_chance
     least = costs.least_chance(Layout(8, 1), Layout(2, 4))
     assert 0 < least < 0.5
-    scheduler.replica_set.chains._left = 1e9
+    for _ in range(500):
+        scheduler.replica_set.chains.ended((), 4)
     finish(scheduler, request("a", tokens_of(1, 4), 1))
     assert switch(scheduler, 2).cached_tokens == 0
 
