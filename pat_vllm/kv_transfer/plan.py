@@ -18,7 +18,7 @@ ROUNDS = 32
 
 @dataclass(frozen=True)
 class RequestBlocks:
-    """Where one migrating request's KV lies, and where it goes.
+    """Where one migrating request's KV lies, and where it goes; or that of cached blocks.
 
     Block ids are local to the replica's pool; `source_blocks[i]` and `target_blocks[i]` hold the
     same tokens.

@@ -142,6 +142,19 @@ class CostModel:
         recompute = in_one_replica / max(1, min(num_seqs, target.replicas))
         return "migrate" if migrate <= recompute else "recompute"
 
+    def least_chance(self, source: Layout, target: Layout) -> float:
+        """From which chance on, that a cached prefix is asked for, it pays to migrate its KV.
+
+        Prefixes are computed again in all replicas side by side. Where nothing is known of that,
+        all are worth it.
+        """
+        if self._mode_of(source, target) == "recompute":
+            return math.inf
+        if target not in self._recompute:
+            return 0.0
+        migrate, in_one_replica = self._per_token(source, target)
+        return migrate * target.replicas / in_one_replica
+
     def observe(self, report: SwitchReport) -> None:
         """Learn from a switch. The engine, or whoever plays one, calls this once for each.
 
@@ -151,12 +164,13 @@ class CostModel:
             return  # nothing was carried, or some this way and some that
         pair = report.source, report.target
         linear, _ = self._linear(*pair)
+        # What recomputing takes is paid after the switch.
+        tokens = report.cached_tokens + (0 if report.recomputed else report.tokens)
         if self._by_pair:
-            # What recomputing takes is paid after the switch.
-            predicted = linear.seconds(report.num_seqs, 0 if report.recomputed else report.tokens)
+            predicted = linear.seconds(report.num_seqs, tokens)
             real = report.seconds - report.quiesce
         elif report.kv_bytes >= _LEAST_EXCHANGE:
-            predicted, real = linear.per_token * report.tokens, report.kv
+            predicted, real = linear.per_token * tokens, report.kv
         else:
             return
         if predicted <= 0 or real <= 0:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.engine import FinishReason
 
-from pat_vllm.scheduler.requests import RequestTable, accepted_drafts, counted_drafts, step_shape
+from pat_vllm.scheduler.requests import (
+    RequestTable,
+    TrackedRequest,
+    accepted_drafts,
+    counted_drafts,
+    step_shape,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -83,11 +89,11 @@ class Monitor:
             self.policy.drafted(now, asked, max(shape.batch, len(of_each)), of_each)
         self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
 
-    def ended(self, request_id: str, reason: FinishReason) -> None:
-        """A request ended."""
+    def ended(self, request_id: str, reason: FinishReason) -> TrackedRequest | None:
+        """A request ended; returns what was known of it, or None when it is unknown."""
         tracked = self.requests.pop(request_id)
         if tracked is None:
-            return
+            return None
         now, request, turn = time.monotonic(), tracked.request, tracked.turn
         if not tracked.exact:  # a fixed length tells nothing about other requests
             complete = self.requests.complete(tracked, reason)
@@ -96,6 +102,7 @@ class Monitor:
             turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
         )
         self.policy.ended(now, turn, request.num_tokens)
+        return tracked
 
     def idle(self) -> None:
         """No request is left."""

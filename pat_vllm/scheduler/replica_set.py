@@ -9,8 +9,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+from pat_vllm.chains import Chains
 from pat_vllm.executor.messages import PATSchedulerOutput
+from pat_vllm.patches.schedulers import preempt_carried
 from pat_vllm.routing import Router
+from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import prompt_key
 from pat_vllm.scheduler.stats import merge_outputs
@@ -33,6 +36,7 @@ class ReplicaSet:
         replicas: its replicas, by index.
         executor: runs their steps.
         factory: makes the replicas of a layout.
+        chains: what ended requests left in the prefix caches.
         pause_state: vLLM's, of all replicas alike.
     """
 
@@ -50,10 +54,12 @@ class ReplicaSet:
         self.factory = factory
         self.executor = executor
         self.replicas = factory.make(layout)
+        self.chains = Chains()
         self.pause_state = PauseState.UNPAUSED
         self._monitor = monitor
         self._depth = depth
         self._router = Router()
+        self._cached_with = executor.weights_version
         self._retired: Sequence[Replica] = ()
         self._empty_steps: list[tuple[Replica, SchedulerOutput]] = []
         self._outputs: dict[int, EngineCoreOutputs] = {}
@@ -90,11 +96,20 @@ class ReplicaSet:
         replica = self._monitor.requests.replica_of(request.request_id)
         if replica is None:
             prompt = prompt_key(request)
-            prefixes: list[Hashable] = [prompt, *reversed(request.block_hashes)]
-            index = self._router.route(prefixes, [one.num_seqs for one in self.replicas])
-            replica = self.replicas[index]
+            replica = self._route(request, prompt)
             self._monitor.arrived(request, replica, prompt)
         replica.scheduler.add_request(request)
+
+    def _route(self, request: Request, prompt: int) -> Replica:
+        chain = request.block_hashes
+        cached = [num_cached(one, chain) for one in self.replicas]
+        unused = 0
+        if any(cached) and not self._router.knows(prompt):  # else it is another sample of a prompt
+            unused = num_unused(self.replicas[cached.index(max(cached))], chain)
+        self.chains.arrived(chain, unused)
+        prefixes: list[Hashable] = [prompt, *reversed(chain)]
+        loads = [one.num_seqs for one in self.replicas]
+        return self.replicas[self._router.route(prefixes, loads, cached)]
 
     def finish_requests(
         self, request_ids: Iterable[str] | None, status: RequestStatus
@@ -105,16 +120,47 @@ class ReplicaSet:
         for request_id in tuple(requests) if request_ids is None else request_ids:
             if (replica := requests.replica_of(request_id)) is not None:
                 by_replica.setdefault(replica.index, []).append(request_id)
-                self._monitor.ended(request_id, FinishReason.ABORT)
+                self._ended(request_id, FinishReason.ABORT)
         return [
             request
             for index, ids in by_replica.items()
             for request in self.replicas[index].scheduler.finish_requests(ids, status)
         ]
 
-    def forget_prefixes(self) -> None:
-        """Route by load alone, until replicas have prefixes again."""
+    def _ended(self, request_id: str, reason: FinishReason) -> None:
+        tracked = self._monitor.ended(request_id, reason)
+        if tracked is not None:
+            chain = tuple(tracked.request.block_hashes)
+            self.chains.ended(chain, num_unused(tracked.replica, chain))
+
+    # ---------------------------------------------------------------- prefix caches
+
+    @property
+    def may_carry_caches(self) -> bool:
+        """Whether no new weights have come in since the replicas' caches began to fill."""
+        return self._cached_with == self.executor.weights_version
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As vLLM's, of all replicas. No switch carries what was cached before."""
         self._router.forget()
+        self.chains.forget()
+        if reset_running_requests:
+            # Preempting a request drops what its step in flight samples: a seeded one would go on
+            # from another random number. vLLM, too, has no step in flight here.
+            self.drain()
+            for replica in self.replicas:
+                preempt_carried(replica.scheduler)
+        reset = all(
+            [
+                replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+                for replica in self.replicas
+            ]
+        )
+        if reset:
+            self._cached_with = self.executor.weights_version
+        return reset
 
     # ---------------------------------------------------------------- steps
 
@@ -158,7 +204,7 @@ class ReplicaSet:
         for client in outputs.values():
             for output in client.outputs:
                 if output.finish_reason is not None:
-                    self._monitor.ended(output.request_id, output.finish_reason)
+                    self._ended(output.request_id, output.finish_reason)
         merge_outputs(self._outputs, outputs)
 
     # ---------------------------------------------------------------- layouts
@@ -174,7 +220,8 @@ class ReplicaSet:
         if replicas is self.replicas:
             return
         self._retired, self.replicas = self.replicas, replicas
-        self.forget_prefixes()
+        self._router.forget()
+        self._cached_with = self.executor.weights_version
         if self.pause_state != PauseState.UNPAUSED:
             self.set_pause_state(self.pause_state)
 

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 
 from pat_vllm.executor.messages import PATGrammarOutput, PATSchedulerOutput
 from pat_vllm.limits import limits_by_tp
-from pat_vllm.patches.schedulers import make_room_for_grammars, preempt_carried
+from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.build import build
 from pat_vllm.scheduler.commands import register_commands
 from pat_vllm.scheduler.stats import merge_stats, send_metrics, whole_engine
@@ -159,19 +159,7 @@ class PATScheduler(SchedulerInterface):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self.replica_set.forget_prefixes()
-        if reset_running_requests:
-            # Preempting a request drops what its step in flight samples: a seeded one would go on
-            # from another random number. vLLM, too, has no step in flight here.
-            self.replica_set.drain()
-            for replica in self._replicas:
-                preempt_carried(replica.scheduler)
-        reset = all(
-            [
-                replica.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
-                for replica in self._replicas
-            ]
-        )
+        reset = self.replica_set.reset_prefix_cache(reset_running_requests, reset_connector)
         self.controller.caches_reset()
         return reset
 

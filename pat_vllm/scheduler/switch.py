@@ -127,7 +127,7 @@ def switch(
     migrated = plan.hand_over()
     clock.lap("finish")
 
-    report = _report(begun, source, target, reason, plan.carried, migrated, clock.laps, times)
+    report = _report(begun, source, target, reason, plan, migrated, clock.laps, times)
     return plan.replicas, report
 
 
@@ -165,7 +165,9 @@ def _plan(active: ReplicaSet, target: Layout, costs: CostModel) -> SwitchPlan:
         ):
             return StayInPlace.of(carried, active)
         fresh = active.make(target)
-        return Carry.of(carried, active, target, fresh)
+        pays = active.chains.chance >= costs.least_chance(active.layout, target)
+        chains = active.chains.latest() if pays and active.may_carry_caches else ()
+        return Carry.of(carried, chains, active, target, fresh)
     except Exception as error:
         for one in undo:
             one.apply()
@@ -190,6 +192,9 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
                     # A worker knows what runs, and what was preempted after it had run.
                     started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
                     migrates=computed > 0 and takes_it and not _must_recompute(scheduler, request),
+                    reads_cache=takes_it
+                    and active.may_carry_caches
+                    and not request.get_skip_reading_prefix_cache(),
                 )
             )
     return carried
@@ -215,7 +220,7 @@ def _report(
     source: Layout,
     target: Layout,
     reason: str,
-    carried: Sequence[Carried],
+    plan: SwitchPlan,
     migrated: int,
     laps: Mapping[str, float],
     times: Sequence[SwitchTimes],
@@ -227,9 +232,9 @@ def _report(
         source=source,
         target=target,
         reason=reason,
-        num_seqs=len(carried),
+        num_seqs=len(plan.carried),
         migrated=migrated,
-        recomputed=sum(1 for c in carried if c.computed) - migrated,
+        recomputed=sum(1 for c in plan.carried if c.computed) - migrated,
         kv_bytes=sum(t.kv_bytes for t in times),
         seconds=sum(laps.values()),
         quiesce=laps["quiesce"],
@@ -240,7 +245,8 @@ def _report(
         activate=slowest.activate,
         rpc=laps["call"] - slowest.states - slowest.kv - slowest.weights - slowest.activate,
         finish=laps["finish"],
-        tokens=sum(c.computed for c in carried),
+        tokens=sum(c.computed for c in plan.carried),
+        cached_tokens=plan.cached_tokens,
         weight_bytes=sum(t.weight_bytes for t in times),
     )
     logger.info(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from pat_vllm.chains import Chain, PlacedChain
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
 from pat_vllm.routing import Placed, spread
+from pat_vllm.scheduler.prefix_cache import carry_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Carried:
         computed: tokens whose KV is there; 0 when it waits.
         started: whether a worker knows it.
         migrates: whether it takes its KV along.
+        reads_cache: whether it takes along what is cached for it, where it does not take its KV.
     """
 
     request: Request
@@ -39,6 +42,7 @@ class Carried:
     computed: int
     started: bool
     migrates: bool
+    reads_cache: bool
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,14 @@ class SwitchPlan:
         replicas: those of the target layout.
         placement: replica of each request there, by request id.
         moves: the KV that moves.
+        cached_tokens: tokens of cached prefixes among it that no request uses.
     """
 
     carried: Sequence[Carried]
     replicas: list[Replica]
     placement: Mapping[str, int]
     moves: tuple[BlockMove, ...]
+    cached_tokens: int
 
     def command(self, switch_id: int, source: Layout, target: Layout) -> SwitchCommand:
         """What the workers are told. They know of the requests that have started."""
@@ -88,7 +94,7 @@ class StayInPlace(SwitchPlan):
     def of(cls, carried: Sequence[Carried], active: ReplicaSet) -> StayInPlace:
         """Plan it."""
         placement = {c.request.request_id: c.replica for c in carried}
-        return cls(carried, active.replicas, placement, moves=())
+        return cls(carried, active.replicas, placement, moves=(), cached_tokens=0)
 
     def hand_over(self) -> int:
         """See `SwitchPlan`. What runs is queued again with its blocks."""
@@ -111,13 +117,15 @@ class Carry(SwitchPlan):
     def of(
         cls,
         carried: Sequence[Carried],
+        chains: Sequence[Chain],
         active: ReplicaSet,
         target: Layout,
         fresh: list[Replica],
     ) -> Carry:
         """Place the requests in the `fresh` replicas of `target`, which allocate their blocks.
 
-        Changes requests that take their KV along.
+        Changes requests that take their KV along. Blocks that are left get what is cached, first
+        for requests that wait, then of `chains`, whose first one was used last.
         """
         source = active.layout
         placement = spread(
@@ -126,9 +134,12 @@ class Carry(SwitchPlan):
             target,
         )
         loads = [_allocate(carried, placement, replica) for replica in fresh]
-        blocks = _request_blocks(carried, active.replicas, loads)
+        cached = _carry_caches(carried, chains, active, target, fresh, placement, loads)
+        blocks = [*_request_blocks(carried, active.replicas, loads), *cached]
         moves = plan_moves(source, target, active.factory.num_kv_heads, blocks)
-        return cls(carried, fresh, placement, tuple(moves), loads)
+        cached_blocks = sum(len(one.target_blocks) for one in cached)
+        cached_tokens = cached_blocks * fresh[0].scheduler.block_size
+        return cls(carried, fresh, placement, tuple(moves), cached_tokens, loads)
 
     def hand_over(self) -> int:
         """See `SwitchPlan`. The new schedulers learn what has arrived, and queue the rest."""
@@ -191,6 +202,31 @@ def _request_blocks(
 def _blocks_of(replica: Replica, request_id: str, count: int) -> tuple[int, ...]:
     (block_ids,) = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
     return tuple(block_ids[:count])
+
+
+def _carry_caches(
+    carried: Sequence[Carried],
+    chains: Sequence[Chain],
+    active: ReplicaSet,
+    target: Layout,
+    fresh: Sequence[Replica],
+    placement: Mapping[str, int],
+    loads: Sequence[_Load],
+) -> list[RequestBlocks]:
+    """Give blocks that requests leave to what is cached: for requests that wait, then `chains`."""
+    replica_of = {id_: index for index, load in enumerate(loads) for id_ in load.blocks}
+    held: list[set[Hashable]] = [set() for _ in fresh]
+    wanted = []
+    for one in carried:
+        request = one.request
+        if (index := replica_of.get(request.request_id)) is not None:
+            full = one.computed // fresh[index].scheduler.block_size
+            held[index].update(request.block_hashes[:full])
+        elif one.reads_cache and request.block_hashes:
+            to = placement[request.request_id]
+            wanted.append(PlacedChain(request.block_hashes, one.replica, to))
+    wanted += place_chains(chains, active.replicas, active.layout, target)
+    return carry_cached(wanted, held, active.replicas, fresh)
 
 
 def _rewind(one: Carried) -> None:

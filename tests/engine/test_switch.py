@@ -19,7 +19,7 @@ import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler import in_place
 from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE
-from tests.support.engines import Job, Outcome, run, scheduler_of, teacher_forced
+from tests.support.engines import Job, Outcome, add_job, run, scheduler_of, teacher_forced
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.stock import stock_answers
 
@@ -142,6 +142,77 @@ def test_every_ordered_pair_of_layouts(case: Case) -> None:
         assert_same(llm, outcomes, static[source], static[target])
         assert switch.migrated == switch.num_seqs == len(batch())
         assert (switch.kv_bytes > 0) == (switch.source.tp != switch.target.tp)
+
+
+def turns(first: Mapping[str, Outcome] | None = None) -> dict[str, Job]:
+    """The first turns of four conversations, or the second ones after what these gave."""
+    rng = random.Random(8)
+    sampling = {"max_tokens": 12, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    jobs = {}
+    for i in range(4):
+        prompt, more = (
+            [rng.randrange(3, 400) for _ in range(rng.randint(*length))]
+            for length in ((40, 150), (5, 40))
+        )
+        if first is not None:
+            prompt = [*prompt, *first[f"t{i}"].token_ids, *more]
+        jobs[f"t{i}" if first is None else f"again t{i}"] = Job(prompt, sampling)
+    return jobs
+
+
+def between_turns(
+    llm: Any, source: str, target: str, again: dict[str, Job]
+) -> Callable[[int], None]:
+    """For `run`: starts in `source`; when one request is left, switches and adds the rest."""
+
+    def before_step(step: int) -> None:
+        if step == 0:
+            assert pat_vllm.switch(llm, tp=source)
+        elif again and scheduler_of(llm).get_num_unfinished_requests() == 1:
+            assert pat_vllm.switch(llm, tp=target)
+            while again:
+                add_job(llm, *again.popitem())
+
+    return before_step
+
+
+def test_the_next_turn_finds_its_kv_after_a_switch(
+    case: Case, engines: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every ordered pair of layouts, with the switch between the turns, while a request runs.
+
+    What the second turn gives is what it gives where it is computed from the start in one layout.
+    """
+    llm, names, _ = case
+    costs = scheduler_of(llm).controller.costs
+    monkeypatch.setattr(costs, "least_chance", lambda *pair: 0.0)
+
+    def static_turns(name: str) -> dict[str, Outcome]:
+        both: dict[str, Outcome] = {}
+        for _ in range(2):
+            assert llm.reset_prefix_cache()
+            both |= run(llm, turns(both or None), before_step=at_steps(llm, {0: name}))
+            go_home(llm)
+        return both
+
+    static = engines.keep("turns", lambda: {name: static_turns(name) for name in names})
+    anchor = Job([5, 6, 7], {"max_tokens": 120, "temperature": 0.0, "ignore_eos": True})
+    for source, target in itertools.permutations(names, 2):
+        go_home(llm)
+        count = len(pat_vllm.report(llm).switches)
+        again = turns(static[source])
+        between = between_turns(llm, source, target, again)
+        outcomes = run(llm, turns() | {"anchor": anchor}, before_step=between)
+        assert outcomes.pop("anchor")
+        (switch,) = [one for one in switches_since(llm, count) if one.num_seqs]
+        assert_same(llm, outcomes, static[source], static[target])
+        found = {name: outcome.num_cached_tokens for name, outcome in outcomes.items()}
+        for i in range(4):
+            # The KV of the last token of a response is not computed.
+            known = len(turns()[f"t{i}"].prompt) + 11
+            assert (found[f"t{i}"], found[f"again t{i}"]) == (0, known - known % 32)
+        moves = switch.source.tp != switch.target.tp
+        assert switch.cached_tokens == moves * sum(tokens or 0 for tokens in found.values())
 
 
 @pytest.mark.parametrize("ways", [("recompute",), ("recompute", "migrate")])

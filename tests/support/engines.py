@@ -167,6 +167,8 @@ class Outcome:
     text: str = ""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Of the prompt's tokens from the second on, if the request asks for them."""
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt whose KV was found in a prefix cache."""
 
     def take(self, output: Any, piece: bool) -> None:
         """Take an output of the engine: all that there is, or the next piece of it."""
@@ -177,6 +179,7 @@ class Outcome:
         self.logprobs += _logprobs_of(completion.logprobs or [], completion.token_ids)
         self.text += completion.text
         self.finish_reason = completion.finish_reason
+        self.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs:
             tokens = output.prompt_token_ids[1:]
             self.prompt_logprobs = _logprobs_of(output.prompt_logprobs[1:], tokens)
@@ -186,6 +189,14 @@ def _logprobs_of(entries: Iterable[Any], tokens: Iterable[int]) -> list[float]:
     """The log-probability of each token; minus infinity where vLLM names none."""
     pairs = zip(entries, tokens, strict=False)
     return [one[token].logprob if token in one else -math.inf for one, token in pairs]
+
+
+def add_job(llm: Any, name: str, job: Job) -> None:
+    """Add a job to the engine; `run` sees its outputs, also of one that it was not given."""
+    from vllm import SamplingParams
+
+    prompt, params = {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
+    llm.llm_engine.add_request(name, prompt, params)
 
 
 def run(
@@ -203,7 +214,6 @@ def run(
     Returns:
         Outcomes of the jobs that finished, by request id.
     """
-    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine = llm.llm_engine
@@ -215,10 +225,7 @@ def run(
     while waiting or engine.has_unfinished_requests():
         before_step(step)
         for name in [name for name, job in waiting.items() if job.arrives <= step]:
-            job = waiting.pop(name)
-            engine.add_request(
-                name, {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
-            )
+            add_job(llm, name, waiting.pop(name))
         for output in engine.step():
             piece = output.request_id in streamed
             if piece or output.finished:

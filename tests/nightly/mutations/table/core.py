@@ -8,6 +8,7 @@ from tests.nightly.mutations.mutation import Mutation
 SCHEDULER = "tests/vllm/scheduler/test_scheduler.py"
 ADMISSION = "tests/vllm/scheduler/test_admission.py"
 POOLS = "tests/vllm/scheduler/test_block_pools.py"
+CACHES = "tests/vllm/scheduler/test_prefix_cache.py"
 LIMITS = "tests/vllm/scheduler/test_limits.py"
 SPECULATION = "tests/vllm/scheduler/test_speculation.py"
 DRAFT_LENGTHS = "tests/unit/predictor/test_draft_lengths.py"
@@ -43,6 +44,19 @@ _SCHEDULER: list[Row] = [
     ("steps are drained before a switch is refused", "switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n", SCHEDULER),
     ("streaming-input sessions are carried", "switch:_check", "request.resumable or ", "", SCHEDULER),
     ("KV is looked for in the replica that it goes to", "switch_plan:_request_blocks", "            by_id[request_id].replica,\n", "            target_replica,\n", ADMISSION),
+    ("cached blocks come to other hashes' blocks", "prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]", CACHES),
+    ("the most wanted cached block is evicted first", "prefix_cache:_take_up", "append_n(taken[::-1])", "append_n(taken)", CACHES),
+    ("cached blocks stay in use", "prefix_cache:_take_up", "pool.free_block_queue.append_n(taken[::-1])", "pass", CACHES),
+    ("a chain is looked for in the first replica", "prefix_cache:place_chains", "cached.index(longest)", "0", CACHES),
+    ("chains have holes", "prefix_cache:find", "break", "continue", CACHES),
+    ("what waits loses what is cached for it", "switch_plan:_carry_caches", "elif one.reads_cache and request.block_hashes:", "elif False:", CACHES),
+    ("blocks that come with a request are carried twice", "switch_plan:_carry_caches", "held[index].update(request.block_hashes[:full])", "pass", CACHES),
+    ("caches of old weights are carried", "replica_set:ReplicaSet.may_carry_caches", "self._cached_with == self.executor.weights_version", "True", CACHES),
+    ("caches are carried across a reset", "replica_set:ReplicaSet.reset_prefix_cache", "self.chains.forget()", "pass", CACHES),
+    ("what is never asked for is carried", "switch:_plan", "if pays and active", "if active", CACHES),
+    ("the router does not look into caches", "replica_set:ReplicaSet._route", "route(prefixes, loads, cached)", "route(prefixes, loads)", CACHES),
+    ("samples of a prompt count as next turns", "replica_set:ReplicaSet._route", "any(cached) and not self._router.knows(prompt)", "any(cached)", CACHES),
+    ("blocks in use count as asked for again", "prefix_cache:num_unused", "return len(cached) - bisect_left(cached, True, key=is_unused)", "return len(cached)", CACHES),
     ("what found no room is taken for KV that comes", "switch_plan:_allocate", "replica.connector.withdraw()", "pass", ADMISSION),
     ("admission counts loads again and again", "pat_vllm.patches.schedulers:linear_time_admission", "new.clear()", "pass", PATCHES),
     ("admitted loads are forgotten", "pat_vllm.patches.schedulers:linear_time_admission", "scheduler._inflight_prefills.update(counted)", "pass", ADMISSION),
@@ -52,7 +66,7 @@ _SCHEDULER: list[Row] = [
     ("the other layout's workers are told of requests as of known ones", "pat_vllm.patches.schedulers:queue_with_blocks", "scheduler.prev_step_scheduled_req_ids.clear()", "pass", SCHEDULER),
     ("accepted tokens are dropped at a switch", "replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n        [one.output.sampled_token_ids.__setitem__(slice(None), [t[:1] for t in one.output.sampled_token_ids]) for one in results]\n        self.finish(results)", SPECULATION),
     ("drafts come to another replica", "replica_set:ReplicaSet.finish", "self._collect(replica.finish(result.output, result.drafts))", "self._collect(replica.finish(result.output, None))\n            if result.drafts is not None:\n                self.replicas[result.replica - 1].scheduler.update_draft_token_ids(result.drafts)", SPECULATION),
-    ("loads of replicas do not count in routing", "replica_set:ReplicaSet.add", "[one.num_seqs for one in self.replicas]", "[0 for _ in self.replicas]", SCHEDULER),
+    ("loads of replicas do not count in routing", "replica_set:ReplicaSet._route", "[one.num_seqs for one in self.replicas]", "[0 for _ in self.replicas]", SCHEDULER),
     ("a switch forgets the outputs of steps that reached no worker", "replica_set:ReplicaSet.drain", "self.finish(())", "self._empty_steps.clear()", SCHEDULER),
     ("workers do not hear what has ended", "replica:is_empty_step", "        or step.finished_req_ids\n", "", SPECULATION),
     ("blocks of preempted requests are held back for loads", "replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass", SCHEDULER),

@@ -54,8 +54,8 @@ MUTATIONS = [
         "the report counts what was planned to be recomputed",
         "pat_vllm.scheduler.switch:_report",
         {
-            "sum(1 for c in carried if c.computed) - migrated": (
-                "sum(1 for c in carried if c.computed and not c.migrates)"
+            "sum(1 for c in plan.carried if c.computed) - migrated": (
+                "sum(1 for c in plan.carried if c.computed and not c.migrates)"
             )
         },
         (f"{FAULTS}::test_requests_that_find_no_room_are_recomputed",),

@@ -18,6 +18,7 @@ SHARDS = ("tests/unit/weights/test_shards.py",)
 ROW_ORDER = ("tests/unit/weights/test_row_order.py",)
 PLAN = ("tests/unit/kv_transfer/test_plan.py",)
 ROUTING = ("tests/unit/test_routing.py",)
+CHAINS = ("tests/unit/test_chains.py",)
 LAYOUT = ("tests/unit/test_layout.py",)
 
 _FADES = "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))"
@@ -278,9 +279,23 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.kv_transfer.plan:RankMoves.of", PLAN): {
         "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
     },
+    ("pat_vllm.chains:fill", CHAINS): {
+        "a chain's first blocks are taken for held": {"hashes[first : first": "hashes[1 : 1"},
+        "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
+        "what is held is carried again": {"one not in has": "True"},
+        "what is carried is carried again": {"has.update(wanted[: len(blocks)])": "pass"},
+    },
+    ("pat_vllm.chains:Chains.ended", CHAINS): {
+        "a chain that is continued stays": {"self._replace(chain)": "pass"},
+        "all chains are remembered": {"self._blocks > REMEMBERED_BLOCKS": "False"},
+        "the chance is of all time": {"self._requests > _WINDOW": "False"},
+    },
     ("pat_vllm.routing:Router.route", ROUTING): {
+        "prefixes in caches do not count": {"max(cached, default=0)": "0"},
         "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
-        "the shortest prefix decides": {"chosen = known\n                break": "chosen = known"},
+        "the shortest prefix decides": {
+            "len(prefixes) - i\n                break": "len(prefixes) - i"
+        },
         "prefixes that are used are forgotten first": {"popitem(last=False)": "popitem()"},
     },
     ("pat_vllm.routing:spread", ROUTING): {

@@ -1,0 +1,135 @@
+"""Prefixes that ended requests left in prefix caches, and which of them a switch carries. Pure.
+
+A chain is the hashes of a request's full blocks, the first block first. A hash stands for all
+tokens up to the end of its block, so that equal hashes mean equal KV, and what two chains have in
+common is a prefix of both.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+Chain: TypeAlias = Sequence[Hashable]
+Block = TypeVar("Block")
+
+REMEMBERED_BLOCKS = 1 << 20
+"""Blocks of all remembered chains together; the least recently used chains are forgotten first."""
+_WINDOW = 1024
+"""Requests over which the chance is learned; earlier ones count half, a quarter and so on."""
+
+
+class Chains:
+    """The chains of ended requests, and the chance that they are asked for again.
+
+    A request that continues a chain, such as the next turn of a conversation, takes its place.
+    """
+
+    def __init__(self) -> None:
+        self._by_end: dict[Hashable, Chain] = {}
+        self._blocks = 0
+        self._requests = self._left = self._asked = 0.0
+
+    @property
+    def chance(self) -> float:
+        """Share of the blocks left by ended requests that later ones ask for.
+
+        Before any were seen it is a half, which counts as much as a request.
+        """
+        share = min(1.0, self._asked / self._left) if self._left else 0.0
+        return (self._requests * share + 0.5) / (self._requests + 1)
+
+    def arrived(self, chain: Chain, unused: int) -> None:
+        """A request has arrived.
+
+        Args:
+            chain: of its prompt.
+            unused: leading blocks of it that are cached and that no request uses.
+        """
+        self._asked += unused
+        self._replace(chain)
+
+    def ended(self, chain: Chain, unused: int) -> None:
+        """A request has ended.
+
+        Args:
+            chain: of its prompt and its response.
+            unused: leading blocks of it that are cached and that no request uses any more.
+        """
+        self._requests += unused > 0
+        self._left += unused
+        if self._requests > _WINDOW:
+            self._requests, self._left, self._asked = (
+                one / 2 for one in (self._requests, self._left, self._asked)
+            )
+        self._replace(chain)
+        if chain:
+            self._by_end[chain[-1]] = chain
+            self._blocks += len(chain)
+        while self._blocks > REMEMBERED_BLOCKS:
+            self._drop(next(iter(self._by_end)))
+
+    def latest(self) -> list[Chain]:
+        """The chains, the last used one first."""
+        return list(reversed(self._by_end.values()))
+
+    def forget(self) -> None:
+        """Forget all chains: caches were reset. The chance remains."""
+        self._by_end.clear()
+        self._blocks = 0
+
+    def _replace(self, chain: Chain) -> None:
+        """Forget the chains that this one continues."""
+        for end in self._by_end.keys() & chain:
+            self._drop(end)
+
+    def _drop(self, end: Hashable) -> None:
+        self._blocks -= len(self._by_end.pop(end))
+
+
+class PlacedChain(NamedTuple):
+    """A chain at a switch: the replicas that have it, and will have it."""
+
+    hashes: Chain
+    source_replica: int
+    target_replica: int
+
+
+class Run(NamedTuple, Generic[Block]):
+    """Blocks that follow each other in a chain, in the cache of one source replica."""
+
+    source_replica: int
+    blocks: Sequence[Block]
+
+
+def fill(
+    chains: Iterable[PlacedChain],
+    find: Callable[[int, Chain], Sequence[Block]],
+    held: Sequence[set[Hashable]],
+    room: Sequence[int],
+) -> list[list[Run[Block]]]:
+    """Choose the cached blocks that each target replica gets, as far as it has room.
+
+    Args:
+        chains: the most wanted one first.
+        find: the blocks of a source replica with these hashes, up to the first that it lacks.
+        held: hashes that each target replica has in any case. With a block it has all before it.
+            What is chosen is added.
+        room: blocks for which each target replica has room.
+
+    Returns:
+        For each target replica its blocks, the most wanted ones first. No hash comes twice, and
+        none without its predecessor in a chain: it could not be found.
+    """
+    chosen: list[list[Run[Block]]] = [[] for _ in room]
+    left = list(room)
+    for hashes, source, target in chains:
+        has = held[target]
+        first = bisect_left(hashes, True, key=lambda one: one not in held[target])
+        wanted = hashes[first : first + left[target]]
+        if blocks := find(source, wanted):
+            chosen[target].append(Run(source, blocks))
+            has.update(wanted[: len(blocks)])
+            left[target] -= len(blocks)
+    return chosen

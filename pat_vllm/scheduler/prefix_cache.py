@@ -1,0 +1,143 @@
+"""The prefix cache of a replica: what it holds, and what a switch puts into it.
+
+PAT's engines have one group of KV caches: a block is found by its hash alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+from pat_vllm.chains import Chain, PlacedChain, Run, fill
+from pat_vllm.kv_transfer.plan import RequestBlocks
+from pat_vllm.routing import Placed, spread
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.replica import Replica
+
+
+_GROUP = make_block_hash_with_group_id(BlockHash(b""), 0)
+"""What vLLM appends to hashes of the first group."""
+
+
+def find(replica: Replica, chain: Chain) -> list[KVCacheBlock]:
+    """The blocks with these hashes, as vLLM would find them, up to the first that is not cached."""
+    get = replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
+    blocks = []
+    for block_hash in chain:
+        if (block := get(block_hash + _GROUP)) is None:
+            break
+        blocks.append(block)
+    return blocks
+
+
+def num_cached(replica: Replica, chain: Chain) -> int:
+    """Number of blocks of a chain, from the first on, that the cache has.
+
+    vLLM drops the last blocks of a chain first, so that it has all before one that it has.
+    """
+    if not find(replica, chain[:1]):
+        return 0
+    return bisect_left(chain, True, key=lambda one: not find(replica, [one]))
+
+
+def num_unused(replica: Replica, chain: Chain) -> int:
+    """How many of these no request uses. Who uses a block uses all before it."""
+    cached = chain[: num_cached(replica, chain)]
+
+    def is_unused(block_hash: Hashable) -> bool:
+        return all(block.ref_cnt == 0 for block in find(replica, [block_hash]))
+
+    return len(cached) - bisect_left(cached, True, key=is_unused)
+
+
+def place_chains(
+    chains: Sequence[Chain], replicas: Sequence[Replica], source: Layout, target: Layout
+) -> list[PlacedChain]:
+    """Of each chain what a replica of layout `source` still has, and where it goes in `target`.
+
+    Chains are spread like requests that have their KV. Later requests come to them, for the router
+    looks into the caches. What chains of several replicas have in common is in each of these.
+    """
+    found: list[tuple[Chain, int]] = []
+    for chain in chains:
+        cached = [num_cached(replica, chain) for replica in replicas]
+        if longest := max(cached):
+            found.append((chain[:longest], cached.index(longest)))
+    names = [f"{i:09}" for i in range(len(found))]  # of equally long ones, the first one first
+    placement = spread(
+        [Placed(name, at, len(chain)) for name, (chain, at) in zip(names, found, strict=True)],
+        source,
+        target,
+    )
+    return [
+        PlacedChain(chain, at, placement[name])
+        for name, (chain, at) in zip(names, found, strict=True)
+    ]
+
+
+def carry_cached(
+    wanted: Iterable[PlacedChain],
+    held: Sequence[set[Hashable]],
+    replicas: Sequence[Replica],
+    fresh: Sequence[Replica],
+) -> list[RequestBlocks]:
+    """Fill blocks of new replicas that no request uses with what other replicas have cached.
+
+    Args:
+        wanted: chains, the most wanted one first.
+        held: hashes of the blocks that come to each new replica with its requests.
+        replicas: those that are left.
+        fresh: the new ones.
+
+    Returns:
+        Where the KV of these blocks lies, and where it goes.
+    """
+    room = [one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for one in fresh]
+    filled = fill(wanted, lambda index, chain: find(replicas[index], chain), held, room)
+    return [
+        RequestBlocks(
+            "cached",
+            source,
+            tuple(block.block_id for block in blocks),
+            replica.index,
+            tuple(ids),
+        )
+        for replica, runs in zip(fresh, filled, strict=True)
+        for (source, blocks), ids in zip(runs, _take_up(replica, runs), strict=True)
+    ]
+
+
+def _take_up(replica: Replica, runs: Sequence[Run[KVCacheBlock]]) -> list[list[int]]:
+    """Put blocks of other replicas into the cache of a new one, as blocks that no request uses.
+
+    They stay free: requests get the other free blocks first, then the least wanted of these.
+
+    Args:
+        runs: the most wanted one first.
+
+    Returns:
+        For each run the ids of the blocks that its KV has to come to.
+    """
+    pool = replica.scheduler.kv_cache_manager.block_pool
+    ids = []
+    taken: list[KVCacheBlock] = []
+    for _, cached in runs:
+        blocks = pool.free_block_queue.popleft_n(len(cached))
+        for block, one in zip(blocks, cached, strict=True):
+            assert one.block_hash is not None
+            block.set_block_hash(one.block_hash, one.block_hash_num_tokens)
+            pool.cached_block_hash_to_block.insert(one.block_hash, block)
+        if pool.metrics_collector is not None:
+            for block in blocks:
+                pool.metrics_collector.on_block_allocated(block)
+        ids.append([block.block_id for block in blocks])
+        taken += blocks
+    pool.free_block_queue.append_n(taken[::-1])
+    return ids

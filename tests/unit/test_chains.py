@@ -1,0 +1,166 @@
+"""Which cached prefixes a switch carries, and where to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pat_vllm import chains as module
+from pat_vllm.chains import Chain, Chains, PlacedChain, Run, fill
+
+Found = tuple[int, Hashable]
+Hashes = set[Hashable]
+Switch = tuple[list[Hashes], list[PlacedChain], list[Hashes], list[int]]
+
+
+def chain(text: str) -> Chain:
+    """A block for each letter, whose hash is all up to it."""
+    return tuple(text[: end + 1] for end in range(len(text)))
+
+
+TEXTS = st.text("ab", max_size=6)
+
+
+@st.composite
+def switches(draw: st.DrawFn) -> Switch:
+    """What source replicas have, the chains wanted, what targets have, and their room."""
+    sources = [
+        {one for text in draw(st.lists(TEXTS, max_size=4)) for one in chain(text)}
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    held = [
+        {one for text in draw(st.lists(TEXTS, max_size=2)) for one in chain(text)}
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    wanted = [
+        PlacedChain(
+            chain(text),
+            draw(st.integers(0, len(sources) - 1)),
+            draw(st.integers(0, len(held) - 1)),
+        )
+        for text in draw(st.lists(TEXTS, max_size=6))
+    ]
+    return sources, wanted, held, [draw(st.integers(0, 8)) for _ in held]
+
+
+@given(switches())
+def test_what_is_carried_can_be_found_and_is_carried_once(
+    case: Switch,
+) -> None:
+    sources, wanted, held, room = case
+    before = [set(one) for one in held]
+
+    def find(replica: int, hashes: Chain) -> list[Found]:
+        found = takewhile(lambda one: one in sources[replica], hashes)
+        return [(replica, one) for one in found]
+
+    chosen = fill(wanted, find, held, room)
+    for index, runs in enumerate(chosen):
+        blocks = [(run.source_replica, *block) for run in runs for block in run.blocks]
+        assert len(blocks) <= room[index]
+        has = set(before[index])
+        for source, replica, one in blocks:
+            assert replica == source and one in sources[replica]
+            assert isinstance(one, str)
+            assert one not in has, "carried twice, or there already"
+            assert len(one) == 1 or one[:-1] in has, "without what is before it"
+            has.add(one)
+        assert has == held[index]
+        if len(blocks) < room[index]:
+            # Nothing that was wanted and could be found was left.
+            for place in wanted:
+                for one in place.hashes if place.target_replica == index else ():
+                    if one not in has:
+                        assert one not in sources[place.source_replica]
+                        break
+
+
+def hashes_of(runs: Iterable[Run[Hashable]]) -> list[Hashable]:
+    return [one for run in runs for one in run.blocks]
+
+
+def test_the_most_wanted_chain_comes_first_and_whole() -> None:
+    wanted = [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("abd"), 0, 0)]
+    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [4])
+    assert hashes_of(blocks) == ["a", "ab", "abc", "abd"]
+    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [2])
+    assert hashes_of(blocks) == ["a", "ab"]
+
+
+def test_a_chain_half_live_takes_the_other_half_along() -> None:
+    wanted = [PlacedChain(chain("abcd"), 0, 0), PlacedChain(chain("abcd"), 0, 1)]
+    near, far = fill(wanted, lambda replica, hashes: hashes, [{*chain("ab")}, set()], [9, 9])
+    assert hashes_of(near) == ["abc", "abcd"]
+    assert hashes_of(far) == [*chain("abcd")], "another replica lacks the first half"
+
+
+def test_a_block_that_was_evicted_ends_its_chain() -> None:
+    (blocks,) = fill(
+        [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
+        lambda replica, hashes: [*takewhile(lambda one: one != "ab", hashes)],
+        [set()],
+        [9],
+    )
+    assert hashes_of(blocks) == ["a", "b"]
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_a_request_takes_the_place_of_the_chain_that_it_continues() -> None:
+    chains = Chains()
+    for text in ("ab", "x", "abcd"):
+        chains.arrived(chain(text), 0)
+        chains.ended(chain(text), 0)
+    assert chains.latest() == [chain("abcd"), chain("x")]
+    chains.arrived(chain("xy"), 0)
+    assert chains.latest() == [chain("abcd")], "what lives is no chain"
+    chains.ended((), 0)
+    chains.ended(chain("abce"), 0)
+    assert chains.latest() == [chain("abce"), chain("abcd")], "a part in common stays in both"
+    chains.forget()
+    assert chains.latest() == []
+
+
+def test_the_least_recently_used_chains_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REMEMBERED_BLOCKS", 6)
+    chains = Chains()
+    for text in ("abc", "xyz", "uvw"):
+        chains.ended(chain(text), 0)
+    assert chains.latest() == [chain("uvw"), chain("xyz")]
+    chains.ended(chain("xyzz"), 0)
+    assert chains.latest() == [chain("xyzz")]
+
+
+@given(st.lists(st.tuples(st.booleans(), TEXTS), max_size=30))
+def test_memory_is_of_the_chains_in_it(events: list[tuple[bool, str]]) -> None:
+    chains = Chains()
+    for ends, text in events:
+        (chains.ended if ends else chains.arrived)(chain(text), 0)
+        kept = chains.latest()
+        assert chains._blocks == sum(map(len, kept))
+        assert max(Counter(one[-1] for one in kept).values(), default=1) == 1
+
+
+def test_the_chance_follows_what_is_asked_for_again() -> None:
+    chains = Chains()
+    assert chains.chance == 0.5
+    for _ in range(9):
+        chains.ended(chain("ab"), 2000)
+    assert chains.chance == 0.05, "one of ten, at most half"
+    for _ in range(10_000):
+        chains.ended(chain("ab"), 100)
+    chains.ended(chain("ab"), 0)
+    assert chains.chance < 0.001
+    for _ in range(5000):
+        chains.arrived(chain("ab"), 75)
+        chains.ended(chain("ab"), 100)
+    assert 0.72 < chains.chance < 0.76
+    for _ in range(100):
+        chains.arrived(chain("ab"), 1000)
+    assert chains.chance <= 1.0

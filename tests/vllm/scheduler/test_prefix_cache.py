@@ -1,0 +1,487 @@
+"""Prefix caches at switches: what is carried is what its hash says, found again, and costs nobody.
+
+Without workers: a model of their memory follows what the schedulers and the switches' plans say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request, RequestStatus
+
+from benchmarks.without_workers import BLOCK_SIZE, EXECUTOR, engine_config
+from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.layout import Layout
+from pat_vllm.scheduler.prefix_cache import find, num_cached
+from pat_vllm.scheduler.scheduler import PATScheduler
+from tests.vllm.scheduler.test_scheduler import results_of
+
+HEADS = 8
+TPS = (1, 2, 4, 8)
+FEW = 10
+"""Blocks of a replica of tp=1, one of which vLLM takes; of tp=8 eight times as many."""
+
+
+class Memory:
+    """What each rank's blocks hold.
+
+    Attributes:
+        cells: (rank, block, head of it) -> (hash of the block, head).
+        hits: tokens that each request found cached when it was first scheduled.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self.cells: dict[tuple[int, int, int], tuple[Any, int]] = {}
+        self.hits: dict[str, int] = {}
+        self._scheduler = scheduler
+
+    def step(self) -> None:
+        """A step is scheduled, and computes; then its outputs come."""
+        output = self._scheduler.schedule()
+        layout = self._scheduler.replica_set.layout
+        for replica in self._scheduler.replica_set.replicas:
+            for one in replica.scheduler.running:
+                if (stats := one.prefill_stats) is not None:
+                    self.hits[one.request_id] = stats.num_local_cached_tokens
+                (ids,) = replica.scheduler.kv_cache_manager.get_block_ids(one.request_id)
+                full = one.num_computed_tokens // BLOCK_SIZE
+                for block, block_hash in zip(ids, one.block_hashes[:full], strict=False):
+                    for rank in layout.ranks_of(replica.index):
+                        for local, head in enumerate(held_by(layout, rank)):
+                            self.cells[rank, block, local] = block_hash, head
+        self._scheduler.update_from_output(output, results_of(output))
+
+    def switch(self, command: SwitchCommand) -> None:
+        """What does not move is lost: the other layout's blocks lie over these."""
+        after: dict[tuple[int, int, int], tuple[Any, int]] = {}
+        written = set()
+        for move in command.moves:
+            route = move.route
+            for a, b in zip(move.source_blocks, move.target_blocks, strict=True):
+                for i, j in zip(route.source_heads, route.target_heads, strict=True):
+                    to = route.target_rank, b, j
+                    assert to not in written, "written twice"
+                    written.add(to)
+                    if (held := self.cells.get((route.source_rank, a, i))) is not None:
+                        after[to] = held
+        self.cells = after
+
+    def check(self) -> int:
+        """Every hash points to what it says; its predecessors are there; blocks add up.
+
+        Returns:
+            Number of cached blocks.
+        """
+        layout = self._scheduler.replica_set.layout
+        total = 0
+        for replica in self._scheduler.replica_set.replicas:
+            manager = replica.scheduler.kv_cache_manager
+            pool = manager.block_pool
+            for block in pool.blocks:
+                if block.block_hash is None:
+                    continue
+                total += 1
+                block_hash = get_block_hash(block.block_hash)
+                assert pool.cached_block_hash_to_block.contain(block.block_hash, block.block_id)
+                for rank in layout.ranks_of(replica.index):
+                    for local, head in enumerate(held_by(layout, rank)):
+                        assert self.cells[rank, block.block_id, local] == (block_hash, head)
+            used = {
+                id_ for name in replica.scheduler.requests for id_ in manager.get_block_ids(name)[0]
+            }
+            assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1 - len(used)
+            assert all((pool.blocks[id_].ref_cnt > 0) for id_ in used)
+        return total
+
+
+def held_by(layout: Layout, rank: int) -> range:
+    return layout.kv_heads_of(layout.tp_rank_of(rank), HEADS)
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = new_scheduler(monkeypatch)
+    yield made
+    made.memory.check()
+
+
+def new_scheduler(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """For eight ranks, in the layout tp8dp1, with a memory that follows it.
+
+    Whatever is cached is worth to be carried.
+    """
+    config, stock = engine_config(8, **{"num_blocks": 80, **options})
+    made: Any = PATScheduler(vllm_config=config, **stock)
+    made.memory = Memory(made)
+    made.controller.costs.mode = "migrate"
+    made.controller.costs.least_chance = lambda *pair: 0.0
+    make_switch = type(EXECUTOR).switch
+
+    def switch(command: SwitchCommand) -> list[Any]:
+        made.memory.switch(command)
+        return make_switch(EXECUTOR, command)
+
+    monkeypatch.setattr(EXECUTOR, "switch", switch, raising=False)
+    return made
+
+
+def request(name: str, tokens: list[int], new: int, salt: str | None = None) -> Request:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    params = SamplingParams(max_tokens=new, ignore_eos=True)
+    return Request(name, tokens, params, None, block_hasher=hasher, cache_salt=salt)
+
+
+def finish(scheduler: Any, *requests: Request) -> None:
+    """Add requests, and run until they have ended."""
+    for one in requests:
+        scheduler.add_request(one)
+    while any(scheduler.has_request(one.request_id) for one in requests):
+        scheduler.memory.step()
+
+
+def tokens_of(seed: int, blocks: float) -> list[int]:
+    return random.Random(seed).choices(range(10, 400), k=int(blocks * BLOCK_SIZE))
+
+
+def cached(scheduler: Any, one: Request) -> list[int]:
+    """Blocks that each replica's cache has of a request."""
+    return [num_cached(replica, one.block_hashes) for replica in scheduler.replica_set.replicas]
+
+
+def hits(scheduler: Any, one: Request) -> float:
+    """Blocks of its prompt that a request found cached."""
+    tokens: int = scheduler.memory.hits[one.request_id]
+    return tokens / BLOCK_SIZE
+
+
+def switch(scheduler: Any, tp: int) -> Any:
+    """Switch, and return the report of it."""
+    assert scheduler.controller.request(tp)
+    report = scheduler.controller.report().switches[-1]
+    assert report.target.tp == tp
+    scheduler.memory.check()
+    return report
+
+
+def anchor(scheduler: Any) -> Request:
+    """A request that keeps the engine from being idle."""
+    one = request("anchor", tokens_of(99, 0.5), 4000)
+    scheduler.add_request(one)
+    scheduler.memory.step()
+    return one
+
+
+# -------------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize("source", TPS)
+@pytest.mark.parametrize("target", TPS)
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_the_next_turn_finds_its_prefix(
+    scheduler: Any, source: int, target: int, busy: bool
+) -> None:
+    """In the replica that it goes to, also of an idle engine."""
+    if source == target:
+        return
+    if busy:
+        anchor(scheduler)
+    assert scheduler.controller.request(source)
+    first = [request(f"{i}", tokens_of(i, 2.5), 20) for i in range(6)]
+    finish(scheduler, *first)
+    report = switch(scheduler, target)
+    full = [(one.num_tokens - 1) // BLOCK_SIZE for one in first]
+    assert full == [3] * 6
+    assert report.cached_tokens == 6 * 3 * BLOCK_SIZE
+    next_turns = [
+        request(f"{i} again", [*one.all_token_ids, *tokens_of(50 + i, 1)], 4)
+        for i, one in enumerate(first)
+    ]
+    for one in next_turns:
+        assert max(cached(scheduler, one)) == 3
+        scheduler.add_request(one)
+    scheduler.memory.step()
+    assert [hits(scheduler, one) for one in next_turns] == [3] * 6
+    by_replica = [len(r.scheduler.requests) for r in scheduler.replica_set.replicas]
+    assert max(by_replica) - min(by_replica) <= 2 + busy, "chains were not spread"
+    finish(scheduler)
+
+
+def test_equal_prefixes_of_replicas_are_merged(scheduler: Any) -> None:
+    anchor(scheduler)
+    assert scheduler.controller.request(1)
+    common = tokens_of(1, 2)
+    own = [request(f"{i}", [*common, *tokens_of(10 + i, 2)], 1) for i in range(24)]
+    finish(scheduler, *own)
+    holders = [found for found in cached(scheduler, own[0]) if found]
+    assert len(holders) > 1, "the prefix is in one replica"
+    report = switch(scheduler, 8)
+    blocks = {one for request_ in own for one in request_.block_hashes}
+    assert 0 < report.cached_tokens <= len(blocks) * BLOCK_SIZE
+    for one in own:
+        assert cached(scheduler, one)[0] in (0, 2, 3, 4)
+    assert switch(scheduler, 1).cached_tokens > report.cached_tokens, "copied to several replicas"
+
+
+def test_a_chain_half_live_and_half_cached(scheduler: Any) -> None:
+    """The half that comes with a request is not carried again to the replica of that."""
+    anchor(scheduler)
+    assert scheduler.controller.request(1)
+    common = tokens_of(1, 3)
+    ended = request("ended", [*common, *tokens_of(2, 2)], 1)
+    finish(scheduler, ended)
+    live = request("live", [*common, *tokens_of(3, 1)], 400)
+    scheduler.add_request(live)
+    scheduler.memory.step()
+    assert hits(scheduler, live) == 3
+    assert switch(scheduler, 8).cached_tokens == 2 * BLOCK_SIZE
+    scheduler.memory.step()
+    assert cached(scheduler, ended) == [5]
+    scheduler.memory.check()
+
+
+def test_what_waits_finds_what_was_cached_for_it(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small the chance is that an ended request's prefix is asked for."""
+    anchor(scheduler)
+    first = request("first", tokens_of(1, 4), 1)
+    finish(scheduler, first)
+    monkeypatch.setattr(scheduler.controller.costs, "least_chance", lambda *pair: 2.0)
+    again = request("again", [*first.all_token_ids, *tokens_of(2, 1)], 4)
+    scheduler.add_request(again)
+    assert switch(scheduler, 2).cached_tokens == 4 * BLOCK_SIZE
+    scheduler.memory.step()
+    assert hits(scheduler, again) == 4
+
+
+def test_salts_are_kept_apart(scheduler: Any) -> None:
+    anchor(scheduler)
+    tokens = tokens_of(1, 4)
+    salted = [request(salt, tokens, 1, salt) for salt in ("pepper", "cumin")]
+    finish(scheduler, *salted)
+    assert switch(scheduler, 2).cached_tokens == 8 * BLOCK_SIZE
+    for salt, found in (("pepper", 4), ("cumin", 4), ("none", 0)):
+        assert max(cached(scheduler, request("", tokens, 1, salt))) == found
+    assert max(cached(scheduler, request("", tokens, 1))) == 0
+
+
+# -------------------------------------------------------------------- room
+
+
+def test_live_requests_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached takes blocks that they leave, and gives them back, the least wanted first."""
+    scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
+    anchor(scheduler)
+    old, new = (request(name, tokens_of(i, 8), 1) for i, name in enumerate(("old", "new")))
+    live = [request(f"live {i}", tokens_of(100 + i, 7.5), 3000) for i in range(4)]
+    assert scheduler.controller.request(4)
+    finish(scheduler, old)
+    finish(scheduler, new)
+    for one in live:
+        scheduler.add_request(one)
+    scheduler.memory.step()
+    report = switch(scheduler, 8)
+    assert report.migrated == report.num_seqs == len(live) + 1
+    assert free_hashes(scheduler) == [
+        *[None] * (8 * FEW - 1 - 1 - 4 * 8 - 16),
+        *reversed(old.block_hashes),
+        *reversed(new.block_hashes),
+    ]
+    while sum(cached(scheduler, old)):
+        assert sum(cached(scheduler, new)) == 8
+        assert not scheduler.replica_set.replicas[0].scheduler.waiting
+        scheduler.memory.step()
+
+
+def test_no_request_is_preempted_for_what_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load for which pools are too small goes step by step as if nothing were cached."""
+
+    def preemptions(least_chance: float) -> tuple[int, list[list[tuple[int, int]]]]:
+        scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
+        scheduler.controller.costs.least_chance = lambda *pair: least_chance
+        ended = [request(f"ended {i}", tokens_of(i, 4), 1) for i in range(10)]
+        live = [request(f"{i}", tokens_of(100 + i, 2.5), 400) for i in range(20)]
+        anchor(scheduler)
+        finish(scheduler, *ended)
+        for one in live:
+            scheduler.add_request(one)
+        carried, went = 0, []
+        for tp, steps in ((4, 3), (8, 30), (2, 30), (8, 30), (1, 30), (8, 30)):
+            for _ in range(steps):
+                scheduler.memory.step()
+                went.append([(one.num_computed_tokens, one.num_preemptions) for one in live])
+            carried += switch(scheduler, tp).cached_tokens
+        return carried, went
+
+    (none, without), (some, beside) = preemptions(2.0), preemptions(0.0)
+    assert without == beside
+    falls = [
+        computed > later
+        for row, next_row in pairwise(without)
+        for (computed, _), (later, _) in zip(row, next_row, strict=True)
+    ]
+    assert sum(falls) > 10, "there was room for all"
+    assert some > none
+
+
+def free_hashes(scheduler: Any) -> list[Any]:
+    """Of the blocks of the only replica that no request uses, the next one to be used first."""
+    (replica,) = scheduler.replica_set.replicas
+    queue = replica.scheduler.kv_cache_manager.block_pool.free_block_queue
+    keys = [block.block_hash for block in queue.get_all_free_blocks()]
+    return [key and get_block_hash(key) for key in keys]
+
+
+def test_a_target_with_less_room_gets_the_last_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica of tp=1 has room for one chain of 5 blocks, and for the head of another."""
+    scheduler = new_scheduler(monkeypatch, num_blocks=FEW)
+    anchor(scheduler)
+    ended = [request(f"{i}", tokens_of(i, 5), 1) for i in range(12)]
+    for one in ended:
+        finish(scheduler, one)
+    assert [sum(cached(scheduler, one)) for one in ended] == [5] * 12
+    switch(scheduler, 1)
+    found = [max(cached(scheduler, one)) for one in ended]
+    assert found[4:] == [5] * 8, "a chain in each replica"
+    assert all(0 < blocks <= 4 for blocks in found[:4]), "and what there is room for beside it"
+
+
+def test_a_block_that_is_gone_ends_its_chain(scheduler: Any) -> None:
+    """Such as one that was evicted: what comes after it could not be found."""
+    anchor(scheduler)
+    whole, holed = (request(f"{i}", tokens_of(i, 6), 1) for i in range(2))
+    finish(scheduler, whole, holed)
+    (replica,) = scheduler.replica_set.replicas
+    pool = replica.scheduler.kv_cache_manager.block_pool
+    (gone,) = find(replica, holed.block_hashes[4:5])
+    pool.evict_blocks({gone.block_id})
+    assert switch(scheduler, 4).cached_tokens == (6 + 4) * BLOCK_SIZE
+    assert (max(cached(scheduler, whole)), max(cached(scheduler, holed))) == (6, 4)
+
+
+# -------------------------------------------------------------------- what is not carried
+
+
+def test_nothing_survives_a_reset_or_new_weights(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = anchor(scheduler)
+    for number, happens in enumerate(("nothing", "reset", "weights", "nothing")):
+        one = request(f"{number}", tokens_of(number, 4), 1)
+        finish(scheduler, one)
+        if happens == "reset":
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            assert scheduler.replica_set.chains.latest() == []
+            scheduler.memory.step()
+        elif happens == "weights":
+            monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
+        waits = request(f"{number} again", [*one.all_token_ids, *tokens_of(9, 1)], 1)
+        scheduler.add_request(waits)
+        report = switch(scheduler, (4, 2)[number % 2])
+        assert (report.cached_tokens > 0) == (happens == "nothing"), happens
+        finish(scheduler, request(f"{number} more", tokens_of(70, 1), 1))
+    assert not live.is_finished()
+
+
+def test_recomputing_leaves_everything_behind(scheduler: Any) -> None:
+    anchor(scheduler)
+    one = request("a", tokens_of(1, 4), 1)
+    finish(scheduler, one)
+    scheduler.controller.costs.mode = "recompute"
+    del scheduler.controller.costs.least_chance
+    assert switch(scheduler, 2).cached_tokens == 0
+    assert max(cached(scheduler, one)) == 0
+
+
+def test_without_prefix_caching_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = new_scheduler(monkeypatch, enable_prefix_caching=False)
+    anchor(scheduler)
+    one = Request("a", tokens_of(1, 4), SamplingParams(max_tokens=1), None)
+    finish(scheduler, one)
+    assert switch(scheduler, 2).cached_tokens == 0
+    assert scheduler.replica_set.chains.latest() == []
+
+
+def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
+    anchor(scheduler)
+    costs = scheduler.controller.costs
+    del costs.least_chance
+    least = costs.least_chance(Layout(8, 1), Layout(2, 4))
+    assert 0 < least < 0.5
+    for _ in range(500):
+        scheduler.replica_set.chains.ended((), 4)
+    finish(scheduler, request("a", tokens_of(1, 4), 1))
+    assert switch(scheduler, 2).cached_tokens == 0
+
+
+def test_the_chance_is_learned_from_blocks_that_no_request_uses(scheduler: Any) -> None:
+    """Samples of a prompt and a prefix that others use tell nothing of next turns."""
+
+    def seen() -> tuple[float, float]:
+        chains = scheduler.replica_set.chains
+        return chains._asked - begun[0], chains._left - begun[1]
+
+    begun = 0.0, 0.0
+    begun = seen()
+    system = tokens_of(1, 2)
+    scheduler.add_request(request("lives on", system, 4000))
+    scheduler.memory.step()
+    ended = request("a", [*system, *tokens_of(2, 3)], 1)
+    finish(scheduler, ended)
+    assert seen() == (0, 3), "two of its blocks are still used"
+    finish(scheduler, request("a again", [*system, *tokens_of(2, 3)], 1))
+    assert seen() == (0, 6), "a sample of the same prompt"
+    finish(scheduler, request("b", [*system, *tokens_of(3, 1)], 1))
+    assert seen() == (0, 7)
+    finish(scheduler, request("a's next turn", [*ended.all_token_ids, *tokens_of(4, 1)], 1))
+    assert seen() == (3, 11)
+
+
+# -------------------------------------------------------------------- storms
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_storms(scheduler: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Conversations with random switches, aborts and resets: 0 wrong, 0 lost, blocks add up."""
+    rng = random.Random(seed)
+    system = tokens_of(1000 + seed, 2)
+    talks = {i: [*system, *tokens_of(i, rng.uniform(0.5, 4))] for i in range(16)}
+    turns, live = dict.fromkeys(talks, 0), dict[int, Request]()
+    found = carried = 0
+    for _ in range(250):
+        for i, tokens in talks.items():
+            if i not in live and turns[i] < 6 and rng.random() < 0.2:
+                one = request(f"{i}:{turns[i]}", list(tokens), rng.randint(1, 30))
+                live[i] = one
+                scheduler.add_request(one)
+        event = rng.random()
+        if event < 0.15:
+            before = scheduler.controller.switch_id
+            assert scheduler.controller.request(rng.choice(TPS))
+            if scheduler.controller.switch_id > before:
+                carried += scheduler.controller.report().switches[-1].cached_tokens
+        elif event < 0.18 and live:
+            one = rng.choice([*live.values()])
+            scheduler.finish_requests(one.request_id, RequestStatus.FINISHED_ABORTED)
+        elif event < 0.19:
+            scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+        scheduler.memory.step()
+        scheduler.replica_set.discard_retired()
+        scheduler.memory.check()
+        for i, one in [*live.items()]:
+            if one.is_finished():
+                del live[i]
+                found += scheduler.memory.hits.get(one.request_id, 0)
+                talks[i] = [*one.all_token_ids, *tokens_of(rng.randrange(10**6), 0.7)]
+                turns[i] += 1
+    while any(scheduler.has_request(one.request_id) for one in live.values()):
+        scheduler.memory.step()
+    assert carried > 20 * BLOCK_SIZE and found > 50 * BLOCK_SIZE
