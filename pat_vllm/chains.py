@@ -8,10 +8,10 @@ common is a prefix of both.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-Chain: TypeAlias = Sequence[Hashable]
+Chain: TypeAlias = Sequence[bytes]
 Block = TypeVar("Block")
 
 REMEMBERED_BLOCKS = 1 << 20
@@ -27,7 +27,7 @@ class Chains:
     """
 
     def __init__(self) -> None:
-        self._by_end: dict[Hashable, Chain] = {}
+        self._by_end: dict[bytes, Chain] = {}
         self._blocks = 0
         self._requests = self._left = self._asked = 0.0
 
@@ -84,7 +84,7 @@ class Chains:
         for end in self._by_end.keys() & chain:
             self._drop(end)
 
-    def _drop(self, end: Hashable) -> None:
+    def _drop(self, end: bytes) -> None:
         self._blocks -= len(self._by_end.pop(end))
 
 
@@ -106,7 +106,7 @@ class Run(NamedTuple, Generic[Block]):
 def fill(
     chains: Iterable[PlacedChain],
     find: Callable[[int, Chain], Sequence[Block]],
-    held: Sequence[set[Hashable]],
+    held: Sequence[set[bytes]],
     room: Sequence[int],
 ) -> list[list[Run[Block]]]:
     """Choose the cached blocks that each target replica gets, as far as it has room.
@@ -126,7 +126,7 @@ def fill(
     left = list(room)
     for hashes, source, target in chains:
         has = held[target]
-        first = bisect_left(hashes, True, key=lambda one: one not in held[target])
+        first = bisect_left(hashes, True, key=lambda one: one not in has)
         wanted = hashes[first : first + left[target]]
         if blocks := find(source, wanted):
             chosen[target].append(Run(source, blocks))

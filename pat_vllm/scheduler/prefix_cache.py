@@ -6,8 +6,8 @@ PAT's engines have one group of KV caches: a block is found by its hash alone.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
@@ -28,8 +28,9 @@ _GROUP = make_block_hash_with_group_id(BlockHash(b""), 0)
 
 def find(replica: Replica, chain: Chain) -> list[KVCacheBlock]:
     """The blocks with these hashes, as vLLM would find them, up to the first that is not cached."""
-    get = replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
-    blocks = []
+    pool = replica.scheduler.kv_cache_manager.block_pool
+    get: Any = pool.cached_block_hash_to_block.get_one_block
+    blocks: list[KVCacheBlock] = []
     for block_hash in chain:
         if (block := get(block_hash + _GROUP)) is None:
             break
@@ -51,7 +52,7 @@ def num_unused(replica: Replica, chain: Chain) -> int:
     """How many of these no request uses. Who uses a block uses all before it."""
     cached = chain[: num_cached(replica, chain)]
 
-    def is_unused(block_hash: Hashable) -> bool:
+    def is_unused(block_hash: bytes) -> bool:
         return all(block.ref_cnt == 0 for block in find(replica, [block_hash]))
 
     return len(cached) - bisect_left(cached, True, key=is_unused)
@@ -84,7 +85,7 @@ def place_chains(
 
 def carry_cached(
     wanted: Iterable[PlacedChain],
-    held: Sequence[set[Hashable]],
+    held: Sequence[set[bytes]],
     replicas: Sequence[Replica],
     fresh: Sequence[Replica],
 ) -> list[RequestBlocks]:

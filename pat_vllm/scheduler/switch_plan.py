@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -215,7 +215,7 @@ def _carry_caches(
 ) -> list[RequestBlocks]:
     """Give blocks that requests leave to what is cached: for requests that wait, then `chains`."""
     replica_of = {id_: index for index, load in enumerate(loads) for id_ in load.blocks}
-    held: list[set[Hashable]] = [set() for _ in fresh]
+    held: list[set[bytes]] = [set() for _ in fresh]
     wanted = []
     for one in carried:
         request = one.request

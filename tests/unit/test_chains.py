@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from itertools import takewhile
 
 import pytest
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pat_vllm import chains as module
 from pat_vllm.chains import Chain, Chains, PlacedChain, Run, fill
 
-Found = tuple[int, Hashable]
-Hashes = set[Hashable]
+Found = tuple[int, bytes]
+Hashes = set[bytes]
 Switch = tuple[list[Hashes], list[PlacedChain], list[Hashes], list[int]]
 
 
 def chain(text: str) -> Chain:
     """A block for each letter, whose hash is all up to it."""
-    return tuple(text[: end + 1] for end in range(len(text)))
+    return tuple(text[: end + 1].encode() for end in range(len(text)))
 
 
 TEXTS = st.text("ab", max_size=6)
@@ -66,7 +66,6 @@ def test_what_is_carried_can_be_found_and_is_carried_once(
         has = set(before[index])
         for source, replica, one in blocks:
             assert replica == source and one in sources[replica]
-            assert isinstance(one, str)
             assert one not in has, "carried twice, or there already"
             assert len(one) == 1 or one[:-1] in has, "without what is before it"
             has.add(one)
@@ -80,33 +79,33 @@ def test_what_is_carried_can_be_found_and_is_carried_once(
                         break
 
 
-def hashes_of(runs: Iterable[Run[Hashable]]) -> list[Hashable]:
+def hashes_of(runs: Iterable[Run[bytes]]) -> list[bytes]:
     return [one for run in runs for one in run.blocks]
 
 
 def test_the_most_wanted_chain_comes_first_and_whole() -> None:
     wanted = [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("abd"), 0, 0)]
     (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [4])
-    assert hashes_of(blocks) == ["a", "ab", "abc", "abd"]
+    assert hashes_of(blocks) == [b"a", b"ab", b"abc", b"abd"]
     (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [2])
-    assert hashes_of(blocks) == ["a", "ab"]
+    assert hashes_of(blocks) == [b"a", b"ab"]
 
 
 def test_a_chain_half_live_takes_the_other_half_along() -> None:
     wanted = [PlacedChain(chain("abcd"), 0, 0), PlacedChain(chain("abcd"), 0, 1)]
     near, far = fill(wanted, lambda replica, hashes: hashes, [{*chain("ab")}, set()], [9, 9])
-    assert hashes_of(near) == ["abc", "abcd"]
+    assert hashes_of(near) == [b"abc", b"abcd"]
     assert hashes_of(far) == [*chain("abcd")], "another replica lacks the first half"
 
 
 def test_a_block_that_was_evicted_ends_its_chain() -> None:
     (blocks,) = fill(
         [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
-        lambda replica, hashes: [*takewhile(lambda one: one != "ab", hashes)],
+        lambda replica, hashes: [*takewhile(lambda one: one != b"ab", hashes)],
         [set()],
         [9],
     )
-    assert hashes_of(blocks) == ["a", "b"]
+    assert hashes_of(blocks) == [b"a", b"b"]
 
 
 # -------------------------------------------------------------------- memory
