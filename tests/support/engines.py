@@ -154,7 +154,8 @@ class Job:
     prompt: list[int]
     sampling: dict[str, Any]
     arrives: int = 0
-    """Engine step before which it is added."""
+    """Engine step before which `run` adds it."""
+    priority: int = 0
 
 
 @dataclass
@@ -216,8 +217,9 @@ def run(
         before_step(step)
         for name in [name for name, job in waiting.items() if job.arrives <= step]:
             job = waiting.pop(name)
+            params = SamplingParams(**job.sampling)
             engine.add_request(
-                name, {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
+                name, {"prompt_token_ids": job.prompt}, params, priority=job.priority
             )
         for output in engine.step():
             piece = output.request_id in streamed
