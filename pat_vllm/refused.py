@@ -119,18 +119,14 @@ def _sliding_window(vllm_config: VllmConfig) -> Any:
     return None if model is None or model.disable_sliding_window else model.get_sliding_window()
 
 
-def _models(
-    kind: str,
-    is_refused: Callable[[ModelConfig], bool],
-    allowed: str = "decoder-only models with full attention",
-) -> Rule:
+def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
     """Refuse a kind of model."""
 
     def refused(vllm_config: VllmConfig) -> Any:
         model = vllm_config.model_config
         return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
 
-    return Rule("model", refused, allowed, kind)
+    return Rule("model", refused, "decoder-only models with full attention", kind)
 
 
 def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:

@@ -25,7 +25,7 @@ def plot_advice(advice: Advice, path: Path) -> None:
     kind = "modelled" if advice.modelled else "simulated"
     rows = list(advice.rows())
     ours, static = (advice.reports(one)[-1] for one in (advice.ours, advice.static))
-    figure, (above, below) = new_figure(10, [4.7, 0.3 * len(rows) + 0.5], same_time=False)
+    figure, (above, below) = new_figure([4.7, 0.3 * len(rows) + 0.5], same_time=False)
     figure.suptitle(f"{heading(advice)}\n{verdict(advice)}", fontsize=9, wrap=True)
 
     colour = layout_colours(advice.rollouts.profile.layouts)

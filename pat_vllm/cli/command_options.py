@@ -108,7 +108,7 @@ class ProfileOptions(Ranged):
     ] = False
     budget: Annotated[
         float | None,
-        typer.Option(min=1, max=1e6, help="Seconds after which the rest is left out."),
+        typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
     ] = None
 
     def of_vllm(self) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class RandomModel(Ranged):
     gain: Annotated[
         float,
         typer.Option(
-            min=0, max=1e3, help="About the standard deviation of the logits; less is more even."
+            min=0, max=1000, help="About the standard deviation of the logits; less is more even."
         ),
     ] = 4.0
     repeat: Annotated[
         float,
         typer.Option(
-            min=0, max=1e3, help="How much its text repeats a phrase; 0 is not, 1.5 is mostly."
+            min=0, max=1000, help="How much its text repeats a phrase; 0 is not, 1.5 is mostly."
         ),
     ] = 0.0
     phrase: Annotated[int, typer.Option(min=2, max=1 << 16, help="Tokens of that phrase.")] = 16

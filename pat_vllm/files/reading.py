@@ -103,15 +103,13 @@ def read_json(
         raise FileError(f"{what} {name_of(path)} is no JSON ({error})") from None
 
 
-def read_json_object(
-    path: str | Path, what: str = "file", *, most: int = MOST_BYTES
-) -> dict[str, Any]:
+def read_json_object(path: str | Path, what: str = "file") -> dict[str, Any]:
     """The object in a file of JSON.
 
     Raises:
         FileError: as `read_json`, or it holds another value.
     """
-    value = read_json(path, what, most=most)
+    value = read_json(path, what)
     if not isinstance(value, dict):
         raise FileError(f"{what} {name_of(path)} is no JSON object, but {shown(value)}")
     return value

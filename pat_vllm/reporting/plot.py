@@ -29,17 +29,17 @@ FLOOR = 0.8
 """Lower end of the logarithmic axis of live requests, where 0 is drawn."""
 _MOST_NOTES = 8
 """More switches than this, and the picture does not describe each in words."""
+_WIDTH, _MARGIN = 10.0, 0.8
+"""Of pictures, and what is above and below their panels: inches."""
 _MOST_BINS = 100
 """Intervals into which the time is divided for draft lengths, unless they are shorter than 1 s."""
 
 
-def new_figure(
-    width: float, heights: Sequence[float], margin: float = 0.8, same_time: bool = True
-) -> tuple[Figure, list[Axes]]:
+def new_figure(heights: Sequence[float], same_time: bool = True) -> tuple[Figure, list[Axes]]:
     """A figure of panels, one below the other.
 
     Args:
-        width, heights, margin: inches; a height for each panel.
+        heights: of each panel, inches.
         same_time: whether the panels have their horizontal axis in common.
 
     Raises:
@@ -53,7 +53,7 @@ def new_figure(
             f"pictures need matplotlib, which is not installed here ({error}): "
             "pip install 'matplotlib>=3.8'"
         ) from error
-    figure = Figure(figsize=(width, sum(heights) + margin), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, sum(heights) + _MARGIN), layout="constrained")
     FigureCanvasAgg(figure)  # of its own: whatever backend the process has chosen
     panels = figure.subplots(
         len(heights),
@@ -156,7 +156,7 @@ def plot_report(report: Report, path: Path) -> None:
     switches, drafts, end = run.switches, run.drafts, run.seconds
     costs = bool(switches or run.savings)
 
-    figure, panels = new_figure(10, [4, *[1.2] * bool(drafts), *[1.8] * costs])
+    figure, panels = new_figure([4, *[1.2] * bool(drafts), *[1.8] * costs])
     figure.suptitle(summary(report).replace("; saved", "\nsaved"), fontsize=11)
     above = panels[0]
     spans = run.spans
@@ -274,7 +274,7 @@ def plot_runs(title: str, runs: Sequence[tuple[str, str, Run]], path: Path) -> N
     end = max(run.seconds for *_, run in runs)
 
     heights = [4, 0.35 * len(runs) + 0.2] + [1.2] * bool(last.drafts)
-    figure, panels = new_figure(10, heights)
+    figure, panels = new_figure(heights)
     above, below = panels[:2]
     figure.suptitle(title, fontsize=13)
     bands = layout_bands(above, last.spans, colour)

@@ -14,19 +14,18 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 import pat_vllm
 from tests.engine.specs import CHUNK, DENSE
-from tests.support.engines import OPTIONS, scheduler_of
+from tests.support.engines import OPTIONS, Job, scheduler_of
 from tests.support.pool import EnginePool
+from tests.support.same import TOLERANCE
 
 pytestmark = pytest.mark.engine(DENSE)
 
-TOLERANCE = 1e-4
 MAX_NUM_SEQS: int = OPTIONS["max_num_seqs"]
 
 SCHEMA = {
@@ -39,15 +38,6 @@ SCHEMA = {
     "required": ["river", "long", "mood"],
     "additionalProperties": False,
 }
-
-
-@dataclass
-class Job:
-    """A request: prompt token ids and `SamplingParams` fields."""
-
-    prompt: list[int]
-    sampling: dict[str, Any]
-    priority: int = 0
 
 
 Script = Mapping[int, int]
@@ -612,8 +602,10 @@ def test_priorities(llm: Any, switch_at: int) -> None:
         return greedy(tokens, output_kind=RequestOutputKind.CUMULATIVE)
 
     # Of many lengths, so that places become free one by one; not before the urgent ones come.
-    normal = {f"n{i}": Job(prompt(200 + i, 20), sampling(60 + 2 * i), 5) for i in range(44)}
-    urgent = {f"u{i}": Job(prompt(300 + i, 20), sampling(5), 0) for i in range(4)}
+    normal = {
+        f"n{i}": Job(prompt(200 + i, 20), sampling(60 + 2 * i), priority=5) for i in range(44)
+    }
+    urgent = {f"u{i}": Job(prompt(300 + i, 20), sampling(5)) for i in range(4)}
     started: list[str] = []
     before: list[str] = []
 

@@ -25,7 +25,8 @@ from pat_vllm.profiling import cache as profile_cache
 from pat_vllm.profiling import quality
 from pat_vllm.profiling.profile import Profile, StepShape
 from tests.engine.specs import POLICY
-from tests.support.engines import Job, run, scheduler_of, teacher_forced
+from tests.support.engines import Job, run, scheduler_of
+from tests.support.same import assert_teacher_forced
 from tests.vllm.metrics.exported import samples, series
 
 pytestmark = pytest.mark.engine(POLICY)
@@ -186,9 +187,7 @@ def test_its_switches_are_those_of_its_decisions_and_keep_the_outputs(
     for name, outcome in outcomes.items():
         assert outcome.token_ids == static[name].token_ids
     pat_vllm.switch(llm, tp=1)
-    scores = teacher_forced(llm, {k: (jobs[k].prompt, o.token_ids) for k, o in outcomes.items()})
-    for name, outcome in outcomes.items():
-        assert scores[name] == pytest.approx(outcome.logprobs, abs=1e-4)
+    assert_teacher_forced(llm, jobs, outcomes)
 
 
 def test_a_paused_engine_keeps_its_layout(deciding: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler import in_place
 from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE
-from tests.support.engines import Job, Outcome, add_job, run, scheduler_of, teacher_forced
+from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.pool import EnginePool, EngineSpec, go_home
+from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES)
@@ -37,10 +38,6 @@ ENGINES = {
 }
 """Tests that run on some of the engines for every change; nightly they run on many more."""
 
-TOLERANCE = 1e-4
-PLAIN_TOLERANCE = 2e-4
-"""For plain weights on CPU. Their kernels round by the size of the batch more than those for packed
-weights: stock vLLM's log-probabilities of a request differ by up to 1.05e-4 between two batches."""
 AS_PACKED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Models whose plain weights keep to `TOLERANCE`, too: over all pairs and storms they differ by up
 to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
@@ -253,13 +250,7 @@ def test_teacher_forced_log_probabilities_after_a_switch(case: Case) -> None:
     for source, target in itertools.permutations(names, 2):
         outcomes = run(llm, jobs, before_step=at_steps(llm, {0: source, 6: target}))
         pat_vllm.switch(llm, tp=target)
-        texts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}
-        scores = teacher_forced(llm, texts)
-        for name, outcome in outcomes.items():
-            assert outcome.logprobs == pytest.approx(scores[name], abs=tolerance(llm)), (
-                source,
-                target,
-            )
+        assert_teacher_forced(llm, jobs, outcomes, tolerance(llm))
 
 
 def test_half_prefilled_and_waiting_requests_are_carried(case: Case) -> None:

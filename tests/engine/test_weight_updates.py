@@ -14,10 +14,11 @@ import torch
 
 import pat_vllm
 from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, MIXTURE
-from tests.engine.test_switch import PLAIN_TOLERANCE, TOLERANCE, at_steps
+from tests.engine.test_switch import at_steps
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.pool import EngineSpec, go_home
+from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES)
@@ -123,17 +124,6 @@ def load_fused(llm: Any, model: str) -> None:
 def update(llm: Any, model: str, how: Callable[[Any, str], None] = load_all) -> None:
     how(llm, model)
     llm.reset_prefix_cache()
-
-
-def assert_same(
-    outcomes: Mapping[str, Outcome],
-    expected: Mapping[str, Outcome],
-    tolerance: float = TOLERANCE,
-) -> None:
-    assert outcomes.keys() == expected.keys()
-    for name, outcome in outcomes.items():
-        assert outcome.token_ids == expected[name].token_ids, name
-        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=tolerance), name
 
 
 def test_an_update_reaches_every_layout(updated: Updated) -> None:

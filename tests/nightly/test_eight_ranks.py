@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import pytest
-
 import pat_vllm
 from tests.engine.test_switch import at_steps, batch, tolerance
-from tests.support.engines import engine, run, teacher_forced
+from tests.support.engines import engine, run
+from tests.support.same import assert_teacher_forced
 
 # For every change: all pairs on four ranks, with more and with fewer KV heads, and all pairs of
 # eight ranks' layouts in arithmetic.
@@ -29,7 +28,4 @@ def test_every_ordered_pair_of_layouts() -> None:
             assert made.migrated == made.num_seqs == len(jobs)
             print(f"{source} -> {target}: stall {1e3 * (made.seconds - made.quiesce):.0f} ms")
             pat_vllm.switch(llm, tp=target)
-            prompts = {name: (job.prompt, outcomes[name].token_ids) for name, job in jobs.items()}
-            scores = teacher_forced(llm, prompts)
-            for name, outcome in outcomes.items():
-                assert outcome.logprobs == pytest.approx(scores[name], abs=tolerance(llm))
+            assert_teacher_forced(llm, jobs, outcomes, tolerance(llm))

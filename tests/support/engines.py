@@ -154,7 +154,8 @@ class Job:
     prompt: list[int]
     sampling: dict[str, Any]
     arrives: int = 0
-    """Engine step before which it is added."""
+    """Engine step before which `run` adds it."""
+    priority: int = 0
 
 
 @dataclass
@@ -196,7 +197,7 @@ def add_job(llm: Any, name: str, job: Job) -> None:
     from vllm import SamplingParams
 
     prompt, params = {"prompt_token_ids": job.prompt}, SamplingParams(**job.sampling)
-    llm.llm_engine.add_request(name, prompt, params)
+    llm.llm_engine.add_request(name, prompt, params, priority=job.priority)
 
 
 def run(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.cli.random_model import make_model
+from pat_vllm.cli.random_model import kept_model
 from tests.support.models import cache_dir
 
 VOCAB = 512
@@ -25,46 +24,33 @@ END_TOKENS = 100
 
 def few_tokens(seed: int = 0, repeat: float = 0.0) -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
+    small = kept_model(cache_dir(), "verl-small", _SHAPE | {"vocab": KNOWN, "layers": 1})
 
-    def write(model: Path) -> None:
-        make_model(model, seed=seed, repeat=repeat, **_SHAPE)
-        small = model.with_name("small")
-        make_model(small, **_SHAPE | {"vocab": KNOWN, "layers": 1})
+    def with_its_tokenizer(model: Path) -> None:
         for file in small.glob("*token*"):
             shutil.copy(file, model / file.name)
 
-    return _kept(f"verl-few-tokens-{seed}" + (f"-{repeat}" if repeat else ""), write)
+    sizes = _SHAPE | {"seed": seed, "repeat": repeat}
+    return kept_model(cache_dir(), "verl-few-tokens", sizes, with_its_tokenizer)
 
 
 def repeating_chat(repeat: float = 1.35) -> Path:
     """A model for the GRPO example whose n-gram drafts are accepted half of the time."""
-
-    def write(model: Path) -> None:
-        make_model(model, repeat=repeat, **_SHAPE | {"arch": "llama"})
-        ends = [1, *range(VOCAB - END_TOKENS + 1, VOCAB)]
-        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-
-    return _kept(f"verl-repeating-chat-{repeat}-{END_TOKENS}", write)
+    sizes = _SHAPE | {"arch": "llama", "repeat": repeat}
+    return _chat("repeating", sizes, range(VOCAB - END_TOKENS + 1, VOCAB))
 
 
 def mixture_chat() -> Path:
     """A mixture of experts for the GRPO example. verl wants tokens of Qwen's of Qwen's classes."""
-
-    def write(model: Path) -> None:
-        make_model(model, arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2, vocab=VOCAB)
-        ends = [1, *range(VOCAB - 8, VOCAB)]
-        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-
-    return _kept("verl-mixture-chat-olmoe", write)
+    sizes = dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2, vocab=VOCAB)
+    return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 
-def _kept(name: str, write: Callable[[Path], None]) -> Path:
-    """A directory that `write` has made, now or earlier."""
-    target = cache_dir() / name
-    if target.is_dir():
-        return target
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    write(scratch / "model")
-    (scratch / "model").rename(target)
-    shutil.rmtree(scratch)
-    return target
+def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int]) -> Path:
+    """A model whose responses end with any of these tokens, too."""
+
+    def with_ends(model: Path) -> None:
+        config = json.dumps({"eos_token_id": [1, *ends]})
+        (model / "generation_config.json").write_text(config)
+
+    return kept_model(cache_dir(), f"verl-{name}-chat-{len(ends)}", sizes, with_ends)

@@ -20,10 +20,10 @@ from tests.engine.speculation.steps import (
     switch,
     watched,
 )
-from tests.engine.test_switch import TOLERANCE
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import phrase
 from tests.support.pool import go_home
+from tests.support.same import TOLERANCE, assert_same, of_batch
 from tests.support.stock import stock_answers
 from tests.vllm.scheduler.protocol import LENGTHS
 
@@ -51,11 +51,6 @@ def without_drafts(jobs: Mapping[str, Job] | None = None) -> dict[str, Outcome]:
     return stock_answers(MODEL, batch() if jobs is None else jobs, **options)
 
 
-def of_batch(name: str) -> str:
-    """The job of a batch of which another is a copy."""
-    return name.split("/")[0]
-
-
 def copies_of(jobs: Mapping[str, Job], arrivals: Sequence[Any]) -> dict[str, Job]:
     """Copies of jobs, one for each of `arrivals`: functions that give a job's step."""
     return {
@@ -63,18 +58,6 @@ def copies_of(jobs: Mapping[str, Job], arrivals: Sequence[Any]) -> dict[str, Job
         for name, job in jobs.items()
         for copy, arrive in enumerate(arrivals)
     }
-
-
-def assert_same(
-    outcomes: Mapping[str, Outcome], expected: Mapping[str, Outcome], tolerance: float = TOLERANCE
-) -> None:
-    """Tokens and the reason to end are equal, log-probabilities to the tolerance."""
-    assert outcomes.keys() == expected.keys()
-    for name, outcome in outcomes.items():
-        assert outcome.token_ids == expected[name].token_ids, name
-        assert outcome.logprobs == pytest.approx(expected[name].logprobs, abs=tolerance), name
-        assert outcome.finish_reason == expected[name].finish_reason, name
-        assert outcome.text == expected[name].text, name
 
 
 class Walk:

@@ -13,9 +13,10 @@ import pytest
 import pat_vllm
 from pat_vllm.reporting import Report
 from tests.engine.specs import DRAFTS
-from tests.engine.speculation.batch import assert_same, batch, without_drafts
+from tests.engine.speculation.batch import batch, without_drafts
 from tests.engine.speculation.steps import watched
 from tests.support.engines import run
+from tests.support.same import assert_same
 from tests.vllm.scheduler.protocol import LENGTHS, MOST
 
 pytestmark = pytest.mark.engine(DRAFTS)

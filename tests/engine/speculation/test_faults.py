@@ -12,9 +12,10 @@ import pat_vllm
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler import switch_plan
 from tests.engine.specs import DRAFTS
-from tests.engine.speculation.batch import assert_same, batch, without_drafts
+from tests.engine.speculation.batch import batch, without_drafts
 from tests.engine.speculation.steps import acceptance, drafts_in_flight, held_drafts
 from tests.support.engines import Outcome, run, scheduler_of
+from tests.support.same import assert_same
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = [pytest.mark.engine(DRAFTS), pytest.mark.usefixtures("in_step")]

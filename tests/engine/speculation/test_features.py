@@ -18,7 +18,6 @@ from tests.engine.specs import DRAFTS
 from tests.engine.speculation.batch import without_drafts
 from tests.engine.speculation.steps import acceptance, counted, requests_of, switch, watched
 from tests.engine.test_features import (  # noqa: F401
-    Job,
     Script,
     add,
     drive,
@@ -29,9 +28,9 @@ from tests.engine.test_features import (  # noqa: F401
     run,
 )
 from tests.engine.test_features import jobs as jobs_without  # noqa: F401
-from tests.support import engines as support
-from tests.support.engines import Outcome, scheduler_of
+from tests.support.engines import Job, Outcome, scheduler_of
 from tests.support.pool import EnginePool, go_home
+from tests.support.same import assert_same
 from tests.vllm.scheduler.protocol import LENGTHS, MOST
 
 pytestmark = pytest.mark.engine(DRAFTS)
@@ -100,13 +99,6 @@ def run_all(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
     return results
 
 
-def stock(jobs: Mapping[str, Job]) -> dict[str, Outcome]:
-    """What stock vLLM gives for jobs without speculation."""
-    return without_drafts(
-        {name: support.Job(job.prompt, job.sampling) for name, job in jobs.items()}
-    )
-
-
 def outcomes_of(outputs: Mapping[str, Any]) -> dict[str, Outcome]:
     outcomes = {}
     for name, output in outputs.items():
@@ -116,19 +108,8 @@ def outcomes_of(outputs: Mapping[str, Any]) -> dict[str, Outcome]:
 
 
 def assert_as_stock(outputs: Mapping[str, Any], jobs: Mapping[str, Job]) -> None:
-    """Texts, tokens, log-probabilities and reasons to end are those of stock vLLM."""
-    expected = stock(jobs)
-    outcomes = outcomes_of(outputs)
-    assert outcomes.keys() == expected.keys()
-    for name, one in outcomes.items():
-        other = expected[name]
-        assert one.token_ids == other.token_ids, name
-        assert (one.text, one.finish_reason) == (other.text, other.finish_reason), name
-        for logprobs, theirs in (
-            (one.logprobs, other.logprobs),
-            (one.prompt_logprobs, other.prompt_logprobs),
-        ):
-            assert logprobs == pytest.approx(theirs, abs=features.TOLERANCE), name
+    """They are what stock vLLM gives without speculation."""
+    assert_same(outcomes_of(outputs), without_drafts(jobs))
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -12,12 +12,11 @@ from tests.engine.specs import DRAFTS
 from tests.engine.speculation.batch import MODEL, without_drafts
 from tests.engine.speculation.steps import acceptance, watched
 from tests.engine.speculation.test_features import outcomes_of
-from tests.engine.test_features import Job as Sampled
 from tests.engine.test_features import add, drive
-from tests.engine.test_switch import TOLERANCE
-from tests.support.engines import Job, Outcome, teacher_forced
+from tests.support.engines import Job, Outcome
 from tests.support.models import phrase
 from tests.support.pool import go_home
+from tests.support.same import assert_teacher_forced
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = pytest.mark.engine(DRAFTS)
@@ -55,7 +54,7 @@ def through(
         if step in lengths:
             pat_vllm.speculate(llm, lengths[step])
 
-    add(llm, {name: Sampled(job.prompt, job.sampling) for name, job in jobs.items()})
+    add(llm, jobs)
     return outcomes_of(
         {name: outputs[-1] for name, outputs in drive(llm, switches, at_step).items()}
     )
@@ -77,10 +76,7 @@ def test_a_seed_with_the_same_drafts_gives_the_same(llm: Any, sampling: Any) -> 
     other_seed = through(llm, drawn(100, **sampling), **way)
     assert texts(other_seed) != texts(first)
     go_home(llm)
-    jobs = drawn()
-    scores = teacher_forced(llm, {n: (jobs[n].prompt, one.token_ids) for n, one in first.items()})
-    for name, scored in scores.items():
-        assert first[name].logprobs == pytest.approx(scored, abs=TOLERANCE), name
+    assert_teacher_forced(llm, drawn(), first)
 
 
 def test_a_seed_without_drafts_gives_what_it_does_without_speculation(llm: Any) -> None:
@@ -93,8 +89,7 @@ def test_a_seed_without_drafts_gives_what_it_does_without_speculation(llm: Any) 
 def test_several_samples(llm: Any) -> None:
     """n=3 gives three texts, also with drafts and across switches."""
     pat_vllm.speculate(llm, MOST)
-    job = drawn(6, n=3)["r0"]
-    add(llm, {"n": Sampled(job.prompt, job.sampling)})
+    add(llm, {"n": drawn(6, n=3)["r0"]})
     outputs = drive(llm, {5: 2, 9: 1})["n"][-1].outputs
     assert [output.index for output in outputs] == [0, 1, 2]
     assert len({tuple(output.token_ids) for output in outputs}) == 3

@@ -10,7 +10,6 @@ import pytest
 import pat_vllm
 from tests.engine.specs import DRAFTS
 from tests.engine.speculation.batch import (
-    assert_same,
     batch,
     check_storm,
     take_way,
@@ -19,6 +18,7 @@ from tests.engine.speculation.batch import (
 from tests.engine.speculation.in_workers import count_calls, count_no_more, take_calls
 from tests.engine.speculation.steps import held_drafts, watched
 from tests.support.engines import run
+from tests.support.same import assert_same
 from tests.vllm.scheduler.protocol import MOST
 
 pytestmark = pytest.mark.engine(DRAFTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -15,11 +14,11 @@ import pytest
 
 import pat_vllm
 from tests.engine.specs import V2_CHUNK
-from tests.engine.speculation.batch import copies_of, of_batch
-from tests.engine.test_switch import PLAIN_TOLERANCE
+from tests.engine.speculation.batch import copies_of
 from tests.engine.v2.in_workers import idle_requests, runner_module
-from tests.support.engines import Job, Outcome, run, scheduler_of, teacher_forced
+from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.pool import go_home
+from tests.support.same import PLAIN_TOLERANCE, assert_same, assert_teacher_forced, of_batch
 
 T = TypeVar("T", int, str)
 STOP = 77
@@ -50,6 +49,11 @@ class Served:
         """Whether two steps are in flight."""
         config = self.llm.llm_engine.vllm_config
         return bool(config.scheduler_config.async_scheduling)
+
+    def check_sampled(self, jobs: Mapping[str, Job], outcomes: Mapping[str, Outcome]) -> None:
+        """Sampled tokens have the log-probabilities that the engine gives to them now."""
+        drawn = {name: one for name, one in outcomes.items() if of_batch(name) in self.sampled}
+        assert_teacher_forced(self.llm, jobs, drawn, PLAIN_TOLERANCE)
 
     def few(self) -> Served:
         """With the `FEW`."""
@@ -190,51 +194,6 @@ def kv_carried(llm: Any, choose: Callable[[], str]) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------- what must be equal
-
-
-def close(values: Sequence[float]) -> Any:
-    """Compares equal to log-probabilities within the tolerance."""
-    assert all(math.isfinite(one) for one in values)
-    return pytest.approx(values, abs=PLAIN_TOLERANCE)
-
-
-def assert_same(
-    outcomes: Mapping[str, Outcome],
-    static: Mapping[str, Outcome],
-    sampled: Container[str] = UNSEEDED,
-) -> None:
-    """What came back is what one layout gives, log-probabilities to the tolerance."""
-    assert outcomes.keys() == static.keys()
-    for name, outcome in outcomes.items():
-        expected = static[name]
-        assert len(outcome.token_ids) == len(expected.token_ids), name
-        assert outcome.prompt_logprobs == close(expected.prompt_logprobs), name
-        if of_batch(name) not in sampled:
-            assert outcome.token_ids == expected.token_ids, name
-            assert outcome.logprobs == close(expected.logprobs), name
-            assert outcome.finish_reason == expected.finish_reason, name
-            assert outcome.text == expected.text, name
-
-
-def assert_teacher_forced(
-    llm: Any,
-    jobs: Mapping[str, Job],
-    outcomes: Mapping[str, Outcome],
-    sampled: Container[str] = UNSEEDED,
-) -> None:
-    """Each sampled token has the log-probability that the default layout gives to it.
-
-    For requests whose tokens no other run can tell: ranks that drew different ones would go on
-    from different contexts.
-    """
-    names = [name for name in outcomes if of_batch(name) in sampled]
-    assert names
-    scores = teacher_forced(llm, {n: (jobs[n].prompt, outcomes[n].token_ids) for n in names})
-    for name, scored in scores.items():
-        assert outcomes[name].logprobs == close(scored), name
-
-
 # ---------------------------------------------------------------- runs
 
 
@@ -279,9 +238,9 @@ def check_tour(served: Served, **options: Any) -> None:
     """A tour, see `take_tour`, gives what the default layout does, and leaves no requests."""
     llm = served.llm
     outcomes = take_tour(llm, served.jobs, **options)
-    assert_same(outcomes, served.static, served.sampled)
+    assert_same(outcomes, served.static, PLAIN_TOLERANCE, served.sampled)
     assert not any(llm.collective_rpc(idle_requests))
-    assert_teacher_forced(llm, served.jobs, outcomes, served.sampled)
+    served.check_sampled(served.jobs, outcomes)
 
 
 def check_storm(
@@ -339,8 +298,9 @@ def check_storm(
         if of_batch(name) not in served.sampled:
             assert tokens == expected[name].token_ids[: len(tokens)], name
     done = {name: one for name, one in finished.items() if name not in given_up}
-    assert_same(done, {name: expected[name] for name in jobs.keys() - given_up}, served.sampled)
+    finish = {name: expected[name] for name in jobs.keys() - given_up}
+    assert_same(done, finish, PLAIN_TOLERANCE, served.sampled)
     switches = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
     assert len(switches) >= 6 * copies
-    assert_teacher_forced(llm, jobs, done, served.sampled)
+    served.check_sampled(jobs, done)
     return switches

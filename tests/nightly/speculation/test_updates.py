@@ -9,13 +9,13 @@ import pytest
 
 import pat_vllm
 from tests.engine.specs import DRAFTS_OPTIONS, IN_PLACE, UPDATES, USUALLY_ONE
-from tests.engine.speculation.batch import MODEL, assert_same, batch
+from tests.engine.speculation.batch import MODEL, batch
 from tests.engine.speculation.steps import held_drafts, requests_of, switch, watched
-from tests.engine.test_switch import PLAIN_TOLERANCE
 from tests.engine.test_weight_updates import PLAIN, load_all, sleep_with_new_weights
 from tests.support.engines import Job, Outcome, run
 from tests.support.models import phrase
 from tests.support.pool import EngineSpec, go_home
+from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 from tests.vllm.scheduler.protocol import MOST
 

@@ -12,11 +12,9 @@ import pat_vllm
 from tests.engine.specs import DRAFTS, DRAFTS_OPTIONS, IN_PLACE, MIGRATE, USUALLY_ONE
 from tests.engine.speculation.batch import (
     MODEL,
-    assert_same,
     batch,
     check_storm,
     copies_of,
-    of_batch,
     take_way,
     without_drafts,
 )
@@ -25,6 +23,7 @@ from tests.engine.test_switch import tolerance
 from tests.engine.v2.batch import kv_carried, names_of, tour
 from tests.support.engines import Outcome, run, teacher_forced
 from tests.support.pool import EnginePool, EngineSpec, go_home
+from tests.support.same import assert_same, of_batch
 from tests.vllm.scheduler.protocol import LENGTHS
 
 OPTIONS: dict[str, Any] = DRAFTS_OPTIONS | USUALLY_ONE

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.specs import IN_PLACE, V2_DRAFTS, V2_NGRAM
 from tests.engine.test_weight_updates import sleep_with_new_weights
 from tests.engine.v2 import test_drafts
-from tests.engine.v2.batch import Served, assert_same, names_of, run_static, serve
+from tests.engine.v2.batch import Served, names_of, run_static, serve
 from tests.engine.v2.test_drafts import (  # noqa: F401
     SAMPLED,
     greedy_jobs,
@@ -21,6 +21,7 @@ from tests.engine.v2.test_drafts import (  # noqa: F401
     test_steps_without_drafts_look_for_none,
 )
 from tests.support.pool import EnginePool, EngineSpec, go_home
+from tests.support.same import PLAIN_TOLERANCE, assert_same
 
 # "ngram" has one step in flight, as vLLM runs it.
 SYNCHRONOUS = EngineSpec(
@@ -69,18 +70,18 @@ def test_new_weights_come_while_the_engine_sleeps(
         static = run_static(llm, jobs)
         assert static["greedy"].token_ids != served.static["greedy"].token_ids
         for name in names_of(llm):
-            assert_same(run_at(llm, jobs, longest, name), static)
+            assert_same(run_at(llm, jobs, longest, name), static, PLAIN_TOLERANCE)
     finally:
         go_home(llm)
         sleep_with_new_weights(llm, spec.model)
     expected = {name: served.static[name] for name in jobs}
-    assert_same(run_at(llm, jobs, longest, names_of(llm)[-1]), expected)
+    assert_same(run_at(llm, jobs, longest, names_of(llm)[-1]), expected, PLAIN_TOLERANCE)
 
 
 def test_seeds_give_the_same_where_drafts_are_the_same(served: Served) -> None:  # noqa: F811
     jobs = {name: served.jobs[name] for name in ("allowed", "min_p", "penalties")}
     one, other = (run_at(served.llm, jobs, longest) for _ in range(2))
-    assert_same(one, other, ())
+    assert_same(one, other, PLAIN_TOLERANCE)
 
 
 def test_without_drafts_an_engine_is_one_that_never_speculates(
@@ -89,6 +90,6 @@ def test_without_drafts_an_engine_is_one_that_never_speculates(
     served = serve(engines.get(spec), repeating, SAMPLED)  # noqa: F811
     try:
         outcomes = run_static(engines.get(WITHOUT), served.jobs)
-        assert_same(outcomes, served.static, SAMPLED)
+        assert_same(outcomes, served.static, PLAIN_TOLERANCE, SAMPLED)
     finally:
         engines.close()

@@ -164,7 +164,8 @@ def test_layouts_without_room_for_the_longest_response_are_left_out() -> None:
     assert sizes(everything) == (1, 2, 4)
     short = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1] // 2))
     long = rollouts_of(replace(options, max_tokens=everything.kv_tokens[1], shape="straggler"))
-    assert short.static == everything
+    same_time = {"created": everything.created}
+    assert short.static.model_copy(update=same_time) == everything
     assert sizes(long.static) == (2, 4)
     assert sizes(long.profile) == (2, 4)
     assert replay_chain(long, Task(Config(long.profile.layouts[0]), 0)).reports
@@ -382,11 +383,7 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
         (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-14b"),
         (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
         (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
-        (("--gpus", "1"), "--gpus is 1; allowed is 2 to 8"),
         (("--gpus", "3"), "--gpus is 3; a layout splits the GPUs into equal groups"),
-        (("--responses", "0"), "--responses is 0; allowed is 2 to 1,000,000"),
-        (("--acceptance", "nan"), "--acceptance is nan; allowed is 0 to 1"),
-        (("--iterations", "1"), "--iterations is 1; allowed is 2 to 10,000"),
         (("--plot", "/nowhere/a.png"), "--plot is /nowhere/a.png; /nowhere is no directory"),
         (("--max-tokens", "9000000"), "has no layout but tp=2 with memory for"),
         (("--profile", "mine.json"), "--gpu and --profile exclude each other"),
@@ -398,11 +395,6 @@ def test_errors_name_option_value_and_what_is_allowed(
 ) -> None:
     code, text = invoke(*ARGUMENTS, *arguments)
     assert code == 2 and message in text
-
-
-def test_help_has_the_ranges() -> None:
-    code, text = invoke("advise", "--help")
-    assert code == 0 and "From 2 to 8." in text and "[default: 8]" in text
 
 
 def test_missing_options_and_steps_are_named(tmp_path: Path) -> None:

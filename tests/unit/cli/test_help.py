@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -38,13 +38,23 @@ def test_the_help_names_every_architecture() -> None:
         ("random-model PATH", RandomModel),
     ],
 )
-def test_a_number_out_of_range_is_refused_by_its_option(command: str, model: type) -> None:
+def test_help_has_the_ranges_and_errors_name_option_value_and_range(
+    command: str, model: type
+) -> None:
+    def told(*words: str) -> tuple[int, str]:
+        outcome = CliRunner().invoke(app, [*command.split(), *words], env={"COLUMNS": "200"})
+        return outcome.exit_code, " ".join(outcome.output.replace("│", " ").split())
+
+    _, help_text = told("--help")
     for name, hint in get_type_hints(model, include_extras=True).items():
         (option,) = hint.__metadata__
         if option.min is None:
             continue
+        ends = f"{option.min:,} to {option.max:,}"
+        assert f"From {ends}." in help_text, name
         flag = f"--{name.replace('_', '-')}"
-        for wrong in (option.min - 1, option.max + 1):
-            outcome = CliRunner().invoke(app, [*command.split(), flag, str(wrong)])
-            told = " ".join(outcome.output.replace("│", " ").split())
-            assert outcome.exit_code == 2 and f"{flag} is {wrong}" in told, told
+        odd = float in (hint.__origin__, *get_args(hint.__origin__))
+        below, above = option.min - 1, option.max + 1
+        for wrong in (float(below), float(above), "nan") if odd else (below, above):
+            code, text = told(flag, str(wrong))
+            assert code == 2 and f"{flag} is {wrong}; allowed is {ends}" in text, text

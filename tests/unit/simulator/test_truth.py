@@ -7,23 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.truths import FixedSwitches, ScaledTruth
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.truth import ReplayedTruth
-from tests.support.truths import DriftingTruth
-from tests.unit.simulator.simple import ONE, TWO, Constant
-
-
-def test_truths_derived_from_another() -> None:
-    shape, base = StepShape(1, 10, 10), Constant()
-    assert ScaledTruth(base, {TWO: 2.0}, 3.0).step_seconds(TWO, shape, 0) == 1.5
-    assert ScaledTruth(base, {TWO: 2.0}, 3.0).switch_seconds(ONE, TWO, 1, 1) == 6.0
-    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 50) == 1.25
-    assert DriftingTruth(base, 0.5, 100).step_seconds(ONE, shape, 500) == 1.5
-    fixed = FixedSwitches(base, 9.0)
-    assert fixed.switch_seconds(ONE, TWO, 1, 1) == 9.0
-    assert fixed.switch_seconds(ONE, TWO, 0, 0) == 2.0
+from tests.unit.simulator.simple import ONE, TWO
 
 
 def noisy_profile(*ratios: float) -> Profile:
