@@ -20,7 +20,8 @@ def switch(llm: LLM, tp: int | str) -> bool:
     """Switch an `LLM` to another layout now, mid-generation too.
 
     May be called from another thread while `generate` runs, or between `step()`s. The layout
-    holds, whatever the policy says, until the engine has worked and become idle.
+    holds, whatever the policy says, until the batch is over: until no request is left and none is
+    expected to be continued, as trajectories are while their tools run, or caches are reset.
 
     Args:
         llm: a `vllm.LLM` that runs with PAT.
@@ -46,7 +47,7 @@ def speculate(llm: LLM, num_speculative_tokens: int | None) -> None:
 
     May be called from another thread while `generate` runs, or between `step()`s. No step waits
     for it: drafts that were made before are still verified. It holds, whatever the policy or
-    `speculative_config` says, until the engine has worked and become idle.
+    `speculative_config` says, until the batch is over, as in `switch`.
 
     Args:
         llm: a `vllm.LLM` that runs with PAT and has a `speculative_config`.

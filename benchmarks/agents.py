@@ -1,0 +1,209 @@
+"""Trajectories of several turns with tools between them, on an engine of this machine.
+
+    python -m benchmarks.agents
+
+The loop is closed: a trajectory's next turn comes when its tool is done. Sides alternate on one
+engine: each static layout, the policy that predicts, and a switch between every two turns of each
+trajectory. What is compared: prompt tokens that were computed, of those that were asked for, and
+the time of a batch. Caches are reset between batches, as where training begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import Engine, Summary, machine, model, table, write_results
+
+PROMPT, RESPONSE, APPENDED = (150, 400), (20, 60), (20, 80)
+"""Fewest and most tokens, of the first prompt, of a response and of what a tool appends."""
+TOOL = (0.5, 2.5)
+"""Least and most seconds of a tool."""
+FORCED = 0.4
+"""Seconds between forced switches: less than the least of a tool."""
+BARS = {"computed": 1.02, "time": 1.00, "time, skewed": 0.95}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Tokens to generate, tokens that the tool appends, seconds that it takes."""
+
+    tokens: int
+    appended: tuple[int, ...]
+    tool: float
+
+
+Trajectory = tuple[tuple[int, ...], tuple[Turn, ...]]
+"""The first prompt, and the turns."""
+
+
+def drawn(seed: int, count: int, skewed: bool) -> list[Trajectory]:
+    """A batch: four turns each, or, if skewed, two, and of a few ten."""
+    draw = random.Random(seed)
+
+    def tokens(bounds: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(draw.randrange(300, 4000) for _ in range(draw.randint(*bounds)))
+
+    def turns(index: int) -> int:
+        return (10 if index < max(1, count // 8) else 2) if skewed else 4
+
+    return [
+        (
+            tokens(PROMPT),
+            tuple(
+                Turn(draw.randint(*RESPONSE), tokens(APPENDED), draw.uniform(*TOOL))
+                for _ in range(turns(index))
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def serve(
+    llm: Any, batch: Sequence[Trajectory], name: str, layout: str | None, forced: bool
+) -> dict[str, float]:
+    """Serve a batch; `layout` is asked for at its beginning.
+
+    Returns:
+        Seconds, prompt tokens asked for and computed, and switches by policy and of an idle engine.
+    """
+    from vllm import SamplingParams
+
+    import pat_vllm
+
+    engine = llm.llm_engine
+    llm.reset_prefix_cache()
+    begun = len(pat_vllm.report(llm).switches)
+    names = [str(one) for one in pat_vllm.report(llm).layouts]
+    if layout is not None:
+        pat_vllm.switch(llm, layout)
+    asked = computed = 0
+    held = [list(prompt) for prompt, _ in batch]
+    # When, and of which trajectory, the next turn comes.
+    due = [(0.0, index, 0) for index in range(len(batch))]
+    began, switched = time.monotonic(), 0
+    while due or engine.has_unfinished_requests():
+        now = time.monotonic() - began
+        if forced and now > FORCED * (switched + 1):
+            switched += 1
+            pat_vllm.switch(llm, names[switched % len(names)])
+        while due and due[0][0] <= now:
+            _, index, turn = heapq.heappop(due)
+            params = SamplingParams(
+                temperature=1.0,
+                max_tokens=batch[index][1][turn].tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            prompt = {"prompt_token_ids": list(held[index])}
+            engine.add_request(f"{name}-{index}-{turn}", prompt, params)
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, min(due[0][0] - (time.monotonic() - began), 0.05)))
+            continue
+        for output in engine.step():
+            if not output.finished:
+                continue
+            index, turn = map(int, output.request_id.split("-")[-2:])
+            done = batch[index][1][turn]
+            asked += len(output.prompt_token_ids)
+            computed += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+            held[index] += [*output.outputs[0].token_ids, *done.appended]
+            if turn + 1 < len(batch[index][1]):
+                heapq.heappush(due, (time.monotonic() - began + done.tool, index, turn + 1))
+    seconds = time.monotonic() - began
+    switches = pat_vllm.report(llm).switches[begun:]
+    return {
+        "seconds": seconds,
+        "asked": asked,
+        "computed": computed,
+        "policy": sum(one.reason == "policy" for one in switches),
+        "idle": sum(one.reason == "idle" for one in switches),
+        "forced": sum(one.reason == "forced" for one in switches),
+        "cached tokens carried": sum(one.cached_tokens for one in switches),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-tiny")
+    parser.add_argument("--trajectories", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--skewed", action="store_true", help="few turns of most, ten of few")
+    parser.add_argument("--block-size", type=int, default=32)
+    args = parser.parse_args()
+    options = dict(
+        model=model(args.model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        tensor_parallel_size=2,
+        distributed_executor_backend="pat",
+        additional_config={"pat": {"kv_transfer": "migrate", "layouts": [1, 2]}},
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=4 * args.trajectories,
+        block_size=args.block_size,
+        kv_cache_memory_bytes=1 << 29,
+    )
+    sides: list[tuple[str, str | None, bool]] = [
+        ("static tp1dp2", "tp1dp2", False),
+        ("static tp2dp1", "tp2dp1", False),
+        ("PAT", None, False),
+        ("PAT, switch between turns", "tp1dp2", True),
+    ]
+    found: dict[str, list[dict[str, float]]] = {name: [] for name, *_ in sides}
+    with Engine(options, bind="0|1") as engine:
+        engine.wait_until_ready()
+        for repeat in range(args.repeats + 2):  # the first two are learnt from
+            batch = drawn(repeat, args.trajectories, args.skewed)
+            shift = repeat % len(sides)
+            for name, layout, forced in sides[shift:] + sides[:shift]:
+                key = f"{repeat}-{len(found[name])}"
+                result = engine.call(serve, batch, f"{name}-{key}", layout, forced)
+                if repeat > 1:
+                    found[name].append(result)
+                print(repeat, name, {one: round(value, 2) for one, value in result.items()})
+    _write(args, found)
+
+
+def _write(args: argparse.Namespace, found: dict[str, list[dict[str, float]]]) -> None:
+    static = [name for name in found if name.startswith("static")]
+    best = min(static, key=lambda name: sum(one["seconds"] for one in found[name]))
+    rows = []
+    for name, results in found.items():
+        pairs = list(zip(results, found[best], strict=True))
+        rows.append(
+            [
+                name,
+                Summary.of([one["seconds"] for one in results]).show(),
+                Summary.of([one["seconds"] / other["seconds"] for one, other in pairs]).show(1, 3),
+                f"{sum(one['asked'] for one in results):.0f}",
+                f"{sum(one['computed'] for one in results):.0f}",
+                f"{_computed(results) / min(_computed(found[one]) for one in static):.3f}",
+                *(
+                    f"{sum(one[key] for one in results):.0f}"
+                    for key in ("policy", "idle", "forced")
+                ),
+            ]
+        )
+    head = [
+        "side", "seconds", f"by {best}", "prompt tokens asked for", "computed",
+        "by the better static", "switches by policy", "idle", "forced",
+    ]  # fmt: skip
+    facts = {**machine(), **vars(args)}
+    name = "agents-skewed" if args.skewed else "agents"
+    write_results(name, facts, {"batches": found, "bars": BARS}, table(head, rows))
+
+
+def _computed(results: Sequence[dict[str, float]]) -> float:
+    return math.fsum(one["computed"] for one in results)
+
+
+if __name__ == "__main__":
+    main()
