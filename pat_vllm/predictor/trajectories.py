@@ -24,7 +24,7 @@ _GAPS = 512
 _KEPT = 0.5
 """Weight of a batch's counts after each later one."""
 _ENOUGH = 8.0
-"""Turns of an index that say by themselves how many others follow."""
+"""Turns of an index that say by themselves how often another follows."""
 _SILENCE = 1.5
 """After this many times the longest gap that was seen a trajectory is not expected any more."""
 _FEW = 0.1
@@ -125,11 +125,9 @@ class Trajectories:
 
     def _share(self) -> Floats:
         """Share of the turns of each index that others follow, float64 [indices]."""
-        followed, last = self._followed, self._last
-        pooled = followed.sum() / (followed.sum() + last.sum() + 1)
-        seen = followed + last
-        few = np.clip(1 - seen / _ENOUGH, 0, 1) * 2
-        share: Floats = (followed + few * pooled) / np.maximum(seen + few, 1e-12)
+        seen = self._followed + self._last
+        unsure = 2 * np.clip(1 - seen / _ENOUGH, 0, 1)
+        share: Floats = (self._followed + unsure / 2) / np.maximum(seen + unsure, 1e-12)
         return share
 
     def _columns(self) -> tuple[Ints, Floats, Ints]:
