@@ -214,18 +214,21 @@ def _carry_caches(
     loads: Sequence[_Load],
 ) -> list[RequestBlocks]:
     """Give blocks that requests leave to what is cached: for requests that wait, then `chains`."""
-    replica_of = {id_: index for index, load in enumerate(loads) for id_ in load.blocks}
-    held: list[set[bytes]] = [set() for _ in fresh]
-    wanted = []
-    for one in carried:
-        request = one.request
-        if (index := replica_of.get(request.request_id)) is not None:
-            full = one.computed // fresh[index].scheduler.block_size
-            held[index].update(request.block_hashes[:full])
-        elif one.reads_cache and request.block_hashes:
-            to = placement[request.request_id]
-            wanted.append(PlacedChain(request.block_hashes, one.replica, to))
+    loaded = {id_ for load in loads for id_ in load.blocks}
+    wanted = [
+        PlacedChain(one.request.block_hashes, one.replica, placement[one.request.request_id])
+        for one in carried
+        if one.reads_cache and one.request.block_hashes and one.request.request_id not in loaded
+    ]
     wanted += place_chains(chains, active.replicas, active.layout, target)
+    if not wanted:
+        return []
+    held: list[set[bytes]] = [set() for _ in fresh]
+    for one in carried:
+        if one.request.request_id in loaded:
+            index = placement[one.request.request_id]
+            full = one.computed // fresh[index].scheduler.block_size
+            held[index].update(one.request.block_hashes[:full])
     return carry_cached(wanted, held, active.replicas, fresh)
 
 
