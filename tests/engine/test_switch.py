@@ -306,6 +306,65 @@ def test_random_switch_storm(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(switches_since(llm, count)) >= 12, "most switches went nowhere"
 
 
+def test_storm_of_trajectories(
+    case: Case, engines: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five turns of six conversations, while layouts change, caches are reset, requests aborted."""
+    llm, names, _ = case
+    rng = random.Random(9)
+    scheduler = scheduler_of(llm)
+    monkeypatch.setattr(scheduler.controller.costs, "least_chance", lambda *pair: 0.0)
+    sampling = {"max_tokens": 9, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    said = [[[rng.randrange(3, 400) for _ in range(rng.randint(20, 60))] for _ in range(5)]
+            for _ in range(6)]  # fmt: skip
+
+    def turn(index: int, before: Mapping[str, Outcome], arrives: int = 0) -> dict[str, Job]:
+        """One turn of all, after what earlier ones gave."""
+        jobs = {}
+        for i, words in enumerate(said):
+            prompt = list(words[0])
+            for j in range(index):
+                prompt += [*before[f"s{i}-{j}"].token_ids, *words[j + 1]]
+            jobs[f"s{i}-{index}"] = Job(prompt, sampling, arrives=arrives + 3 * i)
+        return jobs
+
+    def static_turns(name: str) -> dict[str, Outcome]:
+        given: dict[str, Outcome] = {}
+        for index in range(5):
+            assert llm.reset_prefix_cache()
+            given |= run(llm, turn(index, given), before_step=at_steps(llm, {0: name}))
+            go_home(llm)
+        return given
+
+    every = engines.keep("trajectories", lambda: {name: static_turns(name) for name in names})
+    static = every[names[0]]
+    jobs = {name: job for i in range(5) for name, job in turn(i, static, 45 * i).items()}
+    doomed = {
+        f"doomed{i}": Job(job.prompt, {"max_tokens": 60}, arrives=job.arrives + 5)
+        for i, job in enumerate(list(jobs.values())[7::5])
+    }
+
+    def before_step(step: int) -> None:
+        if step % 3 == 1:
+            assert pat_vllm.switch(llm, tp=rng.choice(names))
+        if step in (70, 150):
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        for name, job in doomed.items():
+            if step == job.arrives + 4:
+                llm.llm_engine.abort_request([name])
+
+    count = len(pat_vllm.report(llm).switches)
+    outcomes = run(llm, jobs | doomed, before_step=before_step)
+    outcomes = {name: one for name, one in outcomes.items() if name in jobs}
+    assert_same(llm, outcomes, *every.values())
+    made = switches_since(llm, count)
+    assert len(made) >= 20 and sum(one.cached_tokens for one in made) > 1000
+    assert sum(one.num_cached_tokens or 0 for one in outcomes.values()) > 1000
+    for replica in scheduler.replica_set.replicas:
+        pool = replica.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a block is lost"
+
+
 def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case: Case) -> None:
     """Also when a step of the batch before, whose requests were aborted, is still in flight."""
     llm, names, _ = case
