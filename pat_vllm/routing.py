@@ -20,31 +20,42 @@ class Router:
     """Prefix affinity first, then least load.
 
     Samples of one prompt and prompts with a common prefix meet in one replica, where its prefix
-    cache serves them, unless that replica has `AFFINITY_SLACK` more requests than another.
+    cache serves them, unless that replica has `AFFINITY_SLACK` more requests than another. Caches
+    say where a prefix is that has been computed; where others will be, is remembered.
     """
 
     def __init__(self) -> None:
         self._replica_of: OrderedDict[Hashable, int] = OrderedDict()
 
-    def route(self, prefixes: Sequence[Hashable], loads: Sequence[int]) -> int:
+    def knows(self, prefix: Hashable) -> bool:
+        """Whether a prefix is remembered."""
+        return prefix in self._replica_of
+
+    def route(
+        self, prefixes: Sequence[Hashable], loads: Sequence[int], cached: Sequence[int] = ()
+    ) -> int:
         """Choose a replica.
 
         Args:
             prefixes: keys of the request's prefixes, longest first (whole prompt, then blocks).
                 They are kept, so hashes rather than tokens.
             loads: live requests of each replica.
+            cached: how many of the blocks, from the first on, each replica has in its cache. That
+                counts where it is more than any prefix that is remembered.
 
         Returns:
             Index of the replica.
         """
         least = min(range(len(loads)), key=loads.__getitem__)
-        chosen = least
-        for prefix in prefixes:
-            known = self._replica_of.get(prefix)
-            if known is not None:
-                if loads[known] - loads[least] <= AFFINITY_SLACK:
-                    chosen = known
+        known, length = least, 0
+        for i, prefix in enumerate(prefixes):
+            if (replica := self._replica_of.get(prefix)) is not None:
+                known, length = replica, len(prefixes) - i
                 break
+        if (longest := max(cached, default=0)) > length:
+            holders = [replica for replica, blocks in enumerate(cached) if blocks == longest]
+            known = min(holders, key=loads.__getitem__)
+        chosen = known if loads[known] - loads[least] <= AFFINITY_SLACK else least
         for prefix in prefixes:
             self._replica_of[prefix] = chosen
             self._replica_of.move_to_end(prefix)
@@ -53,7 +64,10 @@ class Router:
         return chosen
 
     def forget(self) -> None:
-        """Forget every prefix: the replicas changed, or their caches were reset."""
+        """Forget every prefix: the replicas changed, or their caches were reset.
+
+        What the caches of the new replicas hold is found there.
+        """
         self._replica_of.clear()
 
 

@@ -66,6 +66,7 @@ class SwitchReport:
         finish: to tell the new schedulers.
         first_step: duration of the first step in `target`; None before that step has finished.
         tokens: computed tokens of the unfinished requests together.
+        cached_tokens: tokens of cached prefixes that no request used, whose KV was moved, too.
         weight_bytes: bytes of weights that came to another place, over all ranks.
     """
 
@@ -89,6 +90,7 @@ class SwitchReport:
     first_step: float | None = None
     tokens: int = 0
     weight_bytes: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,22 @@ def test_the_longest_known_prefix_decides() -> None:
     assert router.route(["abc", "ab", "a"], [2, 0]) == 1
 
 
+def test_caches_know_what_was_generated() -> None:
+    """And what a switch brought, after which the router remembers nothing."""
+    router = Router()
+    assert router.route(["ab", "a"], [0, 1]) == 0
+    assert router.knows("ab") and not router.knows("abc")
+    assert router.route(["abcd", "abc", "ab", "a"], [0, 0], cached=[2, 3]) == 1
+    assert router.route(["ab", "a"], [0, 0], cached=[0, 1]) == 1, "where it was last"
+    assert router.route(["abx", "a"], [1, 0], cached=[1, 0]) == 1, "remembered as well as cached"
+    router.forget()
+    assert router.route(["ab", "a"], [1, 3, 2], cached=[0, 1, 1]) == 2, "the less loaded holder"
+    router.forget()
+    loads = [0, AFFINITY_SLACK + 1]
+    assert router.route(["ab", "a"], loads, cached=[0, 1]) == 0
+    assert router.route(["x"], [1, 0], cached=[0, 0]) == 1
+
+
 def test_the_least_recently_used_prefix_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "REMEMBERED_PREFIXES", 2)
     router = Router()
