@@ -20,15 +20,15 @@ import numpy as np
 from benchmarks.common import RESULTS, machine, table, write_results
 from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 
 MAX_TOKENS = 24_576
 KINDS: dict[str, Callable[[int], LengthTrace]] = {
-    "deepscaler": lambda seed: traces.deepscaler(128, MAX_TOKENS, seed),
-    "log-normal": lambda seed: traces.lognormal(128, 2000, 1.0, MAX_TOKENS, seed),
-    "two modes": lambda seed: traces.two_mode(128, max_tokens=MAX_TOKENS, seed=seed),
-    "uniform": lambda seed: traces.uniform(128, 1000, 8000, MAX_TOKENS, seed),
+    "deepscaler": lambda seed: shapes.deepscaler(128, MAX_TOKENS, seed),
+    "log-normal": lambda seed: shapes.lognormal(128, 2000, 1.0, MAX_TOKENS, seed),
+    "two modes": lambda seed: shapes.two_mode(128, max_tokens=MAX_TOKENS, seed=seed),
+    "uniform": lambda seed: shapes.uniform(128, 1000, 8000, MAX_TOKENS, seed),
 }
 
 _ALIVE = (0.75, 0.5, 0.25, 0.1)

@@ -33,7 +33,7 @@ FEWEST_OF_LARGE = 16
 LARGE = ("qwen3-32b", "qwen3-30b-a3b")
 """Models that are asked about from so many responses per GPU on."""
 TAILS = ("alike", "uniform", "deepscaler", "two-mode", "straggler")
-"""Shapes of `pat_vllm.simulator.traces`."""
+"""Shapes of `pat_vllm.simulator.shapes`."""
 RANKS = 8
 MOST_LOST = 0.01
 """Share of the time that PAT may lose in a cell."""

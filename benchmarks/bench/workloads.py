@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.advice.lengths import read_rollouts
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 
 MAX_TOKENS = 320
@@ -23,7 +23,7 @@ MAX_TOKENS = 320
 PROMPT_TOKENS = (8, 32)
 """Shortest and longest prompt: responses are what this measures."""
 
-# Shape of DeepScaleR's lengths, as `traces.deepscaler` has it, in units of max_tokens.
+# Shape of DeepScaleR's lengths, as `shapes.deepscaler` has it, in units of max_tokens.
 _MEDIAN = 1443 / 24576
 _SIGMA = 1.406
 
@@ -80,12 +80,12 @@ def _count(requests: int, scale: float) -> int:
 
 def _lognormal(repeat: int, scale: float, seed: int) -> LengthTrace:
     longest = MAX_TOKENS * scale
-    return traces.lognormal(_count(128, scale), longest * _MEDIAN, _SIGMA, round(longest), seed)
+    return shapes.lognormal(_count(128, scale), longest * _MEDIAN, _SIGMA, round(longest), seed)
 
 
 def _two_mode(repeat: int, scale: float, seed: int) -> LengthTrace:
     longest = MAX_TOKENS * scale
-    return traces.two_mode(
+    return shapes.two_mode(
         _count(64, scale), median=24 * scale, sigma=0.6, long_share=0.09, max_tokens=round(longest),
         seed=seed,
     )  # fmt: skip
@@ -94,19 +94,19 @@ def _two_mode(repeat: int, scale: float, seed: int) -> LengthTrace:
 def _uniform(requests: int, low: int, high: int) -> Callable[[int, float, int], LengthTrace]:
     def make(repeat: int, scale: float, seed: int) -> LengthTrace:
         least, most = max(1, round(low * scale)), max(2, round(high * scale))
-        return traces.uniform(_count(requests, scale), least, most, seed=seed)
+        return shapes.uniform(_count(requests, scale), least, most, seed=seed)
 
     return make
 
 
 def _straggler(repeat: int, scale: float, seed: int) -> LengthTrace:
     usual = max(1, round(24 * scale))
-    return traces.straggler(_count(33, scale), usual, 8 * usual, seed=seed)
+    return shapes.straggler(_count(33, scale), usual, 8 * usual, seed=seed)
 
 
 def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
     count = _count(40, scale)
-    batch = traces.lognormal(count, 48 * scale, 0.7, round(MAX_TOKENS * scale), seed)
+    batch = shapes.lognormal(count, 48 * scale, 0.7, round(MAX_TOKENS * scale), seed)
     # Bursts that come, in the mean, when the ones before are about half done.
     random = np.random.default_rng((seed, 2))
     arrivals: list[float] = []
@@ -120,7 +120,7 @@ def _staggered(repeat: int, scale: float, seed: int) -> LengthTrace:
 def _shift(repeat: int, scale: float, seed: int) -> LengthTrace:
     # Two alike, then two of the other kind: right after a change, and once it was learnt.
     median = (16, 48)[repeat // 2 % 2]
-    return traces.lognormal(_count(64, scale), median * scale, 0.8, round(MAX_TOKENS * scale), seed)
+    return shapes.lognormal(_count(64, scale), median * scale, 0.8, round(MAX_TOKENS * scale), seed)
 
 
 WORKLOADS: Mapping[str, Workload] = {

@@ -30,7 +30,7 @@ from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import Pool, Prior
 from pat_vllm.predictor.step_residual import StepFit, by_layout, learnable
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise, modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -140,27 +140,27 @@ def batches_of(name: str, workload: str, seed: int) -> tuple[LengthTrace, ...]:
 
     def batch(seed: int) -> LengthTrace:
         if workload == "log-normal":
-            return traces.lognormal(requests, median, 1.2, bound, seed)
+            return shapes.lognormal(requests, median, 1.2, bound, seed)
         if workload == "two modes":
-            return traces.two_mode(requests, median, 0.6, 0.1, bound, seed)
+            return shapes.two_mode(requests, median, 0.6, 0.1, bound, seed)
         if workload == "uniform":
-            return traces.uniform(requests, 1, bound // 2, bound, seed)
+            return shapes.uniform(requests, 1, bound // 2, bound, seed)
         if workload == "straggler":
-            return traces.straggler(requests, bound // 16, bound, bound, seed)
+            return shapes.straggler(requests, bound // 16, bound, bound, seed)
         if workload == "GRPO":
-            return traces.grpo(requests // 8, 8, 0.6, 1.0, median, bound, seed)
+            return shapes.grpo(requests // 8, 8, 0.6, 1.0, median, bound, seed)
         if workload == "staggered":
             first = ReplayedTruth(profile).step_seconds(
                 profile.layouts[0], StepShape(8, 8 * bound // 4, bound // 4), 0.0
             )
-            return traces.staggered(requests, median, 1.0, bound, first * bound / 64, seed=seed)
-        whole = traces.deepscaler(requests, seed=seed)
+            return shapes.staggered(requests, median, 1.0, bound, first * bound / 64, seed=seed)
+        whole = shapes.deepscaler(requests, seed=seed)
         lengths = tuple(max(1, one * bound // whole.max_tokens) for one in whole.lengths)
         return replace(whole, lengths=lengths, max_tokens=bound)
 
     if workload == "shift":
         medians = (median / 2, median / 2, 2 * median)
-        found = traces.shifted(medians, requests, 0.8, bound, seed)
+        found = shapes.shifted(medians, requests, 0.8, bound, seed)
     else:
         found = tuple(batch(1000 * seed + number) for number in range(BATCHES))
     prompts = 256 if modelled else 32

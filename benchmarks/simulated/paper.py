@@ -25,7 +25,7 @@ from pat_vllm.profiling.profile import Profile, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replica import ReplicaCapacity
-from pat_vllm.simulator.traces import generator
+from pat_vllm.simulator.shapes import generator
 from pat_vllm.simulator.truth import ReplayedTruth
 
 SWITCH_SECONDS = 5.52

@@ -17,7 +17,8 @@ from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
-from pat_vllm.simulator.traces import LengthTrace, generator
+from pat_vllm.simulator.shapes import generator
+from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
 
 S = TypeVar("S")
@@ -33,7 +34,7 @@ class Setting:
         max_tokens: of the longest response.
         acceptance: share of the draft tokens that are accepted, in the mean over requests.
         drafting: seconds that the drafter adds to a step.
-        workload: of `pat_vllm.simulator.traces`.
+        workload: of `pat_vllm.simulator.shapes`.
         wrong: what the predictor is wrong about: "" nothing; "steps x 2" or "steps / 2", those of
             the widest layout in its profile; "acceptance x 2" or "acceptance / 2", that of the
             batch from which it has learnt.

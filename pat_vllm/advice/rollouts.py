@@ -22,7 +22,8 @@ from pat_vllm.simulator.modelled.hardware import (
     modelled_profile,
     named_config,
 )
-from pat_vllm.simulator.traces import GENERATORS, LONGEST_PROMPT, LengthTrace, load_trace
+from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.simulator.traces import LONGEST_PROMPT, LengthTrace, load_trace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import DRAFT_LENGTHS
 

@@ -10,9 +10,9 @@ policy that learns is told of one of them, with the noise of one.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import Drafting
 from pat_vllm.predictor.policy import Policy
-from pat_vllm.predictor.state import Ints, LiveRequests, LiveState, Turn
+from pat_vllm.predictor.state import Ints, LiveRequests, LiveState
 from pat_vllm.reporting import (
     DraftSample,
     LayoutSteps,
@@ -28,7 +28,8 @@ from pat_vllm.reporting import (
     PredictorReport,
     SwitchReport,
 )
-from pat_vllm.routing import Placed, Router, spread
+from pat_vllm.routing import Router
+from pat_vllm.simulator.carrying import carry
 from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.truth import Truth
@@ -81,10 +82,14 @@ class SimulatedEngine:
         self._began = began
         self._truth, self._capacity, self._chunk, self._policy = truth, capacity, chunk, policy
         self._requests = SimulatedRequests(trace, began)
-        arrival = self._requests.arrival
-        self._arrivals = deque(sorted(range(len(self._requests)), key=arrival.__getitem__))
+        self._to_come = len(self._requests)
+        # Those whose time is known.
+        self._arrivals = [
+            (at, request) for request, at in enumerate(self._requests.arrival) if at < math.inf
+        ]
+        heapify(self._arrivals)
         self._last_arrival = began
-        self._replicas = [SimulatedReplica(index) for index in range(layout.replicas)]
+        self._replicas = _replicas_of(layout)
         self._router = Router()
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
@@ -96,8 +101,13 @@ class SimulatedEngine:
 
     @property
     def arriving(self) -> int:
-        """Requests that have yet to arrive."""
-        return len(self._arrivals)
+        """Requests that have yet to arrive, those included that continue others."""
+        return self._to_come
+
+    @property
+    def _next_arrival(self) -> float:
+        """Infinite where it depends on the end of another request, or there is none."""
+        return self._arrivals[0][0] if self._arrivals else math.inf
 
     def state(self) -> LiveState:
         """What a policy sees."""
@@ -124,15 +134,15 @@ class SimulatedEngine:
         return SimulatedLiveRequests(
             prompt,
             outputs,
-            np.full(len(index), requests.max_tokens, np.int64),
+            requests.max_tokens[index],
             np.zeros(len(index), bool),
             group,
             index,
             np.repeat(
                 [one.made + steps for one, steps in zip(replicas, over, strict=True)], counts
             ),
-            index,
-            np.zeros(len(index), np.int64),
+            requests.trajectory[index],
+            requests.turn[index],
             (requests.num_computed_tokens + made)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),
@@ -163,6 +173,10 @@ class SimulatedEngine:
 
     # ---------------------------------------------------------------- time
 
+    def wait(self) -> None:
+        """Go to the next arrival, which is yet to be admitted. No request is left."""
+        self.now = max(self.now, self._next_arrival)
+
     def advance(self) -> None:
         """Start a chunk in every replica that has work and none, and go to the next event."""
         busy = sum([replica.num_seqs > 0 for replica in self._replicas])
@@ -170,9 +184,8 @@ class SimulatedEngine:
             if not replica.steps and replica.num_seqs:
                 self._start(replica, busy)
         first = min(self._replicas, key=lambda replica: replica.end)
-        arrival = self._requests.arrival[self._arrivals[0]] if self._arrivals else math.inf
-        if arrival <= first.end:
-            self.now = max(self.now, arrival)
+        if self._next_arrival <= first.end:
+            self.now = max(self.now, self._next_arrival)
         else:
             self.now = first.end
             # Steps that end together are all over before the next ones start.
@@ -188,60 +201,43 @@ class SimulatedEngine:
         self._admit_arrivals()
 
     def switch(self, target: Layout, reason: str) -> None:
-        """Let the steps in flight finish, and carry every live request to `target`."""
+        """Let the steps in flight finish, and carry every live request to `target`; in traces with
+        turns also the contexts of ended ones, as far as there is room."""
         at, source = self.now, self.layout
         self.drain()
-        for replica in self._replicas:
-            replica.write(self._requests)
-        quiesce = self.now - at
         requests = self._requests
-        computed = requests.num_computed_tokens.tolist()
-        carried = [
-            (computed[request] == 0, request, replica.index)
-            for replica in self._replicas
-            for request in (*replica.running, *replica.waiting)
-        ]
-        carried.sort(key=lambda one: one[0])  # those without KV queue behind
-        placement = spread(
-            [Placed(f"{i:09}", replica, requests.num_tokens(i)) for _, i, replica in carried],
-            source,
-            target,
-        )
+        for replica in self._replicas:
+            replica.write(requests)
+            replica.forget_overwritten(requests, self._capacity.kv_room(source.tp))
+        quiesce = self.now - at
         self.layout = target
-        self._replicas = [SimulatedReplica(index) for index in range(target.replicas)]
+        old, self._replicas = self._replicas, _replicas_of(target)
         self._router.forget()
-        room = [self._capacity.kv_room(target.tp)] * target.replicas
-        migrated = tokens = recomputed = 0
-        for waits, request, _ in carried:
-            replica = self._replicas[placement[f"{request:09}"]]
-            replica.waiting.append(request)
-            if waits:
-                continue
-            if computed[request] <= room[replica.index]:
-                room[replica.index] -= computed[request]
-                migrated += 1
-                tokens += computed[request]
-            else:
-                requests.num_computed_tokens[request] = 0
-                recomputed += 1
+        carried = carry(
+            requests, old, self._replicas, source, target, self._capacity.kv_room(target.tp)
+        )
         fixed = self._truth.switch_seconds(source, target, 0, 0)
-        seconds = self._truth.switch_seconds(source, target, migrated, tokens)
+        seconds = self._truth.switch_seconds(
+            source, target, carried.migrated, carried.tokens + carried.cached_tokens
+        )
         self.now += seconds
         weights = min(fixed, seconds)
+        moved = carried.cached_tokens + carried.tokens * (not source.shares_kv(target))
         report = SwitchReport(
             at=at,
             source=source,
             target=target,
             reason=reason,
-            num_seqs=len(carried),
-            migrated=migrated,
-            recomputed=recomputed,
-            kv_bytes=tokens * self._capacity.kv_bytes_per_token * (not source.shares_kv(target)),
+            num_seqs=carried.num_seqs,
+            migrated=carried.migrated,
+            recomputed=carried.recomputed,
+            kv_bytes=moved * self._capacity.kv_bytes_per_token,
             seconds=quiesce + seconds,
             quiesce=quiesce,
             kv=seconds - weights,
             weights=weights,
-            tokens=tokens,
+            tokens=carried.tokens,
+            cached_tokens=carried.cached_tokens,
         )
         self._switches.append(report)
         self._note()
@@ -264,19 +260,29 @@ class SimulatedEngine:
 
     def _admit_arrivals(self) -> None:
         arrived = False
-        while self._arrivals and self._requests.arrival[self._arrivals[0]] <= self.now:
-            request = self._arrivals.popleft()
-            group = self._requests.group[request]
-            loads = [replica.num_seqs for replica in self._replicas]
-            self._replicas[self._router.route([group], loads)].waiting.append(request)
+        while self._next_arrival <= self.now:
+            _, request = heappop(self._arrivals)
+            self._replicas[self._route(request)].waiting.append(request)
+            self._to_come -= 1
             self.num_seqs += 1
             self._last_arrival = self.now
             arrived = True
             if self._policy is not None:
-                turn = Turn(request, 0, 0)
+                turn = self._requests.turn_of(request)
                 self._policy.arrived(self.now, turn, self._requests.num_prompt_tokens[request])
         if arrived:
             self._note()
+
+    def _route(self, request: int) -> int:
+        requests, replicas = self._requests, self._replicas
+        loads = [replica.num_seqs for replica in replicas]
+        prefixes: list[object] = [requests.group[request]]
+        if not requests.has_turns:
+            return self._router.route(prefixes, loads)
+        prefixes.append(("trajectory", int(requests.trajectory[request])))
+        return self._router.route(
+            prefixes, loads, [replica.cached(requests, request) for replica in replicas]
+        )
 
     def _note(self) -> None:
         last = self._timeline[-1] if self._timeline else None
@@ -313,7 +319,7 @@ class SimulatedEngine:
 
         set_pace()
         if steps > 1 and self._arrivals:
-            until = (self._requests.arrival[self._arrivals[0]] - self.now) / replica.per_step
+            until = (self._next_arrival - self.now) / replica.per_step
             if until < steps:
                 steps = max(1, math.ceil(until))
                 set_pace()
@@ -341,14 +347,24 @@ class SimulatedEngine:
         for request in complete:
             self.num_seqs -= 1
             self.done += 1
-            self._requests.finished[request] = ended
+            following = self._requests.end(request, ended)
+            if following is not None:
+                heappush(self._arrivals, (self._requests.arrival[following], following))
+                self._stop_for(self._requests.arrival[following])
             if self._policy is not None:
-                length = self._requests.length[request]
-                self._policy.finished(ended, length, complete=length < self._requests.max_tokens)
-                turn = Turn(request, 0, 0)
+                length, most = self._requests.length[request], self._requests.max_tokens[request]
+                self._policy.finished(ended, length, complete=bool(length < most))
+                turn = self._requests.turn_of(request)
                 self._policy.ended(ended, turn, self._requests.num_tokens(request))
         if complete:
             self._note()
+
+    def _stop_for(self, arrival: float) -> None:
+        """End chunks with the step in which a request arrives, as if its time had been known."""
+        for replica in self._replicas:
+            if replica.end > arrival and replica.steps:
+                until = math.ceil((arrival - replica.began) / replica.per_step)
+                replica.set_steps(max(1, until, replica.steps_made(self.now, started=True)))
 
     def _tell_of_drafts(
         self, policy: Policy, replica: SimulatedReplica, steps: int, ended: float
@@ -369,6 +385,10 @@ class SimulatedEngine:
                     replica.began, self.layout, replica.index, replica.k, steps, drafted, right
                 )
             )
+
+
+def _replicas_of(layout: Layout) -> list[SimulatedReplica]:
+    return [SimulatedReplica(index) for index in range(layout.replicas)]
 
 
 def _summed(chunks: Sequence[tuple[int, float]]) -> LayoutSteps:

@@ -1,4 +1,4 @@
-"""Free KV memory of a simulated replica, and what preempted requests have left in it. Pure."""
+"""Free KV memory of a simulated replica, and what requests have left in it. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class FreeMemory:
         self._freed = deque([_Freed(self.total)])
 
     def free(self, tokens: float, owner: int | None = None) -> None:
-        """A request does not hold these tokens any more; `owner` names it if it is to come back."""
+        """A request does not hold these tokens any more; `owner` names it if it is to come back, or
+        may be continued."""
         self.total += tokens
         if owner is None and self._freed and self._freed[-1].owner is None:
             self._freed[-1].tokens += tokens
@@ -52,8 +53,19 @@ class FreeMemory:
                 if oldest.owner is not None:
                     self._left.pop(oldest.owner, None)
 
+    def left_by(self, owner: int) -> int:
+        """Tokens of a request whose KV is still there."""
+        freed = self._left.get(owner)
+        return int(freed.tokens) if freed is not None else 0
+
+    @property
+    def owners(self) -> list[int]:
+        """Requests of which something is still there."""
+        return list(self._left)
+
     def take_back(self, owner: int) -> int:
-        """A request comes back: the tokens whose KV is still there, which it holds again."""
+        """A request comes back, or is continued: the tokens whose KV is still there, and is held
+        again."""
         freed = self._left.pop(owner, None)
         if freed is None:
             return 0

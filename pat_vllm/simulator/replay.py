@@ -26,6 +26,9 @@ def simulate(
 ) -> SimulatedReport:
     """Replay one trace.
 
+    While requests are expected to be continued an engine without any stays in its layout; the end
+    of the trace is the end of the batch in any case.
+
     Args:
         policy: its layouts are the engine's; it may have seen earlier runs.
         truth: what steps and switches take.
@@ -39,22 +42,36 @@ def simulate(
     """
     earlier = len(policy.report().decisions)
     engine = SimulatedEngine(trace, truth, capacity, start or policy.home, began, chunk, policy)
+    told = True  # of the end of a batch; before the first one there is none
     while engine.num_seqs or engine.arriving:
-        waiting_for_work = not engine.num_seqs
         if engine.num_seqs:
             target = policy.choose(engine.state())
             if target != engine.layout:
                 engine.switch(target, "policy")
-        if engine.num_seqs or waiting_for_work:
-            engine.advance()
-        if not engine.num_seqs:
-            policy.idle(engine.now)
-            if policy.home != engine.layout:
-                engine.switch(policy.home, "idle")
+            if engine.num_seqs:
+                engine.advance()
+        else:
+            if not told:
+                engine.wait()
+                if policy.is_over(engine.now):
+                    _end_batch(engine, policy)
+            if not engine.num_seqs:
+                engine.advance()
+            told = False
+        if not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now)):
+            _end_batch(engine, policy)
+            told = True
     predictor = policy.report()
     savings = tuple(one for one in predictor.savings if one.at >= began)
     decisions = predictor.decisions[earlier:]
     return engine.report(replace(predictor, decisions=decisions, savings=savings))
+
+
+def _end_batch(engine: SimulatedEngine, policy: Policy) -> None:
+    """No request is left, and none is expected."""
+    policy.idle(engine.now)
+    if policy.home != engine.layout:
+        engine.switch(policy.home, "idle")
 
 
 def simulate_batches(

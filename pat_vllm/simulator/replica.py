@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
 _NOTHING = StepShape(0, 0, 0)
+_BLOCK = 16
+"""Tokens of a block of KV, as vLLM has by default: whole blocks are cached."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ class SimulatedReplica:
         per_step: seconds of each of its steps, whose shape is `shape`.
         end: when the chunk is over; infinite between chunks.
         steady: what runs, for as long as nothing but decoding happens; None before.
-        free: memory that nothing holds, where memory is limited and was asked for.
+        free: memory that nothing holds, with the contexts of ended turns; None before the first
+            step, unless a switch has brought contexts.
     """
 
     index: int
@@ -237,11 +240,11 @@ class SimulatedReplica:
                 if tokens + 1 > room:
                     break
                 room -= tokens + 1
-                if self.free is not None:
-                    computed[request] = min(tokens - 1, self.free.take_back(request))
+                computed[request] = min(tokens - 1, self._take_back(requests, request))
                 if group in self.cached_prompts and not requests.num_output_tokens[request]:
                     computed[request] = tokens - 1  # the last token is computed in any case
-            self.cached_prompts.add(group)
+            if requests.before(request) is None:
+                self.cached_prompts.add(group)
             self.running.append(self.waiting.popleft())
             if missing := tokens - int(computed[request]):
                 prefilling.append((request, min(missing, budget)))
@@ -315,8 +318,35 @@ class SimulatedReplica:
     def _leave(self, requests: SimulatedRequests, complete: list[int]) -> list[int]:
         if self.free is not None:
             for request in complete:
-                self.free.free(requests.num_tokens(request))
+                owner = request if requests.has_turns else None
+                self.free.free(requests.num_tokens(request), owner)
         return complete
+
+    def cached(self, requests: SimulatedRequests, request: int) -> int:
+        """Tokens of a request's prompt that the turn before it has left here."""
+        before = requests.before(request)
+        return 0 if before is None or self.free is None else self.free.left_by(before)
+
+    def _take_back(self, requests: SimulatedRequests, request: int) -> int:
+        """A request is admitted: the tokens whose KV is there, by itself or the turn before it."""
+        assert self.free is not None
+        before = requests.before(request)
+        if (own := self.free.take_back(request)) or before is None:
+            return own
+        # The last token of a response is never computed.
+        return max(0, self.free.take_back(before) - 1) // _BLOCK * _BLOCK
+
+    def forget_overwritten(self, requests: SimulatedRequests, room: float) -> None:
+        """Forget the contexts that requests have overwritten since the last step was scheduled."""
+        if self.free is not None and room != math.inf:
+            self.free.overwrite(self.free.total - self._unused(requests, room))
+
+    def _unused(self, requests: SimulatedRequests, room: float) -> float:
+        """Tokens that no request holds, nor needs for its next one."""
+        held = int(requests.num_computed_tokens[list(self.waiting)].sum())
+        # A request in prefill has its whole prompt reserved.
+        index, outputs = requests.outputs_of(self.running)
+        return room - held - int((requests.columns[0, index] + outputs + 1).sum())
 
     def _make_room(self, requests: SimulatedRequests, room: float, tp: int) -> float:
         """Preempt, newest first, until every running request can take another token.
@@ -324,29 +354,24 @@ class SimulatedReplica:
         Returns:
             Tokens that are free besides.
         """
+        if self.free is None:
+            self.free = FreeMemory(room)
         if room == math.inf:
             return room
         computed = requests.num_computed_tokens
-        if self.free is None:
-            self.free = FreeMemory(room)
-        while True:
-            held = int(computed[list(self.waiting)].sum())
-            # A request in prefill has its whole prompt reserved.
-            index, outputs = requests.outputs_of(self.running)
-            used = int((requests.columns[0, index] + outputs + 1).sum())
-            if held + used <= room:
-                self.free.overwrite(self.free.total - (room - held - used))
-                return room - held - used
-            if held:
+        while (unused := self._unused(requests, room)) < 0:
+            if any(computed[i] for i in self.waiting):
                 victim = next(i for i in reversed(self.waiting) if computed[i])
             elif len(self.running) > 1:
                 victim = self.running.pop()
                 self.waiting.appendleft(victim)
             else:
-                raise _too_long(tp, used)
+                raise _too_long(tp, int(room - unused))
             self.free.free(int(computed[victim]), victim)
             computed[victim] = 0
             requests.preempted += 1
+        self.free.overwrite(self.free.total - unused)
+        return unused
 
 
 def _too_long(tp: int, tokens: int) -> ValueError:

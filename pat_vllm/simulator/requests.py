@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pat_vllm.predictor.state import Ints
+from pat_vllm.predictor.state import Ints, Turn
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.traces import LengthTrace
 
@@ -17,9 +17,12 @@ class SimulatedRequests:
     """The requests of a trace by index, as columns.
 
     Attributes:
-        num_prompt_tokens, length, group, arrival: fixed; `length` is what a response will have.
-        columns: the first three of them, int64 [3, requests].
-        max_tokens: of every request.
+        num_prompt_tokens, length, group: fixed; `length` is what a response will have.
+        columns: these three, int64 [3, requests].
+        max_tokens: that each response can have, int64 [requests].
+        arrival: when each request arrives; infinite while it continues one that has not ended.
+        has_turns: whether a request continues another.
+        trajectory, turn: of each request, as in `LiveRequests`, int64 [requests].
         num_output_tokens: generated so far, int64 [requests].
         num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes,
             int64 [requests].
@@ -33,7 +36,17 @@ class SimulatedRequests:
         self.columns = np.array([trace.num_prompt_tokens, trace.lengths, trace.groups], np.int64)
         self.num_prompt_tokens, self.length, self.group = self.columns.tolist()
         self.arrival = [began + float(at) for at in trace.arrivals]
-        self.max_tokens = int(trace.max_tokens)
+        self.max_tokens = trace.max_tokens + np.array(trace.lengths) - np.array(trace.followed)
+        self.has_turns = trace.has_turns
+        self.trajectory = np.array(trace.first, np.int64)
+        self.turn = np.zeros(len(trace), np.int64)
+        self._next: dict[int, int] = {}
+        if trace.has_turns:
+            for request, before in enumerate(trace.after):
+                if before >= 0:
+                    self.turn[request] = self.turn[before] + 1
+                    self._next[before] = request
+                    self.arrival[request] = math.inf
         self._trace = trace
         self.num_output_tokens, self.num_computed_tokens = np.zeros((2, len(self.length)), np.int64)
         self.finished = [math.nan] * len(self.length)
@@ -42,6 +55,33 @@ class SimulatedRequests:
 
     def __len__(self) -> int:
         return len(self.length)
+
+    def before(self, request: int) -> int | None:
+        """The request that one continues."""
+        if not self.has_turns or (before := self._trace.after[request]) < 0:
+            return None
+        return before
+
+    def next(self, request: int) -> int | None:
+        """The request that continues one."""
+        return self._next.get(request)
+
+    def turn_of(self, request: int) -> Turn:
+        """The place of a request in its trajectory."""
+        before = self.before(request)
+        held = 0 if before is None else self.num_prompt_tokens[before] + self.length[before]
+        return Turn(int(self.trajectory[request]), int(self.turn[request]), held)
+
+    def end(self, request: int, at: float) -> int | None:
+        """A request has ended.
+
+        Returns:
+            The one that continues it, whose arrival is known now.
+        """
+        self.finished[request] = at
+        if (following := self.next(request)) is not None:
+            self.arrival[following] = at + float(self._trace.arrivals[following])
+        return following
 
     @cached_property
     def guesses(self) -> GuessedTokens:

@@ -1,4 +1,4 @@
-"""Batches of response lengths: synthetic ones, and files. Pure.
+"""Batches of response lengths, and files of them. Pure.
 
 Lengths are in tokens. A length equal to the trace's `max_tokens` is a response that ran into it.
 """
@@ -6,10 +6,11 @@ Lengths are in tokens. A length equal to the trace's `max_tokens` is a response 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError, model_validator
@@ -25,7 +26,6 @@ from pat_vllm.files.reading import (
     shown,
 )
 from pat_vllm.files.writing import write_whole
-from pat_vllm.predictor.state import Floats, Ints
 
 _SHORTEST_PROMPT, LONGEST_PROMPT = 64, 512
 """Of synthetic prompts, in tokens."""
@@ -35,28 +35,47 @@ _FILE_PROMPT = 256
 
 MOST_TOKENS = 1 << 24
 """Of a prompt or a response."""
-_LAST_ARRIVAL = 1e9
-
-_DEEPSCALER_MEDIAN = 1443.0
-_DEEPSCALER_SIGMA = 1.406
-
+MOST_SECONDS = 1e9
+"""Until an arrival."""
 
 _Tokens = Annotated[int, Strict(), Field(ge=1, le=MOST_TOKENS)]
 _Group = Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)]
-_Seconds = Annotated[float, Strict(), Field(ge=0, le=_LAST_ARRIVAL)]
+_Before = Annotated[int, Strict(), Field(ge=-1)]
+_Seconds = Annotated[float, Strict(), Field(ge=0, le=MOST_SECONDS)]
+
+
+class TurnLengths(NamedTuple):
+    """A turn of a trajectory.
+
+    Attributes:
+        response: tokens of its response.
+        appended: tokens of what a tool or a user says to that; of the last turn they do not matter.
+        tool_seconds: from the end of the response to the next turn's arrival.
+    """
+
+    response: float
+    appended: float = 0
+    tool_seconds: float = 0.0
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class LengthTrace:
     """Requests and the lengths of their responses.
 
+    A request may be the next turn of an earlier one: it arrives some time after that one ended, and
+    its prompt is all that one held and tokens of its own.
+
     Attributes:
         name: what the trace is called in tables and figures.
         lengths: tokens of each response, 1 to `max_tokens`.
-        arrivals: when each request arrives, in seconds; empty: all at once.
+        arrivals: when each request arrives, in seconds since the trace began, or, where it
+            continues another, since that one ended; empty: all at once.
         groups: equal for requests with equal prompts; empty: no two are equal.
         num_prompt_tokens: of each request; empty: 256 each.
-        max_tokens: tokens after which a response is cut short; 0: the longest of `lengths`.
+        max_tokens: tokens after which a response is cut short; of a trajectory all that follows its
+            first prompt; 0: the longest.
+        after: for each request the index of the one that it continues, an earlier one; -1: none;
+            empty: no request continues another.
         acceptance: probability that a draft token is accepted if those before it were, in the mean
             over requests; every step of a request has drafts.
 
@@ -71,28 +90,95 @@ class LengthTrace:
     num_prompt_tokens: tuple[_Tokens, ...] = ()
     max_tokens: Annotated[int, Strict(), Field(ge=0, le=MOST_TOKENS)] = 0
     acceptance: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.0
+    after: tuple[_Before, ...] = ()
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        count, longest = len(self.lengths), max(self.lengths)
+        count = len(self.lengths)
         defaults: dict[str, Any] = {
             "arrivals": (0.0,) * count,
             "groups": tuple(range(count)),
             "num_prompt_tokens": (_FILE_PROMPT,) * count,
-            "max_tokens": longest,
         }
         for name, value in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, value)  # of a frozen value that is being made
-        for name in ("arrivals", "groups", "num_prompt_tokens"):
-            if len(getattr(self, name)) != count:
+        for name in (*defaults, "after"):
+            if len(getattr(self, name)) not in (0, count):
                 raise ValueError(f"{count} lengths but {len(getattr(self, name))} {name}")
+        self._check_turns()
+        longest = max(self.followed)
+        if not self.max_tokens:
+            object.__setattr__(self, "max_tokens", longest)
         if longest > self.max_tokens:
-            raise ValueError(f"a length is {longest:,}; max_tokens={self.max_tokens}")
+            what = "trajectory" if self.has_turns else "length"
+            raise ValueError(f"a {what} is {longest:,}; max_tokens={self.max_tokens}")
         return self
+
+    def _check_turns(self) -> None:
+        continued: set[int] = set()
+        for request, before in enumerate(self.after):
+            if before < 0:
+                continue
+            if before >= request or before in continued:
+                raise ValueError(
+                    f"request {request} continues {before}, which is no earlier one, or which "
+                    "another continues"
+                )
+            continued.add(before)
+            held = self.num_prompt_tokens[before] + self.lengths[before]
+            if self.num_prompt_tokens[request] < held:
+                raise ValueError(
+                    f"request {request} has a prompt of {self.num_prompt_tokens[request]:,} tokens "
+                    f"and continues one that held {held:,}"
+                )
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @cached_property
+    def has_turns(self) -> bool:
+        """Whether a request continues another."""
+        return any(before >= 0 for before in self.after)
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """For each request the first one of its trajectory, which may be itself."""
+        first = list(range(len(self)))
+        if self.has_turns:
+            for request, before in enumerate(self.after):
+                if before >= 0:
+                    first[request] = first[before]
+        return tuple(first)
+
+    @cached_property
+    def followed(self) -> tuple[int, ...]:
+        """For each request the tokens of its trajectory that follow the first prompt, up to the end
+        of its response."""
+        if not self.has_turns:
+            return self.lengths
+        prompts = self.num_prompt_tokens
+        return tuple(
+            prompts[request] - prompts[first] + self.lengths[request]
+            for request, first in enumerate(self.first)
+        )
+
+    @property
+    def trajectories(self) -> dict[int, int]:
+        """The last request of each trajectory, by its first one."""
+        return dict(zip(self.first, range(len(self)), strict=True))
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a trajectory may hold in the end, or a request with its response."""
+        return max(self.num_prompt_tokens[first] for first in self.first) + self.max_tokens
+
+    def with_prompts(self, most: int) -> LengthTrace:
+        """The same, with first prompts of at most so many tokens."""
+        prompts = self.num_prompt_tokens
+        shorter = [max(0, prompts[first] - most) for first in self.first]
+        cut = tuple(tokens - less for tokens, less in zip(prompts, shorter, strict=True))
+        return replace(self, num_prompt_tokens=cut)
 
     @classmethod
     def batch(
@@ -106,156 +192,50 @@ class LengthTrace:
         """A batch: `lengths` are rounded and bounded, prompts drawn, one per group."""
         cut = tuple(min(max_tokens, max(1, round(length))) for length in lengths)
         groups = range(len(cut)) if groups is None else groups
-        # A stream of its own, so that prompts do not change with how lengths are drawn.
-        random = np.random.default_rng((seed, 1))
-        tokens = random.integers(
-            _SHORTEST_PROMPT, LONGEST_PROMPT, size=max(groups, default=0) + 1, endpoint=True
-        )
-        prompts = tuple(int(tokens[group]) for group in groups)
+        tokens = _prompts(max(groups, default=0) + 1, seed)
+        prompts = tuple(tokens[group] for group in groups)
         return cls(name, cut, (), tuple(groups), prompts, max_tokens)
+
+    @classmethod
+    def of_trajectories(
+        cls,
+        name: str,
+        trajectories: Sequence[Sequence[TurnLengths]],
+        max_tokens: int,
+        seed: int,
+        num_prompt_tokens: Sequence[int] = (),
+    ) -> LengthTrace:
+        """A batch of trajectories, one after another, whose first turns arrive at once.
+
+        Tokens are rounded. A trajectory ends where it has `max_tokens` behind its first prompt.
+
+        Args:
+            num_prompt_tokens: of each first prompt; empty: drawn.
+        """
+        prompts = num_prompt_tokens or _prompts(len(trajectories), seed)
+        columns: list[tuple[int, float, int, int]] = []
+        for first, turns in zip(prompts, trajectories, strict=True):
+            held, arrives, before = first, 0.0, -1
+            for response, appended, tool_seconds in turns:
+                if (room := first + max_tokens - held) < 1:
+                    break
+                length = min(room, max(1, round(response)))
+                columns.append((length, arrives, held, before))
+                held += length + round(appended)
+                arrives, before = tool_seconds, len(columns) - 1
+        lengths, arrivals, held_tokens, after = zip(*columns, strict=True)
+        return cls(name, lengths, arrivals, (), held_tokens, max_tokens, after=after)
 
     def save(self, path: Path) -> None:
         """Write as JSON, for `load_trace`."""
         write_whole(Path(path), json.dumps(asdict(self)) + "\n")
 
 
-def lognormal(
-    requests: int, median: float, sigma: float, max_tokens: int, seed: int = 0
-) -> LengthTrace:
-    """Log-normal lengths; `sigma` is the standard deviation of their logarithm."""
-    random = np.random.default_rng(seed)
-    drawn = median * np.exp(sigma * random.standard_normal(requests))
-    return LengthTrace.batch("log-normal", drawn, max_tokens, seed)
-
-
-def two_mode(
-    requests: int,
-    median: float = 1000,
-    sigma: float = 0.6,
-    long_share: float = 0.1,
-    max_tokens: int = 16384,
-    seed: int = 0,
-) -> LengthTrace:
-    """Like reasoning: log-normal ones, and a share that ends in the last third before `max_tokens`
-    or runs into it (a tenth of that share)."""
-    random = np.random.default_rng(seed)
-    usual = median * np.exp(sigma * random.standard_normal(requests))
-    late = max_tokens * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, requests)
-    drawn = np.where(random.random(requests) < long_share, late, usual)
-    return LengthTrace.batch("two modes", drawn, max_tokens, seed)
-
-
-def uniform(
-    requests: int, low: int, high: int, max_tokens: int | None = None, seed: int = 0
-) -> LengthTrace:
-    """All lengths from `low` to `high` equally likely."""
-    drawn = np.random.default_rng(seed).integers(low, high, requests, endpoint=True)
-    return LengthTrace.batch("uniform", drawn, max_tokens or high, seed)
-
-
-def straggler(
-    requests: int, usual: int, longest: int, max_tokens: int | None = None, seed: int = 0
-) -> LengthTrace:
-    """All lengths within 5% of `usual` but one, at a random place, of `longest`."""
-    random = np.random.default_rng(seed)
-    drawn = usual * random.uniform(0.95, 1.05, requests)
-    drawn[random.integers(requests)] = longest
-    return LengthTrace.batch("straggler", drawn, max_tokens or max(usual, longest), seed)
-
-
-def staggered(
-    requests: int,
-    median: float,
-    sigma: float,
-    max_tokens: int,
-    interval: float,
-    poisson: bool = True,
-    seed: int = 0,
-) -> LengthTrace:
-    """Log-normal lengths; requests arrive `interval` seconds apart, on average or exactly."""
-    batch = lognormal(requests, median, sigma, max_tokens, seed)
-    random = np.random.default_rng((seed, 2))
-    gaps = random.exponential(interval, requests) if poisson else np.full(requests, interval)
-    arrivals: Floats = np.cumsum(gaps) - gaps[0]
-    return replace(batch, name="staggered", arrivals=tuple(arrivals.tolist()))
-
-
-def shifted(
-    medians: Sequence[float], requests: int, sigma: float, max_tokens: int, seed: int = 0
-) -> tuple[LengthTrace, ...]:
-    """A log-normal batch for each of `medians`."""
-    return tuple(
-        replace(
-            lognormal(requests, median, sigma, max_tokens, seed * 100_003 + number),
-            name=f"median {median:g}",
-        )
-        for number, median in enumerate(medians)
-    )
-
-
-def grpo(
-    prompts: int,
-    samples: int,
-    within_sigma: float,
-    between_sigma: float,
-    median: float = 1000,
-    max_tokens: int = 16384,
-    seed: int = 0,
-) -> LengthTrace:
-    """`samples` responses to each of `prompts` prompts, with correlated log-normal lengths.
-
-    The intraclass correlation of log-lengths is between^2 / (between^2 + within^2).
-    """
-    random = np.random.default_rng(seed)
-    groups: Ints = np.repeat(np.arange(prompts), samples)
-    logs = between_sigma * random.standard_normal(prompts)[groups]
-    logs += within_sigma * random.standard_normal(len(groups))
-    return LengthTrace.batch("GRPO", median * np.exp(logs), max_tokens, seed, groups.tolist())
-
-
-def deepscaler(requests: int = 128, max_tokens: int = 24576, seed: int = 0) -> LengthTrace:
-    """Log-normal with median 1443 and sigma 1.406, after the shares PAT reports for DeepScaleR.
-
-    These make 10.85% of responses longer than 8192 tokens and 2.19%, that is 2.8 of 128, reach
-    24576: the unique log-normal distribution for which both are so.
-    """
-    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, max_tokens, seed)
-    return replace(batch, name="DeepScaleR-like")
-
-
-Generator = Callable[[int, int, int], LengthTrace]
-GENERATORS: Mapping[str, Generator] = {
-    "deepscaler": deepscaler,
-    "log-normal": lambda requests, max_tokens, seed: lognormal(
-        requests, max_tokens / 16, 1.2, max_tokens, seed
-    ),
-    "two-mode": lambda requests, max_tokens, seed: two_mode(
-        requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
-    ),
-    "alike": lambda requests, max_tokens, seed: replace(
-        uniform(requests, max_tokens // 17 + 1, max_tokens // 16 + 1, max_tokens, seed),
-        name="alike",
-    ),
-    "uniform": lambda requests, max_tokens, seed: uniform(requests, 1, max_tokens, seed=seed),
-    "straggler": lambda requests, max_tokens, seed: straggler(
-        requests, max(1, max_tokens // 16), max_tokens, seed=seed
-    ),
-    "grpo": lambda requests, max_tokens, seed: grpo(
-        max(1, requests // 8), 8, 0.6, 1.0, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
-    ),
-}
-"""Synthetic workloads by name: made by (requests, longest response in tokens, seed)."""
-
-
-def generator(workload: str) -> Generator:
-    """The generator of a synthetic workload.
-
-    Raises:
-        ValueError: its name is unknown.
-    """
-    if workload not in GENERATORS:
-        raise ValueError(f"workload {workload!r} is unknown; allowed are {', '.join(GENERATORS)}")
-    return GENERATORS[workload]
+def _prompts(count: int, seed: int) -> list[int]:
+    # A stream of its own, so that prompts do not change with how lengths are drawn.
+    random = np.random.default_rng((seed, 1))
+    drawn = random.integers(_SHORTEST_PROMPT, LONGEST_PROMPT, size=count, endpoint=True)
+    return drawn.tolist()  # type: ignore[no-any-return]
 
 
 def load_trace(path: Path) -> LengthTrace:

@@ -14,7 +14,7 @@ from benchmarks.bench.serve import Request, requests_of
 from benchmarks.bench.speculative.models import REPEATING, SCATTERED, SPECS
 from benchmarks.bench.workloads import Workload
 from pat_vllm.cli.random_model import SPECIAL_TOKENS
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -54,7 +54,7 @@ class SpeculativeWorkload(Workload):
 
 
 def _long_tail(repeat: int, scale: float, seed: int) -> LengthTrace:
-    return traces.lognormal(
+    return shapes.lognormal(
         max(4, round(32 * scale)), 14 * scale, 1.2, round(LONGEST * scale), seed
     )
 

@@ -14,7 +14,8 @@ import numpy as np
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats, Ints
 from pat_vllm.simulator.modelled.roofline import Machine
-from pat_vllm.simulator.traces import GENERATORS, LengthTrace
+from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.simulator.traces import LengthTrace
 
 USUAL_SEQS = 256
 """Requests of a rank that are expected at most; a larger `max_num_seqs` is vLLM's default on large

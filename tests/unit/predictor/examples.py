@@ -15,7 +15,7 @@ from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 
 REPLICAS, GROUP = Layout(1, 2), Layout(2, 1)
@@ -121,17 +121,17 @@ def two_ranks(slower: dict[int, float] | None = None) -> Profile:
 
 def long_tail(seed: int) -> LengthTrace:
     """The paper's lengths, 64 times shorter."""
-    trace = traces.deepscaler(128, 64 * BOUND, seed)
+    trace = shapes.deepscaler(128, 64 * BOUND, seed)
     lengths = tuple(max(1, round(length / 64)) for length in trace.lengths)
     return replace(trace, lengths=lengths, max_tokens=BOUND, num_prompt_tokens=(20,) * 128)
 
 
 WORKLOADS = {
     "long tail": long_tail,
-    "two modes": lambda seed: traces.two_mode(128, 24, 0.5, 0.04, BOUND, seed),
-    "short": lambda seed: traces.uniform(128, 24, 48, BOUND, seed),
-    "long": lambda seed: traces.uniform(24, 150, 200, BOUND, seed),
-    "straggler": lambda seed: traces.straggler(32, 40, 320, BOUND, seed),
+    "two modes": lambda seed: shapes.two_mode(128, 24, 0.5, 0.04, BOUND, seed),
+    "short": lambda seed: shapes.uniform(128, 24, 48, BOUND, seed),
+    "long": lambda seed: shapes.uniform(24, 150, 200, BOUND, seed),
+    "straggler": lambda seed: shapes.straggler(32, 40, 320, BOUND, seed),
 }
 
 

@@ -19,7 +19,7 @@ from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import SwitchReport
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
@@ -117,7 +117,7 @@ def test_a_machine_that_the_profile_does_not_describe(name: str, truth: Truth) -
 
 @pytest.mark.parametrize("gap", [0.1, 1.0])
 def test_staggered_arrivals_do_not_make_it_thrash(gap: float) -> None:
-    trace = traces.uniform(40, 60, 120, BOUND, seed=1)
+    trace = shapes.uniform(40, 60, 120, BOUND, seed=1)
     trace = replace(trace, arrivals=tuple(gap * i for i in range(40)))
     (ours,) = run(policy_of(PROFILE), [trace])
     assert ours.generation_seconds < 1.03 * best_static([trace])
@@ -126,8 +126,8 @@ def test_staggered_arrivals_do_not_make_it_thrash(gap: float) -> None:
 
 
 def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
-    tail = traces.uniform(2, 380, 384, BOUND, seed=1)
-    burst = traces.uniform(100, 80, 120, BOUND, seed=2)
+    tail = shapes.uniform(2, 380, 384, BOUND, seed=1)
+    burst = shapes.uniform(100, 80, 120, BOUND, seed=2)
     trace = replace(
         burst,
         lengths=tail.lengths + burst.lengths,
@@ -146,7 +146,7 @@ def test_a_burst_into_one_group_goes_back_to_replicas() -> None:
 
 def test_a_batch_opens_where_one_like_the_last_begins_best() -> None:
     """An idle engine switches, so that no request waits for it."""
-    few, many = (traces.uniform(n, 370, BOUND, BOUND, seed=1) for n in (2, 100))
+    few, many = (shapes.uniform(n, 370, BOUND, BOUND, seed=1) for n in (2, 100))
     runs = run(policy_of(PROFILE), [few, few, many, many])
     assert [one.timeline[0].layout for one in runs] == [REPLICAS, GROUP, GROUP, REPLICAS]
     assert not runs[1].switches
@@ -193,7 +193,7 @@ def test_a_file_of_lengths_that_cannot_be_written_is_reported_once(
 def test_it_plans_only_when_something_has_changed() -> None:
     """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
     policy = policy_of(PROFILE)
-    trace = traces.uniform(64, 200, 200, BOUND, seed=0)
+    trace = shapes.uniform(64, 200, 200, BOUND, seed=0)
     (ours,) = simulate_batches([trace], policy, TRUTH, CAPACITY, chunk=1)
     assert sum(one.steps for one in ours.steps.values()) > 300
     assert policy.report().plans < 60

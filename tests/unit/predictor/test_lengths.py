@@ -15,7 +15,7 @@ from benchmarks.calibration import calibration, live_at, replay, tell
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.lengths import EDGES, Collector, LengthModel, Pool, cumulative_hazard
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 from tests.unit.predictor.examples import live_requests
 
@@ -110,7 +110,7 @@ def test_samples_are_within_bounds_and_repeatable(
 
 
 def test_samples_follow_the_survival_are_stratified_and_futures_exchangeable() -> None:
-    model = learnt(8192, *(traces.lognormal(256, 800, 0.8, 8192, seed) for seed in range(4)))
+    model = learnt(8192, *(shapes.lognormal(256, 800, 0.8, 8192, seed) for seed in range(4)))
     remaining = model.sample(running([400] * 2000, 8192), 16)
     for ahead in (1, 100, 400, 1600):
         expected = survival_of(model, 400 + ahead) / survival_of(model, 400)
@@ -130,7 +130,7 @@ def test_without_data_what_ran_long_runs_long() -> None:
 
 
 def test_what_runs_is_seen_unless_its_length_is_prescribed() -> None:
-    early = live_at(traces.lognormal(128, 4000, 0.3, 16384), 2000)
+    early = live_at(shapes.lognormal(128, 4000, 0.3, 16384), 2000)
     model = LengthModel(16384)
     before = survival_of(model, 2000)
     model.observe_running(running([2000] * 100, 4096, exact=True))
@@ -143,7 +143,7 @@ def test_what_runs_is_seen_unless_its_length_is_prescribed() -> None:
 
 
 def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -> None:
-    model = learnt(1000, traces.uniform(64, 10, 900, 1000))
+    model = learnt(1000, shapes.uniform(64, 10, 900, 1000))
     before = survival_of(model, np.arange(1000))
     model.end_of_batch()
     model.finished(0, False)
@@ -152,7 +152,7 @@ def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -
     np.testing.assert_array_equal(survival_of(model, np.arange(1000)), before)
     assert model.sample(running([], 1), 16).shape == (0, 16)
     model = LengthModel(8192)
-    for length in traces.lognormal(300, 300, 0.5, 8192).lengths:
+    for length in shapes.lognormal(300, 300, 0.5, 8192).lengths:
         model.finished(length, True)
         model.end_of_batch()
     assert survival_of(model, 300) == pytest.approx(0.5, abs=0.12)
@@ -164,9 +164,9 @@ def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -
 @pytest.mark.parametrize(
     "batches",
     [
-        [traces.uniform(128, 500, 4000, 8192, seed) for seed in range(12)],
-        [traces.deepscaler(seed=seed) for seed in range(12)],
-        traces.shifted([500 * 1.1**number for number in range(12)], 128, 0.8, 32768),
+        [shapes.uniform(128, 500, 4000, 8192, seed) for seed in range(12)],
+        [shapes.deepscaler(seed=seed) for seed in range(12)],
+        shapes.shifted([500 * 1.1**number for number in range(12)], 128, 0.8, 32768),
     ],
     ids=["uniform", "deepscaler", "drift"],
 )
@@ -184,7 +184,7 @@ def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
 
 
 def test_history_survives_saving(tmp_path: Path) -> None:
-    model = learnt(16384, *(traces.grpo(16, 8, 0.5, 1.0, seed=seed) for seed in range(3)))
+    model = learnt(16384, *(shapes.grpo(16, 8, 0.5, 1.0, seed=seed) for seed in range(3)))
     path = tmp_path / "history.json"
     kept.save(path, model)
     assert list(tmp_path.iterdir()) == [path]
@@ -199,7 +199,7 @@ def test_history_survives_saving(tmp_path: Path) -> None:
 
 
 def test_a_response_longer_than_the_bound_counts() -> None:
-    model = learnt(100, traces.uniform(64, 10, 90))
+    model = learnt(100, shapes.uniform(64, 10, 90))
     before = survival_of(model, 50)
     model.finished(5000, True)
     assert model.sample(running([6000], 50000), 4).max() <= 44000

@@ -21,7 +21,7 @@ from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.savings import Look, Savings, Stretch, in_step
 from pat_vllm.predictor.state import Floats
 from pat_vllm.reporting import BatchSavings, BatchTimes
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -245,7 +245,7 @@ def test_estimates_of_simulated_batches_with_drafts() -> None:
     profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:])
     policy = policy_of(profile, bound=2048, draft_lengths=LENGTHS)
     truth, capacity = ReplayedTruth(profile), ReplicaCapacity.of(profile)
-    trace = replace(traces.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
+    trace = replace(shapes.uniform(64, 1000, 2048, 2048, seed=0), acceptance=0.5)
     ours = simulate_batches([trace, trace], policy, truth, capacity)
     fixed = simulate_batches([trace], StayPolicy(profile.layouts[0]), truth, capacity)[0]
     for run, record in zip(ours, policy.report().savings, strict=True):

@@ -19,7 +19,7 @@ from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
 from pat_vllm.scheduler.make_policy import make_policy
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -141,7 +141,7 @@ def test_planner_takes_the_faster_kind_at_each_number_of_requests() -> None:
 
 
 def test_switches_between_kinds_are_replayed() -> None:
-    trace = traces.uniform(24, 10, 200, 200, seed=0)
+    trace = shapes.uniform(24, 10, 200, 200, seed=0)
     policy = follow(ONE, (6, SPREAD), (12, CUT), (18, SPREAD))
     truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
     run = simulate(trace, policy, truth, capacity)
@@ -164,7 +164,7 @@ def test_switches_between_kinds_are_replayed() -> None:
 
 def test_pat_uses_both_kinds_and_gains_by_it() -> None:
     truth, capacity = ReplayedTruth(PROFILE), ReplicaCapacity.of(PROFILE)
-    batches = [traces.lognormal(64, 200, 1.0, 2000, seed) for seed in range(2)]
+    batches = [shapes.lognormal(64, 200, 1.0, 2000, seed) for seed in range(2)]
 
     def runs(profile: Profile) -> list[Any]:
         policy = AdaptivePolicy(profile, bound=2000, timer=lambda: 0.0)

@@ -15,7 +15,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.policy import Policy, SchedulePolicy
 from pat_vllm.predictor.state import LiveState
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.replay import simulate, simulate_batches
@@ -113,7 +113,7 @@ PROFILE = modelled_profile("llama-3.1-8b", "A40", 4, draft_lengths=LENGTHS[1:], 
 
 
 def long_tail(seed: int, acceptance: float) -> LengthTrace:
-    return replace(traces.lognormal(64, 200, 1.0, 2048, seed), acceptance=acceptance)
+    return replace(shapes.lognormal(64, 200, 1.0, 2048, seed), acceptance=acceptance)
 
 
 @pytest.mark.parametrize("acceptance", [0.02, 0.7])

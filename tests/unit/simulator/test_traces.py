@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pat_vllm.simulator import traces
+from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace, load_trace
 
 GENERATORS: dict[str, Callable[[int], LengthTrace]] = {
-    "lognormal": lambda seed: traces.lognormal(100, 1000, 1.0, 8192, seed),
-    "two_mode": lambda seed: traces.two_mode(100, seed=seed),
-    "uniform": lambda seed: traces.uniform(100, 10, 500, seed=seed),
-    "straggler": lambda seed: traces.straggler(100, 300, 9000, seed=seed),
-    "staggered": lambda seed: traces.staggered(100, 1000, 1.0, 8192, 0.5, seed=seed),
-    "grpo": lambda seed: traces.grpo(25, 4, 0.5, 0.8, seed=seed),
-    "deepscaler": lambda seed: traces.deepscaler(100, seed=seed),
-    "shifted": lambda seed: traces.shifted([500, 900], 100, 0.5, 8192, seed)[1],
+    "lognormal": lambda seed: shapes.lognormal(100, 1000, 1.0, 8192, seed),
+    "two_mode": lambda seed: shapes.two_mode(100, seed=seed),
+    "uniform": lambda seed: shapes.uniform(100, 10, 500, seed=seed),
+    "straggler": lambda seed: shapes.straggler(100, 300, 9000, seed=seed),
+    "staggered": lambda seed: shapes.staggered(100, 1000, 1.0, 8192, 0.5, seed=seed),
+    "grpo": lambda seed: shapes.grpo(25, 4, 0.5, 0.8, seed=seed),
+    "deepscaler": lambda seed: shapes.deepscaler(100, seed=seed),
+    "shifted": lambda seed: shapes.shifted([500, 900], 100, 0.5, 8192, seed)[1],
 }
 
 
@@ -34,37 +34,37 @@ def test_generators_are_seeded_and_files_round_trip(tmp_path: Path, name: str) -
 
 
 def test_lengths_have_the_distribution_of_their_generator() -> None:
-    logs = np.log(traces.lognormal(20000, 1000, 0.7, 1_000_000).lengths)
+    logs = np.log(shapes.lognormal(20000, 1000, 0.7, 1_000_000).lengths)
     assert np.exp(np.median(logs)) == pytest.approx(1000, rel=0.03)
     assert logs.std() == pytest.approx(0.7, rel=0.03)
 
-    two_mode = np.array(traces.two_mode(20000).lengths)
+    two_mode = np.array(shapes.two_mode(20000).lengths)
     assert (two_mode > 10000).mean() == pytest.approx(0.1, abs=0.01)
     assert ((two_mode > 6000) & (two_mode < 10000)).mean() < 0.01
     assert (two_mode == 16384).mean() == pytest.approx(0.01, abs=0.004)
 
-    uniform = traces.uniform(2000, 5, 9)
+    uniform = shapes.uniform(2000, 5, 9)
     assert set(uniform.lengths) == {5, 6, 7, 8, 9} and uniform.max_tokens == 9
 
-    straggler = sorted(traces.straggler(64, 200, 8000).lengths)
+    straggler = sorted(shapes.straggler(64, 200, 8000).lengths)
     assert straggler[-1] == 8000 and straggler[0] >= 190 and straggler[-2] <= 210
 
-    batches = traces.shifted([500, 2000], 4000, 0.5, 100_000)
+    batches = shapes.shifted([500, 2000], 4000, 0.5, 100_000)
     assert [np.median(batch.lengths) for batch in batches] == pytest.approx([500, 2000], rel=0.05)
 
-    deepscaler = np.array(traces.deepscaler(100_000).lengths)  # the shares that PAT reports
+    deepscaler = np.array(shapes.deepscaler(100_000).lengths)  # the shares that PAT reports
     assert (deepscaler > 8192).mean() == pytest.approx(0.1085, abs=0.003)
     assert 2.6 < 128 * (deepscaler == 24576).mean() < 3.0
-    assert len(traces.deepscaler()) == 128
+    assert len(shapes.deepscaler()) == 128
 
 
 def test_arrivals_and_groups() -> None:
-    poisson = traces.staggered(2000, 100, 1.0, 8192, 0.5)
+    poisson = shapes.staggered(2000, 100, 1.0, 8192, 0.5)
     assert poisson.arrivals[0] == 0 and list(poisson.arrivals) == sorted(poisson.arrivals)
     assert np.diff(poisson.arrivals).mean() == pytest.approx(0.5, rel=0.1)
-    spaced = traces.staggered(4, 100, 1.0, 8192, 0.5, poisson=False)
+    spaced = shapes.staggered(4, 100, 1.0, 8192, 0.5, poisson=False)
     assert spaced.arrivals == (0.0, 0.5, 1.0, 1.5)
-    trace = traces.grpo(2000, 4, 0.5, 1.0, max_tokens=10_000_000)
+    trace = shapes.grpo(2000, 4, 0.5, 1.0, max_tokens=10_000_000)
     assert trace.groups[:5] == (0, 0, 0, 0, 1)
     assert len(set(trace.num_prompt_tokens[:4])) == 1
     logs = np.log(trace.lengths).reshape(2000, 4)

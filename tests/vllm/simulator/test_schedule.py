@@ -26,7 +26,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
 from pat_vllm.simulator.requests import SimulatedRequests
-from pat_vllm.simulator.traces import GENERATORS, LengthTrace
+from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.simulator.traces import LengthTrace
 from tests.support.models import random_model
 
 BLOCK, PROMPT, BUDGET, LONGEST = 16, 64, 512, 1000

@@ -1,0 +1,172 @@
+"""What a switch of a simulated engine carries to the replicas of another layout. Pure.
+
+Live requests come first. The memory that they leave gets the contexts of ended turns, as from
+`pat_vllm/chains.py`: what a request continues is no context of its own any more. Which of them will
+be continued is not known, so that the last turns' are carried, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pat_vllm.layout import Layout
+from pat_vllm.routing import Placed, spread
+from pat_vllm.simulator.free_memory import FreeMemory
+from pat_vllm.simulator.replica import SimulatedReplica
+from pat_vllm.simulator.requests import SimulatedRequests
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a switch has carried.
+
+    Attributes:
+        num_seqs: live requests.
+        migrated, recomputed: those that took their KV along, and that found no room for it.
+        tokens: whose KV live requests took along.
+        cached_tokens: whose KV was moved, of contexts.
+    """
+
+    num_seqs: int
+    migrated: int
+    recomputed: int
+    tokens: int
+    cached_tokens: int
+
+
+def carry(
+    requests: SimulatedRequests,
+    replicas: Sequence[SimulatedReplica],
+    fresh: Sequence[SimulatedReplica],
+    source: Layout,
+    target: Layout,
+    memory: float,
+) -> Carried:
+    """Carry the live requests and, in traces with turns, contexts.
+
+    Args:
+        replicas: of layout `source`; all that they know is written to `requests`.
+        fresh: of layout `target`.
+        memory: tokens whose KV one of them has room for.
+    """
+    computed = requests.num_computed_tokens.tolist()
+    live = [
+        (computed[request] == 0, request, replica.index)
+        for replica in replicas
+        for request in (*replica.running, *replica.waiting)
+    ]
+    live.sort(key=lambda one: one[0])  # those without KV queue behind
+    places = spread(
+        [Placed(f"{i:09}", replica, requests.num_tokens(i)) for _, i, replica in live],
+        source,
+        target,
+    )
+    placement = {request: places[f"{request:09}"] for _, request, _ in live}
+    room = [memory] * len(fresh)
+    migrated = tokens = recomputed = 0
+    for waits, request, _ in live:
+        replica = fresh[placement[request]]
+        replica.waiting.append(request)
+        if waits:
+            continue
+        if computed[request] <= room[replica.index]:
+            room[replica.index] -= computed[request]
+            migrated += 1
+            tokens += computed[request]
+        else:
+            requests.num_computed_tokens[request] = 0
+            recomputed += 1
+    cached = 0
+    if requests.has_turns:
+        cached = _carry_contexts(requests, replicas, fresh, source, target, placement, room, memory)
+    if source.shares_kv(target):
+        cached = 0  # where it was
+    return Carried(len(live), migrated, recomputed, tokens, cached)
+
+
+class _Context(NamedTuple):
+    """What a request has left in a replica.
+
+    Attributes:
+        waits: a request that waits for it, the request itself or the one that continues it.
+        used: when the request ended.
+    """
+
+    owner: int
+    replica: int
+    tokens: int
+    waits: int | None
+    used: float
+
+
+def _carry_contexts(
+    requests: SimulatedRequests,
+    replicas: Sequence[SimulatedReplica],
+    fresh: Sequence[SimulatedReplica],
+    source: Layout,
+    target: Layout,
+    placement: Mapping[int, int],
+    room: Sequence[float],
+    memory: float,
+) -> int:
+    """Put contexts into the memory of new replicas that live requests leave.
+
+    Those come first for which a request waits, then the most recently used ones.
+
+    Args:
+        placement: replica of `fresh` for each live request.
+        room: tokens for which each new replica has memory beside its live requests.
+        memory: for which it has memory in all.
+
+    Returns:
+        Tokens that are carried.
+    """
+    found = [
+        context
+        for replica in replicas
+        if replica.free is not None
+        for owner in replica.free.owners
+        if (context := _context(requests, replica, owner, placement)) is not None
+    ]
+    found.sort(key=lambda one: -one.used if one.waits is None else -math.inf)
+    idle = [(f"{i:09}", one) for i, one in enumerate(found) if one.waits is None]
+    spread_out = spread(
+        [Placed(name, one.replica, one.tokens) for name, one in idle], source, target
+    )
+    left = list(room)
+    taken: list[list[tuple[int, int]]] = [[] for _ in fresh]
+    for i, one in enumerate(found):
+        at = spread_out[f"{i:09}"] if one.waits is None else placement[one.waits]
+        if (tokens := int(min(one.tokens, left[at]))) > 0:
+            left[at] -= tokens
+            taken[at].append((one.owner, tokens))
+    for replica, contexts in zip(fresh, taken, strict=True):
+        replica.free = FreeMemory(memory - sum(tokens for _, tokens in contexts))
+        for owner, tokens in reversed(contexts):
+            replica.free.free(tokens, owner)
+    return sum(tokens for contexts in taken for _, tokens in contexts)
+
+
+def _context(
+    requests: SimulatedRequests,
+    replica: SimulatedReplica,
+    owner: int,
+    live: Mapping[int, int],
+) -> _Context | None:
+    """What a request has left; None where another has taken its place."""
+    assert replica.free is not None
+    following = requests.next(owner)
+    user = owner if owner in live else following
+    if user in live:
+        if requests.num_computed_tokens[user]:
+            return None
+        waits = user
+    elif following is not None and requests.num_output_tokens[following]:
+        return None  # it has ended, elsewhere
+    else:
+        waits = None
+    tokens = replica.free.left_by(owner)
+    return _Context(owner, replica.index, tokens, waits, requests.finished[owner])

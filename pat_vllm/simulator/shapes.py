@@ -1,0 +1,176 @@
+"""Synthetic batches of response lengths. Pure.
+
+A length equal to the trace's `max_tokens` is a response that ran into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pat_vllm.predictor.state import Floats, Ints
+from pat_vllm.simulator.traces import LengthTrace, TurnLengths
+
+_DEEPSCALER_MEDIAN = 1443.0
+_DEEPSCALER_SIGMA = 1.406
+
+
+def lognormal(
+    requests: int, median: float, sigma: float, max_tokens: int, seed: int = 0
+) -> LengthTrace:
+    """Log-normal lengths; `sigma` is the standard deviation of their logarithm."""
+    random = np.random.default_rng(seed)
+    drawn = median * np.exp(sigma * random.standard_normal(requests))
+    return LengthTrace.batch("log-normal", drawn, max_tokens, seed)
+
+
+def two_mode(
+    requests: int,
+    median: float = 1000,
+    sigma: float = 0.6,
+    long_share: float = 0.1,
+    max_tokens: int = 16384,
+    seed: int = 0,
+) -> LengthTrace:
+    """Like reasoning: log-normal ones, and a share that ends in the last third before `max_tokens`
+    or runs into it (a tenth of that share)."""
+    random = np.random.default_rng(seed)
+    usual = median * np.exp(sigma * random.standard_normal(requests))
+    late = max_tokens * random.uniform(2 / 3, 2 / 3 + 1 / 3 / 0.9, requests)
+    drawn = np.where(random.random(requests) < long_share, late, usual)
+    return LengthTrace.batch("two modes", drawn, max_tokens, seed)
+
+
+def uniform(
+    requests: int, low: int, high: int, max_tokens: int | None = None, seed: int = 0
+) -> LengthTrace:
+    """All lengths from `low` to `high` equally likely."""
+    drawn = np.random.default_rng(seed).integers(low, high, requests, endpoint=True)
+    return LengthTrace.batch("uniform", drawn, max_tokens or high, seed)
+
+
+def straggler(
+    requests: int, usual: int, longest: int, max_tokens: int | None = None, seed: int = 0
+) -> LengthTrace:
+    """All lengths within 5% of `usual` but one, at a random place, of `longest`."""
+    random = np.random.default_rng(seed)
+    drawn = usual * random.uniform(0.95, 1.05, requests)
+    drawn[random.integers(requests)] = longest
+    return LengthTrace.batch("straggler", drawn, max_tokens or max(usual, longest), seed)
+
+
+def staggered(
+    requests: int,
+    median: float,
+    sigma: float,
+    max_tokens: int,
+    interval: float,
+    poisson: bool = True,
+    seed: int = 0,
+) -> LengthTrace:
+    """Log-normal lengths; requests arrive `interval` seconds apart, on average or exactly."""
+    batch = lognormal(requests, median, sigma, max_tokens, seed)
+    random = np.random.default_rng((seed, 2))
+    gaps = random.exponential(interval, requests) if poisson else np.full(requests, interval)
+    arrivals: Floats = np.cumsum(gaps) - gaps[0]
+    return replace(batch, name="staggered", arrivals=tuple(arrivals.tolist()))
+
+
+def shifted(
+    medians: Sequence[float], requests: int, sigma: float, max_tokens: int, seed: int = 0
+) -> tuple[LengthTrace, ...]:
+    """A log-normal batch for each of `medians`."""
+    return tuple(
+        replace(
+            lognormal(requests, median, sigma, max_tokens, seed * 100_003 + number),
+            name=f"median {median:g}",
+        )
+        for number, median in enumerate(medians)
+    )
+
+
+def grpo(
+    prompts: int,
+    samples: int,
+    within_sigma: float,
+    between_sigma: float,
+    median: float = 1000,
+    max_tokens: int = 16384,
+    seed: int = 0,
+) -> LengthTrace:
+    """`samples` responses to each of `prompts` prompts, with correlated log-normal lengths.
+
+    The intraclass correlation of log-lengths is between^2 / (between^2 + within^2).
+    """
+    random = np.random.default_rng(seed)
+    groups: Ints = np.repeat(np.arange(prompts), samples)
+    logs = between_sigma * random.standard_normal(prompts)[groups]
+    logs += within_sigma * random.standard_normal(len(groups))
+    return LengthTrace.batch("GRPO", median * np.exp(logs), max_tokens, seed, groups.tolist())
+
+
+def deepscaler(requests: int = 128, max_tokens: int = 24576, seed: int = 0) -> LengthTrace:
+    """Log-normal with median 1443 and sigma 1.406, after the shares PAT reports for DeepScaleR.
+
+    These make 10.85% of responses longer than 8192 tokens and 2.19%, that is 2.8 of 128, reach
+    24576: the unique log-normal distribution for which both are so.
+    """
+    batch = lognormal(requests, _DEEPSCALER_MEDIAN, _DEEPSCALER_SIGMA, max_tokens, seed)
+    return replace(batch, name="DeepScaleR-like")
+
+
+def agents(trajectories: int, max_tokens: int = 32768, seed: int = 0) -> LengthTrace:
+    """Trajectories of several turns, with a tool between two of them.
+
+    Turns, responses and what tools say are log-normal: half of the trajectories have at most 8
+    turns, a tenth more than 22, as far as `max_tokens` reaches. So half of them come to a quarter
+    of that. Tools take 1 to 10 s, each order of magnitude equally likely.
+    """
+    random = np.random.default_rng(seed)
+    turns = np.maximum(1, np.rint(8 * np.exp(0.8 * random.standard_normal(trajectories))))
+    drawn = []
+    for count in turns.astype(int).tolist():
+        response, appended = np.exp(random.standard_normal((2, count)))
+        seconds = 10 ** random.random(count)
+        columns = (response * max_tokens / 128, appended * max_tokens / 64, seconds)
+        drawn.append([TurnLengths(*row) for row in np.array(columns).T.tolist()])
+    return LengthTrace.of_trajectories("agents", drawn, max_tokens, seed)
+
+
+Generator = Callable[[int, int, int], LengthTrace]
+GENERATORS: Mapping[str, Generator] = {
+    "deepscaler": deepscaler,
+    "log-normal": lambda requests, max_tokens, seed: lognormal(
+        requests, max_tokens / 16, 1.2, max_tokens, seed
+    ),
+    "two-mode": lambda requests, max_tokens, seed: two_mode(
+        requests, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
+    ),
+    "alike": lambda requests, max_tokens, seed: replace(
+        uniform(requests, max_tokens // 17 + 1, max_tokens // 16 + 1, max_tokens, seed),
+        name="alike",
+    ),
+    "uniform": lambda requests, max_tokens, seed: uniform(requests, 1, max_tokens, seed=seed),
+    "straggler": lambda requests, max_tokens, seed: straggler(
+        requests, max(1, max_tokens // 16), max_tokens, seed=seed
+    ),
+    "grpo": lambda requests, max_tokens, seed: grpo(
+        max(1, requests // 8), 8, 0.6, 1.0, median=max_tokens / 16, max_tokens=max_tokens, seed=seed
+    ),
+    "agents": agents,
+}
+"""Synthetic workloads by name: made by (requests, or trajectories; longest response in tokens, or
+all that follows a trajectory's first prompt; seed)."""
+
+
+def generator(workload: str) -> Generator:
+    """The generator of a synthetic workload.
+
+    Raises:
+        ValueError: its name is unknown.
+    """
+    if workload not in GENERATORS:
+        raise ValueError(f"workload {workload!r} is unknown; allowed are {', '.join(GENERATORS)}")
+    return GENERATORS[workload]
