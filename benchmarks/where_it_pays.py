@@ -34,6 +34,8 @@ LARGE = ("qwen3-32b", "qwen3-30b-a3b")
 """Models that are asked about from so many responses per GPU on."""
 TAILS = ("alike", "uniform", "deepscaler", "two-mode", "straggler")
 """Shapes of `pat_vllm.simulator.shapes`."""
+AGENTS, TRAJECTORIES = "agents", 32
+"""A shape of trajectories with tools, and how many of them for each GPU."""
 RANKS = 8
 MOST_LOST = 0.01
 """Share of the time that PAT may lose in a cell."""
@@ -44,7 +46,7 @@ class Cell:
     """One question.
 
     Attributes:
-        per_gpu: responses of an iteration for each GPU.
+        per_gpu: responses, or trajectories, of an iteration for each GPU.
         tail: shape of the lengths.
     """
 
@@ -150,13 +152,37 @@ def summary(results: Sequence[tuple[Cell, Answer]]) -> str:
 
 
 def drawn(cells: Sequence[Cell], acceptance: float, share: float, seed: int) -> list[Cell]:
-    """The cells in an order that is drawn, with drafts in a share of them."""
-    draw = random.Random(seed)
-    shuffled = draw.sample(cells, len(cells))
-    count = round(share * len(cells))
-    order = [replace(one, acceptance=acceptance) for one in shuffled[:count]] + shuffled[count:]
-    draw.shuffle(order)
+    """The cells in an order that is drawn, with drafts in a share of them. Those of agents come
+    last, and do not change what is drawn for the others."""
+    order = []
+    for agents in (False, True):
+        some = [one for one in cells if (one.tail == AGENTS) == agents]
+        draw = random.Random(seed)
+        shuffled = draw.sample(some, len(some))
+        count = round(share * len(some))
+        part = [replace(one, acceptance=acceptance) for one in shuffled[:count]] + shuffled[count:]
+        draw.shuffle(part)
+        order += part
     return order
+
+
+def cells_of(
+    gpus: Sequence[str],
+    models: Sequence[str],
+    tails: Sequence[str],
+    per_gpu: Sequence[int],
+    max_tokens: int,
+    iterations: int,
+) -> list[Cell]:
+    """The cells that are asked about, in order, those of agents last."""
+    where = [*product(gpus, models, (tail for tail in tails if tail != AGENTS), per_gpu)]
+    if AGENTS in tails:
+        where += product(gpus, models, (AGENTS,), (TRAJECTORIES,))
+    return [
+        Cell(*which, max_tokens=max_tokens, iterations=iterations)
+        for which in where
+        if which[1] not in LARGE or which[3] >= FEWEST_OF_LARGE
+    ]
 
 
 def known(output_dir: Path) -> dict[Cell, Answer]:
@@ -226,7 +252,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 def main(
     gpu: Annotated[list[str], typer.Option(help="May be repeated.")] = list(GPUS),  # noqa: B006
     model: Annotated[list[str], typer.Option(help="May be repeated.")] = list(MODELS),  # noqa: B006
-    tail: Annotated[list[str], typer.Option(help="May be repeated.")] = list(TAILS),  # noqa: B006
+    tail: Annotated[list[str], typer.Option(help="May be repeated.")] = [*TAILS, AGENTS],  # noqa: B006
     per_gpu: Annotated[list[int], typer.Option(help="May be repeated.")] = list(PER_GPU),  # noqa: B006
     max_tokens: int = 16384,
     acceptance: Annotated[float, typer.Option(help="Where there are drafts.")] = 0.5,
@@ -237,11 +263,7 @@ def main(
     output_dir: Annotated[Path | None, typer.Option(help="For Markdown, JSON and PNG.")] = None,
 ) -> None:
     """Simulate a map."""
-    every = [
-        Cell(*which, max_tokens=max_tokens, iterations=iterations)
-        for which in product(gpu, model, tail, per_gpu)
-        if which[1] not in LARGE or which[3] >= FEWEST_OF_LARGE
-    ]
+    every = cells_of(gpu, model, tail, per_gpu, max_tokens, iterations)
     found = known(output_dir) if output_dir is not None else {}
     cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
     with Processes(processes) as pool:

@@ -10,6 +10,9 @@ as trainers' dumps have them:
 * `output`, text: VeRL's `trainer.rollout_data_dir`, a file `STEP.jsonl` for each step (also a
   directory of them), and the results of OpenRLHF's earlier batch inference. Its tokens have to be
   counted.
+* `turns`, of a trajectory: a list of them, each with `response_length`, `appended_length` (tokens
+  that a tool or a user says to that) and `tool_seconds` (until the next turn is asked for). The
+  last one needs the first of these alone. `prompt_length` beside `turns` is that of the first turn.
 """
 
 from __future__ import annotations
@@ -24,13 +27,20 @@ import numpy as np
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
 from pat_vllm.predictor.kept import load
 from pat_vllm.predictor.state import LiveRequests
-from pat_vllm.simulator.traces import MOST_TOKENS, LengthTrace, load_trace
+from pat_vllm.simulator.traces import (
+    MOST_SECONDS,
+    MOST_TOKENS,
+    LengthTrace,
+    TurnLengths,
+    load_trace,
+)
 
 CountTokens = Callable[[list[str]], list[int]]
 """Tokens of each of some texts."""
 
 LENGTH, TOTAL, PROMPT = "response_length", "total_length", "prompt_length"
 TEXT, PROMPT_TEXT = "output", "input"
+TURNS, APPENDED, TOOL = "turns", "appended_length", "tool_seconds"
 
 _EXPECTED = 4096
 """Responses that stand for what an engine has learnt."""
@@ -40,7 +50,8 @@ _MOST_BYTES = 1 << 30
 
 FORMATS = (
     "a JSON array of lengths, one length per line, or JSON lines with "
-    f'"{LENGTH}" (tokens) or "{TEXT}" (text, as in VeRL\'s trainer.rollout_data_dir)'
+    f'"{LENGTH}" (tokens), "{TEXT}" (text, as in VeRL\'s trainer.rollout_data_dir) or "{TURNS}" (a '
+    f'list with "{LENGTH}", "{APPENDED}", "{TOOL}" of each)'
 )
 
 
@@ -50,17 +61,31 @@ class EarlierRollouts:
 
     Attributes:
         name: of the file.
-        lengths: tokens of each response.
-        num_prompt_tokens: of each response's prompt; empty where the file does not tell.
+        lengths: tokens of each response; of a trajectory all that follows its first prompt.
+        num_prompt_tokens: of each response's prompt, or each trajectory's first one; empty where
+            the file does not tell.
+        trajectories: the turns of each; empty where the file has none.
     """
 
     name: str
     lengths: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...] = ()
+    trajectories: tuple[tuple[TurnLengths, ...], ...] = ()
 
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
-        """A batch of responses drawn from these, with replacement; longer ones are cut short."""
+        """A batch of responses, or trajectories, drawn from these, with replacement; longer ones
+        are cut short."""
         picks = np.random.default_rng(seed).integers(len(self.lengths), size=requests)
+        if self.trajectories:
+            return LengthTrace.of_trajectories(
+                self.name,
+                [self.trajectories[i] for i in picks.tolist()],
+                max_tokens,
+                seed,
+                [self.num_prompt_tokens[i] for i in picks.tolist()]
+                if self.num_prompt_tokens
+                else (),
+            )
         batch = LengthTrace.batch(
             self.name, (self.lengths[i] for i in picks.tolist()), max_tokens, seed
         )
@@ -89,10 +114,18 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
         raise ValueError(f"directory {name_of(path)} has no *.jsonl file; name a file: {FORMATS}")
     parts = [_read_file(file, count) for file in files]
     told = all(part.num_prompt_tokens for part in parts)
+    with_turns = [file for file, part in zip(files, parts, strict=True) if part.trajectories]
+    if len(with_turns) not in (0, len(files)):
+        raise ValueError(
+            f'directory {name_of(path)} has "{TURNS}" in {len(with_turns)} of {len(files)} files, '
+            f"first in {name_of(with_turns[0])}; keep those with and without in directories of "
+            "their own"
+        )
     return EarlierRollouts(
         path.name,
         tuple(length for part in parts for length in part.lengths),
         tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
+        tuple(one for part in parts for one in part.trajectories),
     )
 
 
@@ -112,6 +145,11 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
         return _of_records(path, _json_lines(path, text), count)
     if isinstance(whole, dict) and "lengths" in whole:
         trace = load_trace(path)
+        if trace.has_turns:
+            raise ValueError(
+                f"{name_of(path)} is a trace with turns; replay it as it is (--trace), or give its "
+                f'trajectories, a line each: {{"{TURNS}": [...]}}'
+            )
         told = "num_prompt_tokens" in whole
         return EarlierRollouts(path.stem, trace.lengths, trace.num_prompt_tokens if told else ())
     if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
@@ -165,6 +203,8 @@ def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
 def _of_records(
     path: Path, records: Sequence[tuple[str, Any]], count: CountTokens | None
 ) -> EarlierRollouts:
+    if any(isinstance(one, dict) and TURNS in one for _, one in records):
+        return _of_trajectories(path, records)
     if any(isinstance(one, dict) and LENGTH not in one for _, one in records):
         return _of_texts(path, records, count)
     lengths: list[int] = []
@@ -189,6 +229,49 @@ def _of_records(
             prompts += [total - length for total, length in zip(totals, of_record, strict=True)]
     told = len(prompts) == len(lengths)
     return EarlierRollouts(path.stem, tuple(lengths), tuple(prompts) if told else ())
+
+
+def _of_trajectories(path: Path, records: Sequence[tuple[str, Any]]) -> EarlierRollouts:
+    trajectories: list[tuple[TurnLengths, ...]] = []
+    prompts: list[int] = []
+    for where, one in records:
+        at = f"{name_of(path)}, {where}"
+        turns = one.get(TURNS) if isinstance(one, dict) else None
+        if not isinstance(turns, list) or not turns:
+            raise ValueError(
+                f'{at}: "{TURNS}" must be a list of turns, as other lines have, got '
+                f"{shown(one if turns is None else turns)}"
+            )
+        last = len(turns)
+        trajectories.append(
+            tuple(
+                _turn(f"{at}, turn {number}", turn, number == last)
+                for number, turn in enumerate(turns, 1)
+            )
+        )
+        if PROMPT in one:
+            prompts += _whole_numbers(at, PROMPT, [one[PROMPT]])
+    told = len(prompts) == len(trajectories)
+    lengths = tuple(
+        int(sum(turn.response + turn.appended for turn in turns)) for turns in trajectories
+    )
+    return EarlierRollouts(path.stem, lengths, tuple(prompts) if told else (), tuple(trajectories))
+
+
+def _turn(at: str, turn: Any, last: bool) -> TurnLengths:
+    """A turn of a record. What follows the last one's response does not matter."""
+    wanted = (LENGTH,) if last else (LENGTH, APPENDED, TOOL)
+    if not isinstance(turn, dict) or any(name not in turn for name in wanted):
+        names = ", ".join(map(repr, wanted))
+        raise ValueError(f"{at} must be an object with {names}, got {shown(turn)}")
+    (response,) = _whole_numbers(at, LENGTH, [turn[LENGTH]])
+    if last:
+        return TurnLengths(response)
+    appended = 0 if turn[APPENDED] == 0 else _whole_numbers(at, APPENDED, [turn[APPENDED]])[0]
+    seconds = turn[TOOL]
+    if type(seconds) not in (int, float) or not 0 <= seconds <= MOST_SECONDS:
+        raise ValueError(f"{at}: {TOOL} must be seconds, at least 0, got {shown(seconds)}")
+    return TurnLengths(response, appended, float(seconds))
 
 
 def _of_texts(

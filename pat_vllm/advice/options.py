@@ -45,28 +45,30 @@ class AdviseOptions(Ranged):
     responses: Annotated[
         int,
         typer.Option(
-            min=2, max=1_000_000, help="Of an iteration, on these GPUs: prompts x samples."
+            min=2,
+            max=1_000_000,
+            help="Of an iteration, on these GPUs: prompts x samples; of agents, trajectories.",
         ),
     ] = 1024
     lengths: Annotated[
         Path | None,
         typer.Option(
             help="Earlier rollouts, from which lengths are drawn: a JSON array of lengths, one per "
-            "line, or JSON lines of a trainer's dump."
+            "line, JSON lines of a trainer's dump, or of trajectories with their turns."
         ),
     ] = None
     trace: Annotated[
         Path | None,
         typer.Option(
             help="Requests to replay as they are, arrivals included, in place of --responses and "
-            "--lengths: a JSON object with lengths, arrivals, num_prompt_tokens."
+            "--lengths: a JSON object with lengths, arrivals, num_prompt_tokens, after."
         ),
     ] = None
     shape: Annotated[
         str,
         typer.Option(
             help="Without --lengths: deepscaler, log-normal, two-mode, alike, uniform, straggler, "
-            "grpo."
+            "grpo, agents."
         ),
     ] = "deepscaler"
     max_tokens: Annotated[
@@ -74,8 +76,8 @@ class AdviseOptions(Ranged):
         typer.Option(
             min=1,
             max=_MOST_TOKENS,
-            help="Longest response; without it the longest in --lengths, or 16384, or what the "
-            "engine of --profile allows.",
+            help="Longest response, or all turns of a trajectory with what tools append; without "
+            "it the longest in --lengths, or 16384, or what the engine of --profile allows.",
         ),
     ] = None
     acceptance: Annotated[

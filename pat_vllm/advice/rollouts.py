@@ -110,9 +110,7 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
         _check_room(max(map(sum, both)), limit)
         chains = ((replace(trace, acceptance=options.acceptance),) * 2,)
     # As vLLM's max_model_len, which a replica's memory has to hold.
-    longest = max(
-        max(batch.num_prompt_tokens) + batch.max_tokens for chain in chains for batch in chain
-    )
+    longest = max(batch.longest for chain in chains for batch in chain)
     if engine.kind == "modelled":
         engine = with_room(engine, longest)
     if len(engine.layouts) < 2:
@@ -232,7 +230,7 @@ def _drawn(
 def _longest(
     options: AdviseOptions, earlier: EarlierRollouts | None, max_model_len: int | None
 ) -> tuple[int, int]:
-    """Tokens of the longest response and of the longest prompt."""
+    """Tokens of the longest response, or trajectory, and of the longest first prompt."""
     prompt = max(earlier.num_prompt_tokens, default=0) if earlier else 0
     most = options.max_tokens or (max(earlier.lengths) if earlier else _USUAL_MAX_TOKENS)
     if max_model_len is None:
@@ -262,8 +260,7 @@ def _batch(
         batch = earlier.draw(options.responses, most, seed)
     else:
         batch = GENERATORS[options.shape](options.responses, most, seed)
-    prompts = tuple(min(prompt, tokens) for tokens in batch.num_prompt_tokens)
-    return replace(batch, num_prompt_tokens=prompts, acceptance=options.acceptance)
+    return replace(batch.with_prompts(prompt), acceptance=options.acceptance)
 
 
 def _token_counter(options: AdviseOptions) -> Callable[[list[str]], list[int]] | None:

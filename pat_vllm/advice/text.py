@@ -16,6 +16,11 @@ def heading(advice: Advice) -> str:
     batch, count = advice.rollouts.batches[0], len(advice.rollouts.batches)
     times = "MODELLED, not measured" if advice.modelled else "measured"
     responses = f"{len(batch):,} responses of up to {batch.max_tokens:,} tokens"
+    if batch.has_turns:
+        responses = (
+            f"{len(batch.trajectories):,} trajectories of up to {batch.max_tokens:,} tokens, "
+            f"{len(batch):,} turns"
+        )
     learns = f"acceptance {batch.acceptance:g}, after one from which PAT learns"
     if count == 1:
         replayed = f"trace of {responses}, {learns.replace('one', 'the same trace')}"

@@ -42,25 +42,24 @@ def simulate(
     """
     earlier = len(policy.report().decisions)
     engine = SimulatedEngine(trace, truth, capacity, start or policy.home, began, chunk, policy)
-    told = True  # of the end of a batch; before the first one there is none
+    over = True  # and the policy was told
     while engine.num_seqs or engine.arriving:
-        if engine.num_seqs:
-            target = policy.choose(engine.state())
-            if target != engine.layout:
-                engine.switch(target, "policy")
-            if engine.num_seqs:
-                engine.advance()
-        else:
-            if not told:
+        if not engine.num_seqs:
+            if not over:
                 engine.wait()
                 if policy.is_over(engine.now):
                     _end_batch(engine, policy)
             if not engine.num_seqs:
                 engine.advance()
-            told = False
-        if not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now)):
+        else:
+            target = policy.choose(engine.state())
+            if target != engine.layout:
+                engine.switch(target, "policy")
+            if engine.num_seqs:
+                engine.advance()
+        over = not engine.num_seqs and (not engine.arriving or policy.is_over(engine.now))
+        if over:
             _end_batch(engine, policy)
-            told = True
     predictor = policy.report()
     savings = tuple(one for one in predictor.savings if one.at >= began)
     decisions = predictor.decisions[earlier:]

@@ -61,9 +61,11 @@ class Load:
 
     @classmethod
     def of(cls, trace: LengthTrace) -> Load:
-        """As a batch was."""
-        prompt = round(float(np.mean(trace.num_prompt_tokens)))
-        return cls(len(trace.lengths), trace.lengths, prompt, trace.acceptance)
+        """As a batch was. A trajectory is taken for a response of all that follows its prompt."""
+        ends = trace.trajectories
+        prompt = round(float(np.mean([trace.num_prompt_tokens[first] for first in ends])))
+        lengths = [trace.followed[last] for last in ends.values()]
+        return cls(len(lengths), lengths, prompt, trace.acceptance)
 
 
 def batch_seconds(

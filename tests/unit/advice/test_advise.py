@@ -259,6 +259,26 @@ def test_traces_are_replayed_as_they_are(tmp_path: Path) -> None:
     assert "trace of 4 responses of up to 200 tokens" in heading(advice)
 
 
+def test_trajectories_are_replayed(tmp_path: Path) -> None:
+    """By turns, with the memory that whole contexts need, and the prompts that the file tells."""
+    file = tmp_path / "agents.jsonl"
+    turn = {"response_length": 40, "appended_length": 500, "tool_seconds": 1.0}
+    few, many = ([turn] * count + [{"response_length": 10}] for count in (1, 12))
+    file.write_text("".join(f'{{"turns": {json.dumps(one)}}}\n' for one in (few, few, few, many)))
+    options = replace(SMALL, max_tokens=None, lengths=file)
+    advice = advise(options)
+    batch = advice.rollouts.batches[0]
+    assert batch.max_tokens == 12 * 540 + 10 and batch.longest > batch.max_tokens
+    assert {batch.first.count(first) for first in batch.trajectories} == {2, 13}
+    assert "2 iterations of 32 trajectories of up to 6,490 tokens" in heading(advice)
+    for report in (*advice.reports(advice.static), *advice.reports(advice.ours)):
+        # Nothing is computed twice, but for the last block of a context.
+        own = max(batch.num_prompt_tokens[first] for first in batch.trajectories) * 32
+        assert report.prefilled < own + 520 * 13 * 32
+    drawn = rollouts_of(replace(SMALL, shape="agents")).batches[0]
+    assert len(drawn.trajectories) == 32 and drawn.has_turns
+
+
 # ---------------------------------------------------------------- settings
 
 

@@ -19,6 +19,7 @@ GENERATORS: dict[str, Callable[[int], LengthTrace]] = {
     "staggered": lambda seed: shapes.staggered(100, 1000, 1.0, 8192, 0.5, seed=seed),
     "grpo": lambda seed: shapes.grpo(25, 4, 0.5, 0.8, seed=seed),
     "deepscaler": lambda seed: shapes.deepscaler(100, seed=seed),
+    "agents": lambda seed: shapes.agents(100, seed=seed),
     "shifted": lambda seed: shapes.shifted([500, 900], 100, 0.5, 8192, seed)[1],
 }
 
@@ -28,7 +29,7 @@ def test_generators_are_seeded_and_files_round_trip(tmp_path: Path, name: str) -
     trace = GENERATORS[name](1)
     assert trace == GENERATORS[name](1)
     assert trace.lengths != GENERATORS[name](2).lengths
-    assert len(trace) == 100
+    assert len(trace.trajectories) == 100
     trace.save(tmp_path / "trace.json")
     assert load_trace(tmp_path / "trace.json") == trace
 
@@ -85,6 +86,18 @@ def test_files_of_users(tmp_path: Path) -> None:
     assert load_trace(path).num_prompt_tokens == (7, 8)
 
 
+def test_turns_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(
+        '{"lengths": [9, 5, 2], "num_prompt_tokens": [4, 6, 20], "arrivals": [0, 0, 2.5], '
+        '"after": [-1, -1, 0]}'
+    )
+    trace = load_trace(path)
+    assert (trace.first, trace.trajectories) == ((0, 1, 0), {0: 2, 1: 1})
+    assert (trace.followed, trace.max_tokens, trace.longest) == ((9, 5, 18), 18, 24)
+    assert trace.with_prompts(3).num_prompt_tokens == (3, 3, 19)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -101,6 +114,23 @@ def test_files_of_users(tmp_path: Path) -> None:
             "a.json",
             '{"lengths": [9], "arrivals": [-1]}',
             "arrivals.0: Input should be",
+        ),
+        ("a.json", '{"lengths": [9, 9], "after": [-1]}', "2 lengths but 1 after"),
+        ("a.json", '{"lengths": [9, 9], "after": [1, -1]}', "request 0 continues 1, which is no"),
+        (
+            "a.json",
+            '{"lengths": [9, 9, 9], "num_prompt_tokens": [4, 13, 13], "after": [-1, 0, 0]}',
+            "request 2 continues 0, which is no earlier one, or which another continues",
+        ),
+        (
+            "a.json",
+            '{"lengths": [9, 9], "num_prompt_tokens": [4, 12], "after": [-1, 0]}',
+            "request 1 has a prompt of 12 tokens and continues one that held 13",
+        ),
+        (
+            "a.json",
+            '{"lengths": [9, 9], "num_prompt_tokens": [4, 20], "after": [-1, 0], "max_tokens": 24}',
+            "a trajectory is 25; max_tokens=24",
         ),
     ],
 )

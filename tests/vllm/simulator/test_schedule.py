@@ -1,5 +1,5 @@
 """A simulated replica against vLLM's own scheduler, where KV is short: steps, preemptions, and the
-tokens that are computed again."""
+tokens that are computed again; with turns also what prefix caches keep of ended ones."""
 
 from __future__ import annotations
 
@@ -46,46 +46,92 @@ def test_as_vllm_schedules(shape: str, blocks: int) -> None:
     assert found[2] == pytest.approx(preempted, rel=0.1, abs=3)
 
 
+@pytest.mark.parametrize("blocks", [200, 300, 3000])
+def test_turns_as_vllm_schedules(blocks: int) -> None:
+    """Contexts of ended turns stay cached while memory lasts: some, most or all of them."""
+    trace = GENERATORS["agents"](24, LONGEST, 3)
+    trace = replace(trace, arrivals=tuple(float(round(10 * at)) for at in trace.arrivals))
+    steps, prefilled, preempted = of_vllm(trace, blocks)
+    found = of_replica(trace, blocks)
+    appended = sum(trace.num_prompt_tokens) - sum(
+        trace.num_prompt_tokens[before] + trace.lengths[before]
+        for before in trace.after
+        if before >= 0
+    )
+    evicted = prefilled > 1.2 * appended
+    assert evicted == (blocks < 3000), "the case is no test"
+    assert found[0] == pytest.approx(steps, rel=0.03)
+    assert found[1] == pytest.approx(prefilled, rel=0.08 if evicted else 0.01)
+    assert found[2] == pytest.approx(preempted, rel=0.1, abs=3)
+
+
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
     requests, replica, steps = SimulatedRequests(trace, 0.0), SimulatedReplica(0), 0
-    replica.waiting.extend(range(len(trace)))
+    to_come = list(range(len(trace)))
     capacity = ReplicaCapacity(len(trace), BUDGET, {1: (blocks - 1) * BLOCK})
-    while replica.num_seqs:
+    while replica.num_seqs or to_come:
+        arrived = [request for request in to_come if requests.arrival[request] <= steps]
+        replica.waiting.extend(sorted(arrived, key=lambda one: requests.arrival[one]))
+        to_come = [request for request in to_come if request not in arrived]
+        if not replica.num_seqs:
+            steps += 1
+            continue
         step = replica.schedule(requests, capacity, 1)
         replica.decoding, replica.prefilling = step.decoding, step.prefilling
         replica.per_step = 1.0
         replica.set_steps(1)
-        replica.finish(requests, 1)
         steps += 1
+        for request in replica.finish(requests, 1):
+            requests.end(request, steps)
     return steps, requests.prefilled, requests.preempted
 
 
 def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
     scheduler, draw = scheduler_of(len(trace), blocks), random.Random(0)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    requests = {}
-    for number, length in enumerate(trace.lengths):
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
-        params.update_from_generation_config({}, 1)
-        prompt = [draw.randrange(3, 300) for _ in range(PROMPT)]
-        request = Request(str(number), prompt, params, None, block_hasher=hasher)
-        requests[request.request_id] = request
-        scheduler.add_request(request)
+    requests: dict[int, Request] = {}
+    arrives = dict.fromkeys((i for i in range(len(trace)) if not before(trace, i)), 0.0)
+    next_of = {one: i for i, one in enumerate(trace.after) if one >= 0}
     steps = computed = 0
-    while scheduler.has_unfinished_requests():
+    while scheduler.has_unfinished_requests() or arrives:
+        for number in sorted(arrives, key=lambda one: (arrives[one], one)):
+            if arrives[number] > steps:
+                break
+            del arrives[number]
+            held = (
+                list(requests[trace.after[number]].all_token_ids) if before(trace, number) else []
+            )
+            count = trace.num_prompt_tokens[number] - len(held)
+            prompt = [*held, *(draw.randrange(3, 300) for _ in range(count))]
+            params = SamplingParams(max_tokens=trace.lengths[number], ignore_eos=True)
+            params.update_from_generation_config({}, 1)
+            requests[number] = Request(str(number), prompt, params, None, block_hasher=hasher)
+            scheduler.add_request(requests[number])
+        if not scheduler.has_unfinished_requests():
+            steps += 1
+            continue
         step = scheduler.schedule()
         steps += 1
         computed += step.total_num_scheduled_tokens
         names = list(step.num_scheduled_tokens)
-        whole = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
+        running = [requests[int(name)] for name in names]
+        whole = [one.num_computed_tokens >= one.num_tokens for one in running]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[[draw.randrange(3, 300)] if one else [] for one in whole],
         )
         scheduler.update_from_output(step, output)
+        for one in running:
+            if one.is_finished() and (number := next_of.get(int(one.request_id))) is not None:
+                arrives[number] = steps + trace.arrivals[number]
     preempted = sum(request.num_preemptions for request in requests.values())
     return steps, computed - sum(trace.lengths) + len(trace), preempted
+
+
+def before(trace: LengthTrace, request: int) -> bool:
+    """Whether a request continues another."""
+    return bool(trace.after) and trace.after[request] >= 0
 
 
 def scheduler_of(max_num_seqs: int, blocks: int) -> Any:
