@@ -23,17 +23,19 @@ END_TOKENS = 100
 """Tokens that end a response of `repeating_chat`: many, for it seldom leaves its phrase."""
 
 
-def few_tokens(seed: int = 0, repeat: float = 0.0) -> Path:
+def few_tokens(seed: int = 0, repeat: float = 0.0, arch: str = "qwen3") -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
+    shape = _SHAPE | {"arch": arch}
 
     def write(model: Path) -> None:
-        make_model(model, seed=seed, repeat=repeat, **_SHAPE)
+        make_model(model, seed=seed, repeat=repeat, **shape)
         small = model.with_name("small")
-        make_model(small, **_SHAPE | {"vocab": KNOWN, "layers": 1})
+        make_model(small, **shape | {"vocab": KNOWN, "layers": 1})
         for file in small.glob("*token*"):
             shutil.copy(file, model / file.name)
 
-    return _kept(f"verl-few-tokens-{seed}" + (f"-{repeat}" if repeat else ""), write)
+    name = "verl-few-tokens" if arch == "qwen3" else f"verl-few-tokens-{arch}"
+    return _kept(f"{name}-{seed}" + (f"-{repeat}" if repeat else ""), write)
 
 
 def repeating_chat(repeat: float = 1.35) -> Path:
