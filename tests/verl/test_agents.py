@@ -25,8 +25,8 @@ from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import Server, server
 
 BLOCK = 32
-QUESTIONS = [f"{number} plus {3 * number} is" for number in (17, 28, 39, 41, 52, 64)]
-"""They differ in their first block, so that no first turn finds another's prefix."""
+QUESTIONS = [f"{one} plus {3 * one} is what, and times three?" for one in (17, 28, 39, 41, 52, 64)]
+"""Longer than a block, in which they differ: no first turn finds another's prefix."""
 TURNS = 3
 LENGTHS = [16 + 8 * place for place in range(len(QUESTIONS))]
 """Tokens of a response, by its place in the batch."""
@@ -129,7 +129,8 @@ def check_turns(batch: Any, trajectories: list[list[Request]]) -> None:
     # verl also counts the question and the calculator's answers.
     assert list(batch.non_tensor_batch["__num_turns__"]) == [2 * TURNS] * len(QUESTIONS)
     for turns in trajectories:
-        assert len(turns) == TURNS and turns[0].cached == 0
+        assert len(turns) == TURNS
+        assert turns[0].prompt > BLOCK and turns[0].cached == 0
         for turn, before in zip(turns[1:], turns, strict=False):
             held = before.prompt + before.response
             assert turn.prompt > held  # an answer of the calculator follows
