@@ -102,6 +102,7 @@ class History:
         self._drafts: deque[DraftSample] = deque(maxlen=MAX_RECORDS)
         self._counting: dict[int, DraftSample] = {}
         self._errors = 0
+        self._later_turns = 0
         self._steps: dict[Layout, _StepTimes] = {}
         self._lock = threading.Lock()  # of `_steps`, `_drafts` and `_counting`
         self._first_step_due = False
@@ -157,6 +158,10 @@ class History:
             self._drafts.extend(self._counting.values())
             self._counting.clear()
 
+    def later_turn(self) -> None:
+        """Note that a request continued an ended one."""
+        self._later_turns += 1
+
     def switch(self, switch: SwitchReport) -> None:
         """Note a switch."""
         self._switches.append(switch)
@@ -194,4 +199,5 @@ class History:
             },
             errors=self._errors,
             chosen=self._chosen,
+            later_turns=self._later_turns,
         )

@@ -304,6 +304,7 @@ class Report:
         drafts: for engines that speculate, by replica over time, oldest first; at most the last
             `history.MAX_RECORDS`.
         chosen: why these layouts, and what they leave for KV, in a line.
+        later_turns: requests that continued an ended one, as an agent's turns do after the first.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
@@ -318,6 +319,7 @@ class Report:
     errors: int = 0
     drafts: tuple[DraftSample, ...] = ()
     chosen: str = ""
+    later_turns: int = 0
 
     def __str__(self) -> str:
         return describe_report(self)

@@ -63,6 +63,8 @@ class Monitor:
         """A request was routed to a replica; for `group`, see `TrackedRequest`."""
         self.last_arrival = time.monotonic()
         turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
+        if turn.index:
+            self.history.later_turn()
         self.requests.add(request, replica, group, turn)
         self.policy.arrived(self.last_arrival, turn, request.num_prompt_tokens)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.openrlhf.training import assert_trained, training
@@ -14,3 +17,24 @@ def test_separated_over_ray() -> None:
     """The example, two steps of it: a regroup in each rollout, and new weights in the second."""
     with training("--data.max_samples", "16") as run:
         assert_trained(run, steps=2, over_ray=True)
+
+
+def test_agents() -> None:
+    """The example's calculator, two steps over the same prompts: turns find their KV.
+
+    The engine switches within each turn, and back home while all trajectories wait for the next.
+    """
+    agent = ("--train.agent_func_path", str(Path(__file__).with_name("agent.py")))
+    prompts = ("--data.max_samples", "8", "--train.num_episodes", "2", "--data.max_len", "640")
+    single = ("--rollout.n_samples_per_prompt", "1", "--train.batch_size", "8")
+    cached = ("--vllm.enable_prefix_caching",)
+    pat = {"policy": {"kind": "schedule", "switch_at": {"4": 2}}}
+    with training(*agent, *prompts, *single, *cached, pat=pat) as run:
+        assert_trained(run, steps=2, over_ray=True)
+        for step, rollout in zip(run.steps, run.rollouts, strict=True):
+            assert step["turns"] == 3
+            assert step["later_cached"] == step["later_expected"] > 0
+            # The second step's prompts are the first one's: nothing of old weights is found.
+            assert step["first_cached"] == 0
+            live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d) live", rollout)
+            assert len(live) == 3 and all(1 <= int(number) <= 4 for number in live), rollout

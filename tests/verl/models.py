@@ -22,16 +22,17 @@ END_TOKENS = 100
 """Tokens that end a response of `repeating_chat`: many, for it seldom leaves its phrase."""
 
 
-def few_tokens(seed: int = 0, repeat: float = 0.0) -> Path:
+def few_tokens(seed: int = 0, repeat: float = 0.0, arch: str = "qwen3") -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
-    small = kept_model(cache_dir(), "verl-small", _SHAPE | {"vocab": KNOWN, "layers": 1})
+    shape = _SHAPE | {"arch": arch}
+    small = kept_model(cache_dir(), "verl-small", shape | {"vocab": KNOWN, "layers": 1})
 
     def with_its_tokenizer(model: Path) -> None:
         for file in small.glob("*token*"):
             shutil.copy(file, model / file.name)
 
-    sizes = _SHAPE | {"seed": seed, "repeat": repeat}
-    return kept_model(cache_dir(), "verl-few-tokens", sizes, with_its_tokenizer)
+    sizes = shape | {"seed": seed, "repeat": repeat}
+    return kept_model(cache_dir(), f"verl-few-tokens-{arch}", sizes, with_its_tokenizer)
 
 
 def repeating_chat(repeat: float = 1.35) -> Path:

@@ -26,10 +26,15 @@ class Response:
 
 
 class Server:
-    """verl's `LLMServerManager` and its weight push."""
+    """verl's `LLMServerManager` and its weight push.
 
-    def __init__(self, manager: Any) -> None:
+    Attributes:
+        config: verl's, of the trainer that it stands in for.
+    """
+
+    def __init__(self, manager: Any, config: Any) -> None:
         self.manager = manager
+        self.config = config
         self.replica = manager.get_replicas()[0]
         self.actor = manager.server_handles[0]
         self._loop = asyncio.new_event_loop()
@@ -151,7 +156,8 @@ def start(
                 *[f"+{rollout}.{override}" for override in overrides],
             ],
         )
-    return Server(LLMServerManager.create(config=config, start_rank=first_replica))
+    manager = LLMServerManager.create(config=config, start_rank=first_replica)
+    return Server(manager, config)
 
 
 @contextlib.contextmanager

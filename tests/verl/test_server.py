@@ -10,8 +10,7 @@ import asyncio
 import math
 import re
 import urllib.request
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +18,9 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.verl.models import KNOWN, few_tokens
+from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import Response, Server, server
 
-CLOSE = 5e-5
-"""float32: sums in another order. Measured: 5e-6."""
 PROMPTS = [[5 + i, 6, 7, 8 + i % 3] for i in range(6)]
 DRAFTS = (
     "engine_kwargs.vllm.speculative_config={method:ngram,num_speculative_tokens:4,"
@@ -35,49 +33,6 @@ DRAFTS = (
 def pat() -> Iterator[Server]:
     with server(few_tokens(0), DRAFTS, disable_log_stats="false") as running:
         yield running
-
-
-class Reference:
-    """What a checkpoint generates by transformers, ids beyond the tokenizer's masked."""
-
-    def __init__(self, model: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-
-    def logits(self, prompt: Sequence[int], response: Sequence[int]) -> Any:
-        """[token, id], after each prefix; not masked."""
-        with self._torch.no_grad():
-            ids = self._torch.tensor([[*prompt, *response]])
-            return self._model(ids).logits[0, len(prompt) - 1 : -1]
-
-    def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> Any:
-        """[token, id]."""
-        logits = self.logits(prompt, response)
-        logits[:, KNOWN:] = -math.inf
-        return logits.log_softmax(-1)
-
-    def errors(self, prompt: Sequence[int], response: Response) -> list[float]:
-        """How far each token's log-probability is off."""
-        assert len(response.logprobs) == len(response.token_ids)
-        table = self.logprobs(prompt, response.token_ids)
-        return [
-            abs(float(row[token]) - logprob)
-            for row, token, logprob in zip(
-                table, response.token_ids, response.logprobs, strict=True
-            )
-        ]
-
-    def check(self, responses: Sequence[Response], prompts: Sequence[Sequence[int]]) -> None:
-        """The responses are this model's, greedily sampled."""
-        for prompt, response in zip(prompts, responses, strict=True):
-            assert response.token_ids
-            assert max(self.errors(prompt, response)) < CLOSE
-            best = self.logprobs(prompt, response.token_ids).max(-1).values.tolist()
-            chosen = list(response.logprobs)
-            assert all(b - c < 2 * CLOSE for b, c in zip(best, chosen, strict=True))
 
 
 @pytest.fixture(scope="module")

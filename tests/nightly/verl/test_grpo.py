@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from tests.nightly.verl.trainer import GRPO, grpo
+from tests.nightly.verl.trainer import EXAMPLE, GRPO, grpo
 from tests.verl.models import mixture_chat, repeating_chat
 
 pytestmark = pytest.mark.timeout(2400)
@@ -45,6 +45,16 @@ def check_steps(
         assert all(1 <= int(number) <= 4 for number in live)
 
 
+AGENTS = (
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={EXAMPLE.with_name('calculator.py')}",
+    "actor_rollout_ref.rollout.multi_turn.format=random_model",
+    "data.max_response_length=256",
+    "actor_rollout_ref.rollout.max_model_len=384",
+)
+
+
 def check_drafts(run: GRPO) -> None:
     """Each rollout had drafts, and some were accepted. Training may break the model's phrase."""
     counts = [re.findall(r"(\d+) of (\d+) draft tokens accepted", o) for o in run.rollouts()[:3]]
@@ -56,6 +66,20 @@ def test_three_steps() -> None:
     with grpo(SCHEDULE) as run:
         run.succeed()
         check_steps(run)
+        run.leaves_nothing()
+
+
+def test_agents() -> None:
+    """Trajectories of three turns with the example's calculator between, two steps of them."""
+    with grpo(SCHEDULE, *AGENTS, "trainer.total_training_steps=2") as run:
+        run.succeed()
+        steps, rollouts = run.steps(), run.rollouts()
+        assert len(steps) == len(rollouts) == 2
+        for step, rollout in zip(steps, rollouts, strict=True):
+            assert step.probs_diff_max < 1e-5
+            assert step.num_turns > 5  # of the 6 that verl counts, with questions and answers
+            assert int(rollout.split()[0]) > 2 * 16  # each turn is a response
+            assert "tp1dp2 -> tp2dp1" in rollout
         run.leaves_nothing()
 
 

@@ -10,7 +10,12 @@ from tests.support.trainers import Run, example
 from tests.verl.environment import ROOT
 
 EXAMPLE = ROOT / "integrations" / "verl" / "examples" / "grpo.sh"
-_KEYS = ("training/rollout_probs_diff_max", "response_length/max", "response_length/mean")
+_KEYS = (
+    "training/rollout_probs_diff_max",
+    "response_length/max",
+    "response_length/mean",
+    "training/num_turns/mean",
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,7 @@ class Step:
     probs_diff_max: float
     longest: float
     mean_length: float
+    num_turns: float
 
 
 class GRPO(Run):

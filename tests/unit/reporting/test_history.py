@@ -23,6 +23,7 @@ def test_changes_and_first_steps_are_kept() -> None:
     for at in (1.0, 2.0):
         history.switch(switch_report(at))
     history.refused(RefusedSwitch(2.5, TWO, ONE, "because"))
+    history.later_turn()
     for seconds in (0.5, 0.125, 0.125):
         history.step(TWO, seconds)
     report = history.report(TWO, [ONE, TWO])
@@ -30,7 +31,7 @@ def test_changes_and_first_steps_are_kept() -> None:
     assert [one.first_step for one in report.switches] == [None, 0.5]
     steps = report.steps[TWO]
     assert (steps.steps, steps.seconds, steps.median) == (3, 0.75, 0.125)
-    assert (len(report.refused), report.errors) == (1, 0)
+    assert (len(report.refused), report.errors, report.later_turns) == (1, 0, 1)
 
 
 def test_a_long_history_is_bounded_and_is_sent_since_a_time(

@@ -40,6 +40,7 @@ REPORT = Report(
     PREDICTOR,
     errors=2,
     drafts=(DraftSample(3.5, ONE, 0, 4, 3, 12, 6),),
+    later_turns=5,
 )
 
 
@@ -68,12 +69,13 @@ def test_a_report_is_shown_in_lines() -> None:
         "in tp1dp2 without drafts 3.00 s (estimated; predicted 3.00 s)",
         "  no switch to tp1dp2 at 2.50 s: because",
         "  now in tp2dp1; steps since the start: 3 in tp1dp2 (median 125.0 ms)",
+        "  5 requests continued an ended one",
         "  2 switches failed to plan: see the engine's log",
     ]
     assert "no requests yet, 2 ranks" in str(Report(ONE, (ONE, TWO), (), (), ()))
     many = replace(report, switches=tuple(switch_report(1.0 + i) for i in range(10_000)))
     lines = str(many).splitlines()
-    assert len(lines) == 44 and lines[1] == "  (9962 earlier lines are left out)"
+    assert len(lines) == 45 and lines[1] == "  (9962 earlier lines are left out)"
     assert len(repr(many)) < 120 and "10000 switches" in repr(many)
     assert len(Report.from_json(many.to_json()).switches) == 10_000
 
