@@ -145,8 +145,8 @@ def live_at(batch: LengthTrace, tick: int) -> LiveRequests:
         group=np.array(batch.groups, np.int64)[longer],
         number=np.flatnonzero(longer),
         replica_steps=np.zeros(count, np.int64),
-        trajectory=np.flatnonzero(longer),
         turn=np.zeros(count, np.int64),
+        held=np.zeros(count, np.int64),
         num_computed_tokens=prompt + tick,
     )
 

@@ -177,8 +177,8 @@ def _parts() -> dict[str, float]:
             group=zeros,
             number=np.arange(count),
             replica_steps=zeros,
-            trajectory=np.arange(count),
             turn=zeros,
+            held=zeros,
             num_computed_tokens=zeros + 500 + generated,
         )
 

@@ -276,7 +276,7 @@ class AdaptivePolicy(Policy):
         if self._acceptance is not None:
             self._speeds.observe(live, self._acceptance.per_step)
         remaining = self._lengths.sample(live, _FUTURES)
-        prompts = int(np.maximum(live.num_prompt_tokens - live.num_computed_tokens, 0).sum())
+        prompts = live.uncomputed
         outlook = self._outlook(state.now, live, remaining, prompts)
         plan = outlook.plan(state.layout)
         if self._acceptance is not None:
@@ -324,7 +324,9 @@ class AdaptivePolicy(Policy):
         take the time of many steps.
         """
         none = np.zeros(len(last), np.int64)
-        fresh = replace(last, num_output_tokens=none, num_computed_tokens=none, turn=none)
+        fresh = replace(
+            last, num_output_tokens=none, num_computed_tokens=none, turn=none, held=none
+        )
         remaining = self._lengths.sample(fresh, _FUTURES)
         # A prompt is computed once for all its samples.
         _, first = np.unique(last.group, return_index=True)

@@ -44,7 +44,8 @@ class LiveRequests:
         group: equal for requests with equal prompts (samples of one prompt), int64 [n].
         number: tells the request from all others, int64 [n].
         replica_steps: decode steps that its replica has made since the last switch, int64 [n].
-        trajectory: of the request, and `turn`, its index there, int64 [n] each; see `Turn`.
+        turn: index of the request in its trajectory, int64 [n].
+        held: tokens that the turn before it held, which caches may have, int64 [n].
         num_computed_tokens: tokens whose KV is in memory; 0 for a request that waits, int64 [n].
     """
 
@@ -55,8 +56,8 @@ class LiveRequests:
     group: Ints
     number: Ints
     replica_steps: Ints
-    trajectory: Ints
     turn: Ints
+    held: Ints
     num_computed_tokens: Ints
 
     @classmethod
@@ -66,10 +67,16 @@ class LiveRequests:
         none = np.zeros_like(each)
         most = np.full_like(each, max_tokens)
         exact = np.zeros(len(each), np.bool_)
-        return cls(num_prompt_tokens, none, most, exact, each, each, none, each, none, none)
+        return cls(num_prompt_tokens, none, most, exact, each, each, *[none] * 4)
 
     def __len__(self) -> int:
         return len(self.num_prompt_tokens)
+
+    @property
+    def uncomputed(self) -> int:
+        """Prompt tokens that have yet to be computed, where caches have what earlier turns held."""
+        known = np.maximum(self.num_computed_tokens, self.held)
+        return int(np.maximum(self.num_prompt_tokens - known, 0).sum())
 
     @property
     def context(self) -> Ints:

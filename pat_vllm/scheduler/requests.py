@@ -105,8 +105,8 @@ class RequestTable:
                 one.group,
                 one.number,
                 one.replica.decode_steps,
-                one.turn.trajectory,
                 one.turn.index,
+                one.turn.held,
                 one.request.num_computed_tokens,
             )
             for one in self._tracked.values()
@@ -122,8 +122,8 @@ class RequestTable:
             group=group,
             number=number,
             replica_steps=steps,
-            trajectory=turns[0],
-            turn=turns[1],
+            turn=turns[0],
+            held=turns[1],
             num_computed_tokens=computed,
         )
 

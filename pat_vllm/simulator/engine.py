@@ -141,8 +141,8 @@ class SimulatedEngine:
             np.repeat(
                 [one.made + steps for one, steps in zip(replicas, over, strict=True)], counts
             ),
-            requests.trajectory[index],
             requests.turn[index],
+            requests.held[index],
             (requests.num_computed_tokens + made)[index],
             remaining=length - outputs,
             drafting=lambda lengths: requests.guesses.drafting(index, outputs, lengths),

@@ -22,7 +22,7 @@ class SimulatedRequests:
         max_tokens: that each response can have, int64 [requests].
         arrival: when each request arrives; infinite while it continues one that has not ended.
         has_turns: whether a request continues another.
-        trajectory, turn: of each request, as in `LiveRequests`, int64 [requests].
+        trajectory, turn, held: of each request, as in `Turn`, int64 [requests].
         num_output_tokens: generated so far, int64 [requests].
         num_computed_tokens: tokens whose KV is in memory; all of them while a request decodes,
             int64 [requests].
@@ -39,12 +39,13 @@ class SimulatedRequests:
         self.max_tokens = trace.max_tokens + np.array(trace.lengths) - np.array(trace.followed)
         self.has_turns = trace.has_turns
         self.trajectory = np.array(trace.first, np.int64)
-        self.turn = np.zeros(len(trace), np.int64)
+        self.turn, self.held = np.zeros((2, len(trace)), np.int64)
         self._next: dict[int, int] = {}
         if trace.has_turns:
             for request, before in enumerate(trace.after):
                 if before >= 0:
                     self.turn[request] = self.turn[before] + 1
+                    self.held[request] = self.num_prompt_tokens[before] + self.length[before]
                     self._next[before] = request
                     self.arrival[request] = math.inf
         self._trace = trace
@@ -68,9 +69,8 @@ class SimulatedRequests:
 
     def turn_of(self, request: int) -> Turn:
         """The place of a request in its trajectory."""
-        before = self.before(request)
-        held = 0 if before is None else self.num_prompt_tokens[before] + self.length[before]
-        return Turn(int(self.trajectory[request]), int(self.turn[request]), held)
+        place = self.trajectory[request], self.turn[request], self.held[request]
+        return Turn(*map(int, place))
 
     def end(self, request: int, at: float) -> int | None:
         """A request has ended.

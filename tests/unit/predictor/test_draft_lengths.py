@@ -49,8 +49,8 @@ class Driven:
             group=count.cumsum(),
             number=count.cumsum(),
             replica_steps=0 * count,
-            trajectory=count.cumsum(),
             turn=0 * count,
+            held=0 * count,
             num_computed_tokens=500 * count,
         )
         self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))

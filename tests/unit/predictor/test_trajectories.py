@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,6 +122,16 @@ def test_turns_follow_each_other_with_what_tools_append() -> None:
     assert futures.end[:, 0].tolist() == pytest.approx([10, 70, 130])
     assert futures.held[:, 0].tolist() == pytest.approx([100, 140, 210])
     assert futures.over[0, 0] == pytest.approx(130)
+
+
+def test_what_earlier_turns_held_is_not_to_be_computed() -> None:
+    """A next turn that has not been scheduled yet has computed nothing, but caches have it."""
+    live = replace(
+        live_requests([1000, 1000, 1000]),
+        num_computed_tokens=np.array([0, 0, 1000]),
+        held=np.array([0, 900, 900]),
+    )
+    assert live.uncomputed == 1000 + 100
 
 
 spans = st.lists(st.tuples(st.floats(0, 1000), st.floats(1, 1000)), min_size=1, max_size=30)

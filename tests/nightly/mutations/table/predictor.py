@@ -11,6 +11,7 @@ LENGTHS = ("tests/unit/predictor/test_lengths.py",)
 PLANNER = ("tests/unit/predictor/test_planner.py",)
 SAVINGS = ("tests/unit/predictor/test_savings.py",)
 SPEEDS = ("tests/unit/predictor/test_speeds.py",)
+TRAJECTORIES = ("tests/unit/predictor/test_trajectories.py",)
 STEP_BASE = ("tests/unit/predictor/test_step_base.py",)
 STEP_RESIDUAL = ("tests/unit/predictor/test_step_residual.py",)
 STEP_TIME = ("tests/unit/predictor/test_step_time.py",)
@@ -71,6 +72,20 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     (f"{PREDICTOR}.course:course", SPEEDS): {
         "requests end in the order of their tokens": {"-remaining * per_token[used]": "-remaining"},
+    },
+    (f"{PREDICTOR}.trajectories:Trajectories.is_over", TRAJECTORIES): {
+        "idle is the end": {"not self.go_on": "True"},
+    },
+    (f"{PREDICTOR}.trajectories:Trajectories.arrived", TRAJECTORIES): {
+        "a batch that seemed to be over stays so": {"if turn.trajectory in self._left": "if False"},
+    },
+    (f"{PREDICTOR}.trajectories:Trajectories.sample", TRAJECTORIES): {
+        "a tool begins anew at each plan": {"gaps[which] - passed": "gaps[which]"},
+    },
+    (f"{PREDICTOR}.trajectories:course_of_turns", TRAJECTORIES): {
+        "tools are faster in a wider layout": {
+            "live / np.maximum(live + waiting, 1)": "(live > 0)"
+        },
     },
     (f"{PREDICTOR}.speeds:Speeds.observe", SPEEDS): {
         "a request that waits is slow": {"& (new[0] >= new[1])": ""},
