@@ -123,9 +123,8 @@ def of_vllm(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
         )
         scheduler.update_from_output(step, output)
         for one in running:
-            following = next_of.get(int(one.request_id))
-            if one.is_finished() and following is not None:
-                arrives[following] = steps + trace.arrivals[following]
+            if one.is_finished() and (later := next_of.get(int(one.request_id))) is not None:
+                arrives[later] = steps + trace.arrivals[later]
     preempted = sum(request.num_preemptions for request in requests.values())
     return steps, computed - sum(trace.lengths) + len(trace), preempted
 
