@@ -20,6 +20,18 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072,
         "tie_word_embeddings": False,
     },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
     "qwen3-14b": {
         "model_type": "qwen3",
         "num_hidden_layers": 40,

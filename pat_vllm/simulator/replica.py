@@ -323,15 +323,25 @@ class SimulatedReplica:
         return complete
 
     def cached(self, requests: SimulatedRequests, request: int) -> int:
-        """Tokens of a request's prompt that the turn before it has left here."""
-        before = requests.before(request)
-        return 0 if before is None or self.free is None else self.free.left_by(before)
+        """Tokens of a request's prompt that earlier turns have left here."""
+        if self.free is None or (owner := self._left_by(requests, request)) is None:
+            return 0
+        return self.free.left_by(owner)
 
-    def _take_back(self, requests: SimulatedRequests, request: int) -> int:
-        """A request is admitted: the tokens whose KV is there, by itself or the turn before it."""
+    def _left_by(self, requests: SimulatedRequests, request: int) -> int | None:
+        """The latest of the turns before a request that has left something here: the trajectory may
+        have been elsewhere since."""
         assert self.free is not None
         before = requests.before(request)
-        if (own := self.free.take_back(request)) or before is None:
+        while before is not None and not self.free.left_by(before):
+            before = requests.before(before)
+        return before
+
+    def _take_back(self, requests: SimulatedRequests, request: int) -> int:
+        """A request is admitted: the tokens whose KV is there, by itself or a turn before it."""
+        assert self.free is not None
+        own = self.free.take_back(request)
+        if own or (before := self._left_by(requests, request)) is None:
             return own
         # The last token of a response is never computed.
         return max(0, self.free.take_back(before) - 1) // _BLOCK * _BLOCK

@@ -400,7 +400,7 @@ def test_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--gpu", "B200"), "gpu 'B200' is unknown; allowed are A40, H100, H200"),
-        (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-14b"),
+        (("--model", "gpt-9"), "model 'gpt-9' is unknown; allowed are llama-3.1-8b, qwen3-8b"),
         (("--shape", "square"), "--shape is 'square'; allowed are deepscaler, log-normal"),
         (("--lengths", "/nowhere/a.txt"), "--lengths /nowhere/a.txt cannot be read: No such"),
         (("--gpus", "3"), "--gpus is 3; a layout splits the GPUs into equal groups"),

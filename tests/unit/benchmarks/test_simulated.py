@@ -13,6 +13,7 @@ from benchmarks.simulated import drafts, elimination, mixture, paper
 from benchmarks.simulated.__main__ import app
 from benchmarks.simulated.elimination import Elimination, Scenario
 from benchmarks.simulated.replay import Processes, Setting
+from benchmarks.where_it_pays import AGENTS, TAILS, cells_of, drawn
 from benchmarks.where_it_pays import app as where_it_pays
 from pat_vllm.predictor.step_time import StepTimeModel
 
@@ -64,6 +65,19 @@ def test_where_it_pays(tmp_path: Path) -> None:
     (cell,) = json.loads((tmp_path / "where-it-pays.json").read_text())
     assert not cell["answer"]["pays"]
     assert (tmp_path / "where-it-pays.png").read_bytes().startswith(PNG)
+
+
+def test_rows_of_agents_change_nothing_that_is_drawn_for_others() -> None:
+    before, after = (
+        drawn(cells_of(["A40", "H100"], ["qwen3-14b"], tails, [4, 64], 16384, 4), 0.5, 1 / 3, 0)
+        for tails in (TAILS, (*TAILS, AGENTS))
+    )
+    assert after[: len(before)] == before and sum(one.acceptance > 0 for one in before) == 7
+    agents = after[len(before) :]
+    assert {(one.gpu, one.tail, 8 * one.per_gpu) for one in agents} == {
+        ("A40", AGENTS, 256),
+        ("H100", AGENTS, 256),
+    }
 
 
 def test_parts_of_the_predictor_can_be_left_out() -> None:

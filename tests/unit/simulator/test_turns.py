@@ -119,6 +119,23 @@ def test_a_turn_goes_to_its_context_unless_four_more_requests_are_there() -> Non
         assert (run.prefilled == asked + 15) == alike, (others, run.prefilled - asked)
 
 
+def test_a_turn_that_comes_back_finds_what_an_earlier_one_has_left() -> None:
+    """The second turn goes to the other replica, for five requests are where the first one was; the
+    third comes back, for six are where the second one was."""
+    trajectory = [(4, 10, 2.0), (20, 10, 2.0), (2, 0, 0.0)]
+    five, one, six = [[(15, 0, 0.0)]] * 5, [[(100, 0, 0.0)]], [[(100, 0, 0.0)]] * 6
+    trace = turns(trajectory, *five, *one, *six)
+    trace = replace(
+        trace,
+        arrivals=trace.arrivals[:3] + (4.5,) * 5 + (26.3,) + (26.5,) * 6,
+        groups=(0, 1, 2, *[3] * 5, 4, *[5] * 6),
+    )
+    run = simulate(trace, StayPolicy(ONE), Constant(), FREE)
+    others = (33 + 4) + 33 + (33 + 5)
+    # Of the first turn's 36 computed tokens two blocks are there.
+    assert run.prefilled == others + 33 + 47 + (77 - 32)
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_every_turn_finishes_and_chunks_change_nothing(data: st.DataObject) -> None:

@@ -135,7 +135,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
     ("model", "gpu", "ranks", "options", "message"),
     [
         ("llama-3.1-8b", "B9000", 8, {}, "A40, H100, H200"),
-        ("gpt-5", "H100", 8, {}, "llama-3.1-8b, qwen3-14b"),
+        ("gpt-5", "H100", 8, {}, "llama-3.1-8b, qwen3-8b"),
         ("llama-3.1-8b", "H100", 0, {}, "ranks"),
         ("llama-3.1-8b", "A40", 8, {"layouts": [3]}, "no layout"),
         ("qwen3-30b-a3b", "A40", 1, {}, "no layout"),
