@@ -8,6 +8,7 @@ from tests.nightly.mutations.mutation import Mutation
 ENGINE = "tests/unit/simulator/test_engine.py"
 GUESSES = "tests/unit/simulator/test_guesses.py"
 TRUTH = "tests/unit/simulator/test_truth.py"
+TURNS = "tests/unit/simulator/test_turns.py"
 TRACES = "tests/unit/simulator/test_traces.py"
 MIXTURES = "tests/unit/simulator/test_expert_layouts.py"
 EXPERTS = "tests/unit/simulator/modelled/test_expert_load.py"
@@ -23,10 +24,10 @@ _SIMULATOR: list[Row] = [
     ("a switch does not wait for steps in flight", "engine:SimulatedEngine.switch", "self.drain()", "pass", ENGINE),
     ("a chunk is cut at the step before the one in flight", "replica:SimulatedReplica.steps_made", "max(1, math.ceil(made - _ROUNDING))", "max(1, math.floor(made))", ENGINE),
     ("a switch between kinds moves KV", "engine:SimulatedEngine.switch", " * (not source.shares_kv(target))", "", MIXTURES),
-    ("a switch loses the KV that it moves", "engine:SimulatedEngine.switch", "computed[request] <= room[replica.index]", "computed[request] > room[replica.index]", ENGINE),
+    ("a switch loses the KV that it moves", "carrying:carry", "computed[request] <= room[replica.index]", "computed[request] > room[replica.index]", ENGINE),
     ("a chunk goes on after an arrival", "engine:SimulatedEngine._start", "until < steps", "until > steps", ENGINE),
     ("a chunk goes on where another replica has drained", "engine:SimulatedEngine.advance", "not all(replica.num_seqs for replica in over)", "False", ENGINE),
-    ("a response that was cut short is complete", "engine:SimulatedEngine._finish", "length < self._requests.max_tokens", "length <= self._requests.max_tokens", ENGINE),
+    ("a response that was cut short is complete", "engine:SimulatedEngine._finish", "length < most", "length <= most", ENGINE),
     ("a policy does not see the steps of a chunk", "engine:SimulatedEngine._live_requests", "requests.tokens_in(replica.decoding, steps, replica.k)", "0", ENGINE),
     ("drafts are verified at another length than planned", "engine:SimulatedEngine._draft_length", "first <= batch <= last", "first < batch <= last", GUESSES),
     ("a replica runs one request too many", "replica:SimulatedReplica.schedule", "len(self.running) < most", "len(self.running) <= most", ENGINE),
@@ -39,13 +40,20 @@ _SIMULATOR: list[Row] = [
     ("a prompt beside a batch reads the weights again", "truth:ReplayedTruth.step_seconds", "prefill - min(seconds, prefill, self._decode[layout].shortest)", "prefill", TRUTH),
     ("a batch beyond the largest takes as long as it", "truth:_DecodeTimes._row", "(batch / math.exp(at))", "1.0", TRUTH),
     ("batches share prompts", "replay:simulate_batches", "first + group for group", "group for group", ENGINE),
-    ("lengths of a group are unrelated", "traces:grpo", "standard_normal(prompts)[groups]", "standard_normal(len(groups))", TRACES),
+    ("lengths of a group are unrelated", "shapes:grpo", "standard_normal(prompts)[groups]", "standard_normal(len(groups))", TRACES),
     ("experts of the mean rank are read", "modelled.expert_load:_busiest", "hot.max(axis=1)", "hot.mean(axis=1)", EXPERTS),
     ("work does not vary between ranks", "modelled.expert_load:_busiest", "tokens**0.5 * off", "0 * off", EXPERTS),
     ("popular experts lie on the same rank", "modelled.expert_load:_drawn", "random.permuted(popularity, axis=1)", "popularity", EXPERTS),
     ("experts of the base layout are moved", "modelled.roofline:Machine.moved_experts", ' and end != base', "", EXPERTS),
     ("experts are read whole where they are cut", "modelled.roofline:Machine.step", "memory += load.hot * model.expert_weights", "memory += load.hot * tp * model.expert_weights", HARDWARE),
     ("KV that a rank holds is moved", "modelled.roofline:Machine.moved", "len(needed - held.get(rank, set()))", "len(needed)", HARDWARE),
+    ("a turn arrives when the one before it ends", "requests:SimulatedRequests.end", "at + float(self._trace.arrivals[following])", "at", TURNS),
+    ("a cache holds parts of blocks", "replica:SimulatedReplica._take_back", " // _BLOCK * _BLOCK", "", TURNS),
+    ("only the turn before a turn has left something", "replica:SimulatedReplica._left_by", "while before is not None and not self.free.left_by(before):", "if before is not None and not self.free.left_by(before):\n            return None\n        while False:", TURNS),
+    ("contexts are moved between kinds", "carrying:carry", "if source.shares_kv(target):", "if False:", TURNS),
+    ("the oldest contexts are carried first", "carrying:_carry_contexts", "-one.used", "one.used", TURNS),
+    ("a chunk goes on after a turn has arrived", "engine:SimulatedEngine._stop_for", "replica.end > arrival", "False", TURNS),
+    ("nobody asks again whether a batch is over", "replay:simulate", "if policy.is_over(engine.now):", "if False:", TURNS),
 ]
 _ADVICE: list[Row] = [
     ("luck is a gain", "replay:gain", "mean + half, mean - half", "mean, mean", ADVISE),
@@ -56,6 +64,7 @@ _ADVICE: list[Row] = [
     ("data-parallel ranks share experts", "settings:_forms", "engines > 1 and not mixture", "engines > 1", ADVISE),
     ("a prompt is as long as prompt and response", "lengths:_of_records", "total - length for total", "total for total", LENGTHS),
     ("steps of a directory are read by their digits", "lengths:read_rollouts", "(len(file.stem), file.stem)", "file.stem", LENGTHS),
+    ("tools take no time", "lengths:_turn", "float(seconds)", "0.0", LENGTHS),
 ]
 _MIXTURES: list[Row] = [
     ("steps of both kinds look alike", "predictor.step_residual:features_of", 'layout.experts == "ep"', "0", MIXTURES),
