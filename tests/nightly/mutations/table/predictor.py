@@ -289,6 +289,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "a chain that is continued stays": {"self._replace(chain)": "pass"},
         "all chains are remembered": {"self._blocks > REMEMBERED_BLOCKS": "False"},
         "the chance is of all time": {"self._requests > _WINDOW": "False"},
+        "what was not carried is not asked for": {"max(unused, *continued, 0)": "unused"},
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
         "prefixes in caches do not count": {"max(cached, default=0)": "0"},
