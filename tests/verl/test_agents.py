@@ -43,7 +43,7 @@ AGENTS = {
 def pat() -> Iterator[Server]:
     size = f"engine_kwargs.vllm.block_size={BLOCK}"
     # Tiny models' prefixes are computed again as fast as they are moved.
-    options = "engine_kwargs.vllm.additional_config.pat={kv_transfer:migrate}"
+    options = "engine_kwargs.vllm.additional_config.pat={kv_transfer:migrate,policy:{kind:static}}"
     with server(few_tokens(0, arch="llama"), size, options, **AGENTS) as running:
         yield running
 

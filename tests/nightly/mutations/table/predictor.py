@@ -289,6 +289,8 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "a chain that is continued stays": {"self._replace(chain)": "pass"},
         "all chains are remembered": {"self._blocks > REMEMBERED_BLOCKS": "False"},
         "the chance is of all time": {"self._requests > _WINDOW": "False"},
+    },
+    ("pat_vllm.chains:Chains.arrived", CHAINS): {
         "what was not carried is not asked for": {"max(unused, *continued, 0)": "unused"},
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
