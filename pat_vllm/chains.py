@@ -47,7 +47,9 @@ class Chains:
             chain: of its prompt.
             unused: leading blocks of it that are cached and that no request uses.
         """
-        self._asked += unused
+        continued = [len(self._by_end[end]) for end in self._by_end.keys() & chain]
+        # Also what a switch has not carried: else it would never be carried again.
+        self._asked += max(unused, *continued, 0)
         self._replace(chain)
 
     def ended(self, chain: Chain, unused: int) -> None:

@@ -146,11 +146,12 @@ class CostModel:
         """From which chance on, that a cached prefix is asked for, it pays to migrate its KV.
 
         Prefixes are computed again in all replicas side by side. Where nothing is known of that,
-        all are worth it.
+        or KV is always to be migrated, all are worth it.
         """
-        if self._mode_of(source, target) == "recompute":
+        mode = self._mode_of(source, target)
+        if mode == "recompute":
             return math.inf
-        if target not in self._recompute:
+        if mode == "migrate" or target not in self._recompute:
             return 0.0
         migrate, in_one_replica = self._per_token(source, target)
         return migrate * target.replicas / in_one_replica

@@ -42,7 +42,9 @@ AGENTS = {
 @pytest.fixture(scope="module")
 def pat() -> Iterator[Server]:
     size = f"engine_kwargs.vllm.block_size={BLOCK}"
-    with server(few_tokens(0, arch="llama"), size, **AGENTS) as running:
+    # Tiny models' prefixes are computed again as fast as they are moved.
+    options = "engine_kwargs.vllm.additional_config.pat={kv_transfer:migrate,policy:{kind:static}}"
+    with server(few_tokens(0, arch="llama"), size, options, **AGENTS) as running:
         yield running
 
 
@@ -146,11 +148,10 @@ def check_report(report: Any, since: float, rollouts: int) -> float:
     """
     assert report.later_turns == rollouts * (TURNS - 1) * len(QUESTIONS)
     switches = [one for one in report.switches if one.at > since]
-    forced = [one for one in switches if one.reason == "forced"]
-    within = [one for one in forced if one.num_seqs]
-    between = [one for one in forced if not one.num_seqs and one.cached_tokens]
+    within = [one for one in switches if one.num_seqs]
+    between = [one for one in switches if not one.num_seqs and one.cached_tokens]
     assert len(within) == TURNS and all(one.migrated and one.kv_bytes for one in within)
-    assert len(between) == TURNS - 1
+    assert len(between) >= TURNS - 1
     return float(switches[-1].at)
 
 

@@ -103,6 +103,16 @@ def test_a_switch_carries_contexts_at_the_cost_of_their_bytes() -> None:
     assert run.preempted == 0
 
 
+def test_the_contexts_that_ended_last_are_carried_first() -> None:
+    """At 8.0 there is room for the second one and ten tokens of the first."""
+    first, second = [(4, 10, 60.0), (2, 0, 0.0)], [(8, 10, 30.0), (2, 0, 0.0)]
+    trace = turns(first, second, [(12, 0, 0.0)])
+    capacity = ReplicaCapacity(kv_tokens={2: 2 * 41 + 10})
+    run = simulate(trace, follow(ONE, (2, TWO)), Constant(), capacity)
+    assert (run.switches[0].tokens, run.switches[0].cached_tokens) == (41, 41 + 10)
+    assert run.prefilled == 3 * 33 + (51 - 32) + 47
+
+
 def test_layouts_that_share_kv_move_nothing_and_keep_contexts() -> None:
     trace = turns([(4, 10, 9.0), (8, 0, 0.0)], [(9, 0, 0.0)])
     run = simulate(trace, follow(TWO, (1, EP)), Linear(), ReplicaCapacity(kv_bytes_per_token=10))

@@ -297,13 +297,16 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.chains:fill", CHAINS): {
         "a chain's first blocks are taken for held": {"hashes[first : first": "hashes[1 : 1"},
         "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
-        "what is held is carried again": {"one not in has": "True"},
+        "what is held is carried again": {"one not in held[target]": "True"},
         "what is carried is carried again": {"has.update(wanted[: len(blocks)])": "pass"},
     },
     ("pat_vllm.chains:Chains.ended", CHAINS): {
         "a chain that is continued stays": {"self._replace(chain)": "pass"},
         "all chains are remembered": {"self._blocks > REMEMBERED_BLOCKS": "False"},
         "the chance is of all time": {"self._requests > _WINDOW": "False"},
+    },
+    ("pat_vllm.chains:Chains.arrived", CHAINS): {
+        "what was not carried is not asked for": {"max(unused, *continued, 0)": "unused"},
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
         "prefixes in caches do not count": {"max(cached, default=0)": "0"},

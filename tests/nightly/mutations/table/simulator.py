@@ -8,6 +8,7 @@ from tests.nightly.mutations.mutation import Mutation
 ENGINE = "tests/unit/simulator/test_engine.py"
 GUESSES = "tests/unit/simulator/test_guesses.py"
 TRUTH = "tests/unit/simulator/test_truth.py"
+TURNS = "tests/unit/simulator/test_turns.py"
 TRACES = "tests/unit/simulator/test_traces.py"
 MIXTURES = "tests/unit/simulator/test_expert_layouts.py"
 EXPERTS = "tests/unit/simulator/modelled/test_expert_load.py"
@@ -46,6 +47,13 @@ _SIMULATOR: list[Row] = [
     ("experts of the base layout are moved", "modelled.roofline:Machine.moved_experts", ' and end != base', "", EXPERTS),
     ("experts are read whole where they are cut", "modelled.roofline:Machine.step", "memory += load.hot * model.expert_weights", "memory += load.hot * tp * model.expert_weights", HARDWARE),
     ("KV that a rank holds is moved", "modelled.roofline:Machine.moved", "len(needed - held.get(rank, set()))", "len(needed)", HARDWARE),
+    ("a turn arrives when the one before it ends", "requests:SimulatedRequests.end", "at + float(self._trace.arrivals[following])", "at", TURNS),
+    ("a cache holds parts of blocks", "replica:SimulatedReplica._take_back", " // _BLOCK * _BLOCK", "", TURNS),
+    ("only the turn before a turn has left something", "replica:SimulatedReplica._left_by", "while before is not None and not self.free.left_by(before):", "if before is not None and not self.free.left_by(before):\n            return None\n        while False:", TURNS),
+    ("contexts are moved between kinds", "carrying:carry", "if source.shares_kv(target):", "if False:", TURNS),
+    ("the oldest contexts are carried first", "carrying:_carry_contexts", "-one.used", "one.used", TURNS),
+    ("a chunk goes on after a turn has arrived", "engine:SimulatedEngine._stop_for", "replica.end > arrival", "False", TURNS),
+    ("nobody asks again whether a batch is over", "replay:simulate", "if policy.is_over(engine.now):", "if False:", TURNS),
 ]
 _ADVICE: list[Row] = [
     ("luck is a gain", "replay:gain", "mean + half, mean - half", "mean, mean", ADVISE),
@@ -56,6 +64,7 @@ _ADVICE: list[Row] = [
     ("data-parallel ranks share experts", "settings:_forms", "engines > 1 and not mixture", "engines > 1", ADVISE),
     ("a prompt is as long as prompt and response", "lengths:_of_records", "total - length for total", "total for total", LENGTHS),
     ("steps of a directory are read by their digits", "lengths:read_rollouts", "(len(file.stem), file.stem)", "file.stem", LENGTHS),
+    ("tools take no time", "lengths:_turn", "float(seconds)", "0.0", LENGTHS),
 ]
 _MIXTURES: list[Row] = [
     ("steps of both kinds look alike", "predictor.step_residual:features_of", 'layout.experts == "ep"', "0", MIXTURES),
