@@ -104,7 +104,7 @@ def test_a_switch_carries_contexts_at_the_cost_of_their_bytes() -> None:
 
 
 def test_the_contexts_that_ended_last_are_carried_first() -> None:
-    """At 17.0 there is room for the second one and six tokens of the first, which are overwritten."""
+    """At 17.0 there is room for the second one and six tokens of the first, soon overwritten."""
     first, second = [(4, 10, 90.0), (2, 0, 0.0)], [(17, 10, 30.0), (2, 0, 0.0)]
     trace = turns(first, second, [(20, 0, 0.0)])
     capacity = ReplicaCapacity(kv_tokens={2: 2 * 50 + 6})
