@@ -38,4 +38,4 @@ def test_agents() -> None:
             # The second step's prompts are the first one's: nothing of old weights is found.
             assert step["first_cached"] == 0
             live = re.findall(r"tp1dp2 -> tp2dp1 at \S+ s, (\d) live", rollout)
-            assert len(live) == 3 and all(1 <= int(number) <= 4 for number in live), rollout
+            assert len(live) >= 3 and all(1 <= int(number) <= 4 for number in live), rollout

@@ -104,13 +104,23 @@ def test_a_switch_carries_contexts_at_the_cost_of_their_bytes() -> None:
 
 
 def test_the_contexts_that_ended_last_are_carried_first() -> None:
-    """At 8.0 there is room for the second one and ten tokens of the first."""
-    first, second = [(4, 10, 60.0), (2, 0, 0.0)], [(8, 10, 30.0), (2, 0, 0.0)]
-    trace = turns(first, second, [(12, 0, 0.0)])
-    capacity = ReplicaCapacity(kv_tokens={2: 2 * 41 + 10})
+    """At 17.0 there is room for the second one and six tokens of the first, soon overwritten."""
+    first, second = [(4, 10, 90.0), (2, 0, 0.0)], [(17, 10, 30.0), (2, 0, 0.0)]
+    trace = turns(first, second, [(20, 0, 0.0)])
+    capacity = ReplicaCapacity(kv_tokens={2: 2 * 50 + 6})
     run = simulate(trace, follow(ONE, (2, TWO)), Constant(), capacity)
-    assert (run.switches[0].tokens, run.switches[0].cached_tokens) == (41, 41 + 10)
-    assert run.prefilled == 3 * 33 + (51 - 32) + 47
+    assert (run.switches[0].tokens, run.switches[0].cached_tokens) == (50, 50 + 6)
+    assert run.prefilled == 3 * 33 + (60 - 48) + 47
+
+
+def test_a_turn_is_admitted_by_the_next_step() -> None:
+    """It goes to the other replica, which has begun a chunk before its arrival was known."""
+    others = [[(100, 0, 0.0)], [(3, 0, 0.0)], *[[(60, 0, 0.0)]] * 6]
+    trace = turns([(4, 10, 2.3), (2, 0, 0.0)], *others)
+    arrivals, groups = (0.0, 2.3, 0.0, 0.0, *[2.5] * 6), (0, 1, 2, 2, *[3] * 6)
+    trace = replace(trace, arrivals=arrivals, groups=groups)
+    run = simulate(trace, StayPolicy(ONE), Constant(), FREE)
+    assert run.finished[:2] == (4.0, 7.0 + 2)
 
 
 def test_layouts_that_share_kv_move_nothing_and_keep_contexts() -> None:
