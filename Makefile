@@ -77,8 +77,9 @@ format: venv ## Let ruff fix and format
 bench-switch: venv ## What a switch costs, against what copying its bytes would
 	$(BIN)/python -m benchmarks.switch_cost
 
-bench: venv ## Adaptive against every static layout
+bench: venv ## Adaptive against every static layout; agents
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.agents --model qwen3-100m
 
 soak: venv ## Storms of switches for 20 minutes (MINUTES=...): does anything grow
 	$(BIN)/python -m benchmarks.endurance.soak$(if $(MINUTES), --minutes $(MINUTES))
