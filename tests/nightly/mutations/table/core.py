@@ -51,7 +51,7 @@ _SCHEDULER: list[Row] = [
     ("chains have holes", "prefix_cache:find", "break", "continue", CACHES),
     ("what waits loses what is cached for it", "switch_plan:_carry_caches", "elif one.reads_cache and request.block_hashes:", "elif False:", CACHES),
     ("blocks that come with a request are carried twice", "switch_plan:_carry_caches", "held[index].update(request.block_hashes[:full])", "pass", CACHES),
-    ("caches of old weights are carried", "replica_set:ReplicaSet.may_carry_caches", "self._cached_with == self.executor.weights_version", "True", CACHES),
+    ("caches of old weights are carried", "replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True", CACHES),
     ("caches are carried across a reset", "replica_set:ReplicaSet.reset_prefix_cache", "self.chains.forget()", "pass", CACHES),
     ("what is never asked for is carried", "switch:_plan", "if pays and active", "if active", CACHES),
     ("the router does not look into caches", "replica_set:ReplicaSet._route", "route(prefixes, loads, cached)", "route(prefixes, loads)", CACHES),
