@@ -106,10 +106,11 @@ class ReplicaSet:
             self._cached_with = self.executor.weights_version
         chain = request.block_hashes
         cached = [num_cached(one, chain) for one in self.replicas]
-        unused = 0
-        if any(cached) and not self._router.knows(prompt):  # else it is another sample of a prompt
-            unused = num_unused(self.replicas[cached.index(max(cached))], chain)
-        self.chains.arrived(chain, unused)
+        if self._router.knows(prompt):
+            self.chains.arrived(chain, None)
+        else:
+            holder = self.replicas[cached.index(max(cached))]
+            self.chains.arrived(chain, num_unused(holder, chain) if any(cached) else 0)
         prefixes: list[Hashable] = [prompt, *reversed(chain)]
         loads = [one.num_seqs for one in self.replicas]
         return self.replicas[self._router.route(prefixes, loads, cached)]

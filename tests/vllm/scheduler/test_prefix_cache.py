@@ -426,6 +426,7 @@ def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
     anchor(scheduler)
     costs = scheduler.controller.costs
     del costs.least_chance
+    costs.mode = "auto"
     least = costs.least_chance(Layout(8, 1), Layout(2, 4))
     assert 0 < least < 0.5
     for _ in range(500):

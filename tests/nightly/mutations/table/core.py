@@ -55,7 +55,7 @@ _SCHEDULER: list[Row] = [
     ("caches are carried across a reset", "replica_set:ReplicaSet.reset_prefix_cache", "self.chains.forget()", "pass", CACHES),
     ("what is never asked for is carried", "switch:_plan", "if pays and active", "if active", CACHES),
     ("the router does not look into caches", "replica_set:ReplicaSet._route", "route(prefixes, loads, cached)", "route(prefixes, loads)", CACHES),
-    ("samples of a prompt count as next turns", "replica_set:ReplicaSet._route", "any(cached) and not self._router.knows(prompt)", "any(cached)", CACHES),
+    ("samples of a prompt count as next turns", "replica_set:ReplicaSet._route", "if self._router.knows(prompt)", "if False", CACHES),
     ("blocks in use count as asked for again", "prefix_cache:num_unused", "return len(cached) - bisect_left(cached, True, key=is_unused)", "return len(cached)", CACHES),
     ("what found no room is taken for KV that comes", "switch_plan:_allocate", "replica.connector.withdraw()", "pass", ADMISSION),
     ("admission counts loads again and again", "pat_vllm.patches.schedulers:linear_time_admission", "new.clear()", "pass", PATCHES),
