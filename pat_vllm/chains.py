@@ -28,6 +28,7 @@ class Chains:
 
     def __init__(self) -> None:
         self._by_end: dict[bytes, Chain] = {}
+        self._unused: dict[bytes, int] = {}
         self._blocks = 0
         self._requests = self._left = self._asked = 0.0
 
@@ -40,16 +41,18 @@ class Chains:
         share = min(1.0, self._asked / self._left) if self._left else 0.0
         return (self._requests * share + 0.5) / (self._requests + 1)
 
-    def arrived(self, chain: Chain, unused: int) -> None:
+    def arrived(self, chain: Chain, unused: int | None) -> None:
         """A request has arrived.
 
         Args:
             chain: of its prompt.
-            unused: leading blocks of it that are cached and that no request uses.
+            unused: leading blocks of it that are cached and that no request uses; None for another
+                sample of a prompt, which tells nothing of the chance.
         """
-        continued = [len(self._by_end[end]) for end in self._by_end.keys() & chain]
-        # Also what a switch has not carried: else it would never be carried again.
-        self._asked += max(unused, *continued, 0)
+        if unused is not None:
+            # Also what a switch has not carried: else it would never be carried again.
+            continued = [self._unused[end] for end in self._by_end.keys() & chain]
+            self._asked += max(unused, *continued, 0)
         self._replace(chain)
 
     def ended(self, chain: Chain, unused: int) -> None:
@@ -68,6 +71,7 @@ class Chains:
         self._replace(chain)
         if chain:
             self._by_end[chain[-1]] = chain
+            self._unused[chain[-1]] = unused
             self._blocks += len(chain)
         while self._blocks > REMEMBERED_BLOCKS:
             self._drop(next(iter(self._by_end)))
@@ -79,6 +83,7 @@ class Chains:
     def forget(self) -> None:
         """Forget all chains: caches were reset. The chance remains."""
         self._by_end.clear()
+        self._unused.clear()
         self._blocks = 0
 
     def _replace(self, chain: Chain) -> None:
@@ -88,6 +93,7 @@ class Chains:
 
     def _drop(self, end: bytes) -> None:
         self._blocks -= len(self._by_end.pop(end))
+        del self._unused[end]
 
 
 class PlacedChain(NamedTuple):

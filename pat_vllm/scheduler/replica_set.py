@@ -59,7 +59,8 @@ class ReplicaSet:
         self._monitor = monitor
         self._depth = depth
         self._router = Router()
-        self._cached_with = executor.weights_version
+        self._cached_with: int | None = None
+        """Version of the weights when the caches began to fill; None while they are empty."""
         self._retired: Sequence[Replica] = ()
         self._empty_steps: list[tuple[Replica, SchedulerOutput]] = []
         self._outputs: dict[int, EngineCoreOutputs] = {}
@@ -101,12 +102,15 @@ class ReplicaSet:
         replica.scheduler.add_request(request)
 
     def _route(self, request: Request, prompt: int) -> Replica:
+        if self._cached_with is None:
+            self._cached_with = self.executor.weights_version
         chain = request.block_hashes
         cached = [num_cached(one, chain) for one in self.replicas]
-        unused = 0
-        if any(cached) and not self._router.knows(prompt):  # else it is another sample of a prompt
-            unused = num_unused(self.replicas[cached.index(max(cached))], chain)
-        self.chains.arrived(chain, unused)
+        if self._router.knows(prompt):
+            self.chains.arrived(chain, None)
+        else:
+            holder = self.replicas[cached.index(max(cached))]
+            self.chains.arrived(chain, num_unused(holder, chain) if any(cached) else 0)
         prefixes: list[Hashable] = [prompt, *reversed(chain)]
         loads = [one.num_seqs for one in self.replicas]
         return self.replicas[self._router.route(prefixes, loads, cached)]
@@ -138,7 +142,7 @@ class ReplicaSet:
     @property
     def may_carry_caches(self) -> bool:
         """Whether no new weights have come in since the replicas' caches began to fill."""
-        return self._cached_with == self.executor.weights_version
+        return self._cached_with in (None, self.executor.weights_version)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -159,7 +163,8 @@ class ReplicaSet:
             ]
         )
         if reset:
-            self._cached_with = self.executor.weights_version
+            # Trainers may also reset before they send new weights, not only after.
+            self._cached_with = self.executor.weights_version if self.num_seqs else None
         return reset
 
     # ---------------------------------------------------------------- steps
@@ -221,7 +226,8 @@ class ReplicaSet:
             return
         self._retired, self.replicas = self.replicas, replicas
         self._router.forget()
-        self._cached_with = self.executor.weights_version
+        if self._cached_with is not None:
+            self._cached_with = self.executor.weights_version
         if self.pause_state != PauseState.UNPAUSED:
             self.set_pause_state(self.pause_state)
 

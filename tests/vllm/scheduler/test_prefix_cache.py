@@ -391,6 +391,18 @@ def test_nothing_survives_a_reset_or_new_weights(
     assert not live.is_finished()
 
 
+def test_caches_that_were_reset_before_new_weights_are_carried(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenRLHF does it: what is cached afterwards is of the new weights."""
+    finish(scheduler, request("old", tokens_of(0, 4), 1))
+    assert scheduler.reset_prefix_cache()
+    monkeypatch.setattr(EXECUTOR, "weights_version", 5, raising=False)
+    finish(scheduler, one := request("new", tokens_of(1, 4), 1))
+    scheduler.add_request(request("again", [*one.all_token_ids, *tokens_of(9, 1)], 1))
+    assert switch(scheduler, 2).cached_tokens > 0
+
+
 def test_recomputing_leaves_everything_behind(scheduler: Any) -> None:
     anchor(scheduler)
     one = request("a", tokens_of(1, 4), 1)
@@ -414,6 +426,7 @@ def test_what_is_never_asked_for_is_left_behind(scheduler: Any) -> None:
     anchor(scheduler)
     costs = scheduler.controller.costs
     del costs.least_chance
+    costs.mode = "auto"
     least = costs.least_chance(Layout(8, 1), Layout(2, 4))
     assert 0 < least < 0.5
     for _ in range(500):

@@ -297,7 +297,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.chains:fill", CHAINS): {
         "a chain's first blocks are taken for held": {"hashes[first : first": "hashes[1 : 1"},
         "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
-        "what is held is carried again": {"one not in held[target]": "True"},
+        "what is held is carried again": {"one not in has": "True"},
         "what is carried is carried again": {"has.update(wanted[: len(blocks)])": "pass"},
     },
     ("pat_vllm.chains:Chains.ended", CHAINS): {
