@@ -12,10 +12,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from pat_vllm.predictor.state import Turn
-
-REMEMBERED_TURNS = 65_536
-"""Ended requests that may be continued; the ones that ended first are forgotten first."""
+from pat_vllm.predictor.state import REMEMBERED_TURNS, Turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 
+REMEMBERED_TURNS = 65_536
+"""Ended requests that may be continued; the ones that ended first are forgotten first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A request as part of a trajectory: of requests that continue one another.

@@ -10,6 +10,7 @@ Where no request has continued another one, nothing waits and nothing is sampled
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pat_vllm.predictor.course import Course
-from pat_vllm.predictor.state import Floats, Ints, LiveRequests, Turn
+from pat_vllm.predictor.state import REMEMBERED_TURNS, Floats, Ints, LiveRequests, Turn
 
 _GAPS = 512
 """Times of tools, and what they appended, that are remembered."""
@@ -67,6 +68,7 @@ class Trajectories:
         self._seed = seed
         self._waiting: dict[int, _Waiting] = {}
         self._left: dict[int, _Waiting] = {}  # by the last batch, as it seems
+        self._late: dict[int, _Waiting] = {}  # not waited for any more
         self._gaps: deque[float] = deque(maxlen=_GAPS)
         self._appended: deque[int] = deque(maxlen=_GAPS)
         # By the index of a turn: how often another followed, and how often it was the last.
@@ -86,14 +88,31 @@ class Trajectories:
             self._waiting, self._left = self._left | self._waiting, {}  # it was not over
         before = self._waiting.pop(turn.trajectory, None)
         if before is None:
-            return
+            before = self._late.pop(turn.trajectory, None)
+            if before is None:
+                return
+            self._last[min(before.index, _MOST_TURNS - 1)] -= 1
         self._gaps.append(now - before.since)
         self._appended.append(max(0, num_prompt_tokens - before.held))
         self._followed[min(before.index, _MOST_TURNS - 1)] += 1
 
     def ended(self, now: float, turn: Turn, num_tokens: int) -> None:
         """A request has ended, which held so many tokens. It may be continued."""
+        self._waiting.pop(turn.trajectory, None)
         self._waiting[turn.trajectory] = _Waiting(now, num_tokens, turn.index)
+        self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        """What has waited too long is not waited for: a server's batch may never end."""
+        limit = _SILENCE * max(self._gaps) if self._gaps else math.inf
+        while self._waiting:
+            first, one = next(iter(self._waiting.items()))
+            if now - one.since <= limit and len(self._waiting) <= REMEMBERED_TURNS:
+                break
+            self._late[first] = self._waiting.pop(first)
+            self._last[min(one.index, _MOST_TURNS - 1)] += 1
+        while len(self._late) > REMEMBERED_TURNS:
+            del self._late[next(iter(self._late))]
 
     def is_over(self, now: float) -> bool:
         """Whether no trajectory that waits is expected to go on."""
@@ -110,6 +129,7 @@ class Trajectories:
                 self._last[min(one.index, _MOST_TURNS - 1)] += 1
             self._followed *= _KEPT
             self._last *= _KEPT
+            self._late.clear()
         self._left = {}
 
     def _returning(self, now: float) -> Floats:

@@ -92,6 +92,28 @@ def test_turns_in_lockstep_are_found_though_all_wait_at_once() -> None:
                 known.end_of_batch()
 
 
+def test_a_batch_that_never_ends_forgets_what_does_not_return() -> None:
+    """A server's: conversations end without a word, while others go on."""
+    known = Trajectories()
+    batch(known, [3] * 8)
+    for trajectory in range(1000):
+        now = 100.0 + trajectory
+        known.arrived(now, Turn(100 + trajectory, 0, 0), 100)
+        known.ended(now, Turn(100 + trajectory, 0, 0), 150)
+    assert len(known._waiting) <= 4 and returning(known, 1100.0) < 1
+
+
+def test_a_tool_that_takes_longer_than_any_before_is_learnt_from() -> None:
+    known = Trajectories()
+    batch(known, [3] * 8)
+    known.ended(100.0, Turn(50, 0, 0), 150)
+    known.ended(120.0, Turn(51, 0, 0), 150)
+    assert returning(known, 120.0) < 1, "the first is not waited for"
+    known.arrived(130.0, Turn(50, 1, 150), 180)
+    known.ended(131.0, Turn(50, 1, 150), 200)
+    assert not known.is_over(131.0 + 30), "tools may take 30 s"
+
+
 def test_weights_that_change_end_what_waits() -> None:
     known = Trajectories()
     now = batch(known, [2] * 8)
