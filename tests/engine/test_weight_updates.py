@@ -29,6 +29,7 @@ ENGINES = {
     "test_an_update_between_sleep_and_waking_up": [FOUR_RANKS],
     "test_what_happens_in_an_update_by_layers": [FOUR_RANKS],
     "test_methods_that_change_the_model_run_in_every_layout": [COPIES],
+    "test_conversations_use_no_kv_of_old_weights": [MIXTURE],
     "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
 }
 PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
