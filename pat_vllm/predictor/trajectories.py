@@ -29,8 +29,8 @@ _ENOUGH = 8.0
 _SILENCE = 1.5
 """After this many times the longest gap that was seen a trajectory is not expected any more."""
 _FEW = 0.01
-"""Expected returns below which a batch is over. An idle engine waits at no cost; a batch that ends too
-soon costs a user the layout that was asked for."""
+"""Expected returns below which a batch is over. Waiting costs an idle engine nothing. A batch that
+ends too soon costs a user the layout that was asked for."""
 _MOST_TURNS = 16
 """Later turns are not looked at."""
 _MOMENTS = 64

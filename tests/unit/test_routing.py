@@ -67,8 +67,8 @@ def test_what_would_be_computed_again_counts_as_requests() -> None:
         (3, 0, 0),
         (4, 0, 1),
         (3, 1, 1),
-        (1, blocks, 1),
-        (0, blocks, 0),
+        (1, blocks - 1, 1),
+        (0, blocks - 1, 0),
     ):
         router = Router(block_size=16)
         loads = [AFFINITY_SLACK + more, 0]

@@ -1,4 +1,4 @@
-"""What a simulated switch carries of contexts, against PAT's own scheduler on the same trajectories.
+"""Contexts that a simulated switch carries, against PAT's scheduler on the same trajectories.
 
 Without workers: every step of a replica takes as long as any other.
 """
@@ -52,10 +52,10 @@ def test_switches_carry_what_the_engine_carries(memory: str) -> None:
     carried, prefilled, steps = of_scheduler(trace, BLOCKS[memory])
     found, computed, took = of_simulator(trace, BLOCKS[memory])
     assert sum(carried) > 1000, "the case is no test"
-    close = 0.05 if memory == "room" else 0.08
-    assert sum(found) == pytest.approx(sum(carried), rel=close)
-    assert found == pytest.approx(carried, rel=2 * close, abs=200)
-    assert computed == pytest.approx(prefilled, rel=close)
+    short = memory == "short"  # where one that is evicted or not decides about later ones
+    assert sum(found) == pytest.approx(sum(carried), rel=0.08)
+    assert short or found == pytest.approx(carried, rel=0.03)
+    assert computed == pytest.approx(prefilled, rel=0.08 if short else 0.01)
     assert took == pytest.approx(steps, rel=0.03)
 
 
@@ -103,10 +103,10 @@ def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
         output = scheduler.schedule()
         computed += sum(one.total_num_scheduled_tokens for one in output.steps.values())
         scheduler.update_from_output(output, results_of(output))
-        for number, one in list(requests.items()):
-            if one.is_finished() and (later := next_of.get(number)) is not None:
-                if later not in requests and later not in arrives:
-                    arrives[later] = steps + trace.arrivals[later]
+        for number, later in next_of.items():
+            known = later in requests or later in arrives
+            if not known and number in requests and requests[number].is_finished():
+                arrives[later] = steps + trace.arrivals[later]
     switches = scheduler.controller.report().switches
     carried = [one.cached_tokens for one in switches if one.reason == "forced"]
     return carried, computed - sum(trace.lengths) + len(trace), steps
