@@ -31,6 +31,11 @@ ARCHS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    # Sliding windows: in all layers, in every second one, in two of three.
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     # Mixtures of experts.
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -38,6 +43,7 @@ ARCHS = {
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
+WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -159,7 +165,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         eos_token_id=eos,
         pad_token_id=pad,
         dtype=model.dtype,
-        **{"intermediate_size": model.intermediate} | _mixture(model),
+        **{"intermediate_size": model.intermediate} | _windows(model) | _mixture(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
     if model.repeat:
@@ -206,6 +212,19 @@ def _check(path: Path, model: RandomModel) -> None:
             f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
             f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
         )
+
+
+def _windows(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its sliding windows, if it has some."""
+    every = {"gemma2": 2, "gemma3_text": 3}.get(model.arch)
+    if every is None:
+        return {"sliding_window": model.window} if model.arch in ("mistral", "phi3") else {}
+    kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    return {
+        "sliding_window": model.window,
+        "layer_types": [kinds[layer % every] for layer in range(model.layers)],
+        "query_pre_attn_scalar": model.head_dim,
+    }
 
 
 def _mixture(model: RandomModel) -> dict[str, Any]:
@@ -274,6 +293,8 @@ def _random_weights(
             digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             mean, std = _distribution(part, shape, gain)
+            if config.model_type.startswith("gemma") and part.endswith("norm.weight"):
+                mean = 0.0  # of what is added to 1
             weight = torch.empty(tuple(shape), dtype=dtype)
             published = _as_mixtral(part) if config.model_type == "mixtral" else part
             yield published, weight.normal_(mean, std, generator=generator)

@@ -38,6 +38,8 @@ FEW_KV_HEADS = EngineSpec(
 COPIES = EngineSpec(
     "copies", "qwen3", 2, MIGRATE | {"weights": "materialized"}, UPDATES | WHOLE_PROMPTS
 )
+# Four groups of KV caches, three of them of sliding windows of a block and a quarter.
+WINDOWS = EngineSpec("windows", "gemma3", 2, MIGRATE | {"weights": "materialized"}, WHOLE_PROMPTS)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
+from tests.support.kinds import full
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LIMITS = EngineLimits(
@@ -20,7 +21,7 @@ LIMITS = EngineLimits(
     max_num_seqs={1: 64, 2: 128},
     max_batch_tokens={1: 512, 2: 1024},
     max_model_len=4096,
-    block_size=16,
+    kinds=full(8),
     blocks={1: 2000, 2: 4000},
     draft_lengths=(1, 2, 4, 7),
     misses=True,
@@ -41,7 +42,7 @@ def limits(draw: st.DrawFn) -> EngineLimits:
         max_num_seqs={layout.tp: draw(st.integers(1, 512)) for layout in layouts},
         max_batch_tokens={layout.tp: draw(st.integers(16, 16_384)) for layout in layouts},
         max_model_len=max_model_len,
-        block_size=block_size,
+        kinds=full(8, block_size),
         blocks={layout.tp: blocks * layout.tp for layout in layouts},
         draft_lengths=tuple(sorted(lengths)),
         misses=draw(st.booleans()),
@@ -58,7 +59,7 @@ def check_possible(limits: EngineLimits, point: StepPoint) -> None:
     assert min(lengths) > 1 and max(lengths) <= limits.max_model_len
     assert len(lengths) <= limits.max_num_seqs[tp]
     assert point.batch * (1 + point.drafts) + point.prefill <= limits.max_batch_tokens[tp]
-    assert sum(-(-n // limits.block_size) for n in lengths) <= limits.blocks[tp]
+    assert sum(-(-n // limits.kinds[0].block_size) for n in lengths) <= limits.blocks[tp]
 
 
 @settings(max_examples=30)
