@@ -98,6 +98,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
     ("paligemma", {}, "a multimodal model", DENSE_ONLY),
     ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
+    ("mistral", dict(speculative_config=NGRAM), "speculative_config='ngram'",
+     "None for models with sliding windows"),
     ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
      "models whose config has one number of experts and one width for all layers"),
 ]
