@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from pat_vllm.kinds import Kinds, longest_hit
 
@@ -140,10 +140,10 @@ def fill(
     left = list(room)
     for hashes, source, target in chains:
         fits = _what_fits(partial(find, source), kinds, hashes, held[target], left[target])
-        for group, blocks in enumerate(fits):
+        for group, (names, blocks) in enumerate(fits):
             if blocks:
-                chosen[target].append(Run(source, [*blocks.values()], group))
-                held[target][group].update(blocks)
+                chosen[target].append(Run(source, blocks, group))
+                held[target][group].update(names)
                 left[target] -= len(blocks)
     return chosen
 
@@ -154,33 +154,31 @@ def _what_fits(
     chain: Chain,
     held: Sequence[set[bytes]],
     room: int,
-) -> list[dict[bytes, Block]]:
+) -> list[tuple[list[bytes], list[Block]]]:
     """What a hit of a chain still needs, or of as much of it as is cached and has room.
 
     Returns:
-        The blocks by hash, of each group; none at all where nothing is cached or has room.
+        Hashes and their blocks, by group; nothing where nothing is cached or has room.
     """
     blocks = len(chain) if room else 0
     while blocks := longest_hit(
         kinds, blocks, lambda group, at: find(chain[at], group) is not None
     ):
-        missing = [
+        places = [
             kind.missing(blocks, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
             for kind, hashes in zip(kinds, held, strict=True)
         ]
-        too_many = sum(map(len, missing)) - room
+        too_many = sum(map(len, places)) - room
         if too_many > 0:
             blocks = max(0, blocks - too_many)
             continue
-        found = [
-            {place: find(chain[place], group) for place in places}
-            for group, places in enumerate(missing)
-        ]
-        gaps = [place for one in found for place, block in one.items() if block is None]
-        if not gaps:
-            return [
-                {chain[place]: block for place, block in one.items() if block is not None}
-                for one in found
-            ]
-        blocks = min(gaps)
+        names = [[chain[place] for place in of_group] for of_group in places]
+        found: Any = [[find(name, group) for name in one] for group, one in enumerate(names)]
+        if all(map(all, found)):
+            return list(zip(names, found, strict=True))
+        blocks = min(
+            of_group[one.index(None)]
+            for of_group, one in zip(places, found, strict=True)
+            if not all(one)
+        )
     return []

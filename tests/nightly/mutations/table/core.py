@@ -48,7 +48,7 @@ _SCHEDULER: list[Row] = [
     ("the most wanted cached block is evicted first", "prefix_cache:_take_up", "append_n(taken[::-1])", "append_n(taken)", CACHES),
     ("cached blocks stay in use", "prefix_cache:_take_up", "pool.free_block_queue.append_n(taken[::-1])", "pass", CACHES),
     ("a chain is looked for in the first replica", "prefix_cache:place_chains", "cached.index(longest)", "0", CACHES),
-    ("chains have holes", "pat_vllm.chains:_what_fits", "if not gaps:", "if True:", CACHES),
+    ("chains have holes", "pat_vllm.chains:_what_fits", "if all(map(all, found)):", "if True:", CACHES),
     ("what waits loses what is cached for it", "switch_plan:_carry_caches", "if one.reads_cache and one", "if False and one", CACHES),
     ("blocks that come with a request are carried twice", "switch_plan:_carry_caches", "hashes.update(one.request.block_hashes[first:full])", "pass", CACHES),
     ("caches of old weights are carried", "replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True", CACHES),

@@ -297,7 +297,7 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     ("pat_vllm.chains:fill", CHAINS): {
         "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
-        "what is carried is carried again": {"held[target][group].update(blocks)": "pass"},
+        "what is carried is carried again": {"held[target][group].update(names)": "pass"},
     },
     ("pat_vllm.chains:_what_fits", CHAINS): {
         "a chain takes more than there is room for": {"if too_many > 0:": "if False:"},
