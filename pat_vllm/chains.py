@@ -116,7 +116,7 @@ class Run(NamedTuple, Generic[Block]):
 
 def fill(
     chains: Iterable[PlacedChain],
-    find: Callable[[int, bytes, int], Block | None],
+    find: Callable[[int, Chain, int], Sequence[Block | None]],
     kinds: Kinds,
     held: Sequence[Sequence[set[bytes]]],
     room: Sequence[int],
@@ -127,7 +127,7 @@ def fill(
 
     Args:
         chains: the most wanted one first.
-        find: the block of a source replica with this hash in a group; None where it has none.
+        find: the blocks of a source replica with these hashes in a group; None where it has none.
         kinds: of the groups.
         held: hashes that each target replica has in any case, by group. What is chosen is added.
         room: blocks for which each target replica has room.
@@ -149,7 +149,7 @@ def fill(
 
 
 def _what_fits(
-    find: Callable[[bytes, int], Block | None],
+    find: Callable[[Chain, int], Sequence[Block | None]],
     kinds: Kinds,
     chain: Chain,
     held: Sequence[set[bytes]],
@@ -162,7 +162,7 @@ def _what_fits(
     """
     blocks = len(chain) if room else 0
     while blocks := longest_hit(
-        kinds, blocks, lambda group, at: find(chain[at], group) is not None
+        kinds, blocks, lambda group, at: find([chain[at]], group)[0] is not None
     ):
         places = [
             kind.missing(blocks, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
@@ -173,7 +173,7 @@ def _what_fits(
             blocks = max(0, blocks - too_many)
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
-        found: Any = [[find(name, group) for name in one] for group, one in enumerate(names)]
+        found: Any = [find(one, group) for group, one in enumerate(names)]
         if all(map(all, found)):
             return list(zip(names, found, strict=True))
         blocks = min(

@@ -27,12 +27,12 @@ def _suffix(group: int) -> bytes:
     return make_block_hash_with_group_id(BlockHash(b""), group)
 
 
-def find(replica: Replica, block_hash: bytes, group: int = 0) -> KVCacheBlock | None:
-    """The cached block of a group with this hash, as vLLM would find it."""
+def find(replica: Replica, hashes: Chain, group: int = 0) -> list[KVCacheBlock | None]:
+    """The cached blocks of a group with these hashes, as vLLM would find them."""
     pool = replica.scheduler.kv_cache_manager.block_pool
     get: Any = pool.cached_block_hash_to_block.get_one_block
-    block: KVCacheBlock | None = get(block_hash + _suffix(group))
-    return block
+    suffix = _suffix(group)
+    return [get(block_hash + suffix) for block_hash in hashes]
 
 
 def num_cached(replica: Replica, chain: Chain) -> int:
@@ -40,7 +40,7 @@ def num_cached(replica: Replica, chain: Chain) -> int:
     return longest_hit(
         replica.kinds,
         len(chain),
-        lambda group, place: find(replica, chain[place], group) is not None,
+        lambda group, place: find(replica, [chain[place]], group) != [None],
     )
 
 
@@ -51,7 +51,7 @@ def num_unused(replica: Replica, chain: Chain) -> int:
     places = kind.held(num_cached(replica, chain) * kind.block_size)
 
     def is_unused(place: int) -> bool:
-        block = find(replica, chain[place], group)
+        (block,) = find(replica, [chain[place]], group)
         return block is None or block.ref_cnt == 0
 
     return len(places) - bisect_left(places, True, key=is_unused)
@@ -102,7 +102,7 @@ def carry_cached(
     room = [one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for one in fresh]
     filled = fill(
         wanted,
-        lambda index, block_hash, group: find(replicas[index], block_hash, group),
+        lambda index, hashes, group: find(replicas[index], hashes, group),
         fresh[0].kinds,
         held,
         room,

@@ -64,8 +64,8 @@ def test_what_is_carried_can_be_found_and_is_carried_once(kinds: Kinds, case: Sw
     ]
     has = [[set(of_group) for of_group in one] for one in held]
 
-    def find(replica: int, one: bytes, group: int) -> Found | None:
-        return (replica, group, one) if one in sources[replica] else None
+    def find(replica: int, hashes: Chain, group: int) -> list[Found | None]:
+        return [(replica, group, one) if one in sources[replica] else None for one in hashes]
 
     def hit(one: PlacedChain) -> int:
         """What is found of a chain in the target."""
@@ -95,8 +95,8 @@ def test_what_is_carried_can_be_found_and_is_carried_once(kinds: Kinds, case: Sw
                 assert hit(place) >= len(cached), "there was room for it"
 
 
-def every(replica: int, one: bytes, group: int) -> bytes:
-    return one
+def every(replica: int, hashes: Chain, group: int) -> Chain:
+    return hashes
 
 
 def hashes_of(runs: Iterable[Run[bytes]]) -> list[bytes]:
@@ -122,7 +122,7 @@ def test_a_chain_half_live_takes_the_other_half_along() -> None:
 def test_a_block_that_was_evicted_ends_its_chain() -> None:
     (blocks,) = fill(
         [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
-        lambda replica, one, group: None if one == b"ab" else one,
+        lambda replica, hashes, group: [None if one == b"ab" else one for one in hashes],
         full(1),
         [[set()]],
         [9],

@@ -397,7 +397,7 @@ def test_a_block_that_is_gone_ends_its_chain(scheduler: Any) -> None:
     finish(scheduler, whole, holed)
     (replica,) = scheduler.replica_set.replicas
     pool = replica.scheduler.kv_cache_manager.block_pool
-    gone = find(replica, holed.block_hashes[4])
+    (gone,) = find(replica, holed.block_hashes[4:5])
     assert gone is not None
     pool.evict_blocks({gone.block_id})
     assert switch(scheduler, 4).cached_tokens == (6 + 4) * BLOCK_SIZE
