@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common import model
@@ -46,17 +47,30 @@ EXECUTOR = Executor()
 """Engines know theirs by a weak reference."""
 
 
+def spec(kind: type[Any], **options: Any) -> Any:
+    """One of vLLM's `AttentionSpec`s, of 8 KV heads, for `engine_config`."""
+    import torch
+
+    return kind(
+        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=32, dtype=torch.bfloat16, **options
+    )
+
+
 def engine_config(
-    tp: int, num_blocks: int = 20_000, policy: dict[str, Any] | None = None, **options: Any
+    tp: int,
+    num_blocks: int = 20_000,
+    policy: dict[str, Any] | None = None,
+    specs: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """A PAT engine's config that stays in `tp`, and the scheduler's other arguments.
 
     Args:
         num_blocks: of a rank in the base layout.
         policy: another one than to stay.
+        specs: of the groups of KV caches, if it is not one of full attention; see `spec`.
         options: the engine's, for others than here.
     """
-    import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -79,17 +93,18 @@ def engine_config(
         enforce_eager=True,
         **options,
     ).create_engine_config()
-    layers = ["layer"]
     config.cache_config.block_size = BLOCK_SIZE
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=8, head_size=32, dtype=torch.bfloat16
-    )
-    page = spec.page_size_bytes
+    groups = [
+        KVCacheGroupSpec([f"layer {group}"], one)
+        for group, one in enumerate(specs or [spec(FullAttentionSpec)])
+    ]
+    page = groups[0].kv_cache_spec.page_size_bytes
+    size = num_blocks * page
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[KVCacheTensor(num_blocks * page, layers, num_blocks * page, page)],
-        kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+        kv_cache_tensors=[KVCacheTensor(size, group.layer_names, size, page) for group in groups],
+        kv_cache_groups=groups,
     )
     executor_module._executors[config.instance_id] = EXECUTOR  # type: ignore[assignment]
     return config, dict(

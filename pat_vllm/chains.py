@@ -7,9 +7,11 @@ common is a prefix of both.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from pat_vllm.kinds import Kinds, longest_hit
 
 Chain: TypeAlias = Sequence[bytes]
 Block = TypeVar("Block")
@@ -105,39 +107,78 @@ class PlacedChain(NamedTuple):
 
 
 class Run(NamedTuple, Generic[Block]):
-    """Blocks that follow each other in a chain, in the cache of one source replica."""
+    """Blocks that follow each other in a chain, in the cache of a group of one source replica."""
 
     source_replica: int
     blocks: Sequence[Block]
+    group: int = 0
 
 
 def fill(
     chains: Iterable[PlacedChain],
-    find: Callable[[int, Chain], Sequence[Block]],
-    held: Sequence[set[bytes]],
+    find: Callable[[int, Chain, int], Sequence[Block | None]],
+    kinds: Kinds,
+    held: Sequence[Sequence[set[bytes]]],
     room: Sequence[int],
 ) -> list[list[Run[Block]]]:
     """Choose the cached blocks that each target replica gets, as far as it has room.
 
+    Of a chain it gets what a hit of its end needs, in every group.
+
     Args:
         chains: the most wanted one first.
-        find: the blocks of a source replica with these hashes, up to the first that it lacks.
-        held: hashes that each target replica has in any case. With a block it has all before it.
-            What is chosen is added.
+        find: the blocks of a source replica with these hashes in a group; None where it has none.
+        kinds: of the groups.
+        held: hashes that each target replica has in any case, by group. What is chosen is added.
         room: blocks for which each target replica has room.
 
     Returns:
         For each target replica its blocks, the most wanted ones first. No hash comes twice, and
-        none without its predecessor in a chain: it could not be found.
+        none without what it is found with.
     """
     chosen: list[list[Run[Block]]] = [[] for _ in room]
     left = list(room)
     for hashes, source, target in chains:
-        has = held[target]
-        first = bisect_left(hashes, True, key=lambda one: one not in has)
-        wanted = hashes[first : first + left[target]]
-        if blocks := find(source, wanted):
-            chosen[target].append(Run(source, blocks))
-            has.update(wanted[: len(blocks)])
-            left[target] -= len(blocks)
+        fits = _what_fits(partial(find, source), kinds, hashes, held[target], left[target])
+        for group, (names, blocks) in enumerate(fits):
+            if blocks:
+                chosen[target].append(Run(source, blocks, group))
+                held[target][group].update(names)
+                left[target] -= len(blocks)
     return chosen
+
+
+def _what_fits(
+    find: Callable[[Chain, int], Sequence[Block | None]],
+    kinds: Kinds,
+    chain: Chain,
+    held: Sequence[set[bytes]],
+    room: int,
+) -> list[tuple[list[bytes], list[Block]]]:
+    """What a hit of a chain still needs, or of as much of it as is cached and has room.
+
+    Returns:
+        Hashes and their blocks, by group; nothing where nothing is cached or has room.
+    """
+    blocks = len(chain) if room else 0
+    while blocks := longest_hit(
+        kinds, blocks, lambda group, at: find([chain[at]], group)[0] is not None
+    ):
+        places = [
+            kind.missing(blocks, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
+            for kind, hashes in zip(kinds, held, strict=True)
+        ]
+        too_many = sum(map(len, places)) - room
+        if too_many > 0:
+            blocks = max(0, blocks - too_many)
+            continue
+        names = [[chain[place] for place in of_group] for of_group in places]
+        found: Any = [find(one, group) for group, one in enumerate(names)]
+        if all(map(all, found)):
+            return list(zip(names, found, strict=True))
+        blocks = min(
+            of_group[one.index(None)]
+            for of_group, one in zip(places, found, strict=True)
+            if not all(one)
+        )
+    return []

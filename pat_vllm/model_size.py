@@ -202,6 +202,17 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
     return not (isinstance(mlps, list) and layer in mlps) and (layer + 1) % sparse_step == 0
 
 
+def _window_layers(config: Mapping[str, Any]) -> int:
+    """Layers with a sliding window."""
+    if not size_of(config, "sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    layers, kinds = _layers_of(config), config.get("layer_types")
+    if isinstance(kinds, list):
+        return min(layers, sum(kind == "sliding_attention" for kind in kinds))
+    every = 2 if config.get("model_type") == "gemma2" else size_of(config, "sliding_window_pattern")
+    return layers - layers // every if every else layers
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """The sizes of a decoder, counted in elements.
@@ -209,6 +220,7 @@ class ModelSize:
     Attributes:
         intermediate: width of the MLP, in layers without experts.
         experts: None: the decoder is dense.
+        window: tokens to which a token attends in `window_layers` of the layers.
     """
 
     layers: int
@@ -220,6 +232,8 @@ class ModelSize:
     vocab: int
     tied: bool
     experts: ExpertSizes | None = field(default=None, kw_only=True)
+    window: int = field(default=0, kw_only=True)
+    window_layers: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSize:
@@ -257,12 +271,19 @@ class ModelSize:
             vocab=size_of(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
             experts=ExpertSizes.of(config),
+            window=size_of(config, "sliding_window"),
+            window_layers=_window_layers(config),
         )
 
     @property
     def dense_layers(self) -> int:
         """Layers without experts."""
         return self.layers - (self.experts.layers if self.experts else 0)
+
+    def kv_share(self, context: float) -> float:
+        """Share of the KV of a context of so many tokens that layers with a window leave."""
+        beyond = max(0.0, 1 - self.window / max(1.0, context))
+        return 1 - self.window_layers / self.layers * beyond
 
     def layer_weights(self, tp: int) -> float:
         """Weights of all layers that every token needs, on one rank: all but the experts.

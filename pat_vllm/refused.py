@@ -114,9 +114,11 @@ def _attention_backend(vllm_config: VllmConfig) -> Any:
     return backend.name if backend is not None and backend.name in _PACKED_HEADS else None
 
 
-def _sliding_window(vllm_config: VllmConfig) -> Any:
-    model = vllm_config.model_config
-    return None if model is None or model.disable_sliding_window else model.get_sliding_window()
+def _drafts_with_windows(vllm_config: VllmConfig) -> Any:
+    speculative, model = vllm_config.speculative_config, vllm_config.model_config
+    if speculative is None or model is None or model.disable_sliding_window:
+        return None
+    return None if model.get_sliding_window() is None else speculative.method
 
 
 def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
@@ -126,7 +128,7 @@ def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
         model = vllm_config.model_config
         return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
 
-    return Rule("model", refused, "decoder-only models with full attention", kind)
+    return Rule("model", refused, "decoder-only models with full or sliding attention", kind)
 
 
 def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:
@@ -194,6 +196,11 @@ RULES = (
         _equal("speculative_config.rejection_sample_method", "synthetic"),
         "standard, block: PAT's outputs are those of the model",
     ),
+    Rule(
+        "speculative_config",
+        _drafts_with_windows,
+        "None for models with sliding windows, with which drafts are not tested yet",
+    ),
     Rule("kv_transfer_config", _other_than("kv_transfer_config"), "None"),
     Rule("ec_transfer_config", _other_than("ec_transfer_config"), "None"),
     Rule("kv_events_config", _kv_events, "None"),
@@ -257,10 +264,5 @@ RULES = (
         lambda model: model.is_hybrid or model.has_inner_state or model.is_attention_free,
     ),
     _models("a model with multi-head latent attention", lambda model: model.use_mla),
-    Rule(
-        "sliding_window",
-        _sliding_window,
-        "models with full attention in every layer, or disable_sliding_window=True",
-    ),
 )
 """All that is refused, in the order in which an error names it."""

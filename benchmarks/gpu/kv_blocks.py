@@ -20,6 +20,7 @@ from benchmarks.gpu.ceiling import random_like
 from benchmarks.gpu.shapes import Scale
 from benchmarks.gpu.timing import Stopwatch, milliseconds
 from pat_vllm.kernels.kv import IndexedBlocks, Piece, StagedBlocks, staged_blocks
+from pat_vllm.kinds import FullAttention
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.model_size import ModelSize
@@ -120,7 +121,8 @@ class Case:
             a, b = narrow % source.replicas, narrow % target.replicas
             held, wanted = (tuple(islice(p, count)) for p in (source_pools[a], target_pools[b]))
             found.append(RequestBlocks(f"{index}", a, held, b, wanted))
-        moves = plan_moves(source, target, self.model.kv_heads, found)
+        kinds = (FullAttention(self.model.kv_heads, BLOCK),)
+        moves = plan_moves(source, target, kinds, found)
         return RankMoves.of(0, source.world_size, moves)
 
 

@@ -125,8 +125,8 @@ class RandomModel(Ranged):
     arch: Annotated[
         str,
         typer.Option(
-            help="qwen3, qwen2, llama; mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, "
-            "glm4_moe."
+            help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
+            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe."
         ),
     ] = "qwen3"
     hidden: Annotated[
@@ -152,6 +152,9 @@ class RandomModel(Ranged):
         int, typer.Option(min=1, max=1 << 24, help="Longest context, tokens.")
     ] = 2048
     tie: Annotated[bool, typer.Option(help="Tie the output head to the embeddings.")] = False
+    window: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of a sliding window.")] = (
+        64
+    )
     experts: Annotated[
         int, typer.Option(min=1, max=1 << 12, help="Of a mixture, in each layer.")
     ] = 8

@@ -72,7 +72,7 @@ def sizes_of(shape: str, model: Path | None, ranks: int) -> dict[str, Any]:
 
 def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     arch = config.get("model_type")
-    dense = [one for one in random_model.ARCHS if one not in MIXTURES]
+    dense = [one for one in random_model.ARCHS if one not in MIXTURES + random_model.WINDOWS]
     if arch not in dense:
         raise ValueError(
             f"--shape model makes random models of {', '.join(dense)}, not of {shown(arch)}; for a "
@@ -90,7 +90,8 @@ def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
             intermediate=-(-size.intermediate // (2 * even)) * even,
             head_dim=size.head_dim // narrower,
         )
-    kept = {name: value for name, value in vars(size).items() if name not in ("tied", "experts")}
+    other = ("tied", "experts", "window", "window_layers")
+    kept = {name: value for name, value in vars(size).items() if name not in other}
     return {"arch": arch, **kept, "tie": size.tied}
 
 

@@ -31,6 +31,11 @@ ARCHS = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "llama": "LlamaForCausalLM",
+    # Sliding windows: in all layers, in every second one, in two of three.
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     # Mixtures of experts.
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -38,6 +43,7 @@ ARCHS = {
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
 }
+WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -47,6 +53,8 @@ _MOST_PARAMETERS = 20e9
 
 NORM_STD = 0.1
 BIAS_STD = 0.5
+_EMBEDDING = 0.3
+"""Standard deviation of what Gemma's embeddings add to the residual stream; norms add 1 each."""
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -159,7 +167,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         eos_token_id=eos,
         pad_token_id=pad,
         dtype=model.dtype,
-        **{"intermediate_size": model.intermediate} | _mixture(model),
+        **{"intermediate_size": model.intermediate} | _windows(model) | _mixture(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
     if model.repeat:
@@ -190,6 +198,8 @@ def _check(path: Path, model: RandomModel) -> None:
         raise ValueError(f"heads={heads} must be a multiple of kv_heads={model.kv_heads}")
     if arch in ("qwen2", "qwen2_moe", "olmoe") and hidden != (width := heads * model.head_dim):
         raise ValueError(f"hidden={hidden} must be heads * head_dim = {width} for {arch}")
+    if arch.startswith("gemma") and not model.tie:
+        raise ValueError(f"tie=False is not of {arch}, whose head is its embeddings: set tie=True")
     if model.repeat and model.tie:
         raise ValueError("tie=True needs repeat=0: a token would call for itself, not for the next")
     if model.repeat and phrase > (most := min(model.vocab - len(SPECIAL_TOKENS), hidden // 2)):
@@ -206,6 +216,19 @@ def _check(path: Path, model: RandomModel) -> None:
             f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
             f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
         )
+
+
+def _windows(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its sliding windows, if it has some."""
+    every = {"gemma2": 2, "gemma3_text": 3}.get(model.arch)
+    if every is None:
+        return {"sliding_window": model.window} if model.arch in ("mistral", "phi3") else {}
+    kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    return {
+        "sliding_window": model.window,
+        "layer_types": [kinds[layer % every] for layer in range(model.layers)],
+        "query_pre_attn_scalar": model.head_dim,
+    }
 
 
 def _mixture(model: RandomModel) -> dict[str, Any]:
@@ -274,6 +297,8 @@ def _random_weights(
             digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             mean, std = _distribution(part, shape, gain)
+            if config.model_type.startswith("gemma"):
+                mean, std = _of_gemma(part, shape, mean, std, gain)
             weight = torch.empty(tuple(shape), dtype=dtype)
             published = _as_mixtral(part) if config.model_type == "mixtral" else part
             yield published, weight.normal_(mean, std, generator=generator)
@@ -317,6 +342,21 @@ def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, 
     if name.endswith("bias"):
         return 0.0, BIAS_STD
     return 0.0, gain / math.sqrt(shape[1])
+
+
+def _of_gemma(
+    name: str, shape: Sequence[int], mean: float, std: float, gain: float
+) -> tuple[float, float]:
+    """The same for Gemma, whose norms add 1, and whose embeddings are the head's, too.
+
+    They are scaled by the root of the width. Were they as large as the logits ask for, a token
+    would call for itself; the last norm makes up for it.
+    """
+    if name == "model.embed_tokens.weight":
+        return mean, _EMBEDDING / math.sqrt(shape[1])
+    if name == "model.norm.weight":
+        return gain / _EMBEDDING - 1, std
+    return (0.0 if name.endswith("norm.weight") else mean), std
 
 
 def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:

@@ -9,8 +9,10 @@ of the layout that is left to those of the layout that is entered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from pat_vllm.kv_transfer.exchange import Exchange
-from pat_vllm.kv_transfer.plan import RankMoves
+from pat_vllm.kv_transfer.exchange import Exchange, Part
+from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.metrics.prometheus import PATMetrics, PATStats
 
 if TYPE_CHECKING:
@@ -37,16 +39,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadMetadata(KVConnectorMetadata):
-    """From the scheduler side: the blocks allocated for the KV of each carried request."""
+    """From the scheduler side: the blocks for the KV of each carried request, by group."""
 
-    blocks: dict[str, tuple[int, ...]]
+    blocks: dict[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass
 class MoveMetadata(KVConnectorMetadata):
-    """To the worker side: this rank's part of the block moves."""
+    """To the worker side: the block moves of all ranks, and which of them this is."""
 
-    moves: RankMoves
+    moves: Sequence[BlockMove]
+    rank: int
+    world_size: int
+
+    def of(self, groups: Sequence[int]) -> RankMoves:
+        """This rank's part of the moves in these groups."""
+        moves = [move for move in self.moves if move.group in groups]
+        return RankMoves.of(self.rank, self.world_size, moves)
 
 
 class PATConnector(KVConnectorBase_V1, SupportsHMA):
@@ -56,9 +65,12 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        groups = kv_cache_config.kv_cache_groups
+        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         self._carried: dict[str, int] = {}
-        self._allocated: dict[str, tuple[int, ...]] = {}
+        self._allocated: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._regions: list[dict[int, str]] = []
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     # ---------------------------------------------------------------- scheduler side
@@ -82,9 +94,10 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         if num_external_tokens > 0:
             tokens = self._carried.pop(request.request_id)
-            (block_ids,) = blocks.get_block_ids()
-            num_blocks = -(-tokens // self._block_size)
-            self._allocated[request.request_id] = tuple(block_ids[:num_blocks])
+            self._allocated[request.request_id] = tuple(
+                tuple(ids[: -(-tokens // size)])
+                for ids, size in zip(blocks.get_block_ids(), self._block_sizes, strict=True)
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
         metadata = LoadMetadata(self._allocated)
@@ -121,8 +134,15 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     # ---------------------------------------------------------------- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The layout's views of the KV buffer: layer name -> [blocks, heads, tokens, content]."""
+        """The layout's views of the KV buffer: layer name -> [blocks, heads, tokens, content].
+
+        Layers of several groups lie in one region, where each has blocks of its own.
+        """
         self.kv_caches = kv_caches
+        regions: dict[int, dict[int, str]] = defaultdict(dict)
+        for name, view in kv_caches.items():
+            regions[view.storage_offset() * view.element_size()][self._group_of[name]] = name
+        self._regions = [regions[offset] for offset in sorted(regions)]
 
     def start_load_kv(
         self,
@@ -134,20 +154,33 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         """Copy the blocks of the bound `MoveMetadata` from `source`'s views to this layout's.
 
         Collective: every rank calls it, with `exchange` over the same ranks. One exchange per
-        layer bounds the staging memory to one layer's moves; it is sound because a layer takes
+        region bounds the staging memory to one layer's moves; it is sound because a layer takes
         the same bytes of the buffer in every layout.
         """
         if source is None or exchange is None:
             return  # an ordinary forward pass, which loads nothing
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, MoveMetadata)
-        with exchange.staging(metadata.moves, self._sample_view(source), self._sample_view(self)):
-            for name, target_view in self.kv_caches.items():
-                exchange.run(source.kv_caches[name], target_view)
+        exchange.bytes_sent = 0
+        for _, alike in groupby(self._regions, key=lambda region: region.keys()):
+            regions = [self._views(region, source) for region in alike]
+            parts = [Part(metadata.of(groups), *pair) for groups, pair in regions[0]]
+            with exchange.staging(parts):
+                for region in regions:
+                    exchange.run([pair for _, pair in region])
 
-    @staticmethod
-    def _sample_view(connector: PATConnector) -> torch.Tensor:
-        return next(iter(connector.kv_caches.values()))
+    def _views(
+        self, region: Mapping[int, str], source: PATConnector
+    ) -> list[tuple[list[int], tuple[torch.Tensor, torch.Tensor]]]:
+        """Groups whose blocks have one shape, with the two layouts' views of the region."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        views = {}
+        for group, name in sorted(region.items()):
+            pair = source.kv_caches[name], self.kv_caches[name]
+            shapes = tuple((view.shape, view.stride(), view.dtype) for view in pair)
+            groups[shapes].append(group)
+            views[shapes] = pair
+        return [(groups[shapes], views[shapes]) for shapes in groups]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # loads are complete when `start_load_kv` returns

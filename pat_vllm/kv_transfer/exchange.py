@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -173,12 +173,26 @@ def _staged(
     )
 
 
+class Part(NamedTuple):
+    """Moves between blocks of one shape, which are alike in all layers that have some.
+
+    Attributes:
+        moves: this rank's part of the plan.
+        source, target: views of one layer in the two layouts, [blocks, heads, tokens, content],
+            which tell the sizes.
+    """
+
+    moves: RankMoves
+    source: torch.Tensor
+    target: torch.Tensor
+
+
 class Exchange:
     """All-to-all of KV blocks over the ranks of a process group. Every rank makes every call.
 
     Attributes:
-        bytes_sent: KV bytes that this rank has packed since the last `staging`, those that it
-            keeps included.
+        bytes_sent: KV bytes that this rank has packed since it was set to 0, those that it keeps
+            included.
     """
 
     def __init__(
@@ -188,39 +202,37 @@ class Exchange:
         self._device = device
         self._transport = transport or best_transport(group, device)
         self._staged: tuple[StagedBlocks, StagedBlocks] | None = None
-        self._rounds: list[tuple[StagedBlocks, StagedBlocks]] = []
+        self._rounds: list[tuple[int, StagedBlocks, StagedBlocks]] = []
         self._packed = torch.empty(0)
         self._begun: deque[torch.Tensor] = deque()
         self.bytes_sent = 0
 
     @contextmanager
-    def staging(
-        self, moves: RankMoves, source: torch.Tensor, target: torch.Tensor
-    ) -> Iterator[None]:
-        """Stage the same `moves` for any number of layers. At the end all of them have arrived.
+    def staging(self, parts: Sequence[Part]) -> Iterator[None]:
+        """Stage the same moves for any number of regions. At the end all of them have arrived.
 
-        Args:
-            moves: this rank's part of the plan.
-            source, target: views of one layer in the two layouts, [blocks, heads, tokens,
-                content], which tell the sizes; all layers must be alike.
+        A region is the memory of a layer. Groups have layers in the same one, whose blocks are of
+        several shapes where groups differ in more than their blocks: a part for each.
 
         Staging takes the bytes of one layer's moves. A transport that does not share memory takes
         them in both directions, and for two layers where the moves are a small part of a layer.
         Where they are a large part, what arrives is staged round by round. Bytes that stay on their
         rank are staged, too, because both views lie over the same memory.
         """
-        source, target = _words(source), _words(target)
-        # For a layer there is always room, and for a round in each direction (`memory/sizing.py`).
-        layer = max(source.nbytes, target.nbytes)
+        parts = [Part(one.moves, _words(one.source), _words(one.target)) for one in parts]
+        # For a layer there is always room, and for a round in each direction (`staged_share`).
+        layer = max(view.nbytes for one in parts for view in (one.source, one.target))
         room = layer + 2 * layer // ROUNDS
-        if moves.most_staged * source[0, 0].nbytes > room and self._transport.receives:
-            self._prepare_rounds(moves, source, target)
+        staged = sum(one.moves.most_staged * one.source[0, 0].nbytes for one in parts)
+        large = staged > room and self._transport.receives
+        if large or len(parts) > 1:
+            self._prepare_rounds(parts, ROUNDS if large else 1)
         else:
-            packs = _staged(moves.sends, source, from_source=True)
-            unpacks = _staged(moves.receives, target, from_source=False)
-            self._transport.prepare(packs.counts, unpacks.counts, source.dtype, room=room)
+            (part,) = parts
+            packs = _staged(part.moves.sends, part.source, from_source=True)
+            unpacks = _staged(part.moves.receives, part.target, from_source=False)
+            self._transport.prepare(packs.counts, unpacks.counts, part.source.dtype, room=room)
             self._staged = packs, unpacks
-        self.bytes_sent = 0
         try:
             yield
             while self._begun:
@@ -232,30 +244,37 @@ class Exchange:
             self._begun.clear()
             self._transport.release()
 
-    def _prepare_rounds(self, moves: RankMoves, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _prepare_rounds(self, parts: Sequence[Part], rounds: int) -> None:
         self._rounds = [
             (
-                _staged(one.sends, source, from_source=True),
-                _staged(one.receives, target, from_source=False),
+                index,
+                _staged(one.sends, part.source, from_source=True),
+                _staged(one.receives, part.target, from_source=False),
             )
-            for one in moves.split(ROUNDS)
+            for index, part in enumerate(parts)
+            for one in part.moves.split(rounds)
         ]
         # The largest round first, so that the buffers fit every other.
-        send = _largest([packs.counts for packs, _ in self._rounds])
-        receive = _largest([unpacks.counts for _, unpacks in self._rounds])
-        self._transport.prepare(send, receive, source.dtype, room=0)
-        total = sum(sum(packs.counts) for packs, _ in self._rounds)
-        self._packed = torch.empty(total, dtype=source.dtype, device=self._device)
+        send = _largest([packs.counts for _, packs, _ in self._rounds])
+        receive = _largest([unpacks.counts for _, _, unpacks in self._rounds])
+        dtype = parts[0].source.dtype
+        self._transport.prepare(send, receive, dtype, room=0)
+        total = sum(sum(packs.counts) for _, packs, _ in self._rounds)
+        self._packed = torch.empty(total, dtype=dtype, device=self._device)
 
-    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Move one layer's blocks from every rank's `source` view to every rank's `target`.
+    def run(self, views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Move the blocks of one region between every rank's views of it.
 
-        It may return before they have arrived. Layers must not lie over each other.
+        It may return before they have arrived. Regions must not lie over each other.
+
+        Args:
+            views: the source's and the target's of each part.
         """
         if self._rounds:
-            self._run_rounds(_words(source), _words(target))
+            self._run_rounds([(_words(source), _words(target)) for source, target in views])
             return
         assert self._staged is not None, "run() outside staging()"
+        ((source, target),) = views
         packs, _ = self._staged
         packs.pack(_words(source), self._transport.send)
         self.bytes_sent += self._transport.send.nbytes
@@ -264,16 +283,16 @@ class Exchange:
         if len(self._begun) == self._transport.depth:
             self._finish_one()
 
-    def _run_rounds(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Pack all of a layer, and only then let parts of it arrive."""
-        parts = self._packed.split([sum(packs.counts) for packs, _ in self._rounds])
-        for (packs, _), part in zip(self._rounds, parts, strict=True):
-            packs.pack(source, part)
-        for (packs, unpacks), part in zip(self._rounds, parts, strict=True):
+    def _run_rounds(self, views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Pack all of a region, and only then let parts of it arrive."""
+        packed = self._packed.split([sum(packs.counts) for _, packs, _ in self._rounds])
+        for (index, packs, _), part in zip(self._rounds, packed, strict=True):
+            packs.pack(views[index][0], part)
+        for (index, packs, unpacks), part in zip(self._rounds, packed, strict=True):
             self._transport.prepare(packs.counts, unpacks.counts, part.dtype, room=0)
             self._transport.send.copy_(part)
             self._transport.begin()
-            unpacks.unpack(self._transport.finish(), target)
+            unpacks.unpack(self._transport.finish(), views[index][1])
             self._transport.done()
             self.bytes_sent += part.nbytes
 

@@ -1,7 +1,8 @@
 """Which KV bytes go from which rank to which at a switch. Pure: no torch, no vLLM.
 
 KV blocks hold the same number of tokens in every layout, so block `i` of a request becomes
-block `i` of the same request; only the KV heads are spread over other ranks.
+block `i` of the same request; only their heads are spread over other ranks, as the kind of each
+group of KV caches says (`kinds.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pat_vllm.kinds import Kinds, StateKind
 from pat_vllm.layout import Layout
 
 ROUNDS = 32
@@ -22,6 +24,9 @@ class RequestBlocks:
 
     Block ids are local to the replica's pool; `source_blocks[i]` and `target_blocks[i]` hold the
     same tokens.
+
+    Attributes:
+        group: of the layers whose KV it is.
     """
 
     request_id: str
@@ -29,6 +34,7 @@ class RequestBlocks:
     source_blocks: tuple[int, ...]
     target_replica: int
     target_blocks: tuple[int, ...]
+    group: int = 0
 
     def __post_init__(self) -> None:
         if len(self.source_blocks) != len(self.target_blocks):
@@ -40,7 +46,7 @@ class RequestBlocks:
 
 @dataclass(frozen=True)
 class HeadRoute:
-    """KV heads that travel together from one rank to another.
+    """Heads that travel together from one rank to another.
 
     `source_heads` and `target_heads` index the head axis of the two ranks' own KV views, and are
     equally long.
@@ -54,36 +60,41 @@ class HeadRoute:
 
 @dataclass(frozen=True)
 class BlockMove:
-    """Blocks whose `route` heads are copied; `source_blocks[i]` goes to `target_blocks[i]`."""
+    """Blocks whose `route` heads are copied; `source_blocks[i]` goes to `target_blocks[i]`.
+
+    Attributes:
+        group: in whose layers.
+    """
 
     route: HeadRoute
     source_blocks: tuple[int, ...]
     target_blocks: tuple[int, ...]
+    group: int = 0
 
 
 def head_routes(
-    source: Layout, source_replica: int, target: Layout, target_replica: int, num_kv_heads: int
+    source: Layout, source_replica: int, target: Layout, target_replica: int, kind: StateKind
 ) -> list[HeadRoute]:
-    """Routes that fill every KV head of every rank of the target replica exactly once.
+    """Routes that fill every head of every rank of the target replica exactly once.
 
-    Where several source ranks hold a head (replicated KV heads), the target rank itself is
+    Where several source ranks hold a head (replicated ones), the target rank itself is
     preferred, because it needs no transfer. Otherwise the holders take turns.
     """
     holders: dict[int, list[int]] = defaultdict(list)
     for rank in source.ranks_of(source_replica):
-        for head in source.kv_heads_of(source.tp_rank_of(rank), num_kv_heads):
+        for head in kind.heads_of(source, source.tp_rank_of(rank)):
             holders[head].append(rank)
 
     routes: list[HeadRoute] = []
     for rank in target.ranks_of(target_replica):
-        wanted = target.kv_heads_of(target.tp_rank_of(rank), num_kv_heads)
+        wanted = kind.heads_of(target, target.tp_rank_of(rank))
         sources = [_pick_holder(holders[head], rank) for head in wanted]
         start = 0
         for end in range(1, len(wanted) + 1):
             if end < len(wanted) and sources[end] == sources[start]:
                 continue
             source_rank = sources[start]
-            held = source.kv_heads_of(source.tp_rank_of(source_rank), num_kv_heads)
+            held = kind.heads_of(source, source.tp_rank_of(source_rank))
             first = held.index(wanted[start])
             routes.append(
                 HeadRoute(source_rank, rank, range(first, first + end - start), range(start, end))
@@ -97,26 +108,27 @@ def _pick_holder(holders: Sequence[int], target_rank: int) -> int:
 
 
 def plan_moves(
-    source: Layout, target: Layout, num_kv_heads: int, requests: Iterable[RequestBlocks]
+    source: Layout, target: Layout, kinds: Kinds, requests: Iterable[RequestBlocks]
 ) -> list[BlockMove]:
     """Block moves that carry the requests' KV from layout `source` to layout `target`.
 
-    Every (block, KV head) of every target rank is written exactly once, from a rank that holds
+    Every (group, block, head) of every target rank is written exactly once, from a rank that holds
     it. Moves of requests that share both replicas are merged, so the plan's size depends on the
     number of ranks rather than on the number of requests.
     """
-    source_blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
-    target_blocks: dict[tuple[int, int], list[int]] = defaultdict(list)
+    source_blocks: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+    target_blocks: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for request in requests:
-        pair = (request.source_replica, request.target_replica)
-        source_blocks[pair].extend(request.source_blocks)
-        target_blocks[pair].extend(request.target_blocks)
+        of = (request.group, request.source_replica, request.target_replica)
+        source_blocks[of].extend(request.source_blocks)
+        target_blocks[of].extend(request.target_blocks)
 
     return [
-        BlockMove(route, tuple(source_blocks[pair]), tuple(target_blocks[pair]))
-        for pair in sorted(source_blocks)
-        if source_blocks[pair]
-        for route in head_routes(source, pair[0], target, pair[1], num_kv_heads)
+        BlockMove(route, tuple(source_blocks[of]), tuple(target_blocks[of]), group)
+        for of in sorted(source_blocks)
+        if source_blocks[of]
+        for group, from_replica, to_replica in [of]
+        for route in head_routes(source, from_replica, target, to_replica, kinds[group])
     ]
 
 
@@ -127,7 +139,7 @@ class RankMoves:
     Both sides list a pair's moves in the plan's order, so that packed bytes need no headers.
 
     Attributes:
-        most_staged: (block, KV head) pairs that a rank sends and receives, of the rank with most.
+        most_staged: (block, head) pairs that a rank sends and receives, of the rank with most.
             Alike on all ranks.
     """
 
@@ -176,5 +188,5 @@ def _part(moves: Iterable[BlockMove], i: int, parts: int) -> tuple[BlockMove, ..
         total = len(move.source_blocks)
         run = slice(i * total // parts, (i + 1) * total // parts)
         if blocks := move.source_blocks[run]:
-            cut.append(BlockMove(move.route, blocks, move.target_blocks[run]))
+            cut.append(BlockMove(move.route, blocks, move.target_blocks[run], move.group))
     return tuple(cut)

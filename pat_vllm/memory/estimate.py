@@ -6,7 +6,7 @@ here (`worker/gpu_worker.py`), and sizes its KV cache by the same `kv_cache_byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pat_vllm.gpus import Device, MiB
@@ -69,16 +69,29 @@ def kv_cache_bytes(
     return available if available * staged <= activations else int(left / (1 + staged))
 
 
-def staged_share(layouts: Sequence[Layout], num_kv_heads: int, num_layers: int) -> float:
+def num_regions(layers: Iterable[int]) -> int:
+    """Regions of the KV cache, in each of which a layer of every group lies.
+
+    As vLLM's `_get_kv_cache_groups_uniform_page_size` divides layers into groups.
+
+    Args:
+        layers: of each kind.
+    """
+    counts = [count for count in layers if count]
+    few, many = min(counts), max(counts)
+    return many if many < 1.5 * few else few
+
+
+def staged_share(layouts: Sequence[Layout], num_kv_heads: int, num_regions: int) -> float:
     """Share of the KV cache that a switch between any two layouts stages in the worst case.
 
-    That is a layer to be sent to each rank that has the same KV heads, in whole, and what one round
-    sends and receives of it.
+    That is a region, of a layer or of one of each group, to be sent to each rank that has the same
+    KV heads, in whole, and what one round sends and receives of it.
     """
     if len(layouts) == 1:
         return 0.0
     sent = max(1, max(layout.tp for layout in layouts) // num_kv_heads)
-    return (sent + 2 / ROUNDS) / num_layers
+    return (sent + 2 / ROUNDS) / num_regions
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,8 @@ class RankMemory:
         activations: of the largest step.
         graphs: CUDA graphs of all layouts.
         kv: the KV cache; below 0 where the rest has no room.
-        kv_tokens: that it holds in a replica, by tp; 0 where there is no room.
+        kv_tokens: that it holds in a replica, of the longest contexts, by tp; 0 where there is no
+            room.
         pinned: host memory.
     """
 
@@ -135,11 +149,15 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         model.step_bytes(layout.tp, one.max_num_batched_tokens, one.max_num_seqs)
         for layout, one in zip(layouts, limits, strict=True)
     ]
+    share = model.kv_share(engine.max_model_len)
+    of_kinds = model.window_layers, model.layers - model.window_layers
     requested = int(device.memory * engine.gpu_memory_utilization)
     free = requested - weights - tables - groups - early
-    share = staged_share(layouts, model.kv_heads, model.layers) if engine.migrates else 0.0
+    staged = (
+        staged_share(layouts, model.kv_heads, num_regions(of_kinds)) if engine.migrates else 0.0
+    )
     kv = engine.kv_cache_memory_bytes or kv_cache_bytes(
-        [Measured(free - step, step) for step in steps], graphs, late, share
+        [Measured(free - step, step) for step in steps], graphs, late, staged
     )
     return RankMemory(
         requested=requested,
@@ -151,7 +169,9 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         graphs=graphs,
         kv=kv,
         kv_tokens={
-            one.tp: max(0, kv // (engine.block_size * model.kv_bytes_per_token(one.tp)))
+            one.tp: max(
+                0, int(kv // (engine.block_size * share * model.kv_bytes_per_token(one.tp)))
+            )
             * engine.block_size
             for one in layouts
         },

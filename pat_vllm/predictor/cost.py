@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from pat_vllm.kinds import Kinds, carried_tokens
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Floats
 from pat_vllm.profiling.profile import Profile, SwitchSample
@@ -25,6 +26,8 @@ _SMOOTHING = 0.5
 """Weight of the newest measurement in the running averages."""
 _MAX_CORRECTION = 20.0
 """Most that past switches may correct the costs, as a factor either way."""
+_CONTEXTS = np.round(np.geomspace(1, 1 << 22, 200))
+"""Tokens of a context for which the share that moves is computed; others lie between them."""
 _LEAST_EXCHANGE = 1 << 20
 """Bytes of KV below which an exchange says more about its latency than about its bandwidth."""
 
@@ -64,9 +67,9 @@ class CostModel:
     switches of the engine correct either by a factor per pair.
 
     KV is carried by migrating it, or by recomputing it in the target layout, where replicas work
-    side by side as far as there is a request for each. Both ways are linear in the tokens. So the
-    cheaper way is the same for all requests of a switch, and its rate times all tokens is the sum
-    over the requests.
+    side by side as far as there is a request for each. Recomputing is linear in the tokens,
+    migrating in those that are held: of full attention all. Then the cheaper way is the same for
+    all requests of a switch, and its rate times all tokens is the sum over the requests.
 
     Attributes:
         mode: "auto" takes the cheaper way; the others always take theirs.
@@ -76,10 +79,17 @@ class CostModel:
         self,
         mode: Literal["auto", "migrate", "recompute"] = "auto",
         rates: CarryRates | None = None,
+        kinds: Kinds = (),
     ) -> None:
-        """A model that knows no switch yet. Without `rates` all KV is migrated, at no cost."""
+        """A model that knows no switch yet. Without `rates` all KV is migrated, at no cost.
+
+        Args:
+            kinds: of state; without any, all of a token's moves.
+        """
         rates = rates or CarryRates()
         self.mode = mode
+        self._kinds = kinds
+        self._shares = np.array([carried_tokens(kinds, int(n)) / int(n) for n in _CONTEXTS])
         self._recompute = dict(rates.recompute)
         self._by_pair: dict[tuple[Layout, Layout], _Linear] = {}
         self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
@@ -102,7 +112,7 @@ class CostModel:
         by_pair: dict[tuple[Layout, Layout], list[SwitchSample]] = defaultdict(list)
         for sample in profile.switches:
             by_pair[sample.source, sample.target].append(sample)
-        self._by_pair = {pair: _fit(samples) for pair, samples in by_pair.items()}
+        self._by_pair = {pair: self._fit(samples) for pair, samples in by_pair.items()}
         if known := self._by_pair.values():
             self._other_pairs = _Linear(
                 max(one.fixed for one in known),
@@ -122,25 +132,28 @@ class CostModel:
         fixed = correction * (linear.fixed + linear.per_request * num_seqs)
         migrate, in_one_replica = self._per_token(source, target)
         mode = self._mode_of(source, target)
+        moving = self._carried(num_seqs, tokens)
         if mode == "migrate" or (mode == "auto" and migrate * target.replicas <= in_one_replica):
-            return fixed + migrate * tokens
+            return fixed + migrate * moving
         recompute = in_one_replica / np.minimum(np.maximum(num_seqs, 1), target.replicas)
         if mode == "recompute":
             return fixed + recompute * tokens
-        return fixed + np.minimum(migrate, recompute) * tokens
+        return fixed + np.minimum(migrate * moving, recompute * tokens)
 
     def choose(self, num_tokens: int, source: Layout, target: Layout, num_seqs: int) -> Way:
         """How a request takes its KV along, of `num_seqs` that are carried.
 
         Args:
-            num_tokens: of the request, with KV in memory. Both ways are linear in them, so that
-                they do not matter as yet.
+            num_tokens: of the request, with KV in memory. All of them are computed again; what
+                moves is what is left of them in each kind of state.
         """
         if (mode := self._mode_of(source, target)) != "auto":
             return mode
         migrate, in_one_replica = self._per_token(source, target)
         recompute = in_one_replica / max(1, min(num_seqs, target.replicas))
-        return "migrate" if migrate <= recompute else "recompute"
+        tokens = max(1, num_tokens)  # of a request that waits, any that are cached for it
+        moving = carried_tokens(self._kinds, tokens)
+        return "migrate" if migrate * moving <= recompute * tokens else "recompute"
 
     def least_chance(self, source: Layout, target: Layout) -> float:
         """From which chance on, that a cached prefix is asked for, it pays to migrate its KV.
@@ -168,10 +181,12 @@ class CostModel:
         # What recomputing takes is paid after the switch.
         tokens = report.cached_tokens + (0 if report.recomputed else report.tokens)
         if self._by_pair:
-            predicted = linear.seconds(report.num_seqs, tokens)
+            moving = self._carried(report.num_seqs, float(tokens))
+            predicted = linear.seconds(report.num_seqs, moving)
             real = report.seconds - report.quiesce
         elif report.kv_bytes >= _LEAST_EXCHANGE:
-            predicted, real = linear.per_token * tokens, report.kv
+            moving = self._carried(report.num_seqs, float(tokens))
+            predicted, real = linear.per_token * moving, report.kv
         else:
             return
         if predicted <= 0 or real <= 0:
@@ -180,6 +195,30 @@ class CostModel:
         ratio = min(limit, max(-limit, math.log(real / predicted)))
         old = self._log_correction.get(pair)
         self._log_correction[pair] = ratio if old is None else old + _SMOOTHING * (ratio - old)
+
+    def _carried(self, num_seqs: Number, tokens: Number) -> Number:
+        """What moves with requests of so many tokens together, in tokens whose state is whole.
+
+        As if all were equally long, which is at least what moves if they are not.
+        """
+        if len(self._kinds) == 0:
+            return tokens
+        share = np.interp(tokens / np.maximum(num_seqs, 1), _CONTEXTS, self._shares)
+        return tokens * share  # type: ignore[return-value]
+
+    def _fit(self, samples: Sequence[SwitchSample]) -> _Linear:
+        """Least squares of the relative error; coefficients are never negative."""
+        from scipy.optimize import nnls
+
+        features = np.array(
+            [[1.0, s.num_seqs, self._carried(s.num_seqs, float(s.tokens))] for s in samples]
+        )
+        seconds = np.array([s.seconds for s in samples])
+        # Columns differ by orders of magnitude.
+        scale = np.maximum(features.max(axis=0), 1.0)
+        coefficients, _ = nnls(features / seconds[:, None] / scale, np.ones(len(samples)))
+        fixed, per_request, per_token = coefficients / scale
+        return _Linear(float(fixed), float(per_request), float(per_token))
 
     def _mode_of(self, source: Layout, target: Layout) -> Literal["auto", "migrate", "recompute"]:
         """Between layouts that share KV all of it stays where it is."""
@@ -201,16 +240,3 @@ class CostModel:
         linear, correction = self._linear(source, target)
         migrate = correction * linear.per_token
         return migrate, self._recompute.get(target, migrate * target.replicas)
-
-
-def _fit(samples: Sequence[SwitchSample]) -> _Linear:
-    """Least squares of the relative error; coefficients are never negative."""
-    from scipy.optimize import nnls
-
-    features = np.array([[1.0, s.num_seqs, s.tokens] for s in samples])
-    seconds = np.array([s.seconds for s in samples])
-    # Columns differ by orders of magnitude.
-    scale = np.maximum(features.max(axis=0), 1.0)
-    coefficients, _ = nnls(features / seconds[:, None] / scale, np.ones(len(samples)))
-    fixed, per_request, per_token = coefficients / scale
-    return _Linear(float(fixed), float(per_request), float(per_token))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
+from pat_vllm.kinds import Kinds, longest_context, num_blocks
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import NamedLayout, StepSample, SwitchSample
 
@@ -40,7 +41,7 @@ class EngineLimits:
         max_num_seqs: requests that a replica runs at once, by tp.
         max_batch_tokens: tokens that a step of a replica may compute, by tp.
         max_model_len: tokens of the longest context.
-        block_size: tokens in a KV block.
+        kinds: of its groups of KV caches.
         blocks: KV blocks that requests of a replica can have, by tp.
         draft_lengths: those above 0 that steps may be measured with, ascending.
         misses: whether a step may have a draft length and verify no drafts, as when nothing was
@@ -51,15 +52,17 @@ class EngineLimits:
     max_num_seqs: Mapping[int, int]
     max_batch_tokens: Mapping[int, int]
     max_model_len: int
-    block_size: int
+    kinds: Kinds
     blocks: Mapping[int, int]
     draft_lengths: tuple[int, ...] = ()
     misses: bool = False
 
     @property
     def kv_tokens(self) -> dict[int, int]:
-        """Tokens whose KV a replica's memory holds, by tp."""
-        return {tp: blocks * self.block_size for tp, blocks in self.blocks.items()}
+        """Tokens whose KV a replica's memory holds, by tp: those of the longest contexts."""
+        size, most = self.kinds[0].block_size, self.max_model_len
+        tokens, of_each = -(-most // size) * size, num_blocks(self.kinds, most, room=1)
+        return {tp: blocks * tokens // of_each for tp, blocks in self.blocks.items()}
 
     @property
     def room(self) -> int:
@@ -72,14 +75,20 @@ class EngineLimits:
 
     def longest_context(self, tp: int, batch: int, drafts: int = 0) -> int:
         """Most tokens that each of `batch` contexts may begin with; below 1 if they do not fit."""
-        in_memory = self.blocks[tp] // batch * self.block_size
-        return min(self.max_model_len, in_memory) - self.room_for(drafts) - 1
+        room = self.room_for(drafts)
+        blocks = self.blocks[tp] // batch
+        return longest_context(self.kinds, blocks, self.max_model_len, room + 2) - room - 1
 
     def most_requests(self, tp: int, drafts: int = 0) -> int:
         """Requests with short contexts, and so many drafts each, that a replica can run at once."""
-        each = -(-(self.short + self.room_for(drafts) + 1) // self.block_size)
+        each = self._blocks(self.short, drafts)
         in_step = self.max_batch_tokens[tp] // (1 + drafts)
         return max(1, min(self.max_num_seqs[tp], in_step, self.blocks[tp] // each))
+
+    def _blocks(self, context: int, drafts: int) -> int:
+        """Blocks of a context at a point that verifies so many drafts of each."""
+        room = self.room_for(drafts)
+        return num_blocks(self.kinds, context + room + 1, room + 2)
 
     @property
     def short(self) -> int:
@@ -97,7 +106,8 @@ class EngineLimits:
         """Whether a replica can make such a step."""
         tp, prompts = point.layout.tp, self.prompts(point.prefill)
         contexts = [c + self.room_for(point.drafts) + 1 for c in point.contexts]
-        blocks = sum(-(-n // self.block_size) for n in (*contexts, *(p + 1 for p in prompts)))
+        blocks = sum(self._blocks(context, point.drafts) for context in point.contexts)
+        blocks += sum(num_blocks(self.kinds, n + 1, room=n + 1) for n in prompts)
         return (
             0 < point.batch + len(prompts) <= self.max_num_seqs[tp]
             and point.batch * (1 + point.drafts) + point.prefill <= self.max_batch_tokens[tp]

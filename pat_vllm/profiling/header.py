@@ -9,7 +9,7 @@ from pat_vllm.limits import limits_by_tp
 from pat_vllm.model_size import routing_of
 from pat_vllm.profiling.grid import EngineLimits
 from pat_vllm.profiling.key import by_name, profile_key, title
-from pat_vllm.worker.layout_config import block_ratio, kv_bytes_per_token, lengths_of
+from pat_vllm.worker.layout_config import block_ratio, kinds_of, lengths_of
 from pat_vllm.worker.synthetic import FIRST_BLOCK
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ def engine_limits(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> En
     layouts = layouts_of(vllm_config)
     limits, model = limits_by_tp(vllm_config), vllm_config.model_config
     assert model is not None
-    heads = model.get_total_num_kv_heads()
+    kinds = kinds_of(kv_cache_config, layouts[0], model.get_total_num_kv_heads())
     return EngineLimits(
         layouts=layouts,
         max_num_seqs={tp: one.max_num_seqs for tp, one in limits.items()},
         max_batch_tokens={tp: one.max_num_batched_tokens for tp, one in limits.items()},
         max_model_len=model.max_model_len,
-        block_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+        kinds=kinds,
         blocks={
-            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], heads)
+            layout.tp: kv_cache_config.num_blocks * block_ratio(layout, layouts[0], kinds)
             - FIRST_BLOCK
             for layout in layouts
         },
@@ -70,8 +70,6 @@ def profile_header(executor: PATExecutorMixin, kv_cache_config: KVCacheConfig) -
         "max_num_seqs": by_name(limits.max_num_seqs),
         "max_batch_tokens": by_name(limits.max_batch_tokens),
         "kv_tokens": by_name(limits.kv_tokens),
-        "kv_bytes_per_token": kv_bytes_per_token(
-            kv_cache_config, base, vllm_config.model_config.get_total_num_kv_heads()
-        ),
+        "kv_bytes_per_token": sum(kind.token_bytes for kind in limits.kinds),
         "experts": routing and list(routing),
     }

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from pat_vllm.executor.messages import PATSchedulerOutput, SwitchCommand
+from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import quality
@@ -93,7 +94,6 @@ class _Profiler:
         self._executor = executor
         self._plan = plan
         self._switch_id = switch_id
-        self._num_kv_heads = config.model_config.get_total_num_kv_heads()
         self._use_v2 = config.use_v2_model_runner
         self._vocabulary = config.model_config.get_vocab_size()
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
@@ -271,7 +271,7 @@ class _Profiler:
         begun = time.perf_counter()
         placement = spread(requests, source, target)
         blocks = () if stays else _request_blocks(before, after)
-        moves = tuple(plan_moves(source, target, self._num_kv_heads, blocks))
+        moves = tuple(plan_moves(source, target, self._plan.limits.kinds, blocks))
         times = self._executor.switch(
             SwitchCommand(self._switch_id, source, target, moves, placement)
         )
@@ -297,7 +297,7 @@ class _Profiler:
         for replica in range(layout.replicas):
             mine = [r for r in requests if placement[r.request_id] == replica]
             made = make_requests(
-                "", [r.context for r in mine], 1, self._plan.limits.block_size, decoding=True
+                "", [r.context for r in mine], 1, self._plan.limits.kinds, decoding=True
             )
             if next_block(made) - FIRST_BLOCK > self._plan.limits.blocks[layout.tp]:
                 return None
@@ -312,4 +312,6 @@ def _request_blocks(before: _Allotted, after: _Allotted) -> Iterator[RequestBloc
     for replica, ones in before.items():
         for one in ones:
             to, other = target[one.request_id]
-            yield RequestBlocks(one.request_id, replica, one.blocks, to, other.blocks)
+            for group, (old, new) in enumerate(zip(one.blocks, other.blocks, strict=True)):
+                held = slice(old.count(NULL_BLOCK), None)
+                yield RequestBlocks(one.request_id, replica, old[held], to, new[held], group)

@@ -43,14 +43,14 @@ class Stream:
         self._point = point
         self._use_v2 = use_v2
         self._prefix = prefix
-        self._block_size = limits.block_size
+        self._kinds = limits.kinds
         self._prompts = limits.prompts(point.prefill)
         self._room = limits.room_for(point.drafts)
         self._decoding = make_requests(
             prefix,
             point.contexts,
             self._room + 1,
-            limits.block_size,
+            limits.kinds,
             decoding=True,
             vocabulary=vocabulary if point.k and not point.hits else 0,
         )
@@ -91,7 +91,7 @@ class Stream:
             f"{self._prefix}-{self._sent}",
             self._prompts,
             1,
-            self._block_size,
+            self._kinds,
             decoding=False,
             # Prompts of one step after the other may have the same blocks.
             first_block=next_block(self._decoding),

@@ -19,7 +19,6 @@ from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.turns import Turns
-from pat_vllm.worker.layout_config import kv_bytes_per_token
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,8 +55,8 @@ def build(
     config, layouts = pat_config(vllm_config), layouts_of(vllm_config)
     executor = executor_of(vllm_config)
     factory = ReplicaFactory(vllm_config, layouts[0], kv_cache_config, log_stats=log_stats, **stock)
-    kv_bytes = kv_bytes_per_token(kv_cache_config, layouts[0], factory.num_kv_heads)
-    costs = CostModel(config.kv_transfer, _carry_rates(executor, kv_bytes))
+    kv_bytes = sum(kind.token_bytes for kind in factory.kinds)
+    costs = CostModel(config.kv_transfer, _carry_rates(executor, kv_bytes), factory.kinds)
     assert vllm_config.model_config is not None
     max_model_len = vllm_config.model_config.max_model_len
     policy = make_policy(

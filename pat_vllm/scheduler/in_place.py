@@ -24,14 +24,14 @@ def keeps_places(source: Layout, target: Layout, replicas: Sequence[Replica]) ->
     there have to be blocks for the next step of everything.
     """
     return source.shares_kv(target) and all(
-        sum(_blocks_of_a_step(replica.scheduler))
+        len(replica.kinds) * sum(_blocks_of_a_step(replica.scheduler))
         <= replica.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         for replica in replicas
     )
 
 
 def _blocks_of_a_step(scheduler: Scheduler) -> list[int]:
-    """What each request that runs may need at most; of a prompt, all that is left of it."""
+    """What each request that runs may need at most in each group; of a prompt, all that is left."""
     lookahead = scheduler.num_lookahead_tokens + scheduler.num_spec_tokens + 1
     return [
         2 + (request.num_tokens - request.num_computed_tokens + lookahead) // scheduler.block_size

@@ -1,17 +1,16 @@
-"""The prefix cache of a replica: what it holds, and what a switch puts into it.
-
-PAT's engines have one group of KV caches: a block is found by its hash alone.
-"""
+"""The prefix cache of a replica: what it holds, and what a switch puts into it."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from pat_vllm.chains import Chain, PlacedChain, Run, fill
+from pat_vllm.kinds import densest, longest_hit
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.routing import Placed, spread
 
@@ -22,40 +21,40 @@ if TYPE_CHECKING:
     from pat_vllm.scheduler.replica import Replica
 
 
-_GROUP = make_block_hash_with_group_id(BlockHash(b""), 0)
-"""What vLLM appends to hashes of the first group."""
+@cache
+def _suffix(group: int) -> bytes:
+    """What vLLM appends to hashes of a group."""
+    return make_block_hash_with_group_id(BlockHash(b""), group)
 
 
-def find(replica: Replica, chain: Chain) -> list[KVCacheBlock]:
-    """The blocks with these hashes, as vLLM would find them, up to the first that is not cached."""
+def find(replica: Replica, hashes: Chain, group: int = 0) -> list[KVCacheBlock | None]:
+    """The cached blocks of a group with these hashes, as vLLM would find them."""
     pool = replica.scheduler.kv_cache_manager.block_pool
     get: Any = pool.cached_block_hash_to_block.get_one_block
-    blocks: list[KVCacheBlock] = []
-    for block_hash in chain:
-        if (block := get(block_hash + _GROUP)) is None:
-            break
-        blocks.append(block)
-    return blocks
+    suffix = _suffix(group)
+    return [get(block_hash + suffix) for block_hash in hashes]
 
 
 def num_cached(replica: Replica, chain: Chain) -> int:
-    """Number of blocks of a chain, from the first on, that the cache has.
-
-    vLLM drops the last blocks of a chain first, so that it has all before one that it has.
-    """
-    if not find(replica, chain[:1]):
-        return 0
-    return bisect_left(chain, True, key=lambda one: not find(replica, [one]))
+    """Number of blocks of a chain, from the first on, that a request would find cached."""
+    return longest_hit(
+        replica.kinds,
+        len(chain),
+        lambda group, place: find(replica, [chain[place]], group) != [None],
+    )
 
 
 def num_unused(replica: Replica, chain: Chain) -> int:
-    """How many of these no request uses. Who uses a block uses all before it."""
-    cached = chain[: num_cached(replica, chain)]
+    """How many of these no request uses. Who uses a block uses all before it, or has used them."""
+    group = densest(replica.kinds)
+    kind = replica.kinds[group]
+    places = kind.held(num_cached(replica, chain) * kind.block_size)
 
-    def is_unused(block_hash: bytes) -> bool:
-        return all(block.ref_cnt == 0 for block in find(replica, [block_hash]))
+    def is_unused(place: int) -> bool:
+        (block,) = find(replica, [chain[place]], group)
+        return block is None or block.ref_cnt == 0
 
-    return len(cached) - bisect_left(cached, True, key=is_unused)
+    return len(places) - bisect_left(places, True, key=is_unused)
 
 
 def place_chains(
@@ -85,7 +84,7 @@ def place_chains(
 
 def carry_cached(
     wanted: Iterable[PlacedChain],
-    held: Sequence[set[bytes]],
+    held: Sequence[Sequence[set[bytes]]],
     replicas: Sequence[Replica],
     fresh: Sequence[Replica],
 ) -> list[RequestBlocks]:
@@ -93,7 +92,7 @@ def carry_cached(
 
     Args:
         wanted: chains, the most wanted one first.
-        held: hashes of the blocks that come to each new replica with its requests.
+        held: hashes of the blocks that come to each new replica with its requests, by group.
         replicas: those that are left.
         fresh: the new ones.
 
@@ -101,17 +100,24 @@ def carry_cached(
         Where the KV of these blocks lies, and where it goes.
     """
     room = [one.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() for one in fresh]
-    filled = fill(wanted, lambda index, chain: find(replicas[index], chain), held, room)
+    filled = fill(
+        wanted,
+        lambda index, hashes, group: find(replicas[index], hashes, group),
+        fresh[0].kinds,
+        held,
+        room,
+    )
     return [
         RequestBlocks(
             "cached",
-            source,
-            tuple(block.block_id for block in blocks),
+            run.source_replica,
+            tuple(block.block_id for block in run.blocks),
             replica.index,
             tuple(ids),
+            run.group,
         )
         for replica, runs in zip(fresh, filled, strict=True)
-        for (source, blocks), ids in zip(runs, _take_up(replica, runs), strict=True)
+        for run, ids in zip(runs, _take_up(replica, runs), strict=True)
     ]
 
 
@@ -129,9 +135,9 @@ def _take_up(replica: Replica, runs: Sequence[Run[KVCacheBlock]]) -> list[list[i
     pool = replica.scheduler.kv_cache_manager.block_pool
     ids = []
     taken: list[KVCacheBlock] = []
-    for _, cached in runs:
-        blocks = pool.free_block_queue.popleft_n(len(cached))
-        for block, one in zip(blocks, cached, strict=True):
+    for run in runs:
+        blocks = pool.free_block_queue.popleft_n(len(run.blocks))
+        for block, one in zip(blocks, run.blocks, strict=True):
             assert one.block_hash is not None
             block.set_block_hash(one.block_hash, one.block_hash_num_tokens)
             pool.cached_block_hash_to_block.insert(one.block_hash, block)

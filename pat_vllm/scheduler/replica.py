@@ -13,7 +13,12 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
-from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.worker.layout_config import (
+    block_ratio,
+    kinds_of,
+    layout_config,
+    layout_kv_cache_config,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+    from pat_vllm.kinds import Kinds
     from pat_vllm.kv_transfer.connector import PATConnector
 
 
@@ -29,12 +35,14 @@ class Replica:
     """A stock scheduler and its steps in flight, oldest first.
 
     Attributes:
+        kinds: of its groups of KV caches.
         decode_steps: finished steps in which requests decoded.
     """
 
-    def __init__(self, index: int, scheduler: Scheduler) -> None:
+    def __init__(self, index: int, scheduler: Scheduler, kinds: Kinds) -> None:
         self.index = index
         self.scheduler = scheduler
+        self.kinds = kinds
         self.in_flight: deque[SchedulerOutput] = deque()
         self.decode_steps = 0
         self._drafts: DraftTokenIds | None = None
@@ -135,7 +143,8 @@ class ReplicaFactory:
         self._configs: dict[Layout, tuple[VllmConfig, KVCacheConfig]] = {}
         self._pools = BlockPools()
         assert vllm_config.model_config is not None
-        self.num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+        num_kv_heads = vllm_config.model_config.get_total_num_kv_heads()
+        self.kinds = kinds_of(kv_cache_config, base, num_kv_heads)
 
     def make(self, layout: Layout) -> list[Replica]:
         """The replicas of `layout`, without requests."""
@@ -150,6 +159,7 @@ class ReplicaFactory:
                     scheduler_cls(  # type: ignore[arg-type]
                         vllm_config=config, kv_cache_config=kv_cache_config, **self._stock
                     ),
+                    self.kinds,
                 )
                 for index in range(layout.replicas)
             ]
@@ -174,7 +184,7 @@ class ReplicaFactory:
 
     def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
         """The KV cache config of one rank of `layout`."""
-        ratio = block_ratio(layout, self._base, self.num_kv_heads)
+        ratio = block_ratio(layout, self._base, self.kinds)
         return layout_kv_cache_config(self._base_kv_cache, ratio)
 
     def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:

@@ -166,7 +166,7 @@ def _plan(active: ReplicaSet, target: Layout, costs: CostModel) -> SwitchPlan:
             return StayInPlace.of(carried, active)
         fresh = active.make(target)
         pays = active.chains.chance >= costs.least_chance(active.layout, target)
-        chains = active.chains.latest() if pays and active.may_carry_caches else ()
+        chains = active.chains.latest() if pays and active.may_carry_caches else None
         return Carry.of(carried, chains, active, target, fresh)
     except Exception as error:
         for one in undo:

@@ -11,6 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pat_vllm.chains import Chain, PlacedChain
 from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.kinds import NULL_BLOCK, Kinds, densest
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
@@ -47,10 +48,10 @@ class Carried:
 
 @dataclass(frozen=True)
 class _Load:
-    """What a new replica is to receive: its scheduler's step, and the blocks by request."""
+    """What a new replica is to receive: its scheduler's step, and blocks by request and group."""
 
     step: SchedulerOutput
-    blocks: Mapping[str, tuple[int, ...]]
+    blocks: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Carry(SwitchPlan):
     def of(
         cls,
         carried: Sequence[Carried],
-        chains: Sequence[Chain],
+        chains: Sequence[Chain] | None,
         active: ReplicaSet,
         target: Layout,
         fresh: list[Replica],
@@ -125,7 +126,8 @@ class Carry(SwitchPlan):
         """Place the requests in the `fresh` replicas of `target`, which allocate their blocks.
 
         Changes requests that take their KV along. Blocks that are left get what is cached, first
-        for requests that wait, then of `chains`, whose first one was used last.
+        for requests that wait, then, unless `chains` is None, what later ones may ask for: of
+        requests, and of `chains`, whose first one was used last.
         """
         source = active.layout
         placement = spread(
@@ -136,8 +138,10 @@ class Carry(SwitchPlan):
         loads = [_allocate(carried, placement, replica) for replica in fresh]
         cached = _carry_caches(carried, chains, active, target, fresh, placement, loads)
         blocks = [*_request_blocks(carried, active.replicas, loads), *cached]
-        moves = plan_moves(source, target, active.factory.num_kv_heads, blocks)
-        cached_blocks = sum(len(one.target_blocks) for one in cached)
+        kinds = active.factory.kinds
+        moves = plan_moves(source, target, kinds, blocks)
+        group = densest(kinds)
+        cached_blocks = sum(len(one.target_blocks) for one in cached if one.group == group)
         cached_tokens = cached_blocks * fresh[0].scheduler.block_size
         return cls(carried, fresh, placement, tuple(moves), cached_tokens, loads)
 
@@ -186,27 +190,33 @@ def _request_blocks(
 ) -> list[RequestBlocks]:
     """Old and new blocks of each request that migrates."""
     by_id = {c.request.request_id: c for c in carried}
-    return [
-        RequestBlocks(
-            request_id,
-            by_id[request_id].replica,
-            _blocks_of(replicas[by_id[request_id].replica], request_id, len(target_blocks)),
-            target_replica,
-            target_blocks,
-        )
-        for target_replica, load in enumerate(loads)
-        for request_id, target_blocks in load.blocks.items()
-    ]
-
-
-def _blocks_of(replica: Replica, request_id: str, count: int) -> tuple[int, ...]:
-    (block_ids,) = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
-    return tuple(block_ids[:count])
+    found = []
+    for target_replica, load in enumerate(loads):
+        for request_id, target_blocks in load.blocks.items():
+            request = by_id[request_id]
+            replica = replicas[request.replica]
+            source_blocks = replica.scheduler.kv_cache_manager.get_block_ids(request_id)
+            for group, kind in enumerate(replica.kinds):
+                held = kind.held(request.computed)
+                # vLLM may still have blocks in the source that no step will read.
+                old, new = (
+                    tuple(blocks[group][held.start : held.stop])
+                    for blocks in (source_blocks, target_blocks)
+                )
+                if NULL_BLOCK in old or NULL_BLOCK in new:
+                    raise ValueError(
+                        f"request {request_id}, with {request.computed} tokens computed, has null "
+                        f"blocks in group {group}, of {kind}"
+                    )
+                found.append(
+                    RequestBlocks(request_id, replica.index, old, target_replica, new, group)
+                )
+    return found
 
 
 def _carry_caches(
     carried: Sequence[Carried],
-    chains: Sequence[Chain],
+    chains: Sequence[Chain] | None,
     active: ReplicaSet,
     target: Layout,
     fresh: Sequence[Replica],
@@ -220,16 +230,35 @@ def _carry_caches(
         for one in carried
         if one.reads_cache and one.request.block_hashes and one.request.request_id not in loaded
     ]
-    wanted += place_chains(chains, active.replicas, active.layout, target)
+    if chains is not None:
+        wanted += [
+            PlacedChain(chain, one.replica, placement[one.request.request_id])
+            for one in carried
+            if one.request.request_id in loaded
+            and (chain := _found_with_more(one, active.factory.kinds))
+        ]
+        wanted += place_chains(chains, active.replicas, active.layout, target)
     if not wanted:
         return []
-    held: list[set[bytes]] = [set() for _ in fresh]
+    held: list[list[set[bytes]]] = [[set() for _ in replica.kinds] for replica in fresh]
     for one in carried:
         if one.request.request_id in loaded:
             index = placement[one.request.request_id]
             full = one.computed // fresh[index].scheduler.block_size
-            held[index].update(one.request.block_hashes[:full])
+            for kind, hashes in zip(fresh[index].kinds, held[index], strict=True):
+                first = kind.held(one.computed).start
+                hashes.update(one.request.block_hashes[first:full])
     return carry_cached(wanted, held, active.replicas, fresh)
+
+
+def _found_with_more(one: Carried, kinds: Kinds) -> Chain:
+    """The full blocks of a request whose KV moves, if a hit of them needs blocks that have become
+    null since: those of the window of the last full block, where a window reaches back."""
+    size = kinds[0].block_size
+    full = one.computed // size
+    if all(kind.held(full * size).start == kind.held(one.computed).start for kind in kinds):
+        return ()
+    return one.request.block_hashes[:full]
 
 
 def _rewind(one: Carried) -> None:

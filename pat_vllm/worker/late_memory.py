@@ -7,6 +7,7 @@ vLLM counts the graphs, and leaves the buffers to what `gpu_memory_utilization` 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
-from pat_vllm.memory.estimate import staged_share
+from pat_vllm.memory.estimate import num_regions, staged_share
 from pat_vllm.patches.runners import (
     attention_workspace,
     capture_on,
@@ -97,7 +98,8 @@ def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
     """Share of the KV cache that a switch that carries KV stages in the worst case."""
     base = next(iter(runtimes.values()))
     kv_heads = base.config.model_config.get_total_num_kv_heads()
-    return staged_share(list(runtimes), kv_heads, len(base.runner.get_kv_cache_spec()))
+    of_kinds = Counter(base.runner.get_kv_cache_spec().values())
+    return staged_share(list(runtimes), kv_heads, num_regions(of_kinds.values()))
 
 
 def check_room(base: LayoutRuntime, available: int) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from pat_vllm.config import CHOSEN, LAYOUT, layouts_of, pat_config
+from pat_vllm.kinds import Kinds, StateKind, class_of, served
 from pat_vllm.layout import Layout
 from pat_vllm.limits import limits_of, narrower_limit
 from pat_vllm.speculation import draft_lengths, every_length
@@ -210,12 +210,13 @@ def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
 def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
     """The KV cache config of a layout whose blocks are `ratio` times smaller than the base's.
 
-    The same bytes hold `ratio` times as many blocks, each with 1/`ratio` of the KV heads. Used by
+    The same bytes hold `ratio` times as many blocks, each with 1/`ratio` of the heads. Used by
     the workers, which view one buffer, and by the schedulers, so that both agree.
 
     Raises:
-        ValueError: a KV cache group is not plain full attention, or a block is not one run of bytes
-            beside the other blocks of its layer, so that layouts would not alias layer by layer.
+        ValueError: a KV cache group is of no kind that is served, or a block is not one run of
+            bytes beside the other blocks of its layer, so that layouts would not alias layer by
+            layer.
     """
     config = copy.deepcopy(base)
     config.num_blocks = base.num_blocks * ratio
@@ -223,7 +224,7 @@ def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
         blocks_of.update(dict.fromkeys(group.layer_names, spec.page_size_bytes))
-        group.kv_cache_spec = _narrow(spec, ratio)
+        group.kv_cache_spec = _class_of(spec).narrow(spec, ratio)
     for tensor in config.kv_cache_tensors:
         block = blocks_of[tensor.layers[0]]
         if tensor.block_stride != block or (
@@ -238,32 +239,57 @@ def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
     return config
 
 
-def is_plain_attention(spec: KVCacheSpec) -> TypeGuard[FullAttentionSpec]:
-    """Whether layouts can share such a KV cache: full attention, with a slot for each KV head."""
-    return type(spec) is FullAttentionSpec and (
-        spec.sliding_window is None
-        and spec.attention_chunk_size is None
-        and spec.num_head_slots is None
-        and spec.page_size_padded is None
-    )
+def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tuple[StateKind, ...]:
+    """The kinds of the engine's KV cache groups, in vLLM's order.
+
+    Args:
+        base_config: of a rank of the layout `base`.
+
+    Raises:
+        ValueError: layouts cannot share these groups.
+    """
+    found = []
+    for group in base_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        held = base.kv_heads_per_rank(num_kv_heads)
+        per_token = spec.page_size_bytes // spec.block_size * len(group.layer_names)
+        kind = _class_of(spec).of(
+            spec, heads=num_kv_heads, token_bytes=per_token * num_kv_heads // held
+        )
+        if len(kind.heads_of(base, 0)) != spec.num_heads:
+            raise ValueError(
+                f"PAT needs the same {num_kv_heads} KV heads in all layers, but some have a KV "
+                f"cache of {spec.num_heads} on each of {base.tp} ranks: this model cannot be used "
+                "with PAT"
+            )
+        found.append(kind)
+    if len({kind.block_size for kind in found}) > 1:
+        sizes = ", ".join(str(kind.block_size) for kind in found)
+        raise ValueError(
+            f"PAT needs blocks of the same number of tokens in all layers, and these have {sizes}: "
+            "this model cannot be used with PAT"
+        )
+    return tuple(found)
 
 
-def _narrow(spec: KVCacheSpec, ratio: int) -> KVCacheSpec:
-    if not is_plain_attention(spec):
-        raise ValueError(f"PAT supports plain full attention only, but the KV cache is {spec}")
-    return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
+def _class_of(spec: Any) -> type[StateKind]:
+    """See `class_of`.
+
+    Raises:
+        ValueError: it is of no kind that is served.
+    """
+    if (kind := class_of(spec)) is None:
+        raise ValueError(f"PAT supports {served()} only, but the KV cache is {spec}")
+    return kind
 
 
-def block_ratio(layout: Layout, base: Layout, num_kv_heads: int) -> int:
-    """How many blocks of `layout` take the bytes of one block of `base`."""
-    return base.kv_heads_per_rank(num_kv_heads) // layout.kv_heads_per_rank(num_kv_heads)
+def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:
+    """How many blocks of `layout` take the bytes of one block of `base`, in every group.
 
-
-def kv_bytes_per_token(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> int:
-    """KV bytes of one token over all layers and KV heads."""
-    per_rank = sum(
-        group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
-        for group in base_config.kv_cache_groups
-        for _ in group.layer_names
-    )
-    return per_rank * num_kv_heads // base.kv_heads_per_rank(num_kv_heads)
+    Raises:
+        ValueError: groups differ in that.
+    """
+    (ratio, *others) = {kind.ratio(layout, base) for kind in kinds}
+    if others:
+        raise ValueError(f"blocks of groups of KV caches are cut in different ways in {layout}")
+    return ratio

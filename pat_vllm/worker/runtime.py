@@ -13,11 +13,12 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from pat_vllm.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import quiet_connectors
-from pat_vllm.worker.layout_config import KV_LAYOUTS, is_plain_attention
+from pat_vllm.worker.layout_config import KV_LAYOUTS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,14 +68,14 @@ class LayoutRuntime:
             ValueError: they cannot; names the attention backend and what helps.
         """
         for name, spec in specs.items():
-            if is_plain_attention(spec):
+            if class_of(spec) is not None:
                 continue
             backend = self._attention_layers[name].get_attn_backend()
             remedy = ""
             if getattr(spec, "num_head_slots", None) is not None:
                 remedy = "; set attention_backend='TRITON_ATTN'"
             raise ValueError(
-                "PAT supports plain full attention with a slot for each KV head only, but the "
+                f"PAT supports {served()} with a slot for each KV head only, but the "
                 f"attention backend {backend.get_name()} ({backend.__name__}) keeps {spec} for "
                 f"layer {name}{remedy}"
             )

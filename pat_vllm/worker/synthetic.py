@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from pat_vllm.kinds import NULL_BLOCK, Kinds
 from pat_vllm.kv_transfer.plan import RequestBlocks
 from pat_vllm.layout import Layout
 
-FIRST_BLOCK = 1
-"""Block 0 is vLLM's null block."""
+FIRST_BLOCK = NULL_BLOCK + 1
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SyntheticRequest:
     Attributes:
         tokens: number of tokens that the runner knows before the request's first step.
         computed: how many of them have KV.
-        blocks: KV blocks, enough for all its steps.
+        blocks: KV blocks, enough for all its steps, by group; null ones where vLLM has such.
         vocabulary: its tokens count down through so many ids, so that none of its n-grams repeats
             (unless it has more tokens than that). 0: its tokens are equal, so that all do.
     """
@@ -35,7 +36,7 @@ class SyntheticRequest:
     request_id: str
     tokens: int
     computed: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     vocabulary: int = 0
 
     @property
@@ -50,7 +51,7 @@ def make_requests(
     prefix: str,
     lengths: Sequence[int],
     room: int,
-    block_size: int,
+    kinds: Kinds,
     decoding: bool,
     first_block: int = FIRST_BLOCK,
     vocabulary: int = 0,
@@ -61,24 +62,29 @@ def make_requests(
         prefix: prefix of their ids.
         lengths: number of tokens of each request.
         room: most tokens by which a request will grow.
-        block_size: tokens of a KV block.
+        kinds: of the groups of KV caches.
         decoding: whether their first step decodes; otherwise it computes the whole prompt.
         first_block: id of the first block to use.
         vocabulary: as of `SyntheticRequest`.
     """
     requests = []
     for index, length in enumerate(lengths):
-        count = -(-(length + room) // block_size)
-        blocks = tuple(range(first_block, first_block + count))
         computed = length - 1 if decoding else 0
-        requests.append(SyntheticRequest(f"{prefix}-{index}", length, computed, blocks, vocabulary))
-        first_block += count
+        blocks = []
+        for kind in kinds:
+            null = kind.held(computed).start
+            count = kind.held(length + room).stop - null
+            blocks.append((NULL_BLOCK,) * null + tuple(range(first_block, first_block + count)))
+            first_block += count
+        requests.append(
+            SyntheticRequest(f"{prefix}-{index}", length, computed, tuple(blocks), vocabulary)
+        )
     return requests
 
 
 def next_block(requests: Sequence[SyntheticRequest]) -> int:
     """The first block that `make_requests` left free."""
-    return requests[-1].blocks[-1] + 1 if requests else FIRST_BLOCK
+    return requests[-1].blocks[-1][-1] + 1 if requests else FIRST_BLOCK
 
 
 def add_new(
@@ -99,7 +105,7 @@ def add_new(
                 mm_features=[],
                 sampling_params=sampling,
                 pooling_params=None,
-                block_ids=(list(request.blocks),),
+                block_ids=tuple(list(blocks) for blocks in request.blocks),
                 num_computed_tokens=request.computed,
                 lora_request=None,
                 prefill_token_ids=tokens if use_v2 else None,
@@ -148,16 +154,19 @@ def finish(requests: Iterable[SyntheticRequest]) -> SchedulerOutput:
     return step
 
 
-def synthetic_kv(source: Layout, target: Layout, num_blocks: int) -> list[RequestBlocks]:
-    """A block of KV from every replica of `source`, and one to every replica of `target`.
+def synthetic_kv(
+    source: Layout, target: Layout, kinds: Kinds, num_blocks: int
+) -> list[RequestBlocks]:
+    """A block of KV from every replica of `source`, and one to every replica of `target`, of each
+    group.
 
     Args:
         num_blocks: KV blocks that a replica of either layout has at least.
     """
     found = []
-    for i in range(max(source.replicas, target.replicas)):
-        block = FIRST_BLOCK + i // target.replicas
+    for i, group in product(range(max(source.replicas, target.replicas)), range(len(kinds))):
+        taken, block = FIRST_BLOCK + group, FIRST_BLOCK + i // target.replicas * len(kinds) + group
         if block < num_blocks:
-            where = i % source.replicas, (FIRST_BLOCK,), i % target.replicas, (block,)
+            where = i % source.replicas, (taken,), i % target.replicas, (block,), group
             found.append(RequestBlocks(f"pat-warm-up-{i}", *where))
     return found

@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from pat_vllm.kinds import Kinds
+from pat_vllm.kinds import num_blocks as num_blocks_of
 from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
-from pat_vllm.worker.synthetic import add_new, decode_step, finish, make_requests, synthetic_kv
+from pat_vllm.worker.synthetic import (
+    FIRST_BLOCK,
+    add_new,
+    decode_step,
+    finish,
+    make_requests,
+    synthetic_kv,
+)
 
 if TYPE_CHECKING:
     from pat_vllm.worker.runtime import LayoutRuntime
@@ -27,7 +36,7 @@ PREFILL_TOKENS = 256
 """Length of the prompt whose prefill is timed, where the engine's limits allow it."""
 
 
-def warm_up(worker: PATWorkerMixin, num_blocks: int, block_size: int, use_v2: bool) -> float:
+def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool) -> float:
     """Run prefills and decode steps in the worker's active layout. All ranks of a replica call it.
 
     Returns:
@@ -37,26 +46,28 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, block_size: int, use_v2: bo
     limit = min(
         config.scheduler_config.max_num_batched_tokens,
         config.model_config.max_model_len - DECODE_STEPS - 1,
-        (num_blocks - 1) * block_size - DECODE_STEPS,
+        # Blocks of a step's tokens are given back after it.
+        (num_blocks - FIRST_BLOCK) // len(kinds) * kinds[0].block_size - DECODE_STEPS,
     )
     long = max(1, min(PREFILL_TOKENS, limit))
     rate = 0.0
     for _ in range(2):
-        rate = long / _run(worker, [long], block_size, use_v2, decode_steps=0)
+        rate = long / _run(worker, [long], kinds, use_v2, decode_steps=0)
     for size in BATCH_SIZES:
         short = max(1, min(4, limit // size))
-        fits = size * (1 + (short + DECODE_STEPS) // block_size) < num_blocks
+        tokens = short + DECODE_STEPS + 1
+        fits = size * num_blocks_of(kinds, tokens, room=tokens) < num_blocks
         if fits and size <= config.scheduler_config.max_num_seqs:
-            _run(worker, [short] * size, block_size, use_v2, decode_steps=DECODE_STEPS)
+            _run(worker, [short] * size, kinds, use_v2, decode_steps=DECODE_STEPS)
     if (drafts := config.num_speculative_tokens) and 2 * (2 + drafts) <= limit:
         # The drafter compiles at its first drafts, too.
-        _run(worker, [1 + drafts], block_size, use_v2, decode_steps=1, drafts=drafts)
+        _run(worker, [1 + drafts], kinds, use_v2, decode_steps=1, drafts=drafts)
     return rate
 
 
 def warm_up_moves(
     runtimes: Iterable[LayoutRuntime],
-    num_kv_heads: int,
+    kinds: Kinds,
     move: Callable[[LayoutRuntime, LayoutRuntime, Sequence[BlockMove]], None],
 ) -> None:
     """Move synthetic KV between every two layouts. All ranks call it.
@@ -67,21 +78,21 @@ def warm_up_moves(
     for source, target in permutations(runtimes, 2):
         assert source.kv_cache_config is not None and target.kv_cache_config is not None
         num_blocks = min(source.kv_cache_config.num_blocks, target.kv_cache_config.num_blocks)
-        requests = synthetic_kv(source.layout, target.layout, num_blocks)
-        move(source, target, plan_moves(source.layout, target.layout, num_kv_heads, requests))
+        requests = synthetic_kv(source.layout, target.layout, kinds, num_blocks)
+        move(source, target, plan_moves(source.layout, target.layout, kinds, requests))
 
 
 def _run(
     worker: PATWorkerMixin,
     prompts: list[int],
-    block_size: int,
+    kinds: Kinds,
     use_v2: bool,
     decode_steps: int,
     drafts: int = 0,
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
     room = decode_steps + drafts + 1
-    requests = make_requests("pat-warm-up", prompts, room, block_size, decoding=False)
+    requests = make_requests("pat-warm-up", prompts, room, kinds, decoding=False)
     start = time.perf_counter()
     first = add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + drafts + 1)
     first.num_spec_tokens_to_schedule = drafts

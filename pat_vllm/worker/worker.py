@@ -27,7 +27,7 @@ from pat_vllm.executor.orphan import exit_when_orphaned
 from pat_vllm.kv_transfer.connector import MoveMetadata
 from pat_vllm.kv_transfer.exchange import Exchange
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
-from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
+from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout, device_of
 from pat_vllm.patches.dead_engine import let_others_remove_rings
 from pat_vllm.patches.drafts import prepare_drafter
@@ -38,7 +38,12 @@ from pat_vllm.patches.groups import (
 )
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
-from pat_vllm.worker.layout_config import block_ratio, layout_config, layout_kv_cache_config
+from pat_vllm.worker.layout_config import (
+    block_ratio,
+    kinds_of,
+    layout_config,
+    layout_kv_cache_config,
+)
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.runtime import (
     LayoutRuntime,
@@ -170,9 +175,10 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the KV buffer for the base layout, and view it from every other."""
         num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
+        self._kinds = kinds_of(kv_cache_config, self._base.layout, num_kv_heads)
         workspace: torch.Tensor | None = None
         for runtime in self._each_layout():
-            ratio = block_ratio(runtime.layout, self._base.layout, num_kv_heads)
+            ratio = block_ratio(runtime.layout, self._base.layout, self._kinds)
             config = layout_kv_cache_config(kv_cache_config, ratio)
             runtime.check_kv_cache(config)
             with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
@@ -199,11 +205,10 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             prefill_rate[layout] = warm_up(
                 self,
                 runtime.kv_cache_config.num_blocks,
-                runtime.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                self._kinds,
                 runtime.config.use_v2_model_runner,
             )
-        num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
-        warm_up_moves(self._runtimes.values(), num_kv_heads, self._move_kv)
+        warm_up_moves(self._runtimes.values(), self._kinds, self._move_kv)
         self._synchronize_device()
         bandwidth = self._exchange.measure(_PROBE_BYTES)
         self._rates = TransferRates(bandwidth, prefill_rate)
@@ -339,8 +344,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     ) -> None:
         """Carry out this rank's part of the moves of all ranks. Collective."""
         assert source.connector is not None and target.connector is not None
-        mine = RankMoves.of(self.rank, source.layout.world_size, moves)
-        target.connector.bind_connector_metadata(MoveMetadata(mine))
+        metadata = MoveMetadata(moves, self.rank, source.layout.world_size)
+        target.connector.bind_connector_metadata(metadata)
         target.connector.start_load_kv(None, source=source.connector, exchange=self._exchange)
         target.connector.clear_connector_metadata()
 

@@ -43,6 +43,15 @@ COPIES = EngineSpec(
     MIGRATE | {"weights": "materialized", "enabled": True},
     UPDATES | WHOLE_PROMPTS | {"distributed_executor_backend": "mp"},
 )
+# Four groups of KV caches, three of them of sliding windows of a block and a quarter.
+# By default vLLM keeps of a window only what the prompt's end needs; here of each block's.
+WINDOWS = EngineSpec(
+    "windows",
+    "gemma3",
+    2,
+    MIGRATE | {"weights": "materialized"},
+    WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
+)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}

@@ -21,6 +21,7 @@ from pat_vllm.memory.estimate import estimate, staged_share
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.worker.layout_config import resolve_weights
 from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, UPDATES
+from tests.support.kinds import full
 from tests.support.pool import EngineSpec
 
 # With Model Runner V2 the shared engines are so small that much would be within the tolerance.
@@ -120,7 +121,7 @@ def _staged_by_a_full_switch(worker: Any) -> int:
         for replica in range(source.layout.replicas)
     ]
     heads = worker.vllm_config.model_config.get_total_num_kv_heads()
-    worker._move_kv(source, target, plan_moves(source.layout, target.layout, heads, requests))
+    worker._move_kv(source, target, plan_moves(source.layout, target.layout, full(heads), requests))
     size: int = worker._exchange._transport._own.size
     return size
 

@@ -18,20 +18,21 @@ import pytest
 import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler import in_place
-from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE
+from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE, WINDOWS
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
 
-pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES)
+pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS)
 
 ENGINES = {
-    "test_recomputing_gives_the_same": [MIXTURE],
+    "test_recomputing_gives_the_same": [MIXTURE, WINDOWS],
     "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
-    "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS],
-    "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE],
+    "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS],
+    "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE, WINDOWS],
+    "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS],
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
     "test_an_idle_engine_returns_to_its_base_layout": [COPIES],
     "test_the_layouts_take_the_memory_of_one": [MIXTURE, FOUR_RANKS],
@@ -140,6 +141,41 @@ def test_every_ordered_pair_of_layouts(case: Case) -> None:
         assert_same(llm, outcomes, static[source], static[target])
         assert switch.migrated == switch.num_seqs == len(batch())
         assert (switch.kv_bytes > 0) == (switch.source.tp != switch.target.tp)
+
+
+def held_bytes(llm: Any) -> int:
+    """KV of the requests of an idle engine, all heads once: of their blocks that are not null."""
+    replicas = scheduler_of(llm).replica_set.replicas
+    return sum(
+        len(kind.held(request.num_computed_tokens)) * kind.block_size * kind.token_bytes
+        for replica in replicas
+        for request in replica.scheduler.requests.values()
+        for kind in replica.kinds
+    )
+
+
+def test_what_moves_is_what_requests_hold(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Null blocks do not move, and nothing is computed again, where no cached prefixes move, too.
+
+    Prompts are longer and shorter than the windows of a model that has some.
+    """
+    llm, names, static = case
+    monkeypatch.setattr(scheduler_of(llm).controller.costs, "least_chance", lambda *pair: 2.0)
+    prompts = [len(job.prompt) for job in batch().values()]
+    assert min(prompts) < 40 < 100 < max(prompts)
+    held: list[int] = []
+    for source, target in itertools.permutations(names, 2):
+
+        def before_step(step: int, source: str = source, target: str = target) -> None:
+            if step == 7:
+                held.append(held_bytes(llm))
+            at_steps(llm, {0: source, 7: target})(step)
+
+        count = len(pat_vllm.report(llm).switches)
+        outcomes = run(llm, batch(), before_step=before_step)
+        assert_same(llm, outcomes, static[source], static[target])
+        (switch,) = [one for one in switches_since(llm, count) if one.num_seqs]
+        assert (switch.kv_bytes, switch.recomputed) == (held[-1], 0)
 
 
 def turns(first: Mapping[str, Outcome] | None = None) -> dict[str, Job]:

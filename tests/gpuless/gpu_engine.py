@@ -49,6 +49,7 @@ from tests.gpuless.gpu_runner import (
     create_builders,
 )
 from tests.gpuless.replaced import replace
+from tests.support.kinds import full
 
 
 class Weights:
@@ -91,11 +92,11 @@ class Exchange:
         pass
 
     @contextmanager
-    def staging(self, moves: Any, source: torch.Tensor, target: torch.Tensor) -> Iterator[None]:
+    def staging(self, parts: Any) -> Iterator[None]:
         _staged = allocated(self.stages)
         yield
 
-    def run(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def run(self, views: Any) -> None:
         pass
 
     def measure(self, num_bytes: int) -> float:
@@ -249,7 +250,7 @@ class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
         self.refresh_weights()
         assert self.worker._active.layout == self.layout
         assert self.worker._weights.arranged == self.layout.tp
-        requests = make_requests("step", [4], 1, 16, decoding=False)
+        requests = make_requests("step", [4], 1, full(KV_HEADS), decoding=False)
         self.worker.execute_model(add_new(SchedulerOutput.make_empty(), requests, True, 1))
         self.worker.sample_tokens(None)
         self.worker.execute_model(finish(requests))

@@ -11,6 +11,7 @@ import torch
 
 from pat_vllm.layout import Experts
 from tests.gpuless.cuda_graphs import Driver, Graph
+from tests.support.kinds import full
 from tests.support.models import phrase
 
 PATHS = {2: (1, 2), 4: (1, 2, 4, 2)}
@@ -93,7 +94,7 @@ class Run:
         steps = DECODE_STEPS + bool(drafts)
         room = steps + drafts + 1
         lengths = [len(prompt) for prompt in prompts]
-        requests = make_requests(phase, lengths, room, 32, decoding=False)
+        requests = make_requests(phase, lengths, room, full(1, 32), decoding=False)
         use_v2 = self.worker.use_v2_model_runner
         first = add_new(SchedulerOutput.make_empty(), requests, use_v2, room)
         for new, prompt in zip(first.scheduled_new_reqs, prompts, strict=True):

@@ -29,6 +29,7 @@ from pat_vllm.worker.synthetic import synthetic_kv
 from tests.gpuless.communicators import Recorder, imitate_communicators, record_torch
 from tests.gpuless.replaced import replace
 from tests.gpuless.sequences import Event
+from tests.support.kinds import full
 
 HIDDEN, LAYERS = 64, 2
 BLOCK_SIZE, CONTENT, BLOCKS = 2, 8, 16
@@ -145,6 +146,7 @@ class Worker(PATGPUWorker):
 def give_kv_cache(worker: Any) -> None:
     """A small KV cache for every layout, in one buffer."""
     kv_heads = worker.model_config.get_total_num_kv_heads()
+    worker._kinds = full(kv_heads, BLOCK_SIZE)
     buffer = torch.zeros(LAYERS * BLOCKS * kv_heads * BLOCK_SIZE * CONTENT, dtype=torch.bfloat16)
     for layout, runtime in worker._runtimes.items():
         heads = layout.kv_heads_per_rank(kv_heads)
@@ -153,14 +155,16 @@ def give_kv_cache(worker: Any) -> None:
         spec = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE))
         runtime.kv_cache_config = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[spec])
         runtime.connector = PATConnector.__new__(PATConnector)
-        runtime.connector.kv_caches = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+        views = {f"layers.{i}": layer for i, layer in enumerate(layers)}
+        runtime.connector._group_of = dict.fromkeys(views, 0)
+        runtime.connector.register_kv_caches(views)
 
 
 def switch(worker: Any, recorder: Recorder, switch_id: int, source: Layout, target: Layout) -> None:
     """A switch that carries a request, then steps of the replicas, of each another number."""
     kv_heads = worker.model_config.get_total_num_kv_heads()
-    requests = synthetic_kv(source, target, BLOCKS)
-    moves = tuple(plan_moves(source, target, kv_heads, requests))
+    requests = synthetic_kv(source, target, full(kv_heads), BLOCKS)
+    moves = tuple(plan_moves(source, target, full(kv_heads), requests))
     recorder.phase = f"switch from {source} to {target}"
     worker.pat_switch(SwitchCommand(switch_id, source, target, moves, {"request": 0}))
     recorder.phase = f"steps in {target}"

@@ -39,6 +39,7 @@ from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.devices import CUDA, Devices
 from tests.gpuless.nccl import Group, Trainer
 from tests.gpuless.streams import unseen
+from tests.support.kinds import full
 from tests.vllm.weights.test_weights import CASES
 
 RANKS = 4
@@ -193,7 +194,7 @@ class Worker(PATWorkerMixin, Stock):  # type: ignore[misc]
     def switch(self, target: Layout, requests: list[RequestBlocks]) -> None:
         """As the executor has all ranks do it."""
         source = self._active.layout
-        moves = tuple(plan_moves(source, target, KV_HEADS, requests))
+        moves = tuple(plan_moves(source, target, full(KV_HEADS), requests))
         times = self.pat_switch(SwitchCommand(1, source, target, moves))
         assert bool(times.kv_bytes) == bool([m for m in moves if m.route.source_rank == self.rank])
 
@@ -248,7 +249,9 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
     for layout in LAYOUTS:
         views = kv_views(buffer, layout)
         connector = PATConnector.__new__(PATConnector)
-        connector.register_kv_caches({f"layer {i}": view for i, view in enumerate(views)})
+        layers = {f"layer {i}": view for i, view in enumerate(views)}
+        connector._group_of = dict.fromkeys(layers, 0)
+        connector.register_kv_caches(layers)
         worker._runtimes[layout] = LayoutRuntime(
             layout,
             config,
@@ -259,6 +262,7 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
             ),
             connector=connector,
         )
+    worker._kinds = full(KV_HEADS, TOKENS)
     worker._base = worker._runtimes[LAYOUTS[0]]
     worker._home = LAYOUTS[0]
     worker._weights = LayoutWeights.__new__(LayoutWeights)

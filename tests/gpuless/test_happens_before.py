@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from pat_vllm.executor import lanes
 from pat_vllm.executor.lanes import WorkerLanes
-from pat_vllm.kv_transfer.exchange import Exchange
+from pat_vllm.kv_transfer.exchange import Exchange, Part
 from pat_vllm.kv_transfer.plan import RankMoves
 from pat_vllm.layout import Layout
 from pat_vllm.weights.inplace import InPlaceShards
@@ -65,9 +65,9 @@ def test_exchange() -> None:
                 )
                 for view in old:
                     view.copy_(view.clone())  # a step
-                with exchange.staging(RankMoves.of(rank, RANKS, moves), old[0], new[0]):
-                    for a, b in zip(old, new, strict=True):
-                        exchange.run(a, b)
+                with exchange.staging([Part(RankMoves.of(rank, RANKS, moves), old[0], new[0])]):
+                    for pair in zip(old, new, strict=True):
+                        exchange.run([pair])
                 for view in new:
                     view.copy_(view.clone())
 

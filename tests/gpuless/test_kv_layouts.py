@@ -18,6 +18,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
 from pat_vllm.worker.runtime import LayoutRuntime
 from tests.gpuless.planning import planning
+from tests.support.kinds import full
 
 BLOCK_SIZE = 2
 HEAD_SIZE = 2
@@ -90,9 +91,9 @@ def test_ratios() -> None:
     """Heads are divided until each rank has one, and copied from there on."""
     for heads, ratios in {8: [1, 2, 4, 8], 4: [1, 2, 4, 4], 2: [1, 2, 2, 2], 1: [1] * 4}.items():
         layouts = [Layout.of(tp, 8) for tp in (1, 2, 4, 8)]
-        assert [block_ratio(layout, layouts[0], heads) for layout in layouts] == ratios
-    assert block_ratio(Layout.of(8, 8), Layout.of(2, 8), 8) == 4
-    assert block_ratio(Layout.of(8, 8), Layout.of(2, 8), 2) == 1
+        assert [block_ratio(layout, layouts[0], full(heads)) for layout in layouts] == ratios
+    assert block_ratio(Layout.of(8, 8), Layout.of(2, 8), full(8)) == 4
+    assert block_ratio(Layout.of(8, 8), Layout.of(2, 8), full(2)) == 1
 
 
 def test_what_vllm_is_offered() -> None:

@@ -49,6 +49,11 @@ IN_PLACE_ENGINES = [
     GROUPED,
     switching("llama_gqa", 2),
     switching("qwen3_tied", 2),
+    # Sliding windows: in some layers or in all.
+    switching("gemma3", 2),
+    switching("gemma2", 2),
+    switching("mistral", 2),
+    switching("phi3", 2),
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
     switching("qwen2_moe", 2),
     switching("qwen2_moe", 4),
@@ -60,6 +65,7 @@ IN_PLACE_ENGINES = [
     switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     switching("qwen3_moe", 4, base_tp=2, experts="ep"),
     switching("qwen2", 2, runner=2),
+    switching("gemma3", 2, runner=2),
     switching("llama_few_kv", 4, runner=2, base_tp=2),
     switching("qwen3_moe", 2, runner=2),
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 import pat_vllm
 from pat_vllm.layout import Layout
@@ -23,17 +24,28 @@ def cached_blocks(llm: Any) -> dict[int, dict[bytes, int]]:
     return found
 
 
-def _read(worker: Any, layout: Layout, ids: Mapping[int, Sequence[int]]) -> torch.Tensor:
-    """KV of blocks of this rank's replica: [blocks, layers, heads, tokens, content]."""
-    views = worker._active.connector.kv_caches.values()
-    chosen = list(ids[layout.replica_of(worker.rank)])
-    return torch.stack([view[chosen] for view in views], dim=1).clone()
+def _read(
+    worker: Any, layout: Layout, ids: Mapping[int, Sequence[tuple[int, int]]]
+) -> torch.Tensor:
+    """KV of blocks, by group and id, of this rank's replica: [blocks, layers, heads, tokens,
+    content]; zeros in layers of other groups."""
+    connector = worker._active.connector
+    chosen = ids[layout.replica_of(worker.rank)]
+    places = [block_id for _, block_id in chosen]
+    kv = torch.stack([view[places] for view in connector.kv_caches.values()], dim=1).clone()
+    of_layers = torch.tensor([connector._group_of[name] for name in connector.kv_caches])
+    of_blocks = torch.tensor([group for group, _ in chosen], dtype=of_layers.dtype)
+    kv[of_blocks[:, None] != of_layers] = 0
+    return kv
 
 
 def _kv(llm: Any, blocks: Mapping[int, Mapping[bytes, int]]) -> list[torch.Tensor]:
     """Of each rank, by its number, the KV of its replica's blocks, in the mapping's order."""
     layout = pat_vllm.report(llm).layout
-    ids = {index: list(of_hash.values()) for index, of_hash in blocks.items()}
+    ids = {
+        index: [(get_group_id(name), block_id) for name, block_id in of_hash.items()]  # type: ignore[arg-type]
+        for index, of_hash in blocks.items()
+    }
     answers: list[torch.Tensor] = llm.collective_rpc(_read, args=(layout, ids))
     assert len(answers) == layout.world_size
     return answers

@@ -49,6 +49,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "olmoe": dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2),
     # ... a first layer without experts, shared experts, and a bias of the router's choice.
     "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
+    # Sliding windows: two layers in three, so that there are four groups of KV caches, ...
+    "gemma3": dict(arch="gemma3_text", heads=4, kv_heads=2, layers=7, tie=True, window=40),
+    # ... every second layer, with soft caps of logits, and one KV head at tp=2, ...
+    "gemma2": dict(arch="gemma2", heads=4, kv_heads=2, layers=4, tie=True, window=24),
+    # ... and all layers: one group; fused matrices in the checkpoint.
+    "mistral": dict(arch="mistral", hidden=128, heads=8, kv_heads=4, window=72),
+    "phi3": dict(arch="phi3", hidden=128, heads=4, kv_heads=4, window=64),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from pat_vllm import chains as module
 from pat_vllm.chains import Chain, Chains, PlacedChain, Run, fill
+from pat_vllm.kinds import FullAttention, Kinds, SlidingWindow, longest_hit
+from tests.support.kinds import full
 
-Found = tuple[int, bytes]
+Found = tuple[int, int, bytes]
 Hashes = set[bytes]
-Switch = tuple[list[Hashes], list[PlacedChain], list[Hashes], list[int]]
+Switch = tuple[list[Hashes], list[PlacedChain], list[list[str]], list[int]]
 
 
 def chain(text: str) -> Chain:
@@ -28,55 +30,73 @@ TEXTS = st.text("ab", max_size=6)
 
 @st.composite
 def switches(draw: st.DrawFn) -> Switch:
-    """What source replicas have, the chains wanted, what targets have, and their room."""
+    """What source replicas have, the chains wanted, requests of the targets, and their room."""
     sources = [
         {one for text in draw(st.lists(TEXTS, max_size=4)) for one in chain(text)}
         for _ in range(draw(st.integers(1, 3)))
     ]
-    held = [
-        {one for text in draw(st.lists(TEXTS, max_size=2)) for one in chain(text)}
-        for _ in range(draw(st.integers(1, 3)))
-    ]
+    live = [draw(st.lists(TEXTS, max_size=2)) for _ in range(draw(st.integers(1, 3)))]
     wanted = [
         PlacedChain(
             chain(text),
             draw(st.integers(0, len(sources) - 1)),
-            draw(st.integers(0, len(held) - 1)),
+            draw(st.integers(0, len(live) - 1)),
         )
         for text in draw(st.lists(TEXTS, max_size=6))
     ]
-    return sources, wanted, held, [draw(st.integers(0, 8)) for _ in held]
+    return sources, wanted, live, [draw(st.integers(0, 12)) for _ in live]
 
 
-@given(switches())
-def test_what_is_carried_can_be_found_and_is_carried_once(
-    case: Switch,
-) -> None:
-    sources, wanted, held, room = case
-    before = [set(one) for one in held]
+GROUPS = {
+    "full": full(1, 1),
+    "windows": (SlidingWindow(1, 1, window=3),),
+    "both": (SlidingWindow(1, 1, window=3), FullAttention(1, 1), SlidingWindow(1, 1, window=2)),
+}
 
-    def find(replica: int, hashes: Chain) -> list[Found]:
-        found = takewhile(lambda one: one in sources[replica], hashes)
-        return [(replica, one) for one in found]
 
-    chosen = fill(wanted, find, held, room)
+@pytest.mark.parametrize("kinds", GROUPS.values(), ids=GROUPS)
+@given(case=switches())
+def test_what_is_carried_can_be_found_and_is_carried_once(kinds: Kinds, case: Switch) -> None:
+    sources, wanted, live, room = case
+    held = [
+        [{chain(text)[place] for text in texts for place in kind.held(len(text))} for kind in kinds]
+        for texts in live
+    ]
+    has = [[set(of_group) for of_group in one] for one in held]
+
+    def find(replica: int, hashes: Chain, group: int) -> list[Found | None]:
+        return [(replica, group, one) if one in sources[replica] else None for one in hashes]
+
+    def hit(one: PlacedChain) -> int:
+        """What is found of a chain in the target."""
+        there = has[one.target_replica]
+        return longest_hit(
+            kinds, len(one.hashes), lambda group, place: one.hashes[place] in there[group]
+        )
+
+    chosen = fill(wanted, find, kinds, held, room)
     for index, runs in enumerate(chosen):
-        blocks = [(run.source_replica, *block) for run in runs for block in run.blocks]
-        assert len(blocks) <= room[index]
-        has = set(before[index])
-        for source, replica, one in blocks:
-            assert replica == source and one in sources[replica]
-            assert one not in has, "carried twice, or there already"
-            assert len(one) == 1 or one[:-1] in has, "without what is before it"
-            has.add(one)
-        assert has == held[index]
-        if len(blocks) < room[index]:
-            # Nothing that was wanted and could be found was left.
-            for place in wanted:
-                for one in place.hashes if place.target_replica == index else ():
-                    if one not in has:
-                        assert one not in sources[place.source_replica]
-                        break
+        for run in runs:
+            for replica, group, one in run.blocks:
+                assert (replica, group) == (run.source_replica, run.group)
+                assert one in sources[replica]
+                assert one not in has[index][group], "carried twice, or there already"
+                has[index][group].add(one)
+        assert has[index] == held[index]
+        carried = sum(len(run.blocks) for run in runs)
+        assert carried <= room[index]
+        mine = [one for one in wanted if one.target_replica == index]
+        if runs:
+            assert any(map(hit, mine)), "what was carried cannot be found"
+        for place in mine:
+            there = sources[place.source_replica]
+            cached = [*takewhile(there.__contains__, place.hashes)]
+            if carried + len(kinds) * len(place.hashes) <= room[index]:
+                assert hit(place) >= len(cached), "there was room for it"
+
+
+def every(replica: int, hashes: Chain, group: int) -> Chain:
+    return hashes
 
 
 def hashes_of(runs: Iterable[Run[bytes]]) -> list[bytes]:
@@ -85,15 +105,16 @@ def hashes_of(runs: Iterable[Run[bytes]]) -> list[bytes]:
 
 def test_the_most_wanted_chain_comes_first_and_whole() -> None:
     wanted = [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("abd"), 0, 0)]
-    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [4])
+    (blocks,) = fill(wanted, every, full(1), [[set()]], [4])
     assert hashes_of(blocks) == [b"a", b"ab", b"abc", b"abd"]
-    (blocks,) = fill(wanted, lambda replica, hashes: hashes, [set()], [2])
+    (blocks,) = fill(wanted, every, full(1), [[set()]], [2])
     assert hashes_of(blocks) == [b"a", b"ab"]
 
 
 def test_a_chain_half_live_takes_the_other_half_along() -> None:
     wanted = [PlacedChain(chain("abcd"), 0, 0), PlacedChain(chain("abcd"), 0, 1)]
-    near, far = fill(wanted, lambda replica, hashes: hashes, [{*chain("ab")}, set()], [9, 9])
+    held: list[list[Hashes]] = [[{*chain("ab")}], [set()]]
+    near, far = fill(wanted, every, full(1), held, [9, 9])
     assert hashes_of(near) == [b"abc", b"abcd"]
     assert hashes_of(far) == [*chain("abcd")], "another replica lacks the first half"
 
@@ -101,8 +122,9 @@ def test_a_chain_half_live_takes_the_other_half_along() -> None:
 def test_a_block_that_was_evicted_ends_its_chain() -> None:
     (blocks,) = fill(
         [PlacedChain(chain("abc"), 0, 0), PlacedChain(chain("b"), 0, 0)],
-        lambda replica, hashes: [*takewhile(lambda one: one != b"ab", hashes)],
-        [set()],
+        lambda replica, hashes, group: [None if one == b"ab" else one for one in hashes],
+        full(1),
+        [[set()]],
         [9],
     )
     assert hashes_of(blocks) == [b"a", b"b"]

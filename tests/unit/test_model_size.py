@@ -48,6 +48,24 @@ def test_what_cannot_be_modelled_is_named(fields: dict[str, Any], words: str) ->
         ModelSize.of({**QWEN3, **fields})
 
 
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, 0),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 0),
+        ({"sliding_window": 4096}, 48),
+        ({"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 24}, 24),
+        ({"sliding_window": 4096, "sliding_window_pattern": 6}, 40),
+        ({"sliding_window": 4096, "model_type": "gemma2", "num_experts": None}, 24),
+    ],
+)
+def test_layers_with_windows(fields: dict[str, Any], layers: int) -> None:
+    size = ModelSize.of({**QWEN3, **fields})
+    assert size.window_layers == layers
+    assert size.kv_share(1000) == 1.0
+    assert size.kv_share(8192) == pytest.approx(1 - layers / 48 / 2)
+
+
 def test_what_ranks_can_share() -> None:
     assert ModelSize.of({**QWEN3, "intermediate_size": 6}).divides(8), "no layer has an MLP"
     assert not ModelSize.of({**QWEN3, "intermediate_size": 6, "mlp_only_layers": [0]}).divides(8)

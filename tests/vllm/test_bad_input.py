@@ -64,8 +64,7 @@ MOE_OF_TWO_SIZES = {
     "num_local_experts": 0,
     "block_configs": [{"block_type": "moe", "n_routed_experts": n} for n in (8, 4)],
 }
-DENSE_ONLY = "decoder-only models with full attention"
-FULL = "models with full attention in every layer, or disable_sliding_window=True"
+DENSE_ONLY = "decoder-only models with full or sliding attention"
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 
 # Model, an option of vLLM's, its value, what is allowed, and other options that belong to it.
@@ -99,7 +98,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
     ("paligemma", {}, "a multimodal model", DENSE_ONLY),
     ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
-    ("mistral", {}, "sliding_window=128", FULL),
+    ("mistral", dict(speculative_config=NGRAM), "speculative_config='ngram'",
+     "None for models with sliding windows"),
     ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
      "models whose config has one number of experts and one width for all layers"),
 ]
@@ -167,7 +167,7 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["scheduler_cls='my.Scheduler'", "leave it unset"]),
     ("llama", dict(worker_cls="my.Worker"),
      ["worker_cls='my.Worker'", "leave it at 'auto'", "worker_extension_cls"]),
-    ("mistral", dict(enable_lora=True), ["enable_lora=True", "sliding_window=128"]),
+    ("mamba", dict(enable_lora=True), ["enable_lora=True", "a hybrid, Mamba"]),
 ]
 
 # Near neighbours of what is refused.
@@ -178,7 +178,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # KV heads that layouts replicate; NUMA nodes by rank, where rank r has GPU r.
     ("llama", dict(tensor_parallel_size=6, **pat(layouts=[1, 2, 6]))),
     ("llama", dict(numa_bind=True)),
-    # A sliding window that the model does not use, and one that is disabled.
+    # A sliding window, one that the model does not use, and one that is disabled.
+    ("mistral", {}),
     ("qwen2", {}),
     ("mistral", dict(disable_sliding_window=True, max_model_len=128)),
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=False))),

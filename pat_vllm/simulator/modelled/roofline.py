@@ -82,9 +82,10 @@ class Machine:
         sampled = batch + drafts + (prefill > 0)
         layers, head = model.layer_weights(tp), model.head_weights(tp)
         memory = (layers + head) * model.dtype_bytes
-        memory += (context + prefill) * model.kv_bytes_per_token(tp)
+        seen = context * model.kv_share(context / max(1, batch))
+        memory += (seen + prefill) * model.kv_bytes_per_token(tp)
         attended = prefill * prefill / 2
-        attended += context * (1 + drafts / batch) if batch else 0
+        attended += seen * (1 + drafts / batch) if batch else 0
         operations = 2 * (layers * tokens + head * sampled)
         operations += 4 * model.layers * model.heads * model.head_dim / tp * attended
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD

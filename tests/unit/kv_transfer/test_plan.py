@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.kinds import FullAttention, Kinds, SlidingWindow
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
 from pat_vllm.layout import Layout
+from tests.support.kinds import ChunkedAttention, full
 
 Pair = tuple[Layout, Layout, int]
-Migration = tuple[Layout, Layout, int, list[RequestBlocks]]
+Migration = tuple[Layout, Layout, Kinds, list[RequestBlocks], set[tuple[int, int, int]]]
 
 
 @st.composite
@@ -26,58 +28,82 @@ def layout_pairs(draw: st.DrawFn) -> Pair:
     return Layout.of(source, ranks), Layout.of(target, ranks), draw(st.sampled_from(heads))
 
 
+def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
+    """Groups of one to four kinds, one of which PAT does not know."""
+    sizes = st.integers(1, 3)
+    kinds = st.one_of(
+        sizes.map(lambda size: FullAttention(heads, size)),
+        st.builds(lambda size, window: SlidingWindow(heads, size, window=window), sizes, sizes),
+        st.builds(lambda size, chunk: ChunkedAttention(heads, size, chunk=chunk), sizes, sizes),
+    )
+    return st.lists(kinds, min_size=1, max_size=4)
+
+
 @st.composite
 def migrations(draw: st.DrawFn) -> Migration:
+    """Requests whose KV moves, and the blocks of the target (group, replica, block) that hold it.
+
+    Groups share the blocks of a replica.
+    """
     source, target, heads = draw(layout_pairs())
+    kinds = draw(kinds_with(heads))
     random = Random(draw(st.integers(0, 2**32)))
     source_pools, target_pools = (
-        [iter(random.sample(range(most), most)) for _ in range(layout.replicas)]
-        for layout, most in ((source, 25), (target, 200))
+        [iter(random.sample(range(1, most), most - 1)) for _ in range(layout.replicas)]
+        for layout, most in ((source, 100), (target, 800))
     )
     requests = []
+    wanted = set()
     for i in range(draw(st.integers(0, 6))):
         a = draw(st.integers(0, source.replicas - 1))
         b = draw(st.integers(0, target.replicas - 1))
-        n = draw(st.integers(0, 4))
-        pools = ((source_pools[a], n), (target_pools[b], n))
-        blocks = [tuple(next(pool) for _ in range(count)) for pool, count in pools]
-        requests.append(RequestBlocks(f"r{i}", a, blocks[0], b, blocks[1]))
-    return source, target, heads, requests
+        tokens = draw(st.integers(0, 4))
+        for group, kind in enumerate(kinds):
+            pools = source_pools[a], target_pools[b]
+            old, new = (tuple(next(pool) for _ in kind.held(tokens)) for pool in pools)
+            requests.append(RequestBlocks(f"r{i}", a, old, b, new, group))
+            wanted |= {(group, b, block) for block in new}
+    return source, target, kinds, requests, wanted
 
 
 @given(migrations())
 def test_every_target_block_and_head_is_written_once_with_its_own_bytes(case: Migration) -> None:
-    """Source ranks hold tagged bytes; the plan is replayed."""
-    source, target, num_kv_heads, requests = case
+    """Source ranks hold tagged bytes; the plan is replayed. Null blocks are neither read nor
+    written."""
+    source, target, kinds, requests, wanted = case
     memory = {
-        (rank, block, local): (request.request_id, i, head)
+        (request.group, rank, block, local): (request.request_id, i, head)
         for request in requests
         for rank in source.ranks_of(request.source_replica)
         for i, block in enumerate(request.source_blocks)
-        for local, head in enumerate(source.kv_heads_of(source.tp_rank_of(rank), num_kv_heads))
+        for local, head in enumerate(kinds[request.group].heads_of(source, source.tp_rank_of(rank)))
     }
     expected = {
-        (rank, block, local): (request.request_id, i, head)
+        (request.group, rank, block, local): (request.request_id, i, head)
         for request in requests
         for rank in target.ranks_of(request.target_replica)
         for i, block in enumerate(request.target_blocks)
-        for local, head in enumerate(target.kv_heads_of(target.tp_rank_of(rank), num_kv_heads))
+        for local, head in enumerate(kinds[request.group].heads_of(target, target.tp_rank_of(rank)))
     }
     writes = [
-        ((move.route.target_rank, b, hb), memory[move.route.source_rank, a, ha])
-        for move in plan_moves(source, target, num_kv_heads, requests)
+        (
+            (move.group, move.route.target_rank, b, hb),
+            memory[move.group, move.route.source_rank, a, ha],
+        )
+        for move in plan_moves(source, target, kinds, requests)
         for a, b in zip(move.source_blocks, move.target_blocks, strict=True)
         for ha, hb in zip(move.route.source_heads, move.route.target_heads, strict=True)
     ]
     assert dict(writes) == expected
     assert len(writes) == len(expected), "nothing is written twice"
+    assert {(group, target.replica_of(rank), block) for group, rank, block, _ in expected} == wanted
 
 
 @settings(max_examples=50)
 @given(migrations())
 def test_ranks_partition_the_plan(case: Migration) -> None:
-    source, target, num_kv_heads, requests = case
-    moves = plan_moves(source, target, num_kv_heads, requests)
+    source, target, kinds, requests, _ = case
+    moves = plan_moves(source, target, kinds, requests)
     ranks = range(source.world_size)
     parts = [RankMoves.of(rank, source.world_size, moves) for rank in ranks]
     assert sum(len(sends) for part in parts for sends in part.sends) == len(moves)
@@ -98,9 +124,10 @@ def test_ranks_partition_the_plan(case: Migration) -> None:
 def test_what_a_rank_holds_already_is_not_fetched(case: Pair) -> None:
     """Neither a head of its own, nor any of its own requests where the layout becomes wider."""
     source, target, num_kv_heads = case
+    (kind,) = full(num_kv_heads)
     for a in range(source.replicas):
         for b in range(target.replicas):
-            for route in head_routes(source, a, target, b, num_kv_heads):
+            for route in head_routes(source, a, target, b, kind):
                 rank = route.target_rank
                 own = source.kv_heads_of(source.tp_rank_of(rank), num_kv_heads)
                 wanted = target.kv_heads_of(target.tp_rank_of(rank), num_kv_heads)
@@ -110,14 +137,15 @@ def test_what_a_rank_holds_already_is_not_fetched(case: Pair) -> None:
     for rank in range(source.world_size) if target.tp % source.tp == 0 else ():
         a, b = source.replica_of(rank), target.replica_of(rank)
         assert {target.replica_of(other) for other in source.ranks_of(a)} == {b}
-        routes = head_routes(source, a, target, b, num_kv_heads)
+        routes = head_routes(source, a, target, b, kind)
         assert [route.source_rank for route in routes if route.target_rank == rank] == [rank]
 
 
 def test_holders_of_a_replicated_head_take_turns() -> None:
     """One KV head goes from a group of four, where each rank holds it, to the other group."""
     layout = Layout(4, 2)
-    routes = head_routes(layout, 0, layout, 1, num_kv_heads=1)
+    (kind,) = full(1)
+    routes = head_routes(layout, 0, layout, 1, kind)
     assert len({route.source_rank for route in routes}) > 1
 
 

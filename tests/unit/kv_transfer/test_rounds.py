@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
+from tests.support.kinds import full
 
 RANKS, KV_HEADS, BLOCKS = 4, 4, 256
 """Blocks of the layout in which a block has all heads."""
@@ -37,7 +38,7 @@ def full_switch(source: Layout, target: Layout, seed: int, share: float = 1.0) -
         for index, (a, b) in enumerate(pairs)
         if rng.random() < share
     ]
-    return plan_moves(source, target, KV_HEADS, requests)
+    return plan_moves(source, target, full(KV_HEADS), requests)
 
 
 def cells_of(moves: tuple[BlockMove, ...]) -> list[tuple[int, int, int, int]]:

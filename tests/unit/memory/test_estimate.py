@@ -103,7 +103,7 @@ def test_steps_and_switches_have_room_and_nothing_else_is_kept_free(
 
 @pytest.mark.parametrize("kv_heads, sent", [(16, 1), (8, 1), (4, 2), (1, 8)])
 def test_a_layer_is_sent_to_each_rank_with_the_same_heads(kv_heads: int, sent: int) -> None:
-    share = staged_share(LAYOUTS, kv_heads, num_layers=10)
+    share = staged_share(LAYOUTS, kv_heads, num_regions=10)
     assert share == pytest.approx((sent + 2 / ROUNDS) / 10)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pat_vllm.kinds import SlidingWindow
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
@@ -198,3 +199,20 @@ def test_a_slow_switch_does_not_end_migration_for_good() -> None:
     for _ in range(6):
         model.observe(report(migrated=0, seconds=usual))
     assert model.choose(1000, ONE, FOUR, 4) == "migrate"
+
+
+def test_of_a_window_less_moves_than_is_computed_again() -> None:
+    """A token moves in two seconds, and is computed again in one."""
+    kinds = (SlidingWindow(1, 16, 1, window=100),)
+    model = CostModel("auto", CarryRates(2.0, {FOUR: 1.0}), kinds)
+    assert [model.choose(tokens, ONE, FOUR, 1) for tokens in (50, 190, 230, 9000)] == [
+        *("recompute", "recompute", "migrate", "migrate")
+    ]
+    assert model.seconds(ONE, FOUR, 1.0, 50.0) == pytest.approx(50)
+    assert model.seconds(ONE, FOUR, 3.0, 3 * 9000.0) == pytest.approx(3 * 2 * 104, rel=0.1)
+    samples = [
+        sample.model_copy(update={"num_seqs": n, "tokens": 1000 * n, "seconds": 1.0 + 2 * n * 104})
+        for sample, n in zip(linear(ONE, FOUR, 1.0, 0.0, 0.0), (1, 2, 4, 8, 16), strict=True)
+    ]
+    model.fit(make_profile(samples))
+    assert model.seconds(ONE, FOUR, 2.0, 2 * 4000.0) == pytest.approx(1 + 2 * 2 * 104, rel=0.1)

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.kinds import SlidingWindow, num_blocks
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.grid import POINTS, EngineLimits, Plan, StepPoint, SwitchPoint, estimate
 from pat_vllm.profiling.profile import StepSample, StepShape, SwitchSample
+from tests.support.kinds import full
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LIMITS = EngineLimits(
@@ -20,7 +22,7 @@ LIMITS = EngineLimits(
     max_num_seqs={1: 64, 2: 128},
     max_batch_tokens={1: 512, 2: 1024},
     max_model_len=4096,
-    block_size=16,
+    kinds=full(8),
     blocks={1: 2000, 2: 4000},
     draft_lengths=(1, 2, 4, 7),
     misses=True,
@@ -34,14 +36,17 @@ def limits(draw: st.DrawFn) -> EngineLimits:
     block_size = draw(st.sampled_from([16, 32, 128]))
     max_model_len = draw(st.integers(16, 40_000))
     # vLLM refuses to start when not even one longest context fits.
-    blocks = -(-max_model_len // block_size) + draw(st.integers(1, 5000))
+    kinds = full(8, block_size)
+    if draw(st.booleans()):
+        kinds += (SlidingWindow(8, block_size, window=draw(st.integers(1, 5000))),)
+    blocks = num_blocks(kinds, max_model_len, max_model_len) + draw(st.integers(1, 5000))
     lengths = draw(st.sets(st.integers(1, 16), max_size=4))
     return EngineLimits(
         layouts=layouts,
         max_num_seqs={layout.tp: draw(st.integers(1, 512)) for layout in layouts},
         max_batch_tokens={layout.tp: draw(st.integers(16, 16_384)) for layout in layouts},
         max_model_len=max_model_len,
-        block_size=block_size,
+        kinds=kinds,
         blocks={layout.tp: blocks * layout.tp for layout in layouts},
         draft_lengths=tuple(sorted(lengths)),
         misses=draw(st.booleans()),
@@ -53,12 +58,19 @@ def check_possible(limits: EngineLimits, point: StepPoint) -> None:
     tp = point.layout.tp
     assert 1 <= point.busy <= point.layout.replicas
     assert point.batch + point.prefill >= 1
-    lengths = [c + limits.room_for(point.drafts) + 1 for c in point.contexts]
-    lengths += [p + 1 for p in limits.prompts(point.prefill)]
+    room = limits.room_for(point.drafts)
+    prompts = limits.prompts(point.prefill)
+    lengths = [*(c + room + 1 for c in point.contexts), *(p + 1 for p in prompts)]
     assert min(lengths) > 1 and max(lengths) <= limits.max_model_len
     assert len(lengths) <= limits.max_num_seqs[tp]
     assert point.batch * (1 + point.drafts) + point.prefill <= limits.max_batch_tokens[tp]
-    assert sum(-(-n // limits.block_size) for n in lengths) <= limits.blocks[tp]
+    first = [*(c - 1 for c in point.contexts), *(0 for _ in prompts)]
+    blocks = [
+        kind.held(length).stop - kind.held(computed).start
+        for kind in limits.kinds
+        for length, computed in zip(lengths, first, strict=True)
+    ]
+    assert sum(blocks) <= limits.blocks[tp]
 
 
 @settings(max_examples=30)

@@ -28,14 +28,20 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     vocab = spec.get("vocab", 512)
     assert config.vocab_size == vocab == model.lm_head.out_features
     head_dim = spec.get("head_dim", 32)
-    assert attention.q_proj.weight.shape == (spec["heads"] * head_dim, spec["hidden"])
-    assert attention.k_proj.weight.shape == (spec["kv_heads"] * head_dim, spec["hidden"])
+    heads, kv_heads = spec["heads"] * head_dim, spec["kv_heads"] * head_dim
+    if hasattr(attention, "qkv_proj"):
+        assert attention.qkv_proj.weight.shape == (heads + 2 * kv_heads, spec["hidden"])
+    else:
+        assert attention.q_proj.weight.shape == (heads, spec["hidden"])
+        assert attention.k_proj.weight.shape == (kv_heads, spec["hidden"])
     tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert tied == (name == "qwen3_tied")
+    assert tied == spec.get("tie", False)
+    assert (getattr(config, "sliding_window", None) or None) == spec.get("window")
 
-    # A KV cache that lost old tokens must not go unnoticed.
+    # A KV cache that lost old tokens must not go unnoticed, nor one that lost the last window's.
     tokens = torch.arange(3, 259).repeat(2, 1) % vocab
-    tokens[1, 0] = 300 % vocab
+    every_layer = "window" in spec and not hasattr(config, "layer_types")
+    tokens[1, 256 - spec["window"] if every_layer else 0] = 300 % vocab
     with torch.no_grad():
         a, b = model(tokens).logits[:, -1]
     assert (a - b).abs().max() > 1e-3

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from pat_vllm.kinds import SlidingWindow
 from pat_vllm.kv_transfer import shared_memory
-from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange
+from pat_vllm.kv_transfer.exchange import CollectiveTransport, Exchange, Part
 from pat_vllm.kv_transfer.plan import ROUNDS, BlockMove, RankMoves, RequestBlocks, plan_moves
 from pat_vllm.kv_transfer.shared_memory import SharedMemoryTransport
 from pat_vllm.layout import Layout
+from tests.support import kinds
 from tests.support.fork_server import preload
 from tests.unit.kv_transfer import test_rounds as full
 
@@ -80,7 +82,7 @@ def _random_case(seed: int, world_size: int) -> Case:
         places = list(itertools.islice(target_pools[b], count))
         if len(blocks) == len(places) == count:
             requests.append(RequestBlocks(f"r{index}", a, tuple(blocks), b, tuple(places)))
-    moves = plan_moves(source, target, num_kv_heads, requests)
+    moves = plan_moves(source, target, kinds.full(num_kv_heads), requests)
     return source, target, num_kv_heads, rng.choice(DTYPES), rng.random() < 0.5, moves
 
 
@@ -136,9 +138,10 @@ def _exchange(
 
     mine = RankMoves.of(rank, world_size, moves)
     old_views, new_views = source(buffer), target(buffer)
-    with exchange.staging(mine, old_views[0], new_views[0]):
-        for a, b in zip(old_views, new_views, strict=True):
-            exchange.run(a, b)
+    exchange.bytes_sent = 0
+    with exchange.staging([Part(mine, old_views[0], new_views[0])]):
+        for pair in zip(old_views, new_views, strict=True):
+            exchange.run([pair])
         staged = exchange._packed.nbytes
     sent = sum(
         LAYERS * len(m.source_blocks) * len(m.route.source_heads) * old_views[0][0, 0].nbytes
@@ -167,6 +170,70 @@ def _exchange_random_cases(rank: int, world_size: int, transport: Any, cases: in
         assert not wrong, f"case {seed}, {source} -> {target}: {wrong}"
         moved += exchange.bytes_sent
     assert moved > 0
+
+
+def _exchange_groups(rank: int, world_size: int) -> None:
+    """Groups whose blocks have several shapes and lie over each other, in each order of layouts.
+
+    In rounds and not; what a group does not have blocks of, it does not touch.
+    """
+    heads, content = (2, 4), (32, 16)
+    of_groups = (*kinds.full(2), SlidingWindow(4, 16, window=24), SlidingWindow(4, 16, window=40))
+    shapes = (0, 1, 1)
+    for seed, transport in itertools.product(range(12), (None, CollectiveTransport(_world(), CPU))):
+        rng = random.Random(seed)
+        source, target = (Layout.of(rng.choice([1, 2]), world_size) for _ in range(2))
+        pools = [
+            [iter(rng.sample(range(1, BLOCKS * one.tp), BLOCKS * one.tp - 1))
+             for _ in range(one.replicas)]
+            for one in (source, target)
+        ]  # fmt: skip
+        requests = []
+        for i in range(rng.choice([2, 3])):
+            a, b, tokens = i % source.replicas, i % target.replicas, rng.choice([10, 40, 70])
+            for group, kind in enumerate(of_groups):
+                places = [tuple(itertools.islice(pools[0][a], len(kind.held(tokens)))),
+                          tuple(itertools.islice(pools[1][b], len(kind.held(tokens))))]  # fmt: skip
+                if len(places[0]) == len(places[1]):
+                    requests.append(RequestBlocks(f"{i}", a, places[0], b, places[1], group))
+        moves = plan_moves(source, target, of_groups, requests)
+
+        def views(buffer: torch.Tensor, layout: Layout, shape: int) -> Views:
+            sizes = heads[shape] // layout.tp, TOKENS, content[shape]
+            layers = buffer.view(torch.float32).view(LAYERS, -1)
+            return [layer.view(BLOCKS * layout.tp, *sizes) for layer in layers]
+
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        size = LAYERS * BLOCKS * 64 * TOKENS * 4
+        buffer = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        buffers = [torch.empty_like(buffer) for _ in range(world_size)]
+        dist.all_gather(buffers, buffer)
+        expected = buffer.clone()
+        for move in moves:
+            if move.route.target_rank == rank:
+                old = buffers[move.route.source_rank]
+                shape = shapes[move.group]
+                _copy(move, views(old, source, shape), views(expected, target, shape))
+        exchange = Exchange(_world(), CPU, transport)
+        parts = [
+            Part(
+                RankMoves.of(rank, world_size, [m for m in moves if shapes[m.group] == shape]),
+                views(buffer, source, shape)[0],
+                views(buffer, target, shape)[0],
+            )
+            for shape in (0, 1)
+        ]
+        with exchange.staging(parts):
+            for layer in range(LAYERS):
+                exchange.run(
+                    [(views(buffer, source, s)[layer], views(buffer, target, s)[layer])
+                     for s in (0, 1)]
+                )  # fmt: skip
+        assert torch.equal(buffer, expected), (seed, source, target)
+
+
+def test_groups_with_blocks_of_several_shapes(tmp_path: Path) -> None:
+    _run_ranks(_exchange_groups, 2, tmp_path)
 
 
 class _WithRoom(CollectiveTransport):

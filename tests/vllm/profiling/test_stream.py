@@ -36,7 +36,7 @@ def drive(stream: Stream, point: StepPoint, depth: int, accepted: list[int]) -> 
             assert step.num_spec_tokens_to_schedule == point.k
             for new in step.scheduled_new_reqs:
                 tokens[new.req_id] = len(new.prompt_token_ids)
-                room[new.req_id] = LIMITS.block_size * len(new.block_ids[0])
+                room[new.req_id] = LIMITS.kinds[0].block_size * len(new.block_ids[0])
             cached = step.scheduled_cached_reqs
             for name, computed, outputs in zip(
                 cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True

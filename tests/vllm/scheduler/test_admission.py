@@ -14,6 +14,7 @@ from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.scheduler import PATScheduler
+from tests.support.kinds import full
 from tests.vllm.scheduler.test_scheduler import step
 
 LAYOUTS = (1, 8, 2, 4, 1)
@@ -60,7 +61,7 @@ def check_moves(scheduler: Any, command: SwitchCommand, before: Any) -> None:
             to = tuple(own[: len(blocks)])
             requests.append(RequestBlocks(name, source, blocks, replica.index, to))
     assert requests
-    expected = plan_moves(command.source, command.target, 8, requests)
+    expected = plan_moves(command.source, command.target, full(8), requests)
     assert cells(command.moves) >= cells(expected)
     for route, _, target in cells(command.moves) - cells(expected):
         assert (command.target.replica_of(route.target_rank), target) in free

@@ -23,6 +23,7 @@ from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import merge_outputs
 from pat_vllm.scheduler.switch import PlanningFailed
+from tests.support.kinds import full
 
 
 @pytest.fixture
@@ -343,7 +344,7 @@ def test_requests_stay_where_there_are_blocks_for_the_next_step(
             block_pool=SimpleNamespace(get_num_free_blocks=lambda: free)
         ),
     )
-    replica: Any = SimpleNamespace(scheduler=played)
+    replica: Any = SimpleNamespace(scheduler=played, kinds=full(8))
     assert keeps_places(Layout(2, 4), Layout(tp, 8 // tp, "ep"), [replica]) == kept
 
 

@@ -436,6 +436,10 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
         ("llama_few_kv", 1, [1, 3]),
         ("qwen3_tied", 1, [3]),
         ("qwen3_tied", 2, [0]),
+        ("gemma3", 1, [1]),
+        ("gemma2", 1, [2]),
+        ("mistral", 2, [3]),
+        ("phi3", 1, [2]),
     ],
 )
 def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:

@@ -43,20 +43,20 @@ _SCHEDULER: list[Row] = [
     ("a failed plan keeps its block pools", "switch:_plan", "active.factory.discard(fresh)", "pass", SCHEDULER),
     ("steps are drained before a switch is refused", "switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n", SCHEDULER),
     ("streaming-input sessions are carried", "switch:_check", "request.resumable or ", "", SCHEDULER),
-    ("KV is looked for in the replica that it goes to", "switch_plan:_request_blocks", "            by_id[request_id].replica,\n", "            target_replica,\n", ADMISSION),
+    ("KV is looked for in the replica that it goes to", "switch_plan:_request_blocks", "replica.index, old", "target_replica, old", ADMISSION),
     ("cached blocks come to other hashes' blocks", "prefix_cache:_take_up", "[block.block_id for block in blocks]", "[block.block_id for block in reversed(blocks)]", CACHES),
     ("the most wanted cached block is evicted first", "prefix_cache:_take_up", "append_n(taken[::-1])", "append_n(taken)", CACHES),
     ("cached blocks stay in use", "prefix_cache:_take_up", "pool.free_block_queue.append_n(taken[::-1])", "pass", CACHES),
     ("a chain is looked for in the first replica", "prefix_cache:place_chains", "cached.index(longest)", "0", CACHES),
-    ("chains have holes", "prefix_cache:find", "break", "continue", CACHES),
+    ("chains have holes", "pat_vllm.chains:_what_fits", "if all(map(all, found)):", "if True:", CACHES),
     ("what waits loses what is cached for it", "switch_plan:_carry_caches", "if one.reads_cache and one", "if False and one", CACHES),
-    ("blocks that come with a request are carried twice", "switch_plan:_carry_caches", "held[index].update(one.request.block_hashes[:full])", "pass", CACHES),
+    ("blocks that come with a request are carried twice", "switch_plan:_carry_caches", "hashes.update(one.request.block_hashes[first:full])", "pass", CACHES),
     ("caches of old weights are carried", "replica_set:ReplicaSet.may_carry_caches", "self._cached_with in (None, self.executor.weights_version)", "True", CACHES),
     ("caches are carried across a reset", "replica_set:ReplicaSet.reset_prefix_cache", "self.chains.forget()", "pass", CACHES),
     ("what is never asked for is carried", "switch:_plan", "if pays and active", "if active", CACHES),
     ("the router does not look into caches", "replica_set:ReplicaSet._route", "route(prefixes, loads, cached)", "route(prefixes, loads)", CACHES),
     ("samples of a prompt count as next turns", "replica_set:ReplicaSet._route", "if self._router.knows(prompt)", "if False", CACHES),
-    ("blocks in use count as asked for again", "prefix_cache:num_unused", "return len(cached) - bisect_left(cached, True, key=is_unused)", "return len(cached)", CACHES),
+    ("blocks in use count as asked for again", "prefix_cache:num_unused", "return len(places) - bisect_left(places, True, key=is_unused)", "return len(places)", CACHES),
     ("what found no room is taken for KV that comes", "switch_plan:_allocate", "replica.connector.withdraw()", "pass", ADMISSION),
     ("admission counts loads again and again", "pat_vllm.patches.schedulers:linear_time_admission", "new.clear()", "pass", PATCHES),
     ("admitted loads are forgotten", "pat_vllm.patches.schedulers:linear_time_admission", "scheduler._inflight_prefills.update(counted)", "pass", ADMISSION),
@@ -127,9 +127,9 @@ _EXECUTOR: list[Row] = [
 ]
 
 _KV_TRANSFER: list[Row] = [
-    ("a round is written before all is packed", "exchange:Exchange._run_rounds", "            packs.pack(source, part)\n", "            pass\n", EXCHANGE),
-    ("all of a layer is one round", "exchange:Exchange._prepare_rounds", "moves.split(ROUNDS)", "moves.split(1)", FULL_SWITCHES),
-    ("two layers may always be staged", "exchange:Exchange.staging", "moves.most_staged * source[0, 0].nbytes > room", "False", FULL_SWITCHES),
+    ("a round is written before all is packed", "exchange:Exchange._run_rounds", "            packs.pack(views[index][0], part)\n", "            pass\n", EXCHANGE),
+    ("all of a layer is one round", "exchange:Exchange._prepare_rounds", "moves.split(rounds)", "moves.split(1)", FULL_SWITCHES),
+    ("two layers may always be staged", "exchange:Exchange.staging", "staged > room", "False", FULL_SWITCHES),
     ("buffers are not given back", "exchange:CollectiveTransport.release", "self._kept.clear()", "pass", FULL_SWITCHES),
     ("the last layers do not arrive", "exchange:Exchange.staging", "                self._finish_one()", "                self._begun.clear()", EXCHANGE),
     ("bytes of rounds are not summed", "exchange:Exchange._run_rounds", "self.bytes_sent += part.nbytes", "self.bytes_sent = part.nbytes", FULL_SWITCHES),
@@ -139,7 +139,7 @@ _KV_TRANSFER: list[Row] = [
     ("any file of a segment's path is opened", "shared_memory:_Segment.attach", 'os.readlink(path) == f"/memfd:{name} (deleted)"', "os.path.exists(path)", OTHER_HOST),
     ("ranks share memory where one cannot", "shared_memory:SharedMemoryTransport.connect", "all(everywhere)", "any(everywhere)", UNREACHABLE),
     ("rounds leave the rest of a move out", "plan:_part", "(i + 1) * total // parts", "(i + 1) * (total // parts)", ROUNDS),
-    ("a request's last block stays behind", "connector:PATConnector.update_state_after_alloc", "-(-tokens // self._block_size)", "tokens // self._block_size", ADMISSION),
+    ("a request's last block stays behind", "connector:PATConnector.update_state_after_alloc", "-(-tokens // size)", "tokens // size", ADMISSION),
 ]
 
 _WEIGHTS: list[Row] = [

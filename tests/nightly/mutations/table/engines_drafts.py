@@ -32,7 +32,7 @@ _ROWS = [
     ("V2: the runner that is left keeps its requests", SWITCH, "self._handover.clear(source.runner)", "pass", V2_PAIRS),
     ("replicas draw the same numbers", SWITCH, "command.target.replica_of(self.rank)", "0", LAW),
     ("each switch seeds alike", SWITCH, "command.switch_id", "0", LAW),
-    ("KV comes to other rows of the block table", "kv_transfer.connector:PATConnector.update_state_after_alloc", "tuple(block_ids[:num_blocks])", "tuple(reversed(block_ids[:num_blocks]))", V2_PAIRS),
+    ("KV comes to other rows of the block table", "kv_transfer.connector:PATConnector.update_state_after_alloc", "tuple(ids[: -(-tokens // size)])", "tuple(reversed(ids[: -(-tokens // size)]))", V2_PAIRS),
     ("new weights come to the active layout", "worker.updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)\n            return function", "return function", f"{V2}::test_an_update_between_switches_reaches_every_layout"),
     # Requests that are handed over.
     ("a request's random numbers begin again", "worker.handover:V1Handover.give", "generator.set_state(packed.generator_state)", "generator.manual_seed(packed.state['sampling_params'].seed)", SEEDS),

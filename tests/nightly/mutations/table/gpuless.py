@@ -300,9 +300,11 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         "pat_vllm.kv_transfer.kv_buffer:SharedKVBuffer.views": {
             "the base layout's views": {"kv_cache_config.num_blocks,": "1,"},
         },
-        f"{CONFIG}:block_ratio": {
+        "pat_vllm.kinds:StateKind.ratio": {
             "copied heads count": {
-                "// layout.kv_heads_per_rank(num_kv_heads)": "* layout.tp // num_kv_heads"
+                "len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))": (
+                    "layout.tp // base.tp"
+                )
             },
         },
         f"{RUNTIME}:LayoutRuntime.check_kv_cache_layouts": {
@@ -382,9 +384,9 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "test_platforms.py::test_served_or_refused[rocm-TRITON_ATTN-v2]": {
-        f"{CONFIG}:block_ratio": {
+        "pat_vllm.kinds:StateKind.ratio": {
             "one ratio too many": {
-                "base.kv_heads_per_rank(num_kv_heads) //": "2 * num_kv_heads //"
+                "len(self.heads_of(base, 0)) //": "2 * len(self.heads_of(base, 0)) //"
             },
         },
     },

@@ -20,6 +20,7 @@ ROW_ORDER = ("tests/unit/weights/test_row_order.py",)
 PLAN = ("tests/unit/kv_transfer/test_plan.py",)
 ROUTING = ("tests/unit/test_routing.py",)
 CHAINS = ("tests/unit/test_chains.py",)
+KINDS = ("tests/vllm/scheduler/test_groups.py", "tests/unit/test_kinds.py")
 LAYOUT = ("tests/unit/test_layout.py",)
 
 _FADES = "keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))"
@@ -288,17 +289,28 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     ("pat_vllm.kv_transfer.plan:plan_moves", PLAN): {
         "only the first pair of replicas is planned for": {
-            "for pair in sorted(source_blocks)": "for pair in sorted(source_blocks)[:1]"
+            "for of in sorted(source_blocks)": "for of in sorted(source_blocks)[:1]"
         },
     },
     ("pat_vllm.kv_transfer.plan:RankMoves.of", PLAN): {
         "a rank receives what it sends": {"== (peer, rank)": "== (rank, peer)"},
     },
     ("pat_vllm.chains:fill", CHAINS): {
-        "a chain's first blocks are taken for held": {"hashes[first : first": "hashes[1 : 1"},
         "a replica gets more than it has room for": {"left[target] -= len(blocks)": "pass"},
-        "what is held is carried again": {"one not in has": "True"},
-        "what is carried is carried again": {"has.update(wanted[: len(blocks)])": "pass"},
+        "what is carried is carried again": {"held[target][group].update(names)": "pass"},
+    },
+    ("pat_vllm.chains:_what_fits", CHAINS): {
+        "a chain takes more than there is room for": {"if too_many > 0:": "if False:"},
+        "what is held is carried again": {"chain[place] in hashes)": "False)"},
+    },
+    ("pat_vllm.kinds:FullAttention.missing", CHAINS): {
+        "a chain's first block is taken for held": {"range(bisect_left(": "range(1 + bisect_left("},
+    },
+    ("pat_vllm.kinds:SlidingWindow.held", KINDS): {
+        "a window is a token shorter": {"self.window + 1": "self.window + 2"},
+    },
+    ("pat_vllm.kinds:StateKind.longest_hit", KINDS): {
+        "a hit may lack what its window needs": {"if gap is None:": "if True:"},
     },
     ("pat_vllm.chains:Chains.ended", CHAINS): {
         "a chain that is continued stays": {"self._replace(chain)": "pass"},

@@ -1,0 +1,225 @@
+"""Kinds of state that requests carry, one for each of vLLM's KV cache groups. Pure.
+
+A kind says how tensor parallelism cuts the blocks of its group, which blocks of a request hold
+something, and what a hit in the prefix cache needs. Schedulers, connector, moves and profiles ask
+it, and know of no kind by name: a new one is a class here, in `KINDS`. vLLM's own managers allocate
+the blocks; a switch checks them against this.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+
+from pat_vllm.layout import Layout
+
+NULL_BLOCK = 0
+"""Id of vLLM's null block, which stands where a request has no block any more."""
+
+
+@dataclass(frozen=True)
+class StateKind(ABC):
+    """The state of a group of layers that share block tables.
+
+    Attributes:
+        heads: parts into which tensor parallelism can cut a block, such as KV heads.
+        block_size: tokens of a block.
+        token_bytes: of a token, over all layers of the group and all heads.
+    """
+
+    heads: int
+    block_size: int
+    token_bytes: int = 0
+
+    title: ClassVar[str]
+    """As errors name it."""
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, spec: Any) -> bool:
+        """Whether a `KVCacheSpec` of vLLM's is of this kind."""
+
+    @classmethod
+    def of(cls, spec: Any, **sizes: int) -> StateKind:
+        """That of a spec that it serves, with these `heads` and `token_bytes`."""
+        return cls(block_size=spec.block_size, **sizes)
+
+    # ---------------------------------------------------------------- layouts
+
+    def heads_of(self, layout: Layout, tp_rank: int) -> range:
+        """The heads that a block has on a rank of a layout, in their order there."""
+        return layout.kv_heads_of(tp_rank, self.heads)
+
+    def ratio(self, layout: Layout, base: Layout) -> int:
+        """How many blocks of `layout` take the bytes of one block of `base` on a rank."""
+        return len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))
+
+    @classmethod
+    def narrow(cls, spec: Any, ratio: int) -> Any:
+        """The spec of a layout, `ratio` of whose blocks take the bytes of one of `spec`."""
+        return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
+
+    # ---------------------------------------------------------------- blocks of a request
+
+    @abstractmethod
+    def held(self, tokens: int) -> range:
+        """Places of the blocks that are not null, of a request with so many computed tokens.
+
+        They end with the last token's. A hit in the prefix cache needs those of its tokens.
+        """
+
+    def tokens_held(self, tokens: int) -> int:
+        """How many of a request's computed tokens they hold."""
+        return tokens - self.held(tokens).start * self.block_size
+
+    def most_blocks(self, tokens: int, room: int) -> int:
+        """The most blocks of a request on its way to so many tokens.
+
+        Args:
+            room: tokens by which it may grow before blocks that have become null are given back:
+                those of the steps in flight, all of a prompt that is computed at once.
+        """
+        return -(-tokens // self.block_size)
+
+    def longest_hit(self, most: int, is_cached: Callable[[int], bool]) -> int:
+        """The longest prefix, of at most so many blocks, that the cache has.
+
+        Args:
+            is_cached: whether the cache has the block of a place.
+        """
+        blocks = most
+        while blocks:
+            needed = reversed(self.held(blocks * self.block_size))
+            # A longer prefix than up to this gap would need it, too.
+            gap = next((place for place in needed if not is_cached(place)), None)
+            if gap is None:
+                return blocks
+            blocks = gap
+        return 0
+
+    def missing(self, blocks: int, has: Callable[[int], bool]) -> Sequence[int]:
+        """Places of blocks that a hit of so many blocks needs, without those that `has` names."""
+        return [place for place in self.held(blocks * self.block_size) if not has(place)]
+
+
+@dataclass(frozen=True)
+class FullAttention(StateKind):
+    """Every block stays. Where one is cached, so are all before it."""
+
+    title = "full attention"
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        # Layers with a window are of this kind, too, where vLLM keeps all their blocks.
+        return type(spec).__name__ == "FullAttentionSpec" and _has_a_slot_per_head(spec)
+
+    def held(self, tokens: int) -> range:
+        return range(-(-tokens // self.block_size))
+
+    def longest_hit(self, most: int, is_cached: Callable[[int], bool]) -> int:
+        if not most or not is_cached(0):
+            return 0
+        return bisect_left(range(most), True, key=lambda place: not is_cached(place))
+
+    def missing(self, blocks: int, has: Callable[[int], bool]) -> Sequence[int]:
+        return range(bisect_left(range(blocks), True, key=lambda place: not has(place)), blocks)
+
+
+@dataclass(frozen=True)
+class SlidingWindow(StateKind):
+    """A token attends to those of its window, itself included. Blocks before it are null.
+
+    Attributes:
+        window: tokens.
+    """
+
+    window: int = 1
+
+    title = "sliding windows"
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        return type(spec).__name__ == "SlidingWindowSpec" and (
+            _has_a_slot_per_head(spec) and not spec.extra_retained_tokens
+        )
+
+    @classmethod
+    def of(cls, spec: Any, **sizes: int) -> StateKind:
+        return cls(block_size=spec.block_size, window=spec.sliding_window, **sizes)
+
+    def held(self, tokens: int) -> range:
+        # As `SlidingWindowManager.get_num_skipped_tokens`, of the window of the next token.
+        skipped = max(0, tokens - self.window + 1) // self.block_size
+        return range(skipped, -(-tokens // self.block_size))
+
+    def most_blocks(self, tokens: int, room: int) -> int:
+        # As `SlidingWindowSpec.max_admission_blocks_per_request`.
+        most = -(-(self.window - 1 + room) // self.block_size) + 1
+        return min(super().most_blocks(tokens, room), most)
+
+
+def _has_a_slot_per_head(spec: Any) -> bool:
+    """Whether a block is one run of bytes for each KV head."""
+    return spec.num_head_slots is None and spec.page_size_padded is None
+
+
+KINDS: list[type[StateKind]] = [FullAttention, SlidingWindow]
+"""All that are served."""
+
+Kinds: TypeAlias = Sequence[StateKind]
+"""Those of an engine, in the order of vLLM's KV cache groups."""
+
+
+def class_of(spec: Any) -> type[StateKind] | None:
+    """The kind of one of vLLM's specs; None: layouts cannot share it."""
+    return next((kind for kind in KINDS if kind.serves(spec)), None)
+
+
+def served() -> str:
+    """What is served, for errors."""
+    return " and ".join(kind.title for kind in KINDS)
+
+
+# -------------------------------------------------------------------- all kinds of an engine
+
+
+def num_blocks(kinds: Kinds, tokens: int, room: int) -> int:
+    """The most blocks of a request on its way to so many tokens; see `StateKind.most_blocks`."""
+    return sum(kind.most_blocks(tokens, room) for kind in kinds)
+
+
+def longest_context(kinds: Kinds, blocks: int, most: int, room: int) -> int:
+    """The most tokens of a request, up to `most`, for which so many blocks are always enough."""
+    return bisect_right(range(1, most + 1), blocks, key=lambda n: num_blocks(kinds, n, room))
+
+
+def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) -> int:
+    """The longest prefix, of at most so many blocks, that the caches of all groups have.
+
+    As vLLM's `find_longest_cache_hit`.
+
+    Args:
+        is_cached: whether the cache of a group has the block of a place.
+    """
+    blocks, before = most, -1
+    while blocks != before:
+        before = blocks
+        for group, kind in enumerate(kinds):
+            blocks = kind.longest_hit(blocks, partial(is_cached, group))
+    return blocks
+
+
+def densest(kinds: Kinds) -> int:
+    """The group that keeps most blocks of a request."""
+    return max(range(len(kinds)), key=lambda group: len(kinds[group].held(1 << 24)))
+
+
+def carried_tokens(kinds: Kinds, tokens: int) -> float:
+    """What moves with a request, as a number of tokens whose state is whole."""
+    whole = sum(kind.token_bytes for kind in kinds)
+    held = sum(kind.token_bytes * kind.tokens_held(tokens) for kind in kinds)
+    return held / whole if whole else tokens

@@ -1,0 +1,99 @@
+"""Groups of KV caches: PAT's kinds are what vLLM's managers do."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from benchmarks.without_workers import BLOCK_SIZE, spec
+from pat_vllm.kinds import NULL_BLOCK
+from pat_vllm.layout import Layout
+from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
+from pat_vllm.worker.layout_config import kinds_of
+
+FULL = spec(FullAttentionSpec)
+
+
+def window(tokens: int) -> Any:
+    return spec(SlidingWindowSpec, sliding_window=tokens)
+
+
+GROUPS = {
+    "full": [FULL],
+    "windows": [window(40)],
+    "several": [FULL, window(40), window(5), window(40)],
+}
+
+
+@pytest.fixture(params=GROUPS)
+def replica(request: pytest.FixtureRequest) -> Any:
+    """What PAT asks of a replica, over a manager of vLLM's."""
+    config = KVCacheConfig(
+        num_blocks=100,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer {i}"], one) for i, one in enumerate(GROUPS[request.param])
+        ],
+    )
+    manager = KVCacheManager(config, 4096, BLOCK_SIZE, BLOCK_SIZE, log_stats=False)
+    kinds = kinds_of(config, Layout(1, 1), 8)
+    return SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager), kinds=kinds)
+
+
+def request(name: str, tokens: list[int]) -> Request:
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+    return Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+
+
+def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
+    """Of a request that grows by any steps, before each step's tokens get their blocks."""
+    manager = replica.scheduler.kv_cache_manager
+    rng = random.Random(0)
+    one = request("grows", [5] * 600)
+    while (computed := one.num_computed_tokens) < 600:
+        new = min(rng.randint(1, 50), 600 - computed)
+        assert manager.allocate_slots(one, new) is not None
+        for kind, ids in zip(replica.kinds, manager.get_block_ids("grows"), strict=True):
+            held = kind.held(computed)
+            assert [place for place, id_ in enumerate(ids) if id_ != NULL_BLOCK] == [
+                *range(held.start, kind.held(computed + new).stop)
+            ]
+        one.num_computed_tokens += new
+
+
+def test_hits_are_those_of_vllm(replica: Any) -> None:
+    """While requests with prefixes in common come and go, and blocks are evicted."""
+    manager = replica.scheduler.kv_cache_manager
+    rng = random.Random(1)
+    prefixes = [[rng.randrange(400) for _ in range(200)] for _ in range(3)]
+    lengths = set()
+    for i in range(300):
+        tokens = rng.choice(prefixes)[: rng.randint(1, 200)] + [i] * rng.randint(1, 30)
+        one = request(f"{i}", tokens)
+        blocks, computed, _ = manager.get_computed_blocks(one)
+        hashes = one.block_hashes[: (one.num_tokens - 1) // BLOCK_SIZE]
+        found = num_cached(replica, hashes)
+        assert found * BLOCK_SIZE == computed
+        assert 0 <= num_unused(replica, hashes) <= found
+        lengths.add(found)
+        new = one.num_tokens - computed
+        if manager.allocate_slots(one, new, computed, blocks) is None:
+            continue
+        one.num_computed_tokens = one.num_tokens
+        manager.free(one)
+    assert len(lengths) > 5
