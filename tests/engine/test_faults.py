@@ -23,8 +23,6 @@ import pat_vllm
 from benchmarks.endurance.callers import ASYNC, SYNC
 from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
-from pat_vllm.scheduler import switch as switch_module
-from pat_vllm.scheduler import switch_plan
 from tests.engine.specs import SMALL_KV
 from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
@@ -210,46 +208,6 @@ def test_carried_caches_preempt_nobody(llm: Any, monkeypatch: pytest.MonkeyPatch
     assert many > few + 200
     assert least > 0, "the case is no test"
     assert most <= least
-
-
-@pytest.mark.engine(SMALL_KV)
-def test_a_switch_that_cannot_be_planned_is_undone(
-    llm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever fails in planning is undone, and generation goes on in the old layout."""
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("no plan today")
-
-    work, attempts = jobs(), []
-    expected = texts(llm, work)
-    llm.provoked = "no plan today"
-    errors, began = pat_vllm.report(llm).errors, time.monotonic()
-
-    def requests() -> list[Any]:
-        replicas = scheduler_of(llm).replica_set.replicas
-        return [
-            (request.request_id, request.status, request.num_computed_tokens)
-            for replica in replicas
-            for request in replica.scheduler.running
-        ]
-
-    def before_step(step: int) -> None:
-        if step in (3, 9):
-            before = requests()
-            with monkeypatch.context() as patch:
-                patch.setattr(switch_plan, "plan_moves", fail)
-                with pytest.raises(switch_module.PlanningFailed, match="no plan today"):
-                    pat_vllm.switch(llm, tp=2)
-            assert requests() == before
-            attempts.append(step)
-
-    assert texts(llm, work, before_step=before_step) == expected
-    assert attempts == [3, 9]
-    report = pat_vllm.report(llm, since=began)
-    assert ["no plan today" in refused.why for refused in report.refused] == [True, True]
-    assert report.errors - errors == 2
-    assert report.layout.tp == 1
 
 
 @pytest.mark.engine(SMALL_KV)

@@ -405,21 +405,18 @@ def test_unseeded_samples_of_two_runs_differ(llm: Any) -> None:
 # ---------------------------------------------------------------- streaming
 
 
-@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
-def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
-    """Pieces come step by step, in order, once each, and add up to the whole."""
+def streamed(
+    llm: Any, kind: str, jobs: dict[str, Job], script: Script, expected: dict[str, Any]
+) -> dict[str, list[Any]]:
+    """The pieces of each request, which come in order, once each, and add up to the whole."""
     from vllm.sampling_params import RequestOutputKind
 
-    names = ["plain", "logprobs", "stop string", "seeded", "prompt logprobs"]
     kinds = {"output_kind": RequestOutputKind[kind]}
-    assert pat_vllm.switch(llm, tp=1)
-    add(llm, {name: Job(jobs[name].prompt, {**jobs[name].sampling, **kinds}) for name in names})
-    streams = drive(llm, RUNS["switches from tp=1"])
-
-    for name in names:
-        whole, pieces = runs["tp=1"][name].outputs[0], [o.outputs[0] for o in streams[name]]
-        assert len(pieces) >= len(whole.token_ids) > 10
-        assert [output.finished for output in streams[name]] == [False] * (len(pieces) - 1) + [True]
+    add(llm, {name: Job(job.prompt, job.sampling | kinds) for name, job in jobs.items()})
+    found = {}
+    for name, outputs in drive(llm, script).items():
+        whole, pieces = expected[name].outputs[0], [output.outputs[0] for output in outputs]
+        assert [output.finished for output in outputs] == [False] * (len(pieces) - 1) + [True]
         if kind == "DELTA":
             assert [t for piece in pieces for t in piece.token_ids] == list(whole.token_ids)
             assert "".join(piece.text for piece in pieces) == whole.text
@@ -428,6 +425,20 @@ def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: A
                 assert longer.text.startswith(shorter.text)
             assert list(pieces[-1].token_ids) == list(whole.token_ids)
             assert pieces[-1].text == whole.text
+        found[name] = pieces
+    assert found.keys() == jobs.keys()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
+def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
+    """Pieces come step by step."""
+    names = ["plain", "logprobs", "stop string", "seeded", "prompt logprobs"]
+    some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
+    assert pat_vllm.switch(llm, tp=1)
+    pieces = streamed(llm, kind, some, RUNS["switches from tp=1"], expected)
+    for name in names:
+        assert len(pieces[name]) >= len(expected[name].outputs[0].token_ids) > 10
 
 
 # ---------------------------------------------------------------- aborts

@@ -19,7 +19,7 @@ import pytest
 import pat_vllm
 from tests.engine.test_switch import Case, at_steps, batch
 from tests.support.engines import OPTIONS, engine, engine_processes, run
-from tests.support.faults import die_in_exchange
+from tests.support.faults import assert_a_worker_killed_in_a_switch_ends_the_engine
 from tests.support.models import random_model
 from tests.support.on_ray import process_id, where
 from tests.support.ray_nodes import GONE_WITHIN, ray_nodes, until
@@ -221,17 +221,4 @@ from tests.engine.test_switch import (  # noqa: E402, F401
 
 
 def test_a_killed_worker_ends_the_engine(case: Case) -> None:
-    """The last test of the engine. The other ranks wait for the killed one in a collective."""
-    from vllm import SamplingParams
-
-    llm = case.llm
-    llm.collective_rpc(die_in_exchange)
-    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
-    for name in ("one", "two"):
-        llm.llm_engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, sampling)
-    for _ in range(3):
-        llm.llm_engine.step()
-    with pytest.raises(RuntimeError, match=r"failed|died"):
-        pat_vllm.switch(llm, tp=2)
-    with pytest.raises(RuntimeError, match="Executor failed"):
-        llm.llm_engine.step()
+    assert_a_worker_killed_in_a_switch_ends_the_engine(case.llm)

@@ -80,7 +80,7 @@ def test_a_users_sizes_stay() -> None:
 
 
 def test_no_graphs_for_batches_that_a_layout_does_not_see() -> None:
-    policy = {"kind": "schedule", "switch_at": {"70": 2, "5": 8}}
+    policy = {"kind": "schedule", "switch_at": {"70": 2, "8": 8}}
     engine = engine_config(16, 512, {}, policy=policy)
     assert largest_sizes(engine) == {1: 32, 2: 64, 4: 128, 8: 8}
 

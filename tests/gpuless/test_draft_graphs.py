@@ -188,30 +188,6 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
     assert stock.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
 
 
-def test_the_longest_drafts_of_model_runner_v1_on_the_device_are_cut() -> None:
-    """Its drafter looks for the longest only. It counts how many of a request's drafts are real."""
-    found = torch.tensor([[7, 8, 9], [5, -1, -1]]), torch.tensor([3, 1])
-    asked = []
-
-    def propose(length: int, *args: Any) -> Any:
-        asked.append((length, *args))
-        return found
-
-    drafter = SimpleNamespace(k=3, propose=propose)
-    config = SimpleNamespace(method="ngram_gpu")
-    runner: Any = SimpleNamespace(speculative_config=config, drafter=drafter)
-    patches.take_every_draft_length(runner)
-    patches.take_every_draft_length(runner)
-    for length, drafts, counts in (
-        (3, [[7, 8, 9], [5, -1, -1]], [3, 1]),
-        (1, [[7], [5]], [1, 1]),
-        (0, [[], []], [0, 0]),
-    ):
-        tokens, num_valid = drafter.propose(length, "tokens")
-        assert (tokens.tolist(), num_valid.tolist()) == (drafts, counts)
-    assert asked == [(3, "tokens")] * 3
-
-
 def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
     large, small = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(rows, 8)) for rows in (4, 2))
     handover: Any = V1Handover()

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from vllm.config import VllmConfig, WeightTransferConfig
+from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import nccl_common
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -25,7 +25,6 @@ from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
 from pat_vllm.layout import Layout
-from pat_vllm.refused import unsupported
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
@@ -206,9 +205,3 @@ def test_each_rank_takes_its_own() -> None:
     for given, received in (([*range(RANKS)], 5), ({"of": "all"}, {"of": "all"})):
         worker.update_weights(given)
         assert worker.received == received
-
-
-def test_a_transfer_that_needs_vllms_own_ray_is_refused() -> None:
-    transfer = WeightTransferConfig(backend="sharded_rdt")
-    refused = unsupported(VllmConfig(weight_transfer_config=transfer))
-    assert ("weight_transfer_config.backend", "sharded_rdt") in [one[:2] for one in refused]

@@ -176,6 +176,18 @@ def assert_a_dead_worker_is_noticed(
         assert_gone(spawned, held)
 
 
+def assert_a_worker_killed_in_a_switch_ends_the_engine(llm: Any) -> None:
+    """The last test of an engine. The other ranks wait for the killed one in a collective."""
+    llm.collective_rpc(die_in_exchange)
+    add_requests(llm)
+    for _ in range(8):
+        llm.llm_engine.step()
+    with pytest.raises(RuntimeError, match=r"failed|died"):
+        pat_vllm.switch(llm, tp=2)
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        llm.llm_engine.step()
+
+
 def assert_a_failed_switch_ends_the_engine(
     sabotage: Callable[[Any], None], in_process: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

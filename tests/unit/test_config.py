@@ -242,3 +242,4 @@ def test_static_policy_stays_at_its_layout() -> None:
     assert policy.home.tp == 2
     assert policy.choose(state(2, 1)).tp == 2
     assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"
+    assert str(policy_of(static("tp2dp2ep"), MIXTURE).home) == "tp2dp2ep"

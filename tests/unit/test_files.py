@@ -36,6 +36,7 @@ from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.traces import load_trace
+from tests.unit.predictor.examples import some_lengths
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +55,7 @@ def profile() -> Profile:
 
 @pytest.fixture
 def lengths() -> LengthModel:
-    model = LengthModel(1000)
-    for length in range(1, 33):
-        model.finished(10 * length, True)
-    model.end_of_batch()
-    return model
+    return some_lengths()
 
 
 def mode(path: Path) -> int:
@@ -150,7 +147,7 @@ def test_no_damage_to_lengths_is_taken(
         {"ends": [1e308], "tokens": [1e308]},
         {"ends": ["1"], "tokens": [2]},
     ]
-    wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}]
+    wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}, {"format": 9}]
     for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
         path.write_text(json.dumps(with_digest({**content, **fields})))
         with pytest.raises(ValueError, match="delete it"):

@@ -78,12 +78,6 @@ def test_every_file_of_the_packages_is_shipped() -> None:
     assert {"cpu", "cuda", "ray", "verl", "openrlhf"} <= extras.keys()
 
 
-def test_the_wheel_describes_the_project() -> None:
-    """That it is in the wheel's metadata is in tests/nightly/test_packaging.py."""
-    project: Any = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["readme"] == "README.md"
-
-
 def test_no_text_for_users_cites_a_file_that_the_wheel_lacks() -> None:
     """Neither help texts nor errors. Docstrings and comments are for who reads the sources."""
     cited = []

@@ -5,7 +5,6 @@ The batch of `tests/engine/test_features.py`; what draws random numbers is in `t
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from tests.engine.test_features import (  # noqa: F401
     plain,
     prompt,
     run,
+    streamed,
 )
 from tests.engine.test_features import jobs as jobs_without  # noqa: F401
 from tests.support.engines import Job, Outcome, scheduler_of
@@ -137,27 +137,12 @@ def test_outputs_are_those_without_drafts(
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
 def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
-    """Pieces of several tokens come in order, once each, and add up to the whole."""
-    from vllm.sampling_params import RequestOutputKind
-
+    """Pieces of several tokens."""
     names = ["plain", "logprobs", "stop string", "prompt logprobs"]
-    kinds = {"output_kind": RequestOutputKind[kind]}
+    some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
     pat_vllm.speculate(llm, MOST)
-    add(llm, {name: Job(jobs[name].prompt, {**jobs[name].sampling, **kinds}) for name in names})
-    streams = drive(llm, {5: 2, 9: 1})
-    for name in names:
-        whole, pieces = runs["tp=1"][name].outputs[0], [o.outputs[0] for o in streams[name]]
-        assert 3 < len(pieces) < len(whole.token_ids)
-        assert [output.finished for output in streams[name]] == [False] * (len(pieces) - 1) + [True]
-        if kind == "DELTA":
-            assert [t for piece in pieces for t in piece.token_ids] == list(whole.token_ids)
-            assert max(len(piece.token_ids) for piece in pieces) > 1
-            assert "".join(piece.text for piece in pieces) == whole.text
-        else:
-            for shorter, longer in itertools.pairwise(pieces):
-                assert longer.text.startswith(shorter.text)
-            assert list(pieces[-1].token_ids) == list(whole.token_ids)
-            assert pieces[-1].text == whole.text
+    for name, pieces in streamed(llm, kind, some, {5: 2, 9: 1}, expected).items():
+        assert 3 < len(pieces) < len(expected[name].outputs[0].token_ids)
 
 
 def test_preemption(llm: Any) -> None:

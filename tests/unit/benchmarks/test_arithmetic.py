@@ -18,7 +18,6 @@ from benchmarks.endurance.growth import trend
 from benchmarks.paired import Ratio, paired_ratio, turns
 from benchmarks.simulated.clairvoyant import clairvoyant
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import DecisionReport
 from pat_vllm.simulator.replay import simulate
@@ -41,15 +40,6 @@ def test_the_clairvoyant_is_hardly_worse_than_simple_schedules() -> None:
         )
         ratios.append(clairvoyant(trace, LAYOUTS, truth, FREE).seconds / best)
     assert statistics.mean(ratios) < 1.03, ratios
-
-
-def test_the_clairvoyant_switches_where_it_pays() -> None:
-    trace = batch(10, 20, 40, 60, 80, 100, 200, 400, 800, 900)
-    truth = Linear(0.6, 0.5)
-    best = clairvoyant(trace, LAYOUTS, truth, FREE)
-    static = [simulate(trace, StayPolicy(layout), truth, FREE).seconds for layout in LAYOUTS]
-    assert best.switches_on_the_way and best.seconds < min(static)
-    assert not clairvoyant(trace, LAYOUTS, Linear(0.6, 1e6), FREE).switches_on_the_way
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,6 @@ def test_what_is_shown() -> None:
         "     2 |::::::::####",
         "     1 |::::::::########",
     ]
-    assert "layout tp1dp2: 2 replicas of tp=1" in lines[6]
-    assert "switch tp1dp2 -> tp2dp1 at 4.00 s: 2 live" in lines[-1] and "250 ms" in lines[-1]
-    odd = draw_timeline(a_result(4.0, [(0.0, ONE, 5), (2.0, ONE, 1)]).run, width=4)
-    assert odd[:4] == ["     5 |::", "     4 |::", "     2 |::", "     1 |::::"]
     assert disagreement(runs()) is None
     shorter = dataclasses.replace(RESULTS[2], outputs=((5,), (7, 8, 9, 10)))
     assert "has 2 and 1 tokens" in (disagreement(runs(shorter)) or "")

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
+from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.reporting import SwitchReport
@@ -46,6 +47,15 @@ def live_requests(
         held=np.zeros(count, np.int64),
         num_computed_tokens=context + generated,
     )
+
+
+def some_lengths() -> LengthModel:
+    """A model that has learnt from one batch of 32 responses."""
+    model = LengthModel(1000)
+    for length in range(1, 33):
+        model.finished(10 * length, True)
+    model.end_of_batch()
+    return model
 
 
 def switch_report(source: Layout, target: Layout, **values: Any) -> SwitchReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -171,23 +170,6 @@ def test_a_report_of_decisions_and_a_file_of_lengths(tmp_path: Path) -> None:
     for count, error in report.step_error.values():
         assert count > 10 and error < 0.04
     assert report.batches == policy_of(PROFILE, lengths_file=path).report().batches == 3
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"lengths\.json"):
-        policy_of(PROFILE, lengths_file=path)
-
-
-def test_a_file_of_lengths_that_cannot_be_written_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "gone" / "lengths.json"
-    policy = policy_of(PROFILE, lengths_file=path)
-    for batch in range(3):
-        policy.finished(batch, 50, True)
-        policy.idle(batch)
-    assert policy.report().batches == 3
-    (warning,) = (one.message for one in caplog.records if one.levelno == logging.WARNING)
-    for part in ("pat.policy.lengths_file", str(path), "No such file"):
-        assert part in warning
 
 
 def test_it_plans_only_when_something_has_changed() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
+from pat_vllm.predictor.state import LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.simulator.modelled.hardware import modelled_profile
+from tests.unit.predictor.examples import live_requests
 
 LENGTHS = (0, 1, 2, 4)
 BOUND = 4096
@@ -40,19 +41,7 @@ class Driven:
     def plan(self) -> dict[int, int]:
         """`table` after a plan."""
         self.now += 100.0
-        count = np.full(self.requests, 1)
-        live = LiveRequests(
-            num_prompt_tokens=100 * count,
-            num_output_tokens=400 * count,
-            max_tokens=BOUND * count,
-            exact=count < 0,
-            group=count.cumsum(),
-            number=count.cumsum(),
-            replica_steps=0 * count,
-            turn=0 * count,
-            held=0 * count,
-            num_computed_tokens=500 * count,
-        )
+        live = live_requests([100] * self.requests, 400, BOUND)
         self.policy.choose(LiveState(self.now, self.layout, self.requests, 10.0, lambda: live))
         return self.table()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.adaptive import AdaptivePolicy
-from pat_vllm.predictor.lengths import LengthModel
 from pat_vllm.simulator.modelled.hardware import modelled_profile
+from tests.unit.predictor.examples import some_lengths
 
 LENGTHS = (0, 1, 2, 4)
 
@@ -30,21 +29,13 @@ def learnt(accepted: int) -> Acceptance:
     return model
 
 
-def length_model() -> LengthModel:
-    model = LengthModel(1000)
-    for length in range(1, 33):
-        model.finished(10 * length, True)
-    model.end_of_batch()
-    return model
-
-
 @pytest.mark.parametrize("accepted", [4, 0])
 def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
     accepted: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "lengths.json"
     before = learnt(accepted)
-    kept.save(path, length_model(), before)
+    kept.save(path, some_lengths(), before)
     lengths, after = kept.load(path, draft_lengths=LENGTHS)
     assert (lengths.batches, lengths.responses) == (1, 32)
     # In the direction of what was seen, and less sure of it.
@@ -58,22 +49,12 @@ def test_both_parts_are_kept_and_drafts_count_as_of_other_weights(
 
 def test_engines_without_drafts(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
-    kept.save(path, length_model())
+    kept.save(path, some_lengths())
     lengths, acceptance = kept.load(path, draft_lengths=LENGTHS)
     assert lengths.responses == 32
     assert tokens_of(acceptance) == tokens_of(Acceptance(LENGTHS))
     kept.save(path, lengths, learnt(4))
     assert tokens_of(kept.load(path)[1]) == 1.0
-
-
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 9}', b'{"format": 1}', b"\xff\xfe"])
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "lengths.json"
-    part = json.dumps({**length_model().to_json(), "acceptance": {"format": 1}}).encode()
-    for damaged in (content, part):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"lengths\.json .*delete it"):
-            kept.load(path, draft_lengths=LENGTHS)
 
 
 def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:

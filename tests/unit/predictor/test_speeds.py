@@ -129,20 +129,27 @@ def test_speeds_stand_for_shares_of_accepted_drafts(share: float) -> None:
 # What is ahead of them
 
 
-def outlook_seconds(remaining: Ints, tokens: Floats, each: float = 0.0) -> float:
-    """Predicted seconds to the end with one draft length, where a step takes 1 s and `each` more
-    per request."""
+def outlook_seconds(
+    remaining: Ints, tokens: Floats, each: float = 0.0, now: Floats | None = None
+) -> float:
+    """Predicted seconds to the end with drafts that make these tokens per step, where a step takes
+    1 s and `each` more per request.
+
+    With the drafts of now, which are too dear to go on with, a step makes the tokens `now`.
+    """
     count = len(remaining)
+    costs = np.array([[1e6], [1.0]])
 
     def step(layout: Layout, running: Floats, *_: object) -> Floats:
-        return (1 + each * (running - 1)) * np.ones((1, 1))
+        return (1 + each * (running - 1)) * costs
 
     planner = Planner(
         (ONE,), step, lambda *_: np.zeros(()), max_num_seqs={1: 10**6}, kv_tokens={1: 10**9}
     )
-    mean = 1 / (1 / tokens).mean()
-    drafting = Drafting(np.array([4]), np.array([mean]), np.array([4.0]), np.array([mean]))
-    ahead = course(live_requests([10] * count), remaining[:, None], tokens[None, :, None])
+    made = np.stack((tokens if now is None else now, tokens))
+    mean = 1 / (1 / made).mean(axis=1)
+    drafting = Drafting(np.array([2, 4]), mean, np.array([2.0, 4.0]), mean)
+    ahead = course(live_requests([10] * count), remaining[:, None], made[:, :, None])
     return planner.outlook(ahead, drafting=drafting).plan(ONE).never
 
 
@@ -163,6 +170,13 @@ def test_each_request_pays_for_its_own_steps(some: list[tuple[int, float]], each
     steps = remaining / tokens
     expected = steps.max() + each * (steps.sum() - steps.max())
     assert outlook_seconds(remaining, tokens, each) == pytest.approx(expected)
+
+
+def test_with_other_drafts_each_request_pays_for_its_own_steps() -> None:
+    """All are to end together; with the other drafts all but one end in half of the time."""
+    remaining, tokens = np.array([101] + [100] * 49), np.array([1.0] + [2.0] * 49)
+    seconds = outlook_seconds(remaining, tokens, 0.1, now=np.ones(50))
+    assert seconds == pytest.approx(101 + 0.1 * 49 * 50, rel=0.05)
 
 
 @settings(max_examples=40)

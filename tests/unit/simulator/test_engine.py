@@ -73,6 +73,7 @@ def test_switch_and_return_home() -> None:
     ]
     # The next batch begins after the gap, and its prompts are others.
     assert (runs[1].seconds, runs[1].began) == (12.25, 112.25)
+    assert policy.groups == {0, 1, 2, 3}
     # They are reports of the engine's kind.
     report = Report.from_json(runs[1].to_json())
     assert (report.switches, report.timeline) == (runs[1].switches, runs[1].timeline)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.cost import CarryRates, CostModel
@@ -18,7 +17,6 @@ from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile, StepSample, SwitchSample
-from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.modelled.hardware import measured_noise
 from pat_vllm.simulator.replay import simulate, simulate_batches
@@ -178,17 +176,3 @@ def test_pat_uses_both_kinds_and_gains_by_it() -> None:
     for layout in LAYOUTS:
         static = simulate_batches(batches, StayPolicy(layout), truth, capacity)
         assert seconds < sum(run.seconds for run in static)
-
-
-# ---------------------------------------------------------------- what users name
-
-
-def test_policies_name_layouts_by_name_or_tp() -> None:
-    def policy(**options: Any) -> Any:
-        config = PATConfig.parse({"policy": options})
-        return make_policy(config, LAYOUTS, lambda path: PROFILE, CostModel(), bound=100)
-
-    assert policy(kind="static", tp=2).home == CUT
-    assert policy(kind="static", tp="tp2dp1ep").home == SPREAD
-    table = policy(kind="schedule", switch_at={4: "tp2dp1ep", 2: 2}).table
-    assert table == ((2, CUT), (4, SPREAD))

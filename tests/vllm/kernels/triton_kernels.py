@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -28,8 +27,6 @@ CAPABILITIES = (80, 90, 100)
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
 """With its address before it, and possibly a predicate."""
-
-_DEVICE = "pat_vllm.kernels.device"
 
 
 def in_interpreter(module: str) -> str:
@@ -190,29 +187,3 @@ def compiled_for(capability: int) -> Iterator[dict[str, Code]]:
         yield found
     finally:
         JITFunction.run, driver._active = run, active
-
-
-@contextmanager
-def mutated_kernels(changes: Mapping[str, str]) -> Iterator[None]:
-    """Replace parts of the source of PAT's kernels. Each must occur once.
-
-    Triton compiles a kernel from its source, so the module is made anew.
-    """
-    original = sys.modules.get(_DEVICE) or importlib.import_module(_DEVICE)
-    assert original.__file__ is not None
-    source = Path(original.__file__).read_text()
-    for old, new in changes.items():
-        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times, not once"
-        source = source.replace(old, new)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "device.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(_DEVICE, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[_DEVICE] = module
-        try:
-            spec.loader.exec_module(module)
-            yield
-        finally:
-            sys.modules[_DEVICE] = original

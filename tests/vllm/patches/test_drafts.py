@@ -54,7 +54,8 @@ def a_step(k: int, drafts: int = 0, tokens: int = 1) -> SchedulerOutput:
 
 def patched(method: str = "ngram") -> Any:
     runner: Any = Runner(method)
-    prepare_drafter(runner)
+    for _ in range(2):
+        prepare_drafter(runner)
     return runner
 
 
@@ -88,8 +89,13 @@ def test_steps_without_drafts_are_as_without_a_drafter() -> None:
 def test_a_drafter_that_keeps_tokens_always_runs_and_with_its_own_length() -> None:
     runner = patched("ngram_gpu")
     assert speculates(runner, a_step(0))
-    tokens, num_valid = runner.drafter.propose(2)
-    assert tokens.tolist() == [[0, 1], [4, 5]] and num_valid.tolist() == [1, 2]
+    for length, tokens, counts in (
+        (MOST, [[0, 1, 2, 3], [4, 5, 6, 7]], [1, 4]),
+        (2, [[0, 1], [4, 5]], [1, 2]),
+        (0, [[], []], [0, 0]),
+    ):
+        drafted, num_valid = runner.drafter.propose(length)
+        assert (drafted.tolist(), num_valid.tolist()) == (tokens, counts)
 
 
 @pytest.mark.parametrize("method", ["ngram", "ngram_gpu"])

@@ -262,6 +262,9 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "prefill context parallelism is not refused": {"for rule in RULES\n": "for rule in RULES if rule.option != 'prefill_context_parallel_size'\n"},
             "options of mixtures are not refused": {"(is_mixture or not rule.mixtures)": "not rule.mixtures"},
         },
+        f"{REFUSED}:_equal": {
+            "a transfer of weights that vLLM runs under Ray only": {"_at(vllm_config, path) == value": "False"},
+        },
         f"{REFUSED}:_variable": {
             "an all-reduce of one group in a process is not refused": {"getattr(envs, name)": "False"},
         },
@@ -299,12 +302,18 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "figures of a busy machine are compared": {"if spread(runs) > _MOST_SPREAD:": "if False:"},
         },
     },
-    "tests/vllm/worker/test_layout_config.py": {
+    "tests/gpuless/test_compile_keys.py": {
         f"{LAYOUT_CONFIG}:layout_config": {
             "replicas share a compile cache": {"data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"},
-            "a rank is one of the engine's": {"layout.tp_rank_of(rank)": "rank"},
             "layouts share the user's folder of compiled code": {"config.compilation_config.cache_dir = folder": "pass"},
         },
+    },
+    "tests/gpuless/test_layouts_in_updates.py": {
+        f"{LAYOUT_CONFIG}:layout_config": {
+            "a rank is one of the engine's": {"layout.tp_rank_of(rank)": "rank"},
+        },
+    },
+    "tests/gpuless/test_capture_sizes.py": {
         f"{LAYOUT_CONFIG}:_limit_cuda_graphs": {
             "graphs for one size too many": {"if size >= tokens": "if size > tokens"},
         },

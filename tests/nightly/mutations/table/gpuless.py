@@ -312,11 +312,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "test_layouts_in_updates.py": {
-        f"{REFUSED}:_equal": {
-            "a transfer of weights that vLLM runs under Ray only": {
-                "_at(vllm_config, path) == value": "False"
-            },
-        },
         f"{UPDATES}.update_weights": {
             "a payload for another rank": {"update_info[self.rank]": "update_info[0]"},
         },

@@ -1,0 +1,45 @@
+"""The state of vLLM's that belongs to a layout's group."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed import parallel_state
+
+from pat_vllm.patches import groups as patches
+
+
+def test_each_group_has_its_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashInfer's all-reduce makes them: for the group that is the first to ask."""
+    module = SimpleNamespace(**patches._WORKSPACES)
+    monkeypatch.setitem(sys.modules, patches._FLASHINFER, module)  # type: ignore[arg-type]
+    monkeypatch.setattr(patches, "_workspaces_of", {})
+    groups: list[Any] = [SimpleNamespace(name=name) for name in "abc"]
+    monkeypatch.setattr(parallel_state, "_TP", groups[0])
+    monkeypatch.setattr(parallel_state, "_ETP", groups[0])
+    for group in [*groups, *groups, groups[1]]:
+        patches.install_tp_group(group)
+        if module._fi_ar_workspace is None:
+            module._fi_ar_workspace = group.name
+        assert module._fi_ar_workspace == group.name
+
+
+def test_experts_lie_over_the_active_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And vLLM destroys the group that it made for them."""
+    monkeypatch.setattr(patches, "_expert_groups_of_vllm", {})
+    own, *groups = (SimpleNamespace(name=name) for name in "abc")
+    for name in ("_TP", "_ETP", "_EP"):
+        monkeypatch.setattr(parallel_state, name, own)
+    for group in groups:
+        patches.install_tp_group(group)  # type: ignore[arg-type]
+        assert parallel_state._EP is parallel_state._TP is group
+    for _ in range(2):
+        patches.give_expert_group_back()
+        assert parallel_state._EP is own
+
+    monkeypatch.setattr(parallel_state, "_EP", None)  # of a dense model
+    patches.install_tp_group(groups[0])  # type: ignore[arg-type]
+    assert parallel_state._EP is None
