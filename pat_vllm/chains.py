@@ -126,7 +126,7 @@ def fill(
     Of a chain it gets what a hit of its end needs, in every group.
 
     Args:
-        chains: the most wanted one first.
+        chains: the most wanted one first; of each what its source has, or nearly.
         find: the blocks of a source replica with these hashes in a group; None where it has none.
         kinds: of the groups.
         held: hashes that each target replica has in any case, by group. What is chosen is added.
@@ -161,24 +161,23 @@ def _what_fits(
         Hashes and their blocks, by group; nothing where nothing is cached or has room.
     """
     blocks = len(chain) if room else 0
-    while blocks := longest_hit(
-        kinds, blocks, lambda group, at: find([chain[at]], group)[0] is not None
-    ):
+    while blocks:
         places = [
             kind.missing(blocks, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
             for kind, hashes in zip(kinds, held, strict=True)
         ]
         too_many = sum(map(len, places)) - room
         if too_many > 0:
-            blocks = max(0, blocks - too_many)
+            blocks -= min(blocks, too_many)
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
         found: Any = [find(one, group) for group, one in enumerate(names)]
         if all(map(all, found)):
             return list(zip(names, found, strict=True))
-        blocks = min(
+        gap = min(
             of_group[one.index(None)]
             for of_group, one in zip(places, found, strict=True)
             if not all(one)
         )
+        blocks = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
     return []

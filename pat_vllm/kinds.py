@@ -205,11 +205,11 @@ def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) 
     Args:
         is_cached: whether the cache of a group has the block of a place.
     """
-    blocks, before = most, -1
-    while blocks != before:
-        before = blocks
-        for group, kind in enumerate(kinds):
-            blocks = kind.longest_hit(blocks, partial(is_cached, group))
+    blocks, agree, group = most, 0, 0
+    while blocks and agree < len(kinds):
+        found = kinds[group].longest_hit(blocks, partial(is_cached, group))
+        agree = agree + 1 if found == blocks else 1
+        blocks, group = found, (group + 1) % len(kinds)
     return blocks
 
 

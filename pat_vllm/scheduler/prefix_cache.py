@@ -29,18 +29,22 @@ def _suffix(group: int) -> bytes:
 
 def find(replica: Replica, hashes: Chain, group: int = 0) -> list[KVCacheBlock | None]:
     """The cached blocks of a group with these hashes, as vLLM would find them."""
-    pool = replica.scheduler.kv_cache_manager.block_pool
-    get: Any = pool.cached_block_hash_to_block.get_one_block
-    suffix = _suffix(group)
+    get, suffix = _get(replica), _suffix(group)
     return [get(block_hash + suffix) for block_hash in hashes]
+
+
+def _get(replica: Replica) -> Any:
+    """Gives the cached block of a hash with its group's suffix, or None."""
+    return replica.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block.get_one_block
 
 
 def num_cached(replica: Replica, chain: Chain) -> int:
     """Number of blocks of a chain, from the first on, that a request would find cached."""
+    get = _get(replica)
     return longest_hit(
         replica.kinds,
         len(chain),
-        lambda group, place: find(replica, [chain[place]], group) != [None],
+        lambda group, place: get(chain[place] + _suffix(group)) is not None,
     )
 
 

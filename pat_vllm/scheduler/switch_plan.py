@@ -17,7 +17,7 @@ from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.patches.schedulers import linear_time_admission, queue_with_blocks
 from pat_vllm.routing import Placed, spread
-from pat_vllm.scheduler.prefix_cache import carry_cached, place_chains
+from pat_vllm.scheduler.prefix_cache import carry_cached, num_cached, place_chains
 from pat_vllm.scheduler.replica import Replica
 
 if TYPE_CHECKING:
@@ -199,11 +199,9 @@ def _request_blocks(
             for group, kind in enumerate(replica.kinds):
                 held = kind.held(request.computed)
                 # vLLM may still have blocks in the source that no step will read.
-                old, new = (
-                    tuple(blocks[group][held.start : held.stop])
-                    for blocks in (source_blocks, target_blocks)
-                )
-                if NULL_BLOCK in old or NULL_BLOCK in new:
+                old = tuple(source_blocks[group][held.start : held.stop])
+                new = target_blocks[group][held.start : held.stop]
+                if NULL_BLOCK in (*old[:1], *new[:1]):  # all null ones come first
                     raise ValueError(
                         f"request {request_id}, with {request.computed} tokens computed, has null "
                         f"blocks in group {group}, of {kind}"
@@ -226,9 +224,11 @@ def _carry_caches(
     """Give blocks that requests leave to what is cached: for requests that wait, then `chains`."""
     loaded = {id_ for load in loads for id_ in load.blocks}
     wanted = [
-        PlacedChain(one.request.block_hashes, one.replica, placement[one.request.request_id])
+        PlacedChain(hashes[:cached], one.replica, placement[one.request.request_id])
         for one in carried
-        if one.reads_cache and one.request.block_hashes and one.request.request_id not in loaded
+        if one.reads_cache and one.request.request_id not in loaded
+        for hashes in [one.request.block_hashes]
+        if (cached := num_cached(active.replicas[one.replica], hashes))
     ]
     if chains is not None:
         wanted += [
