@@ -1,4 +1,4 @@
-"""A policy that learns, its rollouts, and their replay with drafts of many kinds; run in this order:
+"""A policy that learns, its rollouts, and their replay with drafts of many kinds, in this order:
 
 python -m benchmarks.rollouts pretrain
 python -m benchmarks.rollouts learn

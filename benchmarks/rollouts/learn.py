@@ -189,7 +189,7 @@ def _roll_out(
 def _statistics(
     policy: Any, rows: Sequence[Row]
 ) -> tuple[list[torch.Tensor], list[float], list[float]]:
-    """Of each response: log-probabilities of its tokens, mean greatest probability, mean entropy."""
+    """Of each response: log-probabilities of tokens, mean greatest probability, mean entropy."""
     import torch
 
     logs: list[Any] = [None] * len(rows)

@@ -1,4 +1,4 @@
-"""The policy: a Qwen3 of 4M parameters with a tokenizer of its own, and its training on solutions."""
+"""The policy: a Qwen3 of 4M parameters and its tokenizer, and its training on solutions."""
 
 from __future__ import annotations
 

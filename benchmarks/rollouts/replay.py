@@ -42,7 +42,7 @@ class Replayed:
 
     Attributes:
         tokens: int64 `[responses]`, those that decode steps gave.
-        steps, drafted, accepted: int64 `[responses]`: decode steps, draft tokens verified, accepted.
+        steps, drafted, accepted: int64 `[responses]`: decode steps, draft tokens, those accepted.
         matches: int64 `[buckets, 3]`: the same three by the length of the match.
     """
 
