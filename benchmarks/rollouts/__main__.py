@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch, for training")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("pretrain", help="train the policy on worked solutions")
-    train.add_argument("--minutes", type=float, default=20)
+    train.add_argument("--tokens", type=int, default=3_000_000)
     learn = commands.add_parser("learn", help="GRPO; keep all rollouts")
     learn.add_argument("--epochs", type=int, default=10)
     learn.add_argument("--prompts", type=int, default=64)
@@ -46,7 +46,7 @@ def main() -> None:
         from benchmarks.rollouts.model import pretrain
 
         shutil.rmtree(POLICY, ignore_errors=True)
-        pretrain(POLICY, args.minutes, args.seed, args.threads)
+        pretrain(POLICY, args.tokens, args.seed, args.threads)
     elif args.command == "learn":
         from benchmarks.rollouts.learn import learn as run
 

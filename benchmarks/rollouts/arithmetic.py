@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 MODULUS = 100
 MOST_STEPS = 36
-MEDIAN_STEPS = 3.5
-SIGMA = 0.85
+MEDIAN_STEPS = 2.6
+SIGMA = 0.95
 """Of the logarithm of the number of steps."""
 
 P_WRONG = 0.06

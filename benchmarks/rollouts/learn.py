@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.common import Engine, awake, ngram
 from benchmarks.rollouts.arithmetic import graded, problem
-from benchmarks.rollouts.model import Row, by_length, make_optimizer, of_responses, prompt_ids
+from benchmarks.rollouts.model import Row, by_length, of_responses, prompt_ids
 from benchmarks.rollouts.records import Response, Rollouts
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def learn(
     shutil.copytree(model, scratch, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
-    optimizer = make_optimizer(policy, LEARNING_RATE)
+    optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0.0)
     rng = random.Random(f"learn/{seed}")
     problems = [problem(rng) for _ in range(prompts)]
     questions = [prompt_ids(tokenizer, one.text) for one in problems]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,21 +19,23 @@ if TYPE_CHECKING:
 SHAPE: dict[str, Any] = dict(
     hidden_size=256,
     num_hidden_layers=4,
-    num_attention_heads=8,
+    num_attention_heads=4,
     num_key_value_heads=4,
-    head_dim=32,
+    head_dim=64,
     intermediate_size=768,
     max_position_embeddings=2048,
     tie_word_embeddings=True,
 )
 MOST_VOCAB = 1024
 TOKENIZER_DOCUMENTS = 2000
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 """Of a step of the optimizer, padding included."""
 POOL_DOCUMENTS = 1024
 """Documents that are sorted by length, so that a batch has little padding."""
-LEARNING_RATE = 2e-3
-WARM_UP_STEPS = 50
+LEARNING_RATE = 3e-3
+WARM_UP_STEPS = 30
+COOL_DOWN_SHARE = 0.35
+"""Of the training, at the end, in which the learning rate falls to zero."""
 
 Row = tuple[list[int], list[int]]
 """Token ids of a prompt and of its response, with the token that ends it."""
@@ -80,12 +81,12 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     return [tokenizer.bos_token_id, *tokenizer.encode(f"{text}\n")]
 
 
-def pretrain(path: Path, minutes: float, seed: int, threads: int) -> None:
-    """Train a policy on solutions and write it; the steps made depend on the machine's speed.
+def pretrain(path: Path, budget: int, seed: int, threads: int) -> None:
+    """Train a policy on solutions and write it.
 
     Args:
         path: a directory to write.
-        minutes: of training; the learning rate falls to zero with them.
+        budget: tokens, of prompts and solutions; no solution is seen twice.
         threads: of torch.
     """
     import torch
@@ -105,39 +106,34 @@ def pretrain(path: Path, minutes: float, seed: int, threads: int) -> None:
     )
     model = Qwen3ForCausalLM(config).train()
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    optimizer = make_optimizer(model, LEARNING_RATE)
-    began = time.monotonic()
-    tokens = 0
+    inside = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if all(p is not one for one in inside)]
+    optimizers = (
+        torch.optim.Muon(inside, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    began, tokens = time.monotonic(), 0
     for step, batch in enumerate(_batches(tokenizer, random.Random(f"pretrain/{seed}"))):
-        spent = (time.monotonic() - began) / (60 * minutes)
-        if spent >= 1:
+        if tokens >= budget:
             break
-        rate = min(1.0, (step + 1) / WARM_UP_STEPS) * (0.5 + 0.5 * math.cos(math.pi * spent))
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * rate
+        left = (1 - tokens / budget) / COOL_DOWN_SHARE
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS, left)
         with torch.autocast("cpu", torch.bfloat16):
             logits, targets, _ = of_responses(model, batch)
             loss = torch.nn.functional.cross_entropy(logits.float(), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        tokens += sum(len(p) + len(r) for p, r in batch)
-        if step % 50 == 0:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        tokens += sum(len(prompt) + len(response) for prompt, response in batch)
+        if step % 20 == 0:
             seconds = time.monotonic() - began
             print(f"step {step}, {tokens} tokens, {seconds:.0f} s, loss {loss:.4f}", flush=True)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def make_optimizer(model: Any, rate: float) -> Any:
-    """AdamW without decay of vectors."""
-    import torch
-
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors}]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 def of_responses(

@@ -81,19 +81,17 @@ def with_more_heads(model: Any, groups: int) -> Any:
     The new heads have no weights, and the output projection's columns for them are zero.
 
     Args:
-        model: of Llama's kind, without biases.
+        model: of Llama's kind, with a `head_dim` and without biases.
     """
-    config = type(model.config).from_dict(model.config.to_dict())
-    size = config.head_dim
-    queries = config.num_attention_heads // config.num_key_value_heads
-    config.num_attention_heads, config.num_key_value_heads = groups * queries, groups
-    padded = type(model)(config).to(model.dtype).eval()
-    wanted = {name: weight.shape for name, weight in padded.state_dict().items()}
-    weights = {
-        name: _with_zeros(weight, wanted[name]) for name, weight in model.state_dict().items()
-    }
-    padded.load_state_dict(weights)
-    assert padded.model.layers[0].self_attn.q_proj.out_features == groups * queries * size
+    fields = model.config.to_dict()
+    fields.pop("quantization_config", None)  # the weights no longer are
+    queries = fields["num_attention_heads"] // fields["num_key_value_heads"]
+    fields |= {"num_attention_heads": groups * queries, "num_key_value_heads": groups}
+    padded = type(model)(type(model.config).from_dict(fields)).to(model.dtype).eval()
+    shapes = {name: weight.shape for name, weight in padded.state_dict().items()}
+    padded.load_state_dict(
+        {name: _with_zeros(weight, shapes[name]) for name, weight in model.state_dict().items()}
+    )
     return padded
 
 
