@@ -34,6 +34,15 @@ def main() -> None:
     learn.add_argument("--samples", type=int, default=8)
     learn.add_argument("--drafts", type=int, default=4, help="n-gram draft tokens; 0 is none")
     learn.add_argument("--output", type=Path, default=ROLLOUTS)
+    real = commands.add_parser(
+        "pretrained", help="a pretrained model's responses, without learning"
+    )
+    real.add_argument("--model", type=Path, default=WHERE / "real")
+    real.add_argument("--epochs", type=int, default=4)
+    real.add_argument("--prompts", type=int, default=16)
+    real.add_argument("--samples", type=int, default=8)
+    real.add_argument("--drafts", type=int, default=4, help="n-gram draft tokens; 0 is none")
+    real.add_argument("--output", type=Path, default=WHERE / "pretrained.npz")
     replay = commands.add_parser("replay", help="what drafters would have saved")
     replay.add_argument("rollouts", type=Path, nargs="?", default=ROLLOUTS)
     replay.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16], help="draft tokens")
@@ -63,6 +72,15 @@ def main() -> None:
         rollouts.save(args.output)
         text = of_learning(rollouts, epochs)
         write_results("rollouts-learn", facts, body | {"epochs": epochs}, text)
+    elif args.command == "pretrained":
+        from benchmarks.rollouts.pretrained import visits
+
+        rollouts, epochs = visits(
+            args.model, args.epochs, args.prompts, args.samples, args.seed, args.drafts
+        )
+        rollouts.save(args.output)
+        text = of_learning(rollouts, epochs)
+        write_results("rollouts-pretrained", facts, body | {"epochs": epochs}, text)
     else:
         rollouts = Rollouts.load(args.rollouts)
         write_results(args.name, facts, body, of_replay(rollouts, args.drafts))

@@ -1,9 +1,9 @@
 """Problems of several steps with verifiable answers, and worked solutions in many wordings. Pure.
 
-A problem names numbers and how others follow from them, modulo 100, in shuffled order. A solution
-takes the steps in any order that works, tersely or digit by digit, checks some of them again, and
-sometimes goes over everything once more. Steps are wrong at times, and a check finds that: so
-solutions differ in length and in whether they are right, and there is something to learn.
+A problem names numbers and how others follow from them, modulo 100. A solution takes the steps in
+any order that works, tersely or digit by digit, checks some of them again, and sometimes goes over
+everything once more. Steps are wrong at times, and a check finds that: so solutions differ in
+length and in whether they are right, and there is something to learn.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import random
 import re
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MODULUS = 100
 MOST_STEPS = 36
-MEDIAN_STEPS = 2.6
+MEDIAN_STEPS = 2.3
 SIGMA = 0.95
 """Of the logarithm of the number of steps."""
 
@@ -98,25 +99,39 @@ def graded(text: str) -> int | None:
 
 
 def _question(rng: random.Random, given: dict[str, int], steps: list[Step]) -> str:
-    facts = [
-        rng.choice([f"{name} is {value}.", f"{name} = {value}.", f"Let {name} be {value}."])
+    facts = {
+        name: rng.choice([f"{name} is {value}.", f"{name} = {value}.", f"Let {name} be {value}."])
         for name, value in given.items()
-    ]
+    }
     for step in steps:
         name, left, sign, right = step.name, step.left, step.sign, step.right
-        facts.append(
-            rng.choice(
-                [
-                    f"{name} is {left} {_WORDS[sign]} {right}.",
-                    f"{name} = {left} {sign} {right}.",
-                    f"Let {name} be {left} {sign} {right}.",
-                ]
-            )
+        facts[name] = rng.choice(
+            [
+                f"{name} is {left} {_WORDS[sign]} {right}.",
+                f"{name} = {left} {sign} {right}.",
+                f"Let {name} be {left} {sign} {right}.",
+            ]
         )
-    rng.shuffle(facts)
+    said = [*given, *(step.name for step in _in_some_order(rng, given, steps))]
     name = steps[-1].name
     asked = rng.choice([f"What is {name}?", f"Find {name}.", f"How much is {name}?"])
-    return " ".join(["All numbers are modulo 100.", *facts, asked])
+    return " ".join(["All numbers are modulo 100.", *(facts[one] for one in said), asked])
+
+
+def _in_some_order(rng: random.Random, given: dict[str, int], steps: Sequence[Step]) -> list[Step]:
+    """The steps in a random order that works."""
+    known, left, order = set(given), list(steps), []
+    while left:
+        ready = [
+            step
+            for step in left
+            if all(not isinstance(s, str) or s in known for s in (step.left, step.right))
+        ]
+        step = rng.choice(ready)
+        left.remove(step)
+        known.add(step.name)
+        order.append(step)
+    return order
 
 
 def solution(rng: random.Random, of: Problem) -> str:
@@ -189,19 +204,7 @@ class _Solution:
         return [one.format(name, self._problem.given[name]) for name in names]
 
     def _order(self) -> list[Step]:
-        """The steps in a random order that works."""
-        known, left, order = set(self._problem.given), list(self._problem.steps), []
-        while left:
-            ready = [
-                step
-                for step in left
-                if all(not isinstance(s, str) or s in known for s in (step.left, step.right))
-            ]
-            step = self._rng.choice(ready)
-            left.remove(step)
-            known.add(step.name)
-            order.append(step)
-        return order
+        return _in_some_order(self._rng, self._problem.given, self._problem.steps)
 
     def _step(self, step: Step, p_wrong: float) -> list[str]:
         value = compute(step, self._values)
@@ -210,23 +213,24 @@ class _Solution:
             value = (value + self._rng.choice([-10, -2, -1, 1, 2, 10])) % MODULUS
         a, b = (self._values.get(str(side), side) for side in (step.left, step.right))
         name, sign = step.name, step.sign
+        fact = f"{step.left} {sign} {step.right}"
         if not wrong and self._rng.random() < self._verbosity:
             how = _digit_by_digit(int(a), sign, int(b))
             said = self._rng.choice(
                 [
-                    f"for {name} we need {a} {sign} {b}: {how}. So {name} = {value}.",
-                    f"{name} is {step.left} {sign} {step.right}. {how}, and {name} is {value}.",
-                    f"compute {name}: {a} {sign} {b}; {how}; it is {value}.",
+                    f"{name} = {fact}, for which we need {a} {sign} {b}: {how}. It is {value}.",
+                    f"{name} is {fact}. {a} {sign} {b}: {how}, so {name} is {value}.",
+                    f"compute {name} = {fact} = {a} {sign} {b}; {how}; it is {value}.",
                 ]
             )
         else:
             said = self._rng.choice(
                 [
-                    f"{name} = {step.left} {sign} {step.right} = {a} {sign} {b} = {value}.",
-                    f"{name} is {a} {sign} {b} = {value}.",
-                    f"{name} = {a} {sign} {b}, that is {value}.",
-                    f"{a} {sign} {b} gives {name} = {value}.",
-                    f"we get {name} = {value} from {step.left} {sign} {step.right}.",
+                    f"{name} = {fact} = {a} {sign} {b} = {value}.",
+                    f"{name} is {fact}, that is {a} {sign} {b} = {value}.",
+                    f"{name} = {fact}, and {a} {sign} {b} gives {value}.",
+                    f"from {name} = {fact} we get {a} {sign} {b} = {value}.",
+                    f"{name} is {fact} = {value}.",
                 ]
             )
         self._values[name] = value

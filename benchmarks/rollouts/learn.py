@@ -6,6 +6,7 @@ trainer is here: no critic, no reference policy, one policy on one machine.
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import time
@@ -82,27 +83,36 @@ def learn(
     questions = [prompt_ids(tokenizer, one.text) for one in problems]
     done: list[Response] = []
     shown: list[Epoch] = []
-    with Engine(_engine(scratch, prompts * samples, drafts), bind="0|1", plain=True) as engine:
+    options = engine_options(scratch, prompts * samples, drafts, kv_bytes=1 << 30)
+    with Engine(options, bind="0|1", plain=True) as engine:
         engine.wait_until_ready()
         for epoch in range(epochs):
             with awake([engine]):
                 began = time.monotonic()
-                made, counts = engine.call(_roll_out, str(scratch), questions, samples, drafts)
+                made, counts = engine.call(
+                    roll_out, str(scratch), questions, samples, drafts, MOST_TOKENS
+                )
                 seconds = time.monotonic() - began
             began = time.monotonic()
-            rows = [(questions[i], tokens) for i, tokens, _ in made]
+            rows = [(questions[one.question], one.tokens) for one in made]
             rewards = [
-                float(graded(tokenizer.decode(tokens)) == problems[i].answer)
-                for i, tokens, _ in made
+                float(graded(tokenizer.decode(one.tokens)) == problems[one.question].answer)
+                for one in made
             ]
             logs, max_p, entropy = _statistics(policy, rows)
             done += [
-                Response(i, epoch, np.array(tokens, np.int32), ended, reward, most, nats)
-                for (i, tokens, ended), reward, most, nats in zip(
-                    made, rewards, max_p, entropy, strict=True
+                Response(
+                    one.question,
+                    epoch,
+                    np.array(one.tokens, np.int32),
+                    one.seconds,
+                    reward,
+                    most,
+                    nats,
                 )
+                for one, reward, most, nats in zip(made, rewards, max_p, entropy, strict=True)
             ]
-            gains = advantages([i for i, *_ in made], rewards)
+            gains = advantages([one.question for one in made], rewards)
             _train(policy, optimizer, rows, gains, logs, rng)
             policy.save_pretrained(scratch)
             shown.append(Epoch(seconds, time.monotonic() - began, *counts))
@@ -123,7 +133,13 @@ def advantages(groups: Sequence[int], rewards: Sequence[float]) -> np.ndarray:
 # -------------------------------------------------------------------- the engine
 
 
-def _engine(model: Path, requests: int, drafts: int) -> dict[str, Any]:
+def engine_options(model: Path, requests: int, drafts: int, kv_bytes: int) -> dict[str, Any]:
+    """Of `LLM`.
+
+    Args:
+        drafts: n-gram draft tokens; 0 is none.
+        kv_bytes: of each rank.
+    """
     options = dict(
         model=str(model),
         tensor_parallel_size=2,
@@ -134,31 +150,59 @@ def _engine(model: Path, requests: int, drafts: int) -> dict[str, Any]:
         enforce_eager=True,
         max_model_len=2048,
         max_num_seqs=requests,
-        kv_cache_memory_bytes=1 << 30,
+        kv_cache_memory_bytes=kv_bytes,
     )
     return options | (ngram(drafts) if drafts else {})
 
 
-def _roll_out(
-    llm: Any, weights: str, questions: list[list[int]], samples: int, drafts: int
-) -> tuple[list[tuple[int, list[int], float]], tuple[int, int, int]]:
+@dataclass(frozen=True)
+class Made:
+    """A response as the engine gave it; seconds since the beginning of the rollout.
+
+    Attributes:
+        max_p: mean of the greatest probability; nan if it was not asked for.
+    """
+
+    question: int
+    tokens: list[int]
+    seconds: float
+    max_p: float
+
+
+def roll_out(
+    llm: Any,
+    weights: str | None,
+    questions: list[list[int]],
+    samples: int,
+    drafts: int,
+    most_tokens: int,
+    certainty: bool = False,
+) -> tuple[list[Made], tuple[int, int, int]]:
     """In the engine's process: take new weights, and answer each question `samples` times.
 
+    Args:
+        weights: directory of a checkpoint, or None for those that the engine has.
+        drafts: n-gram draft tokens, whatever the policy would plan; 0 is none.
+        most_tokens: of a response.
+        certainty: whether to note the greatest probability at each token.
+
     Returns:
-        Question, tokens and seconds of each response; draft tokens, those accepted, switches.
+        The responses; draft tokens, those accepted, switches.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     import pat_vllm
 
-    llm.collective_rpc("load_checkpoint", args=(weights,))
-    llm.reset_prefix_cache()
+    if weights is not None:
+        llm.collective_rpc("load_checkpoint", args=(weights,))
+        llm.reset_prefix_cache()
     if drafts:
         pat_vllm.speculate(llm, drafts)
     params = SamplingParams(
         temperature=1.0,
-        max_tokens=MOST_TOKENS,
+        max_tokens=most_tokens,
+        logprobs=1 if certainty else None,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -167,12 +211,17 @@ def _roll_out(
     for i, question in enumerate(questions):
         for sample in range(samples):
             engine.add_request(f"{began}/{i}/{sample}", {"prompt_token_ids": question}, params)
-    made: dict[str, tuple[int, list[int], float]] = {}
+    made: dict[str, Made] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            question = int(output.request_id.split("/")[1])
-            tokens = list(output.outputs[0].token_ids)
-            made[output.request_id] = (question, tokens, time.monotonic() - began)
+            (completion,) = output.outputs
+            most = [max(one.logprob for one in at.values()) for at in completion.logprobs or ()]
+            made[output.request_id] = Made(
+                int(output.request_id.split("/")[1]),
+                list(completion.token_ids),
+                time.monotonic() - began,
+                float(np.mean(np.exp(most))) if most else math.nan,
+            )
     report = pat_vllm.report(llm)
     recent = [one for one in report.drafts if one.at >= began]
     counts = (
