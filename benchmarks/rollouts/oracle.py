@@ -29,11 +29,11 @@ AT_LENGTH = dict(max_spec_factor=1.0, max_spec_offset=64.0, min_token_prob=0.0)
 
 def oracle_epoch(
     rollouts: Rollouts, epoch: int, visits: int, siblings: bool, k: int, options: dict[str, float]
-) -> tuple[int, int, int, int]:
+) -> np.ndarray:
     """An epoch's rollout in lockstep, as `replay_epoch`.
 
     Returns:
-        Tokens of decode steps, decode steps, draft tokens verified, accepted.
+        int64 `[4]`: tokens of decode steps, decode steps, draft tokens verified, accepted.
     """
     epochs = rollouts.epochs
     total = np.zeros(4, np.int64)
@@ -42,7 +42,7 @@ def oracle_epoch(
         before = epochs[max(0, epoch - visits) : epoch]
         past = [one for done in before for one in done if one.prompt == index]
         total += _prompt(prompt, live, past, siblings, k, options)
-    return tuple(total.tolist())
+    return total
 
 
 def _prompt(

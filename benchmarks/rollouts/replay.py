@@ -79,7 +79,7 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
     epochs = rollouts.epochs
     before = epochs[max(0, epoch - drafter.visits) : epoch]
     others = _shuffled(len(rollouts.prompts)) if drafter.placebo else range(len(rollouts.prompts))
-    parts = []
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
     for prompt in range(len(rollouts.prompts)):
         live = [one for one in epochs[epoch] if one.prompt == prompt]
         past = [one for done in before for one in done if one.prompt == others[prompt]]
@@ -98,10 +98,10 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
             drafter.base,
             drafter.least,
         )
-        tokens = np.array([len(one.tokens) - 1 for one in live])
-        parts.append((np.column_stack([tokens, counts]), matches))
-    columns = np.concatenate([counts for counts, _ in parts]).T
-    return Replayed(*columns, matches=sum(matches for _, matches in parts))
+        given = np.array([len(one.tokens) - 1 for one in live])
+        parts.append((np.column_stack([given, counts]), matches))
+    tokens, steps, drafted, accepted = np.concatenate([counts for counts, _ in parts]).T
+    return Replayed(tokens, steps, drafted, accepted, np.sum([one for _, one in parts], axis=0))
 
 
 def _rows(rollouts: Rollouts, responses: Sequence[Response]) -> tuple[Any, Any, Any, Any]:
