@@ -11,7 +11,7 @@ import argparse
 import shutil
 from pathlib import Path
 
-from benchmarks.common import ROOT, machine, write_results
+from benchmarks.common import RESULTS, ROOT, machine, write_results
 from benchmarks.rollouts.records import Rollouts
 from benchmarks.rollouts.report import of_learning, of_replay
 
@@ -83,7 +83,8 @@ def main() -> None:
         write_results("rollouts-pretrained", facts, body | {"epochs": epochs}, text)
     else:
         rollouts = Rollouts.load(args.rollouts)
-        write_results(args.name, facts, body, of_replay(rollouts, args.drafts))
+        picture = RESULTS / f"{facts['date'][:10]}-{args.name}.png"
+        write_results(args.name, facts, body, of_replay(rollouts, args.drafts, picture))
 
 
 if __name__ == "__main__":

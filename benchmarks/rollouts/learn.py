@@ -243,7 +243,7 @@ def _statistics(
 
     logs: list[Any] = [None] * len(rows)
     max_p, entropy = [0.0] * len(rows), [0.0] * len(rows)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         for batch in by_length(rows, BATCH_TOKENS):
             logits, targets, of = of_responses(policy, [rows[i] for i in batch])
             every = logits.float().log_softmax(-1)
@@ -274,7 +274,8 @@ def _train(
         chosen = [rows[i] for i in useful]
         for batch in by_length(chosen, BATCH_TOKENS) if chosen else ():
             members = [useful[at] for at in batch]
-            logits, targets, of = of_responses(policy, [rows[i] for i in members])
+            with torch.autocast("cpu", torch.bfloat16):
+                logits, targets, of = of_responses(policy, [rows[i] for i in members])
             new = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
             ratio = (new - torch.cat([old[i] for i in members])).exp()
             gain = torch.tensor([gains[i] for i in members], dtype=torch.float32)[of]

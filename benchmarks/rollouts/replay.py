@@ -41,11 +41,13 @@ class Replayed:
     """What drafts did.
 
     Attributes:
+        prompts: of each response, `[responses]`.
         tokens: int64 `[responses]`, those that decode steps gave.
         steps, drafted, accepted: int64 `[responses]`: decode steps, draft tokens, those accepted.
         matches: int64 `[buckets, 3]`: the same three by the length of the match.
     """
 
+    prompts: np.ndarray
     tokens: np.ndarray
     steps: np.ndarray
     drafted: np.ndarray
@@ -99,9 +101,25 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
             drafter.least,
         )
         given = np.array([len(one.tokens) - 1 for one in live])
-        parts.append((np.column_stack([given, counts]), matches))
-    tokens, steps, drafted, accepted = np.concatenate([counts for counts, _ in parts]).T
-    return Replayed(tokens, steps, drafted, accepted, np.sum([one for _, one in parts], axis=0))
+        parts.append((np.column_stack([np.full(len(live), prompt), given, counts]), matches))
+    columns = np.concatenate([counts for counts, _ in parts]).T
+    matches: np.ndarray = np.sum([one for _, one in parts], axis=0)
+    prompts, tokens, steps, drafted, accepted = columns
+    return Replayed(prompts, tokens, steps, drafted, accepted, matches)
+
+
+def gain(new: Replayed, old: Replayed) -> tuple[float, float, float]:
+    """Tokens a step of one replay over those of another of the same responses.
+
+    Returns:
+        The ratio, and its bootstrap 95% interval over prompts.
+    """
+    count = new.prompts.max() + 1
+    ours, theirs = (np.bincount(one.prompts, one.steps, count) for one in (new, old))
+    drawn = np.random.default_rng(0).integers(count, size=(2000, count))
+    ratios = theirs[drawn].sum(1) / ours[drawn].sum(1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(theirs.sum() / ours.sum()), float(low), float(high)
 
 
 def _rows(rollouts: Rollouts, responses: Sequence[Response]) -> tuple[Any, Any, Any, Any]:
