@@ -103,9 +103,9 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
         given = np.array([len(one.tokens) - 1 for one in live])
         parts.append((np.column_stack([np.full(len(live), prompt), given, counts]), matches))
     columns = np.concatenate([counts for counts, _ in parts]).T
-    matches: np.ndarray = np.sum([one for _, one in parts], axis=0)
     prompts, tokens, steps, drafted, accepted = columns
-    return Replayed(prompts, tokens, steps, drafted, accepted, matches)
+    by_match: np.ndarray = np.sum([one for _, one in parts], axis=0)
+    return Replayed(prompts, tokens, steps, drafted, accepted, by_match)
 
 
 def gain(new: Replayed, old: Replayed) -> tuple[float, float, float]:
