@@ -68,8 +68,8 @@ def main() -> None:
             args.seed,
             args.drafts,
             args.threads,
+            args.output,
         )
-        rollouts.save(args.output)
         text = of_learning(rollouts, epochs)
         write_results("rollouts-learn", facts, body | {"epochs": epochs}, text)
     elif args.command == "pretrained":

@@ -61,6 +61,7 @@ def learn(
     seed: int,
     drafts: int,
     threads: int,
+    output: Path,
 ) -> tuple[Rollouts, list[Epoch]]:
     """Let the policy learn.
 
@@ -69,6 +70,7 @@ def learn(
         scratch: where its weights lie while it learns.
         drafts: n-gram draft tokens in the rollouts.
         threads: of torch, for training.
+        output: where the rollouts are kept; written after each epoch.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -115,9 +117,11 @@ def learn(
             gains = advantages([one.question for one in made], rewards)
             _train(policy, optimizer, rows, gains, logs, rng)
             policy.save_pretrained(scratch)
+            kept = Rollouts([np.array(ids, np.int32) for ids in questions], done)
+            kept.save(output)
             shown.append(Epoch(seconds, time.monotonic() - began, *counts))
             print(shown[-1], f"reward {np.mean(rewards):.3f}", flush=True)
-    return Rollouts([np.array(ids, np.int32) for ids in questions], done), shown
+    return kept, shown
 
 
 def advantages(groups: Sequence[int], rewards: Sequence[float]) -> np.ndarray:
