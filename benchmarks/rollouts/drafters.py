@@ -47,7 +47,7 @@ def draft_ngram(flat, start, end, k, shortest, longest, out):  # type: ignore[no
 
 @njit(cache=True)
 def draft_vote(  # type: ignore[no-untyped-def]
-    flat, starts, firsts, ends, rows, own, k, shortest, longest, base, least, out, places, lengths
+    flat, starts, firsts, ends, rows, own, k, shortest, longest, base, least, out, scratch, votes
 ):
     """What followed the longest suffix of row `own` in all rows, by weighted vote.
 
@@ -62,13 +62,15 @@ def draft_vote(  # type: ignore[no-untyped-def]
         shortest, longest: of matches that count, and that are told apart.
         least: share of the votes below which a token is not drafted.
         out: int32 `[k]`, for the draft.
-        places, lengths: int32 scratch, of the size of `flat`.
+        scratch: int32 `[3, tokens]`, as many as `flat` has.
+        votes: float64 `[vocabulary]`, all zero, before and after.
 
     Returns:
         Tokens of the draft, and the length of the longest match.
     """
     last = ends[own] - 1
     begin = starts[own]
+    places, lengths, limits = scratch
     found, best = 0, 0
     for row in rows:
         lowest = starts[row]
@@ -85,47 +87,34 @@ def draft_vote(  # type: ignore[no-untyped-def]
             ):
                 length += 1
             if length >= shortest:
-                places[found], lengths[found] = at + 1, length
+                places[found], lengths[found], limits[found] = at + 1, length, ends[row]
                 found += 1
                 best = max(best, length)
-    if not found:
-        return 0, 0
-    # Where a row's text ends, so does what it proposes.
-    limits = np.empty(found, np.int64)
-    weights = np.empty(found, np.float64)
-    for i in range(found):
-        for row in rows:
-            if starts[row] <= places[i] < ends[row]:
-                limits[i] = ends[row]
-        weights[i] = base ** (lengths[i] - best)
     count = 0
-    while count < k:
-        total, winner, most = 0.0, -1, 0.0
+    while count < k and found:
+        total = 0.0
         for i in range(found):
-            if weights[i] > 0 and places[i] + count < limits[i]:
-                total += weights[i]
-            else:
-                weights[i] = 0
-        if total == 0:
-            break
+            weight = base ** (lengths[i] - best)
+            votes[flat[places[i] + count]] += weight
+            total += weight
+        winner, most = -1, 0.0
         for i in range(found - 1, -1, -1):
-            if weights[i] == 0 or flat[places[i] + count] == winner:
-                continue
-            token, votes = flat[places[i] + count], 0.0
-            for j in range(found):
-                if weights[j] > 0 and flat[places[j] + count] == token:
-                    votes += weights[j]
-            if votes > most:
-                winner, most = token, votes
-            if most > total / 2:
-                break
+            token = flat[places[i] + count]
+            if votes[token] > most:
+                winner, most = token, votes[token]
+        for i in range(found):
+            votes[flat[places[i] + count]] = 0.0
         if most < least * total:
             break
         out[count] = winner
-        for i in range(found):
-            if weights[i] > 0 and flat[places[i] + count] != winner:
-                weights[i] = 0
         count += 1
+        kept = 0
+        for i in range(found):
+            at = places[i] + count
+            if flat[at - 1] == winner and at < limits[i]:
+                places[kept], lengths[kept], limits[kept] = places[i], lengths[i], limits[i]
+                kept += 1
+        found = kept
     return count, best
 
 
@@ -152,7 +141,8 @@ def replay(  # type: ignore[no-untyped-def]
     for row in range(count):
         ends[row] = min(firsts[row] + 1, totals[row])  # prefill makes the first token
     size = len(flat)
-    places, lengths, out = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(k, np.int32)
+    scratch, out = np.empty((3, size), np.int32), np.empty(k, np.int32)
+    votes = np.zeros(flat.max() + 1, np.float64)
     result = np.zeros((count, 3), np.int64)
     buckets = np.zeros((MATCH_BUCKETS, 3), np.int64)
     others = len(starts) - count
@@ -181,7 +171,7 @@ def replay(  # type: ignore[no-untyped-def]
                 rows[used] = own
                 drafted, match = draft_vote(
                     flat, starts, firsts, ends, rows[: used + 1], own, k, shortest, longest, base,
-                    least, out, places, lengths,
+                    least, out, scratch, votes,
                 )  # fmt: skip
             accepted, room = 0, totals[own] - ends[own]
             while accepted < min(drafted, room) and out[accepted] == flat[ends[own] + accepted]:

@@ -54,11 +54,11 @@ def vote(rows: Sequence[list[int]], k: int, shortest: int, longest: int = 32) ->
     flat = np.array([token for row in rows for token in row], np.int32)
     ends = np.cumsum([len(row) for row in rows])
     starts = ends - [len(row) for row in rows]
-    out, scratch = np.zeros(k, np.int32), np.zeros((2, len(flat)), np.int32)
+    out, scratch = np.zeros(k, np.int32), np.zeros((3, len(flat)), np.int32)
     own = len(rows) - 1
     count, _ = draft_vote(
         flat, starts, starts + 1, ends, np.arange(len(rows)), own, k, shortest, longest,
-        BASE, 0.0, out, *scratch,
+        BASE, 0.0, out, scratch, np.zeros(4),
     )  # fmt: skip
     return out[:count].tolist()
 
