@@ -50,7 +50,7 @@ PARTS = (
     "rpc",
     "finish",
 )
-BARS = {"floors": 1.5, "fixed_ms": 20, "first_step_ratio": 2.0}
+BARS = {"floors": 1.5, "fixed_ms": 20, "caches_ms": 10, "first_step_ratio": 2.0}
 
 
 def main() -> None:
@@ -78,7 +78,8 @@ def main() -> None:
         f"A switch of {args.ranks} ranks with {LIVE} live requests of {CONTEXT} tokens, "
         f"{args.model}, weights {args.weights}; median (low-high) of {args.repeats - 1}, ms. "
         "`stall` is the switch without `quiesce`, which finishes what had begun. `one block`: "
-        "contexts that fit one KV block; `empty`: no requests. `fixed`: the stall without moving "
+        "contexts that fit one KV block; `empty`: no requests; `caches`: as many contexts of ended "
+        "requests are carried. `fixed`: the stall without moving "
         "KV, by a line through the two sizes.\n\n"
     )
     for dtype in args.dtypes:
@@ -104,6 +105,7 @@ def main() -> None:
             engine.call(_switch, CONTEXT, walk, 2, 0)  # warm-up
             cases = {
                 "512 tokens": engine.call(_switch, CONTEXT, walk, args.repeats, 1),
+                "512 tokens, caches": engine.call(_switch, CONTEXT, walk, args.repeats, 4, True),
                 "one block": engine.call(_switch, 16, walk, args.repeats, 2),
                 "empty": engine.call(_switch, None, walk, args.repeats, 3),
             }
@@ -124,14 +126,24 @@ def circuit(start: str, others: Sequence[str]) -> list[str]:
 
 
 def _switch(
-    llm: Any, context: int | None, walk: Sequence[str], repeats: int, seed: int
+    llm: Any,
+    context: int | None,
+    walk: Sequence[str],
+    repeats: int,
+    seed: int,
+    caches: bool = False,
 ) -> list[dict[str, Any]]:
-    """Take a walk over layouts `repeats` times, with one batch of requests; the reports."""
+    """Take a walk over layouts `repeats` times, with one batch of requests; the reports.
+
+    With `caches`, contexts of the batch before are carried beside it.
+    """
     from vllm import SamplingParams
 
     import pat_vllm
 
     begun = len(pat_vllm.report(llm).switches)
+    if not caches:
+        assert llm.reset_prefix_cache()
     if context is None:
         for tp in [*walk] * repeats:
             pat_vllm.switch(llm, tp)
@@ -193,13 +205,15 @@ def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
 
 def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
     rows = []
-    full, small, empty = (_ways(cases[case]) for case in ("512 tokens", "one block", "empty"))
+    full, cached, small, empty = map(_ways, cases.values())
     for way, of_way in full.items():
         moved, moved_small = (switches[0]["kv_bytes"] for switches in (of_way, small[way]))
         weights = of_way[0]["weight_bytes"]
         stall, stall_small = (
             Summary.of([_stall(s) for s in switches]) for switches in (of_way, small[way])
         )
+        cached_stall = Summary.of([_stall(s) for s in cached[way]])
+        cached_bytes = Summary.of([s["kv_bytes"] for s in cached[way]]).median - moved
         # Between the kinds of one tp no KV moves.
         per_byte = (stall.median - stall_small.median) / max(1, moved - moved_small)
         fixed = stall.median - per_byte * moved
@@ -214,6 +228,8 @@ def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
                 f"{stall.median / floor:.1f}",
                 f"{(BARS['floors'] * floor + BARS['fixed_ms'] / 1e3) * 1e3:.0f}",
                 f"{fixed * 1e3:.1f}",
+                f"{(cached_bytes / memcpy) * 1e3 + BARS['caches_ms']:.0f}",
+                f"{(cached_stall.median - stall.median) * 1e3:.1f}",
                 Summary.of([_stall(s) for s in empty[way]]).show(1e3),
                 Summary.of([s["first_step"] / s["usual_step"] for s in of_way]).show(1, 2),
                 f"{of_way[0]['usual_step'] * 1e3:.1f}",
@@ -221,7 +237,8 @@ def _verdicts(cases: dict[str, list[dict[str, Any]]], memcpy: float) -> str:
         )
     header = [
         "switch", "KV + weights, MB", "memcpy GB/s", "floor ms", "stall ms", "stall / floor",
-        f"bar ms ({BARS['floors']} floors + {BARS['fixed_ms']})", "fixed ms", "empty ms",
+        f"bar ms ({BARS['floors']} floors + {BARS['fixed_ms']})", "fixed ms",
+        f"bar of caches, ms (bytes + {BARS['caches_ms']})", "caches ms", "empty ms",
         f"first step / usual (bar {BARS['first_step_ratio']:.0f})", "usual step ms",
     ]  # fmt: skip
     return table(header, rows)

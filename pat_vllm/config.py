@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
@@ -167,6 +168,10 @@ class PATConfig(StrictModel):
             of any layout runs as many as given.
         launcher: who starts the workers: "mp", processes of this host; "ray", actors in a Ray
             placement group; "auto", Ray if the engine is made inside a placement group.
+        readonly_calls: worker methods that are called by `collective_rpc` and only read. Any other
+            that is not known counts as a weight update.
+        enabled: whether the engine runs with PAT, whatever `distributed_executor_backend` is; None:
+            as that says. For engines that a trainer makes, which names a backend itself.
     """
 
     layouts: Annotated[tuple[Tp, ...] | None, BeforeValidator(_none_if_auto)] = None
@@ -177,6 +182,8 @@ class PATConfig(StrictModel):
     weights: Literal["auto", "inplace", "materialized"] = "auto"
     limits_per: Literal["rank", "replica"] = "rank"
     launcher: Literal["auto", "mp", "ray"] = "auto"
+    readonly_calls: tuple[StrictStr, ...] = ()
+    enabled: StrictBool | None = None
 
     @classmethod
     def parse(cls, options: Any) -> PATConfig:

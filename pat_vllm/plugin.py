@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 BACKEND = "pat"
 """Value of `distributed_executor_backend` that asks for PAT."""
 
+STANDS_IN_FOR = ("mp", "ray", "uni")
+"""vLLM's own values of it in whose place the option `enabled` puts PAT."""
+
 TESTED_VLLM = ("0.32", "0.34")
 """vLLM versions PAT is tested with: from the first, up to but without the second."""
 
@@ -59,6 +62,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         stock: vLLM's own choice.
     """
     chosen: type
+    _follow_enabled(vllm_config)
     if vllm_config.parallel_config.distributed_executor_backend == BACKEND:
         check_vllm_version()
         from pat_vllm.executor.launcher import executor_class
@@ -85,16 +89,69 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
     return chosen
 
 
+def _follow_enabled(vllm_config: VllmConfig) -> None:
+    """Have the backend be "pat" where `additional_config["pat"]["enabled"]` is true, and one of
+    vLLM's where it is false.
+
+    So PAT can be asked for where somebody else names the backend, such as a trainer.
+
+    Raises:
+        ValueError: the option is no truth value, or PAT cannot stand in for the backend.
+    """
+    additional = _additional(vllm_config)
+    options = additional.get("pat")
+    if not isinstance(options, dict) or "enabled" not in options:
+        return
+    from vllm.logger import init_logger
+
+    from pat_vllm.config import PATConfig
+    from pat_vllm.executor.launcher import stock_backend
+
+    # Of an engine without PAT the other options are not read.
+    enabled = PATConfig.parse({"enabled": options["enabled"]}).enabled
+    parallel = vllm_config.parallel_config
+    backend: Any = parallel.distributed_executor_backend
+    is_pat = backend == BACKEND or getattr(backend, "is_pat", False)
+    if enabled is None or enabled == is_pat:
+        return
+    if not enabled:
+        parallel.distributed_executor_backend = stock_backend(parallel)
+    elif backend in STANDS_IN_FOR:
+        if backend == "ray" and "launcher" not in options:
+            own = {**options, "launcher": "ray"}
+            vllm_config.additional_config = {**additional, "pat": own}
+        parallel.distributed_executor_backend = BACKEND
+    else:
+        raise ValueError(
+            f'additional_config["pat"]["enabled"] is true, but distributed_executor_backend='
+            f"{backend!r}, which PAT cannot stand in for; allowed: {', '.join(STANDS_IN_FOR)}, or "
+            "none named"
+        )
+    init_logger(__name__).info(
+        "PAT is switched %s by additional_config: distributed_executor_backend is %r in place of "
+        "%r",
+        "on" if enabled else "off",
+        parallel.distributed_executor_backend,
+        backend,
+    )
+
+
+def _additional(vllm_config: VllmConfig) -> dict[str, Any]:
+    additional = getattr(vllm_config, "additional_config", None)
+    return additional if isinstance(additional, dict) else {}
+
+
 def _warn_of_unread_options(vllm_config: VllmConfig) -> None:
     """Say that an engine that does not ask for PAT has options of PAT's."""
-    options = getattr(vllm_config, "additional_config", None)
-    if isinstance(options, dict) and "pat" in options:
+    additional = _additional(vllm_config)
+    options = additional.get("pat")
+    if "pat" in additional and not (isinstance(options, dict) and options.get("enabled") is False):
         from vllm.logger import init_logger
 
         init_logger(__name__).warning_once(
             'additional_config["pat"] has no effect: distributed_executor_backend=%r is not '
-            '"%s", so this engine runs without PAT. Set distributed_executor_backend="%s", or '
-            "leave these options out.",
+            '"%s", so this engine runs without PAT. Set distributed_executor_backend="%s", or the '
+            'option "enabled": true, or leave these options out.',
             vllm_config.parallel_config.distributed_executor_backend,
             BACKEND,
             BACKEND,

@@ -10,7 +10,11 @@ from pat_vllm.layout import Layout
 
 AFFINITY_SLACK = 4
 """A replica that holds a request's prefix is preferred while it has at most this many live
-requests more than the least loaded one."""
+requests more than the least loaded one, and one more for each `TOKENS_OF_A_REQUEST` that are in its
+cache and not in that one's."""
+TOKENS_OF_A_REQUEST = 256
+"""Tokens to compute again that are as bad as a request more. By simulated agents; half and twice as
+many are as good."""
 
 REMEMBERED_PREFIXES = 65_536
 """Prefixes whose replica is remembered; the least recently used are forgotten first."""
@@ -20,11 +24,13 @@ class Router:
     """Prefix affinity first, then least load.
 
     Samples of one prompt and prompts with a common prefix meet in one replica, where its prefix
-    cache serves them, unless that replica has `AFFINITY_SLACK` more requests than another. Caches
-    say where a prefix is that has been computed; where others will be, is remembered.
+    cache serves them, unless that replica has too many more requests than another. Caches say where
+    a prefix is that has been computed; where others will be, is remembered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        """`block_size`: tokens of a block."""
+        self._block_size = block_size
         self._replica_of: OrderedDict[Hashable, int] = OrderedDict()
 
     def knows(self, prefix: Hashable) -> bool:
@@ -55,7 +61,11 @@ class Router:
         if (longest := max(cached, default=0)) > length:
             holders = [replica for replica, blocks in enumerate(cached) if blocks == longest]
             known = min(holders, key=loads.__getitem__)
-        chosen = known if loads[known] - loads[least] <= AFFINITY_SLACK else least
+        slack = AFFINITY_SLACK
+        if cached:
+            saved = (cached[known] - cached[least]) * self._block_size
+            slack += max(0, saved) // TOKENS_OF_A_REQUEST
+        chosen = known if loads[known] - loads[least] <= slack else least
         for prefix in prefixes:
             self._replica_of[prefix] = chosen
             self._replica_of.move_to_end(prefix)

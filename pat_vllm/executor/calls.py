@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from pat_vllm.commands import WORKER_METHODS
 from pat_vllm.executor.messages import CallFailed
 from pat_vllm.executor.readers import reader_of, wait_for_any
+
+logger = init_logger(__name__)
 
 RECHECK_SECONDS = 0.02
 """Longest sleep between looks at replies, should an announcement get lost."""
@@ -33,15 +36,50 @@ _KEEP_WEIGHTS = WORKER_METHODS | {
     "supports_draft_weight_updates",
     "synchronize_device",
 }
-"""Worker methods that are called on a running engine and change no weight of a user's.
+"""Worker methods that are called on a running engine and change no weight of a user's."""
+_OF_TRAINERS = {
+    "liveness_probe": "prime-rl, inference/vllm: its server's /liveness",
+    "bind_numa": "NeMo-RL, models/generation/vllm/vllm_worker.py: post_init",
+    "report_device_id": "NeMo-RL, likewise, and vLLM's own examples of RLHF",
+}
+"""Such methods of trainers' worker extensions, and who calls them.
 
 Any other may be a weight update. Trainers have too many ways to make one to know them all.
 """
+_DEAR = 0.005
+"""Seconds to derive weights again from which on a call is told of that may only have read."""
 
 
-def keeps_weights(method: Any) -> bool:
-    """Whether a call of a worker method, or of a function, leaves all weights as they are."""
-    return isinstance(method, str) and method in _KEEP_WEIGHTS
+class WeightCalls:
+    """Which calls of worker methods, or of functions, may write weights, and what they cost."""
+
+    def __init__(self, readonly: Iterable[str] = ()) -> None:
+        """`readonly`: worker methods that a user says only read."""
+        self._keep = _KEEP_WEIGHTS | _OF_TRAINERS.keys() | set(readonly)
+        self._made: set[str] = set()
+        self._told: set[str] = set()
+
+    def keep_weights(self, method: Any) -> bool:
+        """Whether a call leaves all weights as they are. One that may not is noted."""
+        if isinstance(method, str):
+            if method in self._keep:
+                return True
+            self._made.add(method)
+        return False
+
+    def refreshed(self, seconds: float) -> None:
+        """Say what calls cost, once for each: the layouts' weights were derived again."""
+        new = sorted(self._made - self._told - _DISCARD_WEIGHTS)
+        self._made.clear()
+        if new and seconds >= _DEAR:
+            self._told.update(new)
+            logger.info(
+                "PAT took collective_rpc(%s) for a weight update, after which all layouts' weights "
+                "were derived again in %.0f ms, and prefix caches are not carried over the next "
+                "switch. If it only reads, name it in pat.readonly_calls.",
+                ", ".join(map(repr, new)),
+                1e3 * seconds,
+            )
 
 
 def discards_weights(method: Any) -> bool:

@@ -17,14 +17,14 @@ import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm import commands
-from pat_vllm.config import home_layout, layouts_of
+from pat_vllm.config import home_layout, layouts_of, pat_config
 from pat_vllm.executor.calls import (
     RECHECK_SECONDS,
     Deferred,
+    WeightCalls,
     checked,
     completed,
     discards_weights,
-    keeps_weights,
     read_together,
 )
 from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
@@ -120,6 +120,7 @@ class PATExecutorMixin(_Base):
         self._unsampled: list[int] = []
         self._commands: dict[str, Callable[..., Any]] = {}
         self._stale = False
+        self._weight_calls = WeightCalls(pat_config(config).readonly_calls)
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
         tell_cause_of_death()
@@ -219,7 +220,7 @@ class PATExecutorMixin(_Base):
         if unique_reply_rank is not None:
             options["unique_reply_rank"] = unique_reply_rank
         send = super().collective_rpc
-        if self._lanes is None or keeps_weights(method):
+        if self._lanes is None or self._weight_calls.keep_weights(method):
             return send(method, timeout, args, kwargs, **options)
         self._stale = True
         self.weights_version += 1
@@ -255,7 +256,9 @@ class PATExecutorMixin(_Base):
             Whether every layout has its weights.
         """
         if self._stale and not self.is_sleeping:
+            began = time.perf_counter()
             self._stale = not all(self.collective_rpc(commands.REFRESH_WEIGHTS))
+            self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
 
     def _leave_lanes(self) -> None:

@@ -32,6 +32,14 @@ def executor_class(vllm_config: VllmConfig) -> type:
     return PATExecutor
 
 
+def stock_backend(parallel: ParallelConfig) -> str:
+    """What `distributed_executor_backend` is without PAT where none is named."""
+    if _in_placement_group(parallel):
+        return "ray"
+    # vLLM's CPU workers are processes of their own.
+    return "uni" if parallel.world_size == 1 and _platform_device() else "mp"
+
+
 def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:
     """Check an engine's executor class against its options, and note what it needs to start.
 

@@ -28,8 +28,9 @@ _ENOUGH = 8.0
 """Turns of an index that say by themselves how often another follows."""
 _SILENCE = 1.5
 """After this many times the longest gap that was seen a trajectory is not expected any more."""
-_FEW = 0.1
-"""Expected returns below which a batch is over."""
+_FEW = 0.01
+"""Expected returns below which a batch is over. Waiting costs an idle engine nothing. A batch that
+ends too soon costs a user the layout that was asked for."""
 _MOST_TURNS = 16
 """Later turns are not looked at."""
 _MOMENTS = 64

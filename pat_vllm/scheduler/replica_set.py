@@ -58,7 +58,7 @@ class ReplicaSet:
         self.pause_state = PauseState.UNPAUSED
         self._monitor = monitor
         self._depth = depth
-        self._router = Router()
+        self._router = Router(self.replicas[0].scheduler.block_size)
         self._cached_with: int | None = None
         """Version of the weights when the caches began to fill; None while they are empty."""
         self._retired: Sequence[Replica] = ()

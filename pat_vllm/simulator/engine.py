@@ -90,7 +90,7 @@ class SimulatedEngine:
         heapify(self._arrivals)
         self._last_arrival = began
         self._replicas = _replicas_of(layout)
-        self._router = Router()
+        self._router = Router(block_size=1)
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
         self._steps: dict[Layout, list[tuple[int, float]]] = {}

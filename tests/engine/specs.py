@@ -35,8 +35,13 @@ FOUR_RANKS = EngineSpec("four ranks", "qwen3", 4, IN_PLACE, UPDATES | WHOLE_PROM
 FEW_KV_HEADS = EngineSpec(
     "few KV heads", "llama_few_kv", 4, IN_PLACE | {"base_tp": 2}, WHOLE_PROMPTS
 )
+# As where a trainer names the backend, and PAT is asked for by its option.
 COPIES = EngineSpec(
-    "copies", "qwen3", 2, MIGRATE | {"weights": "materialized"}, UPDATES | WHOLE_PROMPTS
+    "copies",
+    "qwen3",
+    2,
+    MIGRATE | {"weights": "materialized", "enabled": True},
+    UPDATES | WHOLE_PROMPTS | {"distributed_executor_backend": "mp"},
 )
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(

@@ -116,6 +116,7 @@ def chosen_inside() -> tuple[str, Any, Any]:
 def test_the_launcher_is_chosen_by_the_placement_group(cluster: str) -> None:
     assert executor_of(config()) is pat_vllm.PATExecutor
     assert executor_of(config(launcher="ray")) is pat_vllm.PATRayExecutor
+    assert executor_of(config("ray", enabled=True)) is pat_vllm.PATRayExecutor
 
     with group_of([{"GPU": 1}] * 2, "STRICT_PACK") as group:
         cases: list[tuple[dict[str, Any], type]] = [
@@ -176,10 +177,16 @@ def test_ranks_on_several_nodes_are_refused(cluster: str, monkeypatch: pytest.Mo
 
 @contextlib.contextmanager
 def ray_case(model: str, ranks: int, elsewhere: bool) -> Iterator[Case]:
-    """As `tests.engine.test_switch.case`, with ranks on one node or on the other."""
-    pat = {"kv_transfer": "migrate", "launcher": "ray"}
+    """As `tests.engine.test_switch.case`, with ranks on one node or on the other.
+
+    As where a trainer names the backend, and PAT is asked for by its option.
+    """
+    options: dict[str, Any] = {
+        "max_num_batched_tokens": 1000,
+        "distributed_executor_backend": "ray",
+    }
     with ranks_go(elsewhere):
-        with engine(model, ranks, pat, max_num_batched_tokens=1000) as llm:
+        with engine(model, ranks, {"kv_transfer": "migrate", "enabled": True}, **options) as llm:
             nodes, gpus, shares = zip(*llm.collective_rpc(where), strict=True)
             count = ELSEWHERE if elsewhere else HERE
             assert set(nodes) == {

@@ -19,6 +19,7 @@ import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler import in_place
 from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE
+from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
@@ -363,6 +364,8 @@ def test_storm_of_trajectories(
     for replica in scheduler.replica_set.replicas:
         pool = replica.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a block is lost"
+    texts = [[*job.prompt, *static[name].token_ids] for name, job in jobs.items() if "-4" in name]
+    assert assert_caches_hold_their_text(llm, texts) > 20
 
 
 def test_a_layout_asked_for_after_a_batch_holds_for_the_next(case: Case) -> None:

@@ -15,6 +15,7 @@ import torch
 import pat_vllm
 from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, MIXTURE
 from tests.engine.test_switch import at_steps
+from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.pool import EngineSpec, go_home
@@ -28,6 +29,7 @@ ENGINES = {
     "test_an_update_between_sleep_and_waking_up": [FOUR_RANKS],
     "test_what_happens_in_an_update_by_layers": [FOUR_RANKS],
     "test_methods_that_change_the_model_run_in_every_layout": [COPIES],
+    "test_conversations_use_no_kv_of_old_weights": [MIXTURE],
     "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
 }
 PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
@@ -137,6 +139,58 @@ def test_an_update_reaches_every_layout(updated: Updated) -> None:
         assert str(pat_vllm.report(llm).layout) == at
         for name in (at, *layouts):
             updated.check(model, at_steps(llm, {0: name}))
+
+
+def conversations(before: Mapping[str, Outcome], index: int) -> dict[str, Job]:
+    """A turn of four conversations, after what earlier ones gave."""
+    rng = random.Random(5)
+    sampling = {"max_tokens": 9, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    jobs = {}
+    for i in range(4):
+        said = [[rng.randrange(3, 400) for _ in range(rng.randint(20, 60))] for _ in range(3)]
+        prompt = list(said[0])
+        for j in range(index):
+            prompt += [*before[f"c{i}-{j}"].token_ids, *said[j + 1]]
+        jobs[f"c{i}-{index}"] = Job(prompt, sampling, arrives=2 * i)
+    return jobs
+
+
+def test_conversations_use_no_kv_of_old_weights(
+    updated: Updated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns before and after updates that come in between, with a switch every third step.
+
+    Each is what stock vLLM gives with the weights of its time, and so is all that stays cached.
+    """
+    llm, rng = updated.llm, random.Random(3)
+    least_chance = (scheduler_of(llm).controller.costs, "least_chance", lambda *pair: 0.0)
+    monkeypatch.setattr(*least_chance)
+    expected: dict[str, dict[str, Outcome]] = {updated.old: {}, updated.new: {}}
+    texts: dict[str, Job] = {}
+    for index in range(3):
+        texts |= conversations(expected[updated.old], index)
+        for model, answers in expected.items():
+            answers |= stock_answers(model, conversations(expected[updated.old], index), **PLAIN)
+
+    def before_step(step: int) -> None:
+        if step % 3 == 1:
+            pat_vllm.switch(llm, tp=rng.choice(updated.layouts))
+
+    count = len(pat_vllm.report(llm).switches)
+    compared = 0
+    for round_, (index, model) in enumerate(
+        (index, model) for index in range(3) for model in (updated.old, updated.new, updated.old)
+    ):
+        update(llm, model, updated.updates[round_ % len(updated.updates)])
+        for _ in range(2):  # the second time from the cache
+            turn = {name: job for name, job in texts.items() if name.endswith(f"-{index}")}
+            outcomes = run(llm, turn, before_step)
+            wanted = {name: expected[model][name] for name in turn}
+            assert_same(outcomes, wanted, updated.tolerance)
+        if model == updated.new:
+            compared += assert_caches_hold_their_text(llm, [job.prompt for job in turn.values()])
+    assert compared > 20
+    assert sum(one.cached_tokens for one in pat_vllm.report(llm).switches[count:]) > 500
 
 
 def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: Updated) -> None:

@@ -184,6 +184,49 @@ def test_ways_to_ask_are_alike(way: str, executor: Any) -> None:
         executor.get_class(config)
 
 
+@pytest.mark.parametrize("backend", ["mp", "pat", None])
+def test_an_option_asks_where_somebody_else_names_the_backend(backend: str | None) -> None:
+    """The engine is the one that the word asks for, and so is its config's hash."""
+    register()
+    word = engine_config("pat", additional_config={"pat": {"enabled": True, "layouts": [1, 2]}})
+    option = engine_config(backend, additional_config={"pat": {"enabled": True, "layouts": [1, 2]}})
+    assert str(option) == str(word)
+    assert option.compute_hash() == word.compute_hash()
+    assert option.scheduler_config.scheduler_cls == SCHEDULER
+    assert option.parallel_config.worker_cls == WORKER
+
+
+def test_an_option_asks_for_rays_workers_where_a_trainer_names_ray() -> None:
+    register()
+    with pytest.raises(ValueError, match=r"pat.launcher='ray' runs on CUDA and ROCm"):
+        engine_config("ray", additional_config={"pat": {"enabled": True}})
+    named = {"enabled": True, "launcher": "mp"}
+    config = engine_config("ray", additional_config={"pat": named})
+    assert config.additional_config["pat"]["launcher"] == "mp"
+    assert config.scheduler_config.scheduler_cls == SCHEDULER
+
+
+@pytest.mark.parametrize("backend", ["pat", "class"])
+def test_an_option_switches_off_where_the_word_stands(backend: str) -> None:
+    """What vLLM would do; other options are not read."""
+    register()
+    stock = engine_config(None)
+    config = engine_config(backend, additional_config={"pat": {"enabled": False, "unknown": 1}})
+    config.additional_config, stock.instance_id = {}, config.instance_id
+    assert str(config) == str(stock)
+    assert config.parallel_config.distributed_executor_backend == "mp"
+
+
+def test_what_an_option_cannot_stand_in_for_is_refused() -> None:
+    register()
+    for options, backend, words in (
+        ({"enabled": True}, "external_launcher", "cannot stand in for; allowed: mp, ray, uni"),
+        ({"enabled": "yes"}, "mp", "option 'enabled' has value 'yes'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            engine_config(backend, additional_config={"pat": options})
+
+
 # ---------------------------------------------------------------- versions
 
 

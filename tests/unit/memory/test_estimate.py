@@ -1,7 +1,7 @@
 """What an engine takes of a GPU, estimated; what of that its KV cache is sized by; the bars.
 
-`pytest -s` prints what docs/results.md says of the KV cache. With real engines and vLLM's own
-objects the arithmetic is compared in tests/engine/test_memory.py and
+`pytest -s` prints what benchmarks/results/2026-11-25-memory-h100.md says of the KV cache. With real
+engines and vLLM's own objects the arithmetic is compared in tests/engine/test_memory.py and
 tests/vllm/memory/test_mixtures.py.
 """
 

@@ -17,7 +17,9 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from pat_vllm import commands
+from pat_vllm.executor import calls as calls_module
 from pat_vllm.executor import executor as executor_module
+from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
@@ -37,6 +39,7 @@ def begin(executor: Any) -> None:
     executor._pending = {}
     executor._commands = {}
     executor._stale = False
+    executor._weight_calls = WeightCalls()
     executor.is_failed = False
     executor.failure_callback = Mock()
     executor.rpc_broadcast_mq = Mock()
@@ -272,13 +275,32 @@ def test_weights_are_not_touched_while_they_are_away() -> None:
         ("sleep", "sleep", 1),
         ("load_my_weights", "pat_call_in_base", 1),
         (print, "pat_call_in_base", 1),
+        ("liveness_probe", "liveness_probe", 0),
+        ("my_gauge", "my_gauge", 0),
     ],
 )
 def test_which_calls_may_change_weights(method: Any, call: str, version: int) -> None:
     executor = Executor()
+    executor._weight_calls = WeightCalls(["my_gauge"])
     executor.collective_rpc(method)
     assert (executor.calls, executor.weights_version) == ([call], version)
     assert executor._stale == bool(version)
+
+
+def test_a_call_that_may_only_have_read_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where deriving the weights again took long."""
+    logger = Mock()
+    monkeypatch.setattr(calls_module, "logger", logger)
+    calls = WeightCalls(["my_gauge"])
+    for method, seconds in (
+        ("my_gauge", 1.0), ("sleep", 1.0), ("quick", 0.001), ("slow", 0.04), ("slow", 0.05)
+    ):  # fmt: skip
+        calls.keep_weights(method)
+        calls.refreshed(seconds)
+    ((words, *values),) = [call.args for call in logger.info.call_args_list]
+    line = words % tuple(values)
+    assert "collective_rpc('slow')" in line and "in 40 ms" in line
+    assert "name it in pat.readonly_calls" in line
 
 
 class PlayedLanes:

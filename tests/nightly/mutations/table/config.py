@@ -281,7 +281,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "0 allows untested versions": {'os.environ.get(ALLOW_UNTESTED) == "1"': "os.environ.get(ALLOW_UNTESTED)"},
         },
         f"{PLUGIN}:_warn_of_unread_options": {
-            "options that are not read are passed over": {'and "pat" in options': 'and "PAT" in options'},
+            "options that are not read are passed over": {'if "pat" in additional': 'if "PAT" in additional'},
         },
         "pat_vllm.api:_check_runs_pat": {
             "a call is sent to an engine without PAT": {"if not runs_pat(vllm_config):": "if False:"},

@@ -310,7 +310,8 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     },
     ("pat_vllm.routing:Router.route", ROUTING): {
         "prefixes in caches do not count": {"max(cached, default=0)": "0"},
-        "the slack is one request too small": {"<= AFFINITY_SLACK": "< AFFINITY_SLACK"},
+        "the slack is one request too small": {"<= slack else": "< slack else"},
+        "what both have cached counts": {"cached[known] - cached[least]": "cached[known]"},
         "the shortest prefix decides": {
             "len(prefixes) - i\n                break": "len(prefixes) - i"
         },

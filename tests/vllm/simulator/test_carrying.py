@@ -1,0 +1,112 @@
+"""Contexts that a simulated switch carries, against PAT's scheduler on the same trajectories.
+
+Without workers: every step of a replica takes as long as any other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from benchmarks.without_workers import BLOCK_SIZE, RANKS, engine_config
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.cost import Number
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.reporting import PredictorReport
+from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.simulator.engine import SimulatedEngine
+from pat_vllm.simulator.replica import ReplicaCapacity
+from pat_vllm.simulator.shapes import GENERATORS
+from pat_vllm.simulator.traces import LengthTrace
+from tests.vllm.scheduler.test_prefix_cache import request
+from tests.vllm.scheduler.test_scheduler import results_of
+
+SWITCHES = {60: 2, 120: 8, 200: 1, 260: 4, 330: 8, 420: 2}
+"""Steps of the engine, and the tp to switch to then. It begins in tp=4."""
+BLOCKS = {"room": 400, "short": 110}
+"""Of a rank."""
+
+
+class EqualSteps:
+    """A step takes a second, a switch no time."""
+
+    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
+        return float(steps)
+
+    def switch_seconds(
+        self, source: Layout, target: Layout, live: Number, tokens: Number
+    ) -> Number:
+        return 0 * live
+
+
+@pytest.mark.parametrize("memory", BLOCKS)
+def test_switches_carry_what_the_engine_carries(memory: str) -> None:
+    """Contexts at each switch, prompt tokens that are computed in all, and how long it takes."""
+    trace = GENERATORS["agents"](40, 1500, 3)
+    trace = replace(trace, arrivals=tuple(float(round(5 * at)) for at in trace.arrivals))
+    carried, prefilled, steps = of_scheduler(trace, BLOCKS[memory])
+    found, computed, took = of_simulator(trace, BLOCKS[memory])
+    assert sum(carried) > 1000, "the case is no test"
+    short = memory == "short"  # where one that is evicted or not decides about later ones
+    assert sum(found) == pytest.approx(sum(carried), rel=0.08)
+    assert short or found == pytest.approx(carried, rel=0.03)
+    assert computed == pytest.approx(prefilled, rel=0.08 if short else 0.01)
+    assert took == pytest.approx(steps, rel=0.03)
+
+
+def of_simulator(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float]:
+    room = {tp: (blocks * tp - 1) * BLOCK_SIZE for tp in (1, 2, 4, 8)}
+    capacity = ReplicaCapacity(256, 8192, room)
+    engine = SimulatedEngine(trace, EqualSteps(), capacity, Layout.of(4, RANKS), chunk=1)
+    switches = dict(SWITCHES)
+    while engine.num_seqs or engine.arriving:
+        while switches and engine.now >= min(switches):
+            engine.switch(Layout.of(switches.pop(min(switches)), RANKS), "forced")
+        if not engine.num_seqs:
+            engine.wait()
+        engine.advance()
+    report = engine.report(PredictorReport())
+    return [one.cached_tokens for one in report.switches], report.prefilled, engine.now
+
+
+def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float]:
+    config, stock = engine_config(4, num_blocks=blocks)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    costs = scheduler.controller.costs
+    costs.mode, costs.least_chance = "migrate", lambda *pair: 0.0
+    draw = random.Random(0)
+    requests: dict[int, Request] = {}
+    arrives = {i: 0.0 for i, before in enumerate(trace.after) if before < 0}
+    next_of: Mapping[int, int] = {one: i for i, one in enumerate(trace.after) if one >= 0}
+    steps = computed = 0
+    while scheduler.has_unfinished_requests() or arrives:
+        for number in sorted(arrives, key=lambda one: (arrives[one], one)):
+            if arrives[number] > steps:
+                break
+            del arrives[number]
+            before = trace.after[number]
+            held = list(requests[before].all_token_ids) if before >= 0 else []
+            count = trace.num_prompt_tokens[number] - len(held)
+            prompt = [*held, *(draw.randrange(3, 300) for _ in range(count))]
+            requests[number] = request(str(number), prompt, trace.lengths[number])
+            scheduler.add_request(requests[number])
+        if (tp := SWITCHES.get(steps)) is not None:
+            assert scheduler.controller.request(tp)
+        steps += 1
+        if not scheduler.has_unfinished_requests():
+            continue
+        output = scheduler.schedule()
+        computed += sum(one.total_num_scheduled_tokens for one in output.steps.values())
+        scheduler.update_from_output(output, results_of(output))
+        for number, later in next_of.items():
+            known = later in requests or later in arrives
+            if not known and number in requests and requests[number].is_finished():
+                arrives[later] = steps + trace.arrivals[later]
+    switches = scheduler.controller.report().switches
+    carried = [one.cached_tokens for one in switches if one.reason == "forced"]
+    return carried, computed - sum(trace.lengths) + len(trace), steps
