@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import multiprocessing
 import os
 import posix
@@ -17,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 import pat_vllm
 from benchmarks.endurance.callers import ASYNC, SYNC
@@ -166,48 +164,6 @@ def test_requests_that_find_no_room_are_recomputed(llm: Any) -> None:
     assert texts(llm, work, before_step=before_step) == expected
     merge = pat_vllm.report(llm).switches[count]
     assert merge.target.tp == 2 and merge.migrated > 0 and merge.recomputed > 0
-
-
-@pytest.mark.engine(SMALL_KV)
-def test_carried_caches_preempt_nobody(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where KV is short, a switch that carries caches preempts no more than one that drops them."""
-    preempted: list[str] = []
-    preempt = Scheduler._preempt_request
-
-    def count(scheduler: Scheduler, request: Any, *args: Any, **options: Any) -> None:
-        preempted.append(request.request_id)
-        preempt(scheduler, request, *args, **options)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", count)
-    first = jobs(requests=8, tokens=20, prompt=90)
-    longer = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
-
-    def conversations(least_chance: float) -> tuple[dict[str, list[int]], int, int]:
-        costs = scheduler_of(llm).controller.costs
-        monkeypatch.setattr(costs, "least_chance", lambda *pair: least_chance)
-        assert llm.reset_prefix_cache()
-        preempted.clear()
-        begun = len(pat_vllm.report(llm).switches)
-        said = texts(llm, first)
-        work = {
-            f"{name} again": Job([*job.prompt, *said[name], 5, 6, 7], longer, arrives=4 * i)
-            for i, (name, job) in enumerate(first.items())
-        }
-
-        def before_step(step: int) -> None:
-            if step % 6 == 1:
-                assert pat_vllm.switch(llm, tp=1 + step // 6 % 2)
-
-        outcomes = texts(llm, work, before_step=before_step)
-        made = pat_vllm.report(llm).switches[begun:]
-        return outcomes, len(preempted), sum(one.cached_tokens for one in made)
-
-    dropped, least, few = conversations(math.inf)  # what requests wait for is carried in any case
-    carried, most, many = conversations(0.0)
-    assert carried == dropped
-    assert many > few + 200
-    assert least > 0, "the case is no test"
-    assert most <= least
 
 
 @pytest.mark.engine(SMALL_KV)

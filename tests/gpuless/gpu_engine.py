@@ -27,6 +27,7 @@ from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.utils import AttentionGroup
 
+from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, HeadRoute
@@ -241,6 +242,7 @@ class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
         self.sleeping_tags: set[str] = set()
         self._commands = {}
         self._stale = self._in_lanes = False
+        self._weight_calls = WeightCalls()
         self._lanes: Any = object()
         self._switches = 0
         self.layout = LAYOUTS[0]

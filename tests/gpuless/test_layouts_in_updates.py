@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from benchmarks import without_workers
 from pat_vllm import commands
+from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
@@ -117,6 +118,7 @@ class Executor(PATExecutorMixin, Stock):
             leave=lambda layout: None,
         )
         self.is_failed = self._in_lanes = self._stale = False
+        self._weight_calls = WeightCalls()
         self._pending = {}
         self._unsampled = []
         self._commands = {}

@@ -30,10 +30,10 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     head_dim = spec.get("head_dim", 32)
     heads, kv_heads = spec["heads"] * head_dim, spec["kv_heads"] * head_dim
     if hasattr(attention, "qkv_proj"):
-        assert attention.qkv_proj.weight.shape == (heads + 2 * kv_heads, spec["hidden"])
+        assert attention.qkv_proj.weight.shape == (heads + 2 * kv_heads, config.hidden_size)
     else:
-        assert attention.q_proj.weight.shape == (heads, spec["hidden"])
-        assert attention.k_proj.weight.shape == (kv_heads, spec["hidden"])
+        assert attention.q_proj.weight.shape == (heads, config.hidden_size)
+        assert attention.k_proj.weight.shape == (kv_heads, config.hidden_size)
     tied = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert tied == spec.get("tie", False)
     assert (getattr(config, "sliding_window", None) or None) == spec.get("window")

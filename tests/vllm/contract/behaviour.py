@@ -113,9 +113,6 @@ vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager.get_num_skipped_t
 vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager._contiguous_blocks_for_hit
     blocks = cdiv\(window_size - 1, block_size\)
     what a hit in the prefix cache needs of a sliding window
-vllm.v1.core.kv_cache_utils.get_kv_cache_config_from_groups
-    (?s)for group in kv_cache_groups:.*byte_offset = 0.*offset=byte_offset
-    layers of several groups lie over each other
 vllm.v1.worker.gpu.states.RequestState.__init__
     self\.all_token_ids = StagedWriteTensor\(\(self\.max_num_reqs, self\.max_model_len\),
     layouts share the token ids, which are known by their size

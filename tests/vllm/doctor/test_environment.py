@@ -43,10 +43,11 @@ def test_an_engine_that_can_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"), [({}, "sliding_window=128"), ({"block_size": "x"}, "vLLM: ")]
+    ("options", "words"),
+    [({"enable_lora": True}, "enable_lora=True"), ({"block_size": "x"}, "vLLM: ")],
 )
 def test_an_engine_that_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """By PAT for its model, or by vLLM for an option."""
+    """By PAT or by vLLM for an option."""
     (tmp_path / "config.json").write_text(MISTRAL)
     facts = facts_of(tmp_path, **options)
     assert facts.refused is not None and words in facts.refused
