@@ -44,6 +44,10 @@ AS_PACKED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Models whose plain weights keep to `TOLERANCE`, too: over all pairs and storms they differ by up
 to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
 
+COARSE = {"Gemma2ForCausalLM": 4e-4}
+"""Models whose plain weights do not keep to `PLAIN_TOLERANCE` in one layout either: without a switch
+the log-probabilities of a request differ by up to 2.8e-4 between two batches."""
+
 
 class Case(NamedTuple):
     """An engine, the names of its layouts, and what each of them gives for `batch()`."""
@@ -93,8 +97,9 @@ def tolerance(llm: Any) -> float:
         config.additional_config["pat"].get("weights") == "inplace"
         or config.parallel_config.worker_extension_cls
     )
-    as_packed = config.model_config.architecture in AS_PACKED
-    return PLAIN_TOLERANCE if plain and not as_packed else TOLERANCE
+    architecture = config.model_config.architecture
+    as_packed = architecture in AS_PACKED
+    return COARSE.get(architecture, PLAIN_TOLERANCE) if plain and not as_packed else TOLERANCE
 
 
 def assert_same(llm: Any, outcomes: Mapping[str, Outcome], *static: Mapping[str, Outcome]) -> None:
