@@ -45,8 +45,8 @@ AS_PACKED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
 
 COARSE = {"Gemma2ForCausalLM": 4e-4}
-"""Models whose plain weights do not keep to `PLAIN_TOLERANCE` in one layout either: without a switch
-the log-probabilities of a request differ by up to 2.8e-4 between two batches."""
+"""Models whose plain weights do not keep to `PLAIN_TOLERANCE` in one layout either: without a
+switch the log-probabilities of a request differ by up to 2.8e-4 between two batches."""
 
 
 class Case(NamedTuple):

@@ -45,7 +45,6 @@ def test_an_engine_that_can_run() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"enable_lora": True}, "enable_lora=True"), ({"block_size": "x"}, "vLLM: ")],
-    [({"enable_lora": True}, "enable_lora=True"), ({"block_size": "x"}, "vLLM: ")],
 )
 def test_an_engine_that_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     """By PAT or by vLLM for an option."""
