@@ -57,8 +57,8 @@ def test_vllm_serve(server: Server) -> None:
                 return answers
         raise AssertionError("the layout that was asked for was left each time")
 
-    # The policy's switches. A busy machine sends requests so late that few are there at once, and the
-    # policy goes one way only.
+    # The policy's switches. A busy machine sends requests so late that few are there at once, and
+    # the policy goes one way only.
     reference = in_one_layout(tail, True), in_one_layout(long, False)
     assert len({text for text, _ in reference[0]}) == len(tail)
     count = len(server.report().switches)
