@@ -149,8 +149,8 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         model.step_bytes(layout.tp, one.max_num_batched_tokens, one.max_num_seqs)
         for layout, one in zip(layouts, limits, strict=True)
     ]
-    share = model.kv_share(engine.max_model_len)
     of_kinds = model.window_layers, model.layers - model.window_layers
+    share = _kv_share(model, engine.max_model_len, engine.block_size)
     requested = int(device.memory * engine.gpu_memory_utilization)
     free = requested - weights - tables - groups - early
     staged = (
@@ -177,6 +177,20 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         },
         pinned=pinned_bytes(buffers),
     )
+
+
+def _kv_share(model: ModelShape, tokens: int, block_size: int) -> float:
+    """Memory of a context of so many tokens, by what it would be if no layer had a window.
+
+    vLLM fills groups up to one size. Layers that are missing in a group take memory as well.
+    """
+    kinds = [
+        (model.layers - model.window_layers, tokens),
+        (model.window_layers, min(tokens, model.window + block_size)),
+    ]
+    size = num_regions(layers for layers, _ in kinds)
+    slots = sum(-(-layers // size) * size * held for layers, held in kinds)
+    return slots / (model.layers * tokens)
 
 
 def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:

@@ -57,15 +57,18 @@ def test_vllm_serve(server: Server) -> None:
                 return answers
         raise AssertionError("the layout that was asked for was left each time")
 
-    # The policy's switches. A busy machine sends requests so late that few are there at once, and
-    # the policy goes one way only.
+    # The policy's switches, one way and back. A busy machine may send requests so late that few are
+    # there at once, and the policy goes one way only.
     reference = in_one_layout(tail, True), in_one_layout(long, False)
     assert len({text for text, _ in reference[0]}) == len(tail)
     count = len(server.report().switches)
-    assert complete(tail, True) == reference[0]
-    switches = server.report().switches[count:]
-    by_policy = [switch for switch in switches if switch.reason == "policy" and switch.num_seqs]
-    assert 2 in {switch.target.tp for switch in by_policy}
+    for _ in range(5):
+        assert complete(tail, True) == reference[0]
+        switches = server.report().switches[count:]
+        by_policy = {one.target.tp for one in switches if one.reason == "policy" and one.num_seqs}
+        if by_policy == {1, 2}:
+            break
+    assert by_policy == {1, 2}
 
     # Switches on demand.
     with ThreadPoolExecutor() as pool:

@@ -217,6 +217,12 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the doctor states tokens of the widest layout": {"shape.layouts[0].tp]": "shape.layouts[-1].tp]"},
         },
     },
+    "tests/vllm/memory/test_windows.py": {
+        f"{ESTIMATE}:_kv_share": {
+            "layers that a group lacks take no memory": {"-(-layers // size) * size": "layers"},
+            "windows are forgotten": {"min(tokens, model.window + block_size)": "tokens"},
+        },
+    },
     "tests/unit/advice/test_advise.py": {
         "pat_vllm.advice.rollouts:_chosen": {
             "layouts are chosen for the usual load": {", load=Load.of(first)": ""},
