@@ -32,6 +32,10 @@ class Executor:
         """There are none."""
         return not self.is_sleeping
 
+    def waits_for_weights(self) -> bool:
+        """None are coming in."""
+        return False
+
     def finished(self, wait_for_all: bool = False) -> list[Any]:
         """No step is in flight."""
         return []

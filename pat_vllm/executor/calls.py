@@ -46,6 +46,13 @@ _OF_TRAINERS = {
 
 Any other may be a weight update. Trainers have too many ways to make one to know them all.
 """
+_REFUSED = {
+    "skyrl_sleep_for_weight_sync": (
+        "it discards weights past vLLM's sleep, and keeps the buffers of one layout's model only; "
+        "set SkyRL's generator.inference_engine.offload_kv_for_weight_sync to false"
+    ),
+}
+"""Worker methods that would lose something, and what to do instead."""
 _DEAR = 0.005
 """Seconds to derive weights again from which on a call is told of that may only have read."""
 
@@ -60,8 +67,14 @@ class WeightCalls:
         self._told: set[str] = set()
 
     def keep_weights(self, method: Any) -> bool:
-        """Whether a call leaves all weights as they are. One that may not is noted."""
+        """Whether a call leaves all weights as they are. One that may not is noted.
+
+        Raises:
+            RuntimeError: the call would lose something.
+        """
         if isinstance(method, str):
+            if method in _REFUSED:
+                raise RuntimeError(f"PAT refuses {method}: {_REFUSED[method]}")
             if method in self._keep:
                 return True
             self._made.add(method)

@@ -106,6 +106,10 @@ class PATExecutorMixin(_Base):
     cause = ""
     """Of the engine's failure, in words."""
     _network = Network()
+    _missing = False
+    """Whether the base layout's weights are incomplete since the last such call."""
+    _weights_called = 0.0
+    """When the last such call came."""
 
     # ---------------------------------------------------------------- start and stop
 
@@ -222,7 +226,8 @@ class PATExecutorMixin(_Base):
         send = super().collective_rpc
         if self._lanes is None or self._weight_calls.keep_weights(method):
             return send(method, timeout, args, kwargs, **options)
-        self._stale = True
+        self._stale, self._missing = True, False
+        self._weights_called = time.monotonic()
         self.weights_version += 1
         if discards_weights(method):
             return send(method, timeout, args, kwargs, **options)
@@ -249,17 +254,28 @@ class PATExecutorMixin(_Base):
         """Derive the weights of the other layouts again, if the base layout's may have changed.
 
         Nothing is done while those are not there: while the engine sleeps, and between vLLM's
-        `start_weight_update` and `finish_weight_update`. A step can be made then, too, to abort a
-        request.
+        `start_weight_update` and `finish_weight_update`, which is found out once for each call. A
+        step can be made then, too, to abort a request.
 
         Returns:
             Whether every layout has its weights.
         """
-        if self._stale and not self.is_sleeping:
+        if self._stale and not self._missing and not self.is_sleeping:
             began = time.perf_counter()
-            self._stale = not all(self.collective_rpc(commands.REFRESH_WEIGHTS))
+            self._stale = self._missing = not all(self.collective_rpc(commands.REFRESH_WEIGHTS))
             self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
+
+    def waits_for_weights(self) -> bool:
+        """Whether no step can be made until a call brings the rest of new weights.
+
+        Not for ever: if no further call comes within `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`, a step
+        is an error that says so.
+        """
+        if self.refresh_weights():
+            return False
+        waited = time.monotonic() - self._weights_called
+        return waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
 
     def _leave_lanes(self) -> None:
         if self._in_lanes:
@@ -285,8 +301,8 @@ class PATExecutorMixin(_Base):
         has_tokens = self._stale and any(step.total_num_scheduled_tokens for step in steps)
         if has_tokens and not self.refresh_weights():
             raise RuntimeError(
-                "a step was due in the middle of a weight update; pause generation before "
-                "start_weight_update, and resume it after finish_weight_update"
+                "requests have waited in the middle of a weight update, and no call has brought "
+                "the rest of the weights; finish_weight_update comes first"
             )
         for replica, step in scheduler_output.steps.items():
             self._send(replica, EXECUTE, step)

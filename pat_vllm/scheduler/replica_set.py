@@ -170,10 +170,15 @@ class ReplicaSet:
     # ---------------------------------------------------------------- steps
 
     def schedule(self, throttle_prefills: bool) -> PATSchedulerOutput:
-        """Start a step in every replica that is ready for one."""
+        """Start a step in every replica that is ready for one.
+
+        In the middle of a weight update, requests wait for the rest of the weights.
+        """
         steps: dict[int, SchedulerOutput] = {}
+        paused = self.pause_state == PauseState.PAUSED_ALL or not self.num_seqs
+        waits = not paused and self.executor.waits_for_weights()
         for replica in self.replicas:
-            if not replica.may_step(self._depth):
+            if not replica.may_step(self._depth) or (waits and replica.num_seqs):
                 continue
             step = replica.schedule(throttle_prefills)
             if is_empty_step(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from pat_vllm.patches.weights import refuse_load_weights
@@ -89,7 +90,8 @@ class LayoutWeights:
         if len(self._runtimes) == 1 or self._packed:
             return True
         base, *others = (one.runner.get_model() for one in self._runtimes)
-        if any(parameter.is_meta for parameter in base.parameters()):
+        # Attention layers have buffers only, which come back with the finish.
+        if any(tensor.is_meta for tensor in chain(base.parameters(), base.buffers())):
             return False
         self._strategy.refresh(base, others)
         self._strategy.arrange(active)

@@ -13,7 +13,10 @@ from tests.support.pool import EngineSpec
 
 MIGRATE = {"kv_transfer": "migrate"}
 IN_PLACE = MIGRATE | {"weights": "inplace"}
-UPDATES = {"worker_extension_cls": "tests.support.updates_by_layer.UpdatesByLayer"}
+UPDATES: dict[str, Any] = {
+    "worker_extension_cls": "tests.support.updates_by_layer.UpdatesByLayer",
+    "weight_transfer_config": {"backend": "sockets"},  # tests/support/weight_transfer.py
+}
 # On CPU vLLM cannot prefill a seeded request in chunks ("CPU Generator does not use offset").
 WHOLE_PROMPTS = {"max_num_batched_tokens": 1000}
 CHUNK = 96

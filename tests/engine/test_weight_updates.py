@@ -5,6 +5,7 @@ Engines: four ranks in place, a mixture of experts with layouts of both kinds, c
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +17,12 @@ import pat_vllm
 from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, MIXTURE
 from tests.engine.test_switch import at_steps
 from tests.support.cached_kv import assert_caches_hold_their_text
-from tests.support.engines import Job, Outcome, run, scheduler_of
+from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
+from tests.support.weight_transfer import Trainer
 
 pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES)
 
@@ -30,6 +32,8 @@ ENGINES = {
     "test_what_happens_in_an_update_by_layers": [FOUR_RANKS],
     "test_methods_that_change_the_model_run_in_every_layout": [COPIES],
     "test_conversations_use_no_kv_of_old_weights": [MIXTURE],
+    "test_requests_wait_for_the_end_of_a_transfer": [FOUR_RANKS],
+    "test_a_transfer_that_fails": [FOUR_RANKS],
     "test_packed_weights_refuse_an_update_and_allow_anything_else": [DENSE],
 }
 PLAIN: dict[str, Any] = {"worker_extension_cls": "tests.support.weight_updates.WeightUpdates"}
@@ -95,7 +99,31 @@ def reload(llm: Any, model: str) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(random_model(model))})
 
 
-UPDATES = [load_all, load_one_by_one, call_function, reload]
+def trainer_of(llm: Any) -> Trainer:
+    """An engine joins one group, as with a trainer that lives as long."""
+    if not hasattr(llm, "trainer"):
+        llm.trainer = Trainer(llm, len(llm.collective_rpc("get_supported_tasks")))
+    return llm.trainer
+
+
+def transfer(llm: Any, model: str) -> None:
+    """By vLLM's four phases, in two parts."""
+    trainer = trainer_of(llm)
+    llm.start_weight_update()
+    for part in halves(model):
+        trainer.send(part)
+    llm.finish_weight_update()
+
+
+def halves(model: str) -> list[list[tuple[str, torch.Tensor]]]:
+    """A checkpoint's weights, every other one."""
+    from safetensors.torch import load_file
+
+    weights = sorted(load_file(random_model(model) / "model.safetensors").items())
+    return [weights[::2], weights[1::2]]
+
+
+UPDATES = [load_all, load_one_by_one, call_function, reload, transfer]
 
 
 def load_fused(llm: Any, model: str) -> None:
@@ -212,7 +240,7 @@ def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: 
                     llm.wake_up()
                 case "sleep":
                     model = rng.choice(models)
-                    sleep_with_new_weights(llm, model)
+                    sleep_with_new_weights(llm, model, rng.choice([load_all, transfer]))
 
         def before_step(step: int) -> None:
             if rng.random() < 0.15:
@@ -221,12 +249,14 @@ def test_nothing_that_happens_between_two_batches_leaves_stale_weights(updated: 
         updated.check(model, before_step)
 
 
-def sleep_with_new_weights(llm: Any, model: str) -> None:
+def sleep_with_new_weights(
+    llm: Any, model: str, how: Callable[[Any, str], None] = load_all
+) -> None:
     """In the order of a trainer whose model shares the devices."""
     llm.sleep(level=2)
     llm.collective_rpc("lose_weights")
     llm.wake_up(["weights"])
-    load_all(llm, model)
+    how(llm, model)
     llm.wake_up(["kv_cache"])
 
 
@@ -234,14 +264,14 @@ def sleep_with_new_weights(llm: Any, model: str) -> None:
 def test_an_update_between_sleep_and_waking_up(updated: Updated, level: int) -> None:
     """While the engine sleeps, no switch is made."""
     llm = updated.llm
-    for model in (updated.new, updated.old):
+    for model, how in ((updated.new, load_all), (updated.old, transfer)):
         pat_vllm.switch(llm, tp=2)
         llm.sleep(level=level)
         llm.collective_rpc("lose_weights")
         assert not pat_vllm.switch(llm, tp=4)
         assert pat_vllm.report(llm).refused[-1].why == "the engine sleeps; wake it up first"
         llm.wake_up(["weights"])
-        load_all(llm, model)
+        how(llm, model)
         llm.wake_up(["kv_cache"])
         for name in updated.layouts:
             pat_vllm.switch(llm, tp=name)
@@ -324,6 +354,68 @@ def test_what_happens_in_an_update_by_layers(updated: Updated) -> None:
     core.resume_scheduler()
     llm.reset_prefix_cache()
     for name in ("tp2dp2", *updated.layouts):
+        updated.check(NEW, at_steps(llm, {0: name}))
+
+
+def phases(llm: Any, model: str) -> list[Callable[[], None]]:
+    """The calls of a transfer."""
+    send = trainer_of(llm).send
+    parts = [functools.partial(send, part) for part in halves(model)]
+    return [llm.start_weight_update, *parts, llm.finish_weight_update]
+
+
+def test_requests_wait_for_the_end_of_a_transfer(updated: Updated) -> None:
+    """Each phase is followed by a request, a switch that is refused, and steps.
+
+    Outputs are those of stock vLLM, whose requests wait by themselves.
+    """
+    llm = updated.llm
+    *late, (name, job) = sorted(batch().items())
+    wanted = {one: updated.expected[NEW][one] for one, _ in late}
+    wanted |= stock_answers(OLD, {name: job}, how=updated_under_way, **PLAIN)
+    for layout in updated.layouts:
+        update(llm, OLD)
+        pat_vllm.switch(llm, tp=layout)
+        to_come = [*zip(phases(llm, NEW), late, strict=True)]
+        steps = 0
+
+        def before_step(step: int, to_come: list[Any] = to_come, layout: str = layout) -> None:
+            nonlocal steps
+            if not to_come or (len(to_come) == 4 and (step == 0 or generated(llm) != 5)):
+                return
+            assert generated(llm) == 5
+            if len(to_come) < 4:
+                assert not pat_vllm.switch(llm, tp=1 if layout != "tp1dp4" else 4)
+                assert "finish_weight_update" in pat_vllm.report(llm).refused[-1].why
+            if steps % 3 == 0:
+                call, (name, job) = to_come.pop(0)
+                call()
+                add_job(llm, name, job)
+            steps += 1
+
+        outcomes = run(llm, {name: job}, before_step)
+        assert not to_come
+        assert_same(outcomes, wanted)
+
+
+def test_a_transfer_that_fails(updated: Updated) -> None:
+    """The engine lives, and requests wait for the next one."""
+    llm, trainer = updated.llm, trainer_of(updated.llm)
+    llm.start_weight_update()
+    first, _ = halves(NEW)
+    trainer.send(first)
+    with pytest.raises(RuntimeError, match="Invalid update_info"):
+        llm.update_weights({"update_info": {"names": ["of no use"]}})
+    with pytest.raises(RuntimeError, match="without a matching start_weight_update"):
+        llm.finish_weight_update()
+    job = batch()["r0"]
+    add_job(llm, "r0", job)
+    for _ in range(5):
+        llm.llm_engine.step()
+    assert generated(llm) == 0
+    transfer(llm, NEW)
+    assert_same(run(llm, {}), {"r0": updated.expected[NEW]["r0"]})
+    for name in updated.layouts:
         updated.check(NEW, at_steps(llm, {0: name}))
 
 

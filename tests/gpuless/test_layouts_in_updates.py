@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import nccl_common
@@ -16,9 +17,11 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+import pat_vllm.executor.executor as executor_module
 from benchmarks import without_workers
 from pat_vllm import commands
 from pat_vllm.executor.calls import WeightCalls
@@ -138,7 +141,7 @@ def test_steps_in_an_update() -> None:
         executor.calls.clear()
         executor.execute_model(step_of(0, in_flight))
         assert executor.calls[-1] == EXECUTE, "of a request that was aborted"
-        with pytest.raises(RuntimeError, match="pause generation before start_weight_update"):
+        with pytest.raises(RuntimeError, match="finish_weight_update comes first"):
             executor.execute_model(step_of(1))
         assert executor.calls.count(EXECUTE) == 1, "with half of the weights"
     executor.collective_rpc("finish_weight_update")
@@ -147,6 +150,55 @@ def test_steps_in_an_update() -> None:
     for _ in range(2):
         executor.execute_model(step_of(1))
     assert executor.calls == [commands.REFRESH_WEIGHTS, commands.SERVE_LANE, EXECUTE, EXECUTE]
+
+
+def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are asked once for each call that may have brought the rest."""
+    clock = 1000.0
+    monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 60)
+    executor = Executor()
+    assert not executor.waits_for_weights() and not executor.calls
+    executor.whole = False
+    for call in ("start_weight_update", "update_weights"):
+        executor.collective_rpc(call)
+        for waited in (0, 59):
+            clock += waited
+            assert executor.waits_for_weights()
+    assert executor.calls.count(commands.REFRESH_WEIGHTS) == 2
+    clock += 1
+    assert not executor.waits_for_weights(), "the step tells why it cannot be made"
+    executor.whole = True
+    executor.collective_rpc("finish_weight_update")
+    assert not executor.waits_for_weights()
+
+
+@pytest.mark.parametrize("pause", [PauseState.UNPAUSED, PauseState.PAUSED_ALL])
+def test_steps_wait_for_weights(pause: PauseState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paused engine still tells its workers of requests that are gone."""
+    config, stock = without_workers.engine_config(1, num_blocks=80)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    for name in ("stays", "goes"):
+        scheduler.add_request(without_workers.request(name, 0))
+    scheduler.set_pause_state(pause)
+    scheduler.finish_requests("goes", RequestStatus.FINISHED_ABORTED)
+    monkeypatch.setattr(without_workers.EXECUTOR, "waits_for_weights", lambda: True)
+    assert bool(scheduler.schedule().steps) == (pause == PauseState.PAUSED_ALL)
+    assert scheduler.has_requests()
+    monkeypatch.undo()
+    for replica in scheduler.replica_set.replicas:
+        replica.in_flight.clear()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    (step,) = scheduler.schedule().steps.values()
+    assert step.total_num_scheduled_tokens
+
+
+def test_sleep_that_discards_the_buffers_of_layouts_is_refused() -> None:
+    """SkyRL's, which drives the allocator itself; its engine is as before."""
+    executor = Executor()
+    with pytest.raises(RuntimeError, match="offload_kv_for_weight_sync to false"):
+        executor.collective_rpc("skyrl_sleep_for_weight_sync", kwargs={"offload_kv": True})
+    assert not executor.calls and not executor._stale
 
 
 def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tests.support.weight_transfer  # noqa: F401  # registers its backend
 from tests.support.weight_updates import WeightUpdates
 
 

@@ -316,13 +316,25 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "a payload for another rank": {"update_info[self.rank]": "update_info[0]"},
         },
         f"{LAYOUT_WEIGHTS}.refresh": {
-            "weights are derived from what is missing": {"parameter.is_meta": "False"},
+            "weights are derived from what is missing": {"tensor.is_meta": "False"},
             "rows leave the base layout's order": {
                 "return False": "self._strategy.arrange(active); return False"
             },
         },
         "pat_vllm.scheduler.switch:_check": {
             "a switch is made": {"not active.executor.refresh_weights()": "False"},
+        },
+        "pat_vllm.scheduler.replica_set:ReplicaSet.schedule": {
+            "requests run with half of the weights": {"(waits and replica.num_seqs)": "False"},
+            "a paused engine keeps gone requests": {
+                "paused = self.pause_state == PauseState.PAUSED_ALL or": "paused ="
+            },
+        },
+        "pat_vllm.executor.calls:WeightCalls.keep_weights": {
+            "buffers of layouts are discarded": {"if method in _REFUSED:": "if False:"},
+        },
+        f"{EXECUTOR}.waits_for_weights": {
+            "requests wait for ever": {"waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "True"},
         },
         f"{CONFIG}:layout_config": {
             "ranks of a group count from zero in each replica": {
@@ -331,6 +343,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
         f"{EXECUTOR}.refresh_weights": {
             "one rank speaks for all": {"not all(": "not any("},
+            "workers are asked at each step": {"and not self._missing ": ""},
         },
         f"{EXECUTOR}.execute_model": {
             "a step runs with half of the weights": {"if has_tokens and not": "if False and not"},

@@ -1,0 +1,106 @@
+"""vLLM's weight transfer over NCCL with sockets in NCCL's place: the backend "sockets".
+
+All else is vLLM's: the phases, the group of trainer and workers, the loading layer by layer.
+Importing this registers it, as trainers register their own where a worker's extension is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import torch
+import vllm.distributed.weight_transfer.nccl_common as nccl_common
+from vllm.distributed.utils import StatelessProcessGroup
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.utils.network_utils import get_open_port
+
+BACKEND = "sockets"
+
+
+class Sockets:
+    """In place of `PyNcclCommunicator`."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: Any) -> None:
+        self.rank = rank
+        self.group = StatelessProcessGroup.create(host, port, rank, world_size)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        received = self.group.broadcast_obj(tensor if self.rank == src else None, src)
+        if self.rank != src:
+            tensor.copy_(received)
+
+    def destroy(self) -> None:
+        """Nothing but the store, which goes with this object."""
+
+
+@contextlib.contextmanager
+def without_cuda() -> Iterator[None]:
+    """Inside, vLLM's code for transfers over NCCL runs on CPU."""
+    with (
+        mock.patch.object(nccl_common, "stateless_init_process_group", Sockets),
+        mock.patch.object(torch.accelerator, "current_device_index", lambda: 0),
+        mock.patch.object(torch.accelerator, "synchronize", lambda: None),
+        mock.patch.object(torch.cuda, "current_stream", lambda: None),
+    ):
+        yield
+
+
+class SocketsTransfer(NCCLWeightTransferEngine):
+    def init_transfer_engine(self, init_info: Any) -> None:
+        init_info.packed = False  # that takes streams
+        with without_cuda():
+            super().init_transfer_engine(init_info)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        with without_cuda():
+            super().update_weights(update_info)
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, SocketsTransfer)
+
+
+class Trainer:
+    """A trainer's end: rank 0 of a group with an engine's workers."""
+
+    def __init__(self, llm: Any, ranks: int) -> None:
+        """Form the group. `llm`: an `LLM`, or whatever else has its methods for transfers."""
+        self._llm = llm
+        info = {
+            "master_address": "127.0.0.1",
+            "master_port": get_open_port(),
+            "rank_offset": 1,
+            "world_size": ranks + 1,
+        }
+        with self._beside(lambda: nccl_common.trainer_init(info)) as joined:
+            llm.init_weight_transfer_engine({"init_info": info})
+        self.group: Any = joined.result()
+
+    def send(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """An `update_weights` with these weights, between start and finish."""
+
+        def broadcast() -> None:
+            for _, weight in weights:
+                self.group.broadcast(weight, src=0)
+
+        info = {
+            "names": [name for name, _ in weights],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
+            "shapes": [list(weight.shape) for _, weight in weights],
+        }
+        with self._beside(broadcast):
+            self._llm.update_weights({"update_info": info})
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _beside(work: Any) -> Iterator[Future[Any]]:
+        """Run the trainer's part of a call while the workers run theirs."""
+        with without_cuda(), ThreadPoolExecutor(1) as pool:
+            done = pool.submit(work)
+            yield done
+            done.result()
