@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,27 @@ class Server:
         log: the file for its output.
         pat: PAT's options.
         popen: starts it; `tests.support.fork_server.Program` is sooner than for users.
+        program: Python's arguments before the server's options.
+        options: further options, or others in place of the tests'; None: without it.
 
     Attributes:
         family: its processes, once it is ready.
     """
 
-    def __init__(self, log: Path, pat: dict[str, Any], popen: Any = subprocess.Popen) -> None:
+    def __init__(
+        self,
+        log: Path,
+        pat: dict[str, Any],
+        popen: Any = subprocess.Popen,
+        program: Sequence[str] = ("-m", "tests.support.serve", "serve"),
+        **options: Any,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         options = {
+            "model": random_model("repeating"),
             "dtype": "float32",
             "max-model-len": 2048,
             "max-num-seqs": 16,
@@ -84,10 +95,10 @@ class Server:
             "served-model-name": "tiny",
             "host": "127.0.0.1",
             "port": port,
-        }
-        command = [sys.executable, "-m", "tests.support.serve", "serve"]
-        command += [str(random_model("repeating")), "--enforce-eager"]
-        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        } | options
+        command = [sys.executable, *program, "--enforce-eager"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)] if value is not None else []
         environment = {
             **os.environ,
             "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc
