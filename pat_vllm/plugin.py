@@ -31,6 +31,14 @@ BACKEND = "pat"
 STANDS_IN_FOR = ("mp", "ray", "uni")
 """vLLM's own values of it in whose place the option `enabled` puts PAT."""
 
+_ADVICE = {
+    "external_launcher": (
+        ". It runs an engine in each process of the training, as colocated TRL, ms-swift and "
+        "Unsloth do; use the trainer's server mode (TRL: vllm_mode='server' and `vllm serve`)"
+    )
+}
+"""What to do instead of a value of it."""
+
 TESTED_VLLM = ("0.32", "0.34")
 """vLLM versions PAT is tested with: from the first, up to but without the second."""
 
@@ -125,7 +133,7 @@ def _follow_enabled(vllm_config: VllmConfig) -> None:
         raise ValueError(
             f'additional_config["pat"]["enabled"] is true, but distributed_executor_backend='
             f"{backend!r}, which PAT cannot stand in for; allowed: {', '.join(STANDS_IN_FOR)}, or "
-            "none named"
+            f"none named{_ADVICE.get(backend, '') if isinstance(backend, str) else ''}"
         )
     init_logger(__name__).info(
         "PAT is switched %s by additional_config: distributed_executor_backend is %r in place of "

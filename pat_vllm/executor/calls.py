@@ -51,6 +51,10 @@ _REFUSED = {
         "it discards weights past vLLM's sleep, and keeps the buffers of one layout's model only; "
         "set SkyRL's generator.inference_engine.offload_kv_for_weight_sync to false"
     ),
+    "init_nccl_reshard_comm_group": (
+        "NeMo-RL sends each rank its shard of one group of all, which PAT's base layout need not "
+        "have; use its transfer by collective or by ipc"
+    ),
 }
 """Worker methods that would lose something, and what to do instead."""
 _DEAR = 0.005

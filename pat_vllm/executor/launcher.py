@@ -47,6 +47,13 @@ def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:
         ValueError: the `launcher` option says otherwise, or the placement group does not suit.
     """
     launcher = pat_config(vllm_config).launcher
+    group = vllm_config.parallel_config.placement_group
+    if isinstance(group, list):
+        raise ValueError(
+            f"placement_group is a list of {len(group)}, as ROLL gives it to an executor of its "
+            "own; PAT's ranks are placed in a PlacementGroup of Ray's, or with "
+            "pat.launcher='mp' and none"
+        )
     own = "ray" if executor.uses_ray else "mp"
     if launcher not in ("auto", own):
         raise ValueError(

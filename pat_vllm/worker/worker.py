@@ -282,7 +282,6 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self.parallel_config = runtime.config.parallel_config
         self.cache_config = runtime.config.cache_config
         self.compilation_config = runtime.config.compilation_config
-        self.load_config = runtime.config.load_config
 
     def _each_layout(self) -> Iterator[LayoutRuntime]:
         """Make each layout the active one, the base layout first, and that again at the end."""

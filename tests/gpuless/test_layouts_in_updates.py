@@ -193,11 +193,18 @@ def test_steps_wait_for_weights(pause: PauseState, monkeypatch: pytest.MonkeyPat
     assert step.total_num_scheduled_tokens
 
 
-def test_sleep_that_discards_the_buffers_of_layouts_is_refused() -> None:
-    """SkyRL's, which drives the allocator itself; its engine is as before."""
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("skyrl_sleep_for_weight_sync", "offload_kv_for_weight_sync to false"),
+        ("init_nccl_reshard_comm_group", "by collective or by ipc"),
+    ],
+)
+def test_calls_by_which_something_would_be_lost_are_refused(method: str, why: str) -> None:
+    """The engine is as before."""
     executor = Executor()
-    with pytest.raises(RuntimeError, match="offload_kv_for_weight_sync to false"):
-        executor.collective_rpc("skyrl_sleep_for_weight_sync", kwargs={"offload_kv": True})
+    with pytest.raises(RuntimeError, match=f"PAT refuses {method}: .*{why}"):
+        executor.collective_rpc(method)
     assert not executor.calls and not executor._stale
 
 

@@ -221,6 +221,7 @@ def test_what_an_option_cannot_stand_in_for_is_refused() -> None:
     register()
     for options, backend, words in (
         ({"enabled": True}, "external_launcher", "cannot stand in for; allowed: mp, ray, uni"),
+        ({"enabled": True}, "external_launcher", "colocated TRL.*use the trainer's server mode"),
         ({"enabled": "yes"}, "mp", "option 'enabled' has value 'yes'"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,0 +1,98 @@
+"""Worker extensions of trainers, by their own methods: new weights reach each layout.
+
+Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
+skipped where its own is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import pat_vllm
+from tests.engine.test_weight_updates import halves
+from tests.support.engines import Job, engine, run, scheduler_of
+from tests.support.models import random_model
+from tests.support.same import PLAIN_TOLERANCE, assert_same
+from tests.support.stock import stock_answers
+from tests.support.weight_transfer import Trainer
+
+OLD, NEW = "qwen3", "qwen3_updated"
+
+
+def batch() -> dict[str, Job]:
+    rng = random.Random(0)
+    sampling = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+    return {
+        f"r{i}": Job([rng.randrange(3, 400) for _ in range(20)], sampling | {"max_tokens": 6 + i})
+        for i in range(4)
+    }
+
+
+def by_prime_rl(llm: Any, model: str) -> None:
+    """As prime-rl's server does: generation is paused, and goes on with the KV that it has."""
+    core = llm.llm_engine.engine_core.engine_core
+    version = scheduler_of(llm).replica_set.executor.weights_version
+    llm.collective_rpc("liveness_probe")
+    assert scheduler_of(llm).replica_set.executor.weights_version == version, "it only reads"
+    core.pause_scheduler("keep", clear_cache=False)
+    llm.collective_rpc("update_weights_from_path", args=(str(random_model(model)),))
+    core.resume_scheduler()
+
+
+def by_skyrl(llm: Any, model: str) -> None:
+    """SkyRL's control plane makes these calls by vLLM's routes."""
+    core = llm.llm_engine.engine_core.engine_core
+    if not hasattr(llm, "trainer"):
+        llm.trainer = Trainer(llm, 2)
+    core.pause_scheduler("keep", clear_cache=False)
+    llm.start_weight_update()
+    for part in halves(model):
+        llm.trainer.send(part)
+    llm.finish_weight_update()
+    core.resume_scheduler()
+
+
+HERE = "tests.nightly.trainers"
+EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = {
+    "prime_rl": (f"{HERE}.prime_rl_on_cpu.FileSystemWeightUpdateWorker", by_prime_rl, {}),
+    "skyrl": (
+        f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
+        by_skyrl,
+        {
+            "weight_transfer_config": {"backend": "skyrl_nccl"},
+            # It takes no other, and PAT is asked for by its option.
+            "distributed_executor_backend": "mp",
+        },
+    ),
+}
+
+
+@pytest.fixture(params=EXTENSIONS)
+def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any, str], None]]]:
+    """An engine with a trainer's extension, and how that trainer updates it."""
+    package = request.param
+    extension, update, options = EXTENSIONS[package]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: integrations/install.sh doors DIRECTORY")
+    options = {"worker_extension_cls": extension, **options}
+    with engine(OLD, 2, {"weights": "inplace", "enabled": True}, **options) as llm:
+        yield llm, update
+
+
+def test_new_weights_reach_every_layout(trainer: Any) -> None:
+    llm, update = trainer
+    layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
+    for model in (NEW, OLD, NEW):
+        for layout in layouts:
+            pat_vllm.switch(llm, tp=layout)
+            update(llm, model)
+            llm.reset_prefix_cache()
+            for name in layouts:
+                pat_vllm.switch(llm, tp=name)
+                assert_same(run(llm, batch()), stock_answers(model, batch()), PLAIN_TOLERANCE)
+            model = OLD if model == NEW else NEW
