@@ -78,7 +78,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any
     package = request.param
     extension, update, options = EXTENSIONS[package]
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: integrations/install.sh doors DIRECTORY")
+        pytest.skip(f"{package} is not installed (docs/trainers.md)")
     options = {"worker_extension_cls": extension, **options}
     with engine(OLD, 2, {"weights": "inplace", "enabled": True}, **options) as llm:
         yield llm, update
