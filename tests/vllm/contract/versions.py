@@ -23,9 +23,9 @@ def rows(version: str) -> Iterator[tuple[str, str]]:
     sources = vllm_sources(version)
     places: dict[str, list[str]] = {}
     for problem in check(sources, CACHE / version).problems:
-        path, line, text = re.match(r"([^:]+):(\d+): (.*)", problem).groups()  # type: ignore[union-attr]
+        place, _, text = problem.partition(": ")
         text = re.sub(r"; maybe .*", "", text)
-        places.setdefault(text, []).append(f"`{path}`")
+        places.setdefault(text, []).append(f"`{place.partition(':')[0]}`")
     for text, found in places.items():
         yield text, ", ".join(dict.fromkeys(found))
     for text in check_texts(sources):
