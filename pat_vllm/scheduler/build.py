@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.metrics.updates import Updates
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
+from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.monitor import Monitor
@@ -18,6 +21,7 @@ from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
+from pat_vllm.speculation import looks_into_earlier_responses
 from pat_vllm.turns import Turns
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
+    from pat_vllm.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,21 @@ def build(
         executor=executor,
         monitor=monitor,
         depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
+        draft_rows=_draft_rows(vllm_config, layouts),
     )
     drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
     controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
     return Parts(replica_set, controller, monitor)
+
+
+def _draft_rows(vllm_config: VllmConfig, layouts: Sequence[Layout]) -> DraftRows | None:
+    speculative = vllm_config.speculative_config
+    method = None if speculative is None else speculative.method
+    most_bytes = pat_config(vllm_config).draft_history_bytes
+    if not most_bytes or not looks_into_earlier_responses(method, vllm_config.use_v2_model_runner):
+        return None
+    largest = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
+    return DraftRows(most_bytes, layouts[0].world_size, largest)
 
 
 def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> CarryRates:

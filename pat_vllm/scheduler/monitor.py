@@ -59,14 +59,15 @@ class Monitor:
         self._asked: dict[int, int] = {}
         """Draft length of each replica's last step: of the drafts that its next one verifies."""
 
-    def arrived(self, request: Request, replica: Replica, group: int) -> None:
+    def arrived(self, request: Request, replica: Replica, group: int) -> TrackedRequest:
         """A request was routed to a replica; for `group`, see `TrackedRequest`."""
         self.last_arrival = time.monotonic()
         turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
         if turn.index:
             self.history.later_turn()
-        self.requests.add(request, replica, group, turn)
+        tracked = self.requests.add(request, replica, group, turn)
         self.policy.arrived(self.last_arrival, turn, request.num_prompt_tokens)
+        return tracked
 
     def stepped(
         self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult

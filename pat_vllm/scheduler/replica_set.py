@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request, RequestStatus
 
+    from pat_vllm.drafts.shelf import RowUpdate
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
     from pat_vllm.layout import Layout
+    from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.monitor import Monitor
 
 
@@ -48,8 +50,13 @@ class ReplicaSet:
         executor: PATExecutorMixin,
         monitor: Monitor,
         depth: int,
+        draft_rows: DraftRows | None = None,
     ) -> None:
-        """Make the replicas of `layout`, each with at most `depth` steps in flight."""
+        """Make the replicas of `layout`, each with at most `depth` steps in flight.
+
+        Args:
+            draft_rows: earlier responses for the drafters; None: they look at none.
+        """
         self.layout = layout
         self.factory = factory
         self.executor = executor
@@ -58,6 +65,7 @@ class ReplicaSet:
         self.pause_state = PauseState.UNPAUSED
         self._monitor = monitor
         self._depth = depth
+        self._draft_rows = draft_rows
         self._router = Router(self.replicas[0].scheduler.block_size)
         self._cached_with: int | None = None
         """Version of the weights when the caches began to fill; None while they are empty."""
@@ -98,7 +106,9 @@ class ReplicaSet:
         if replica is None:
             prompt = prompt_key(request)
             replica = self._route(request, prompt)
-            self._monitor.arrived(request, replica, prompt)
+            tracked = self._monitor.arrived(request, replica, prompt)
+            if self._draft_rows is not None:
+                self._draft_rows.arrived(request, tracked.turn)
         replica.scheduler.add_request(request)
 
     def _route(self, request: Request, prompt: int) -> Replica:
@@ -136,6 +146,8 @@ class ReplicaSet:
         if tracked is not None:
             chain = tuple(tracked.request.block_hashes)
             self.chains.ended(chain, num_unused(tracked.replica, chain))
+            if self._draft_rows is not None:
+                self._draft_rows.ended(tracked.request, reason)
 
     # ---------------------------------------------------------------- prefix caches
 
@@ -172,6 +184,7 @@ class ReplicaSet:
     def schedule(self, throttle_prefills: bool) -> PATSchedulerOutput:
         """Start a step in every replica that is ready for one."""
         steps: dict[int, SchedulerOutput] = {}
+        draft_rows: dict[int, RowUpdate] = {}
         for replica in self.replicas:
             if not replica.may_step(self._depth):
                 continue
@@ -181,7 +194,12 @@ class ReplicaSet:
                 self._empty_steps.append((replica, step))
             else:
                 steps[replica.index] = step
-        return PATSchedulerOutput.of(steps, in_flight=self.in_flight)
+                if self._draft_rows is not None:
+                    ranks = self.layout.ranks_of(replica.index)
+                    update = self._draft_rows.update(step, replica.scheduler.requests, ranks)
+                    if update is not None:
+                        draft_rows[replica.index] = update
+        return PATSchedulerOutput.of(steps, self.in_flight, draft_rows)
 
     def finish(self, results: Iterable[StepResult]) -> None:
         """Update the replicas whose steps have finished, and keep their outputs."""
@@ -225,6 +243,8 @@ class ReplicaSet:
         if replicas is self.replicas:
             return
         self._retired, self.replicas = self.replicas, replicas
+        if self._draft_rows is not None:
+            self._draft_rows.moved()
         self._router.forget()
         if self._cached_with is not None:
             self._cached_with = self.executor.weights_version
