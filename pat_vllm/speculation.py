@@ -37,11 +37,3 @@ def every_length(lengths: Iterable[int]) -> list[tuple[int, int, int]]:
     decided by the schedulers.
     """
     return [(batch, batch, length) for batch, length in enumerate(sorted(lengths), 1)]
-
-
-def looks_into_earlier_responses(method: str | None, use_v2_model_runner: bool) -> bool:
-    """Whether PAT's drafter stands in the place of vLLM's, where earlier responses are kept.
-
-    Model Runner V1's "ngram_gpu" is vLLM's own in any case.
-    """
-    return method == "ngram" or (method == "ngram_gpu" and use_v2_model_runner)

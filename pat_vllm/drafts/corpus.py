@@ -69,9 +69,17 @@ class Corpus:
         self._rows.setdefault(key, deque()).append(row)
         self._ages.append(key)
         self._bytes += _TOKEN_BYTES * len(tokens)
-        while self._bytes > self._max_bytes:
-            self._forget_oldest()
+        self.forget_to(self._max_bytes)
         return row
+
+    def forget_to(self, max_bytes: int) -> None:
+        """Forget the oldest until the others have at most so many bytes."""
+        while self._bytes > max_bytes:
+            key = self._ages.popleft()
+            rows = self._rows[key]
+            self._bytes -= _TOKEN_BYTES * len(rows.popleft().tokens)
+            if not rows:
+                del self._rows[key]
 
     def latest(self, key: Key, max_tokens: int) -> tuple[Row, ...]:
         """The latest responses to a prompt that have at most so many tokens, the latest last."""
@@ -82,10 +90,3 @@ class Corpus:
                 break
             rows.append(row)
         return tuple(reversed(rows))
-
-    def _forget_oldest(self) -> None:
-        key = self._ages.popleft()
-        rows = self._rows[key]
-        self._bytes -= _TOKEN_BYTES * len(rows.popleft().tokens)
-        if not rows:
-            del self._rows[key]

@@ -21,8 +21,8 @@ from pat_vllm.scheduler.replica import ReplicaFactory
 from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
-from pat_vllm.speculation import looks_into_earlier_responses
 from pat_vllm.turns import Turns
+from pat_vllm.worker.drafters import history_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,10 +98,7 @@ def build(
 
 
 def _draft_rows(vllm_config: VllmConfig, layouts: Sequence[Layout]) -> DraftRows | None:
-    speculative = vllm_config.speculative_config
-    method = None if speculative is None else speculative.method
-    most_bytes = pat_config(vllm_config).draft_history_bytes
-    if not most_bytes or not looks_into_earlier_responses(method, vllm_config.use_v2_model_runner):
+    if not (most_bytes := history_bytes(vllm_config)):
         return None
     largest = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
     return DraftRows(most_bytes, layouts[0].world_size, largest)

@@ -38,7 +38,7 @@ from pat_vllm.patches.groups import (
     probe_p2p_between,
 )
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
-from pat_vllm.worker.drafters import install_drafter
+from pat_vllm.worker.drafters import history_bytes, install_drafter
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import (
     block_ratio,
@@ -123,7 +123,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
-            install_drafter(runtime.runner, self._shelf)
+            if history_bytes(engine_config):
+                install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pat_vllm.drafts.corpus import BETWEEN_ROWS, TAIL_TOKENS, Corpus, key_of
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
-from pat_vllm.drafts.suffix import LONGEST, draft
+from pat_vllm.drafts.suffix import draft
+from tests.support.suffix import suffix_draft
 
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -29,33 +30,12 @@ def drafted(
     return out[:count].tolist(), match
 
 
-def best_place(
-    own: Sequence[int], rows: Sequence[Sequence[int]]
-) -> tuple[int, Sequence[int], int, bool]:
-    """Match, text, end of the match and whether it is the own text: longest first, then latest."""
-    found: tuple[int, Sequence[int], int, bool] = (0, (), 0, False)
-    for text in [*rows, own]:
-        for end in range(1, len(text)):
-            length = 0
-            while length < min(end, len(own), LONGEST) and text[end - 1 - length] == own[~length]:
-                length += 1
-            if length and length >= found[0]:
-                found = length, text, end, text is own
-    return found
-
-
 @given(TEXT, st.lists(TEXT, max_size=4), st.integers(1, 6), st.integers(1, 3))
 @settings(max_examples=400, deadline=None)
 def test_a_draft_is_what_followed_the_latest_longest_match(
     own: list[int], rows: list[list[int]], k: int, shortest: int
 ) -> None:
-    match, text, end, in_own = best_place(own, rows)
-    expected: list[int] = []
-    if match >= shortest:
-        expected = list(text[end : end + k])
-        while in_own and match >= len(own) - end and len(expected) < k:
-            expected.append([*own, *expected][end + len(expected)])  # the end repeats itself
-    assert drafted(own, rows, k, shortest) == (expected, match if match >= shortest else 0)
+    assert drafted(own, rows, k, shortest) == suffix_draft(own, rows, shortest, k)
 
 
 def test_matches_and_ties() -> None:
