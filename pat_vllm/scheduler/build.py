@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pat_vllm.executor.executor import PATExecutorMixin
-    from pat_vllm.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -76,12 +74,14 @@ def build(
     )
     for layout in layouts:
         factory.discard(factory.make(layout))  # the first switch finds block pools, too
+    most_requests = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
     monitor = Monitor(
         policy,
         History(chosen(vllm_config)),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
+        draft_rows=DraftRows(history_bytes(vllm_config), layouts[0].world_size, most_requests),
         metrics=Updates() if log_stats else None,
     )
     replica_set = ReplicaSet(
@@ -90,18 +90,10 @@ def build(
         executor=executor,
         monitor=monitor,
         depth=2 if vllm_config.scheduler_config.async_scheduling else 1,
-        draft_rows=_draft_rows(vllm_config, layouts),
     )
     drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
     controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
     return Parts(replica_set, controller, monitor)
-
-
-def _draft_rows(vllm_config: VllmConfig, layouts: Sequence[Layout]) -> DraftRows | None:
-    if not (most_bytes := history_bytes(vllm_config)):
-        return None
-    largest = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
-    return DraftRows(most_bytes, layouts[0].world_size, largest)
 
 
 def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> CarryRates:

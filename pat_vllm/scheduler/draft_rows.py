@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingType
@@ -39,9 +39,10 @@ class DraftRows:
         """Without responses.
 
         Args:
-            max_bytes: of those that are kept.
+            max_bytes: of those that are kept; 0: none are.
             max_num_seqs: requests of the largest replica.
         """
+        self._max_bytes = max_bytes
         self._corpus = Corpus(max_bytes)
         self._most_tokens = min(MOST_TOKENS, _MOST_TOKENS_OF_ALL // max_num_seqs)
         self._shelves = [Shelf() for _ in range(num_ranks)]
@@ -51,14 +52,15 @@ class DraftRows:
         self._changed: set[str] = set()
         self._of_trajectory: OrderedDict[int, Key] = OrderedDict()
 
-    def has_rows(self, request_id: str) -> bool:
-        """Whether there are earlier responses to a request's prompt."""
-        return bool(self._rows.get(request_id))
+    @property
+    def repeated(self) -> Collection[str]:
+        """Requests to whose prompt there are earlier responses."""
+        return self._rows.keys()
 
     def arrived(self, request: Request, turn: Turn) -> None:
         """A request has come."""
         prompt, params = request.prompt_token_ids, request.sampling_params
-        if params is None or not prompt:
+        if not self._max_bytes or params is None or not prompt:
             return
         key = self._of_trajectory.get(turn.trajectory) if turn.index else None
         if key is None:

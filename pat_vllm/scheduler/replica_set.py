@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pat_vllm.drafts.shelf import RowUpdate
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
     from pat_vllm.layout import Layout
-    from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.monitor import Monitor
 
 
@@ -50,13 +49,8 @@ class ReplicaSet:
         executor: PATExecutorMixin,
         monitor: Monitor,
         depth: int,
-        draft_rows: DraftRows | None = None,
     ) -> None:
-        """Make the replicas of `layout`, each with at most `depth` steps in flight.
-
-        Args:
-            draft_rows: earlier responses for the drafters; None: they look at none.
-        """
+        """Make the replicas of `layout`, each with at most `depth` steps in flight."""
         self.layout = layout
         self.factory = factory
         self.executor = executor
@@ -65,7 +59,6 @@ class ReplicaSet:
         self.pause_state = PauseState.UNPAUSED
         self._monitor = monitor
         self._depth = depth
-        self._draft_rows = draft_rows
         self._router = Router(self.replicas[0].scheduler.block_size)
         self._cached_with: int | None = None
         """Version of the weights when the caches began to fill; None while they are empty."""
@@ -106,9 +99,7 @@ class ReplicaSet:
         if replica is None:
             prompt = prompt_key(request)
             replica = self._route(request, prompt)
-            tracked = self._monitor.arrived(request, replica, prompt)
-            if self._draft_rows is not None:
-                self._draft_rows.arrived(request, tracked.turn)
+            self._monitor.arrived(request, replica, prompt)
         replica.scheduler.add_request(request)
 
     def _route(self, request: Request, prompt: int) -> Replica:
@@ -146,8 +137,6 @@ class ReplicaSet:
         if tracked is not None:
             chain = tuple(tracked.request.block_hashes)
             self.chains.ended(chain, num_unused(tracked.replica, chain))
-            if self._draft_rows is not None:
-                self._draft_rows.ended(tracked.request, reason)
 
     # ---------------------------------------------------------------- prefix caches
 
@@ -194,11 +183,10 @@ class ReplicaSet:
                 self._empty_steps.append((replica, step))
             else:
                 steps[replica.index] = step
-                if self._draft_rows is not None:
-                    ranks = self.layout.ranks_of(replica.index)
-                    update = self._draft_rows.update(step, replica.scheduler.requests, ranks)
-                    if update is not None:
-                        draft_rows[replica.index] = update
+                ranks = self.layout.ranks_of(replica.index)
+                rows = self._monitor.draft_rows
+                if (update := rows.update(step, replica.scheduler.requests, ranks)) is not None:
+                    draft_rows[replica.index] = update
         return PATSchedulerOutput.of(steps, self.in_flight, draft_rows)
 
     def finish(self, results: Iterable[StepResult]) -> None:
@@ -243,8 +231,6 @@ class ReplicaSet:
         if replicas is self.replicas:
             return
         self._retired, self.replicas = self.replicas, replicas
-        if self._draft_rows is not None:
-            self._draft_rows.moved()
         self._router.forget()
         if self._cached_with is not None:
             self._cached_with = self.executor.weights_version

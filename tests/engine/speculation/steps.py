@@ -59,8 +59,7 @@ def acceptance(llm: Any, low: float = 0.3, rejected: int = 5) -> Iterator[None]:
 
     So no request finds what the same request said in the test before.
     """
-    if (rows := scheduler_of(llm).replica_set._draft_rows) is not None:
-        rows._corpus.forget_to(0)
+    scheduler_of(llm).monitor.draft_rows._corpus.forget_to(0)
     before = counted(llm)
     yield
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))

@@ -223,7 +223,7 @@ def third_epoch(llm: Any, monkeypatch: pytest.MonkeyPatch, own: bool) -> list[fl
 
     def arrive(rows: DraftRows, request: Any, turn: Any) -> None:
         arrived(rows, request, turn)
-        assert not rows.has_rows(request.request_id)
+        assert request.request_id not in rows.repeated
         if own and said:
             number = int(request.request_id.partition("-")[0])
             tokens = np.array([BETWEEN_ROWS, *PROMPT, *said[number]], np.int32)
