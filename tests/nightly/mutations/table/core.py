@@ -117,7 +117,7 @@ _EXECUTOR: list[Row] = [
     ("a user's file is taken for a socket", "leftovers:_remove", "is_made(path.lstat().st_mode)", "True", LANES),
     ("a socket's path ends at a hash sign", "leftovers:remove_sockets", 'address.removeprefix("ipc://")', 'address.removeprefix("ipc://").partition("#")[0]', LANES),
     ("a failed switch does not end the engine", "executor:_fatal", "self.fail(error)", "pass", f"{EXECUTOR}::test_a_rank_that_never_replies_fails_the_engine"),
-    ("an update leaves other layouts' weights as they were", "executor:PATExecutorMixin.collective_rpc", "self._stale = True", "pass", EXECUTOR),
+    ("an update leaves other layouts' weights as they were", "executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass", EXECUTOR),
     ("weights are derived while the engine sleeps", "executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing", EXECUTOR),
     ("a switch takes replies to calls before it", "executor:PATExecutorMixin._read_earlier_replies", "if self.futures_queue:", "if False:", EXECUTOR),
     ("the executor stays in the layout that was left", "executor:PATExecutorMixin.switch", "self.layout = command.target", "pass", EXECUTOR),
