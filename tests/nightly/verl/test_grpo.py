@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.nightly.verl.trainer import EXAMPLE, GRPO, grpo
-from tests.verl.models import mixture_chat, repeating_chat
+from tests.verl.models import mixture_chat, repeating_chat, windows_chat
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -86,10 +86,19 @@ def test_agents() -> None:
 def test_a_mixture_of_experts() -> None:
     """Experts whole in replicas, spread in the group. New weights come to both."""
     schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
-    model = f"actor_rollout_ref.model.path={mixture_chat()}"
+    model = f"actor_rollout_ref.model.path={mixture_chat('olmoe')}"
     with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
+        run.leaves_nothing()
+
+
+def test_sliding_windows() -> None:
+    """verl's own training of a Gemma 3; responses are longer than its windows."""
+    model = f"actor_rollout_ref.model.path={windows_chat('gemma3_text')}"
+    with grpo(SCHEDULE, model) as run:
+        run.succeed()
+        check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
 
 
@@ -99,7 +108,7 @@ def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
     The layouts share one copy of the weights, as on GPUs, and the engine speculates.
     """
     inplace = f"{PAT}.weights=inplace"
-    model = f"actor_rollout_ref.model.path={repeating_chat()}"
+    model = f"actor_rollout_ref.model.path={repeating_chat('llama')}"
     steps = "trainer.total_training_steps=100"
     with grpo(*VLLM, SCHEDULE, inplace, DRAFTS, model, steps) as run:
         run.wait_for(lambda: "step:3 - " in run.printed_by_workers(), "step 3")
