@@ -59,7 +59,7 @@ def test_layers_with_windows(fields: dict[str, Any], layers: int) -> None:
 
 
 def test_a_vision_language_class_is_as_large_as_its_text_model() -> None:
-    """Its tower is left out. Qwen2.5-VL says of both models at once whether they tie their heads."""
+    """Its tower is left out. Whether the head is tied may stand beside the text model."""
     text = {name: value for name, value in QWEN3.items() if name != "tie_word_embeddings"}
     config = {"model_type": "qwen3_vl", "hidden_size": 1, "text_config": text}
     assert ModelSize.of(text_of(config)) == ModelSize.of(QWEN3) == ModelSize.of(text_of(QWEN3))
