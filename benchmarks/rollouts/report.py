@@ -32,13 +32,16 @@ DRAFTERS: Mapping[str, Drafter] = {
 }
 
 
-def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch]) -> str:
-    """Markdown: each epoch's reward, lengths, certainty and time."""
+def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | None = None) -> str:
+    """Markdown: each epoch's reward, lengths, certainty; and its rollout's time, by side.
+
+    Args:
+        picture: a PNG to write.
+    """
     rows = []
     for number, (responses, epoch) in enumerate(zip(rollouts.epochs, epochs, strict=True)):
         lengths = np.array([len(one.tokens) for one in responses])
         by_token = lengths / lengths.sum()
-        steps = lengths.sum() - len(lengths) - epoch.accepted
         rows.append(
             [
                 str(number),
@@ -47,15 +50,45 @@ def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch]) -> str:
                 f"{lengths.sum()}",
                 f"{np.dot(by_token, [one.max_p for one in responses]):.3f}",
                 f"{np.dot(by_token, [one.entropy for one in responses]):.3f}",
-                f"{epoch.seconds:.1f}",
                 f"{epoch.training:.1f}",
-                f"{(lengths.sum() - len(lengths)) / steps:.3f}",
-                str(epoch.switches),
             ]
         )
     heads = ["epoch", "reward", "median", "p90", "longest", "tokens", "E[max p]", "entropy"]
-    heads += ["rollout, s", "training, s", "tokens a step", "switches"]
-    return table(heads, rows)
+    parts = [table([*heads, "training, s"], rows)]
+    sides = list(epochs[0].rollouts)
+    rows = []
+    for number, epoch in enumerate(epochs):
+        of_sides = [epoch.rollouts[side] for side in sides]
+        cells = [
+            f"{one.seconds:.1f} ({one.tokens_per_step:.2f}; {1e6 * one.seconds / one.tokens:.0f}; "
+            f"{one.switches})"
+            for one in of_sides
+        ]
+        rows.append([str(number), *cells])
+    parts += ["Seconds of the rollout (tokens a step; microseconds a token; switches):\n"]
+    parts += [table(["epoch", *sides], rows)]
+    if picture is not None:
+        _draw_learning(epochs, picture)
+    return "\n".join(parts)
+
+
+def _draw_learning(epochs: Sequence[Epoch], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for side in epochs[0].rollouts:
+        of_side = [epoch.rollouts[side] for epoch in epochs]
+        left.plot([one.tokens_per_step for one in of_side], marker="o", label=side)
+        right.plot([1e6 * one.seconds / one.tokens for one in of_side], marker="o", label=side)
+    left.set(xlabel="epoch", ylabel="tokens a step")
+    right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(picture, dpi=110)
 
 
 def of_replay(rollouts: Rollouts, lengths: Sequence[int], picture: Path) -> str:
