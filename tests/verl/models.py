@@ -48,12 +48,6 @@ def mixture_chat(arch: str) -> Path:
     return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 
-def windows_chat(arch: str) -> Path:
-    """A model with sliding windows for the GRPO example."""
-    sizes = dict(arch=arch, heads=4, kv_heads=2, tie=True, window=40, vocab=VOCAB)
-    return _chat("windows", sizes, range(VOCAB - 8, VOCAB))
-
-
 def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int]) -> Path:
     """A model whose responses end with any of these tokens, too."""
 

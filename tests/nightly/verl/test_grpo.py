@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.nightly.verl.trainer import EXAMPLE, GRPO, grpo
-from tests.verl.models import mixture_chat, repeating_chat, windows_chat
+from tests.verl.models import mixture_chat, repeating_chat
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -90,15 +90,6 @@ def test_a_mixture_of_experts() -> None:
     with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
-        run.leaves_nothing()
-
-
-def test_sliding_windows() -> None:
-    """verl's own training of a Gemma 3; responses are longer than its windows."""
-    model = f"actor_rollout_ref.model.path={windows_chat('gemma3_text')}"
-    with grpo(SCHEDULE, model) as run:
-        run.succeed()
-        check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
 
 
