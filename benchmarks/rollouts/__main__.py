@@ -32,7 +32,7 @@ def main() -> None:
     learn.add_argument("--epochs", type=int, default=10)
     learn.add_argument("--prompts", type=int, default=64)
     learn.add_argument("--samples", type=int, default=8)
-    learn.add_argument("--drafts", type=int, default=4, help="draft tokens; the most, if planned")
+    learn.add_argument("--drafts", type=int, default=8, help="the most draft tokens")
     learn.add_argument("--output", type=Path, default=ROLLOUTS)
     learn.add_argument("--sides", action="store_true", help="compare with other engines")
     real = commands.add_parser(

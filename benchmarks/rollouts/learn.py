@@ -36,18 +36,19 @@ LEARNING_RATE = 2e-4
 
 
 HISTORY = "PAT"
-SIDES: dict[str, tuple[dict[str, Any], bool]] = {
-    HISTORY: ({}, True),
-    "PAT, n-gram": ({"draft_history_bytes": 0}, True),
+STATIC_DRAFTS = 4
+SIDES: dict[str, tuple[dict[str, Any], int]] = {
+    HISTORY: ({}, 0),
+    "PAT, n-gram": ({"draft_history_bytes": 0}, 0),
     **{
-        f"tp={tp}, n-gram": (
+        f"tp={tp}, n-gram of {STATIC_DRAFTS}": (
             {"draft_history_bytes": 0, "policy": {"kind": "static", "tp": tp}},
-            False,
+            STATIC_DRAFTS,
         )
         for tp in (1, 2)
     },
 }
-"""PAT's options, and whether the policy plans draft lengths; else they are as asked for."""
+"""PAT's options, and the draft tokens of each step; 0: as the policy plans."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def learn(
     Args:
         model: the pretrained policy.
         scratch: where its weights lie while it learns.
-        drafts: n-gram draft tokens in the rollouts.
+        drafts: the most draft tokens of a step.
         threads: of torch, for training.
         output: where the rollouts are kept; written after each epoch.
         sides: of `SIDES`; the policy learns from the rollouts of the first.
@@ -119,12 +120,12 @@ def learn(
     with ExitStack() as stack:
         engines = {}
         for side in sides:
-            pat, planned = SIDES[side]
+            pat, asked = SIDES[side]
             options = engine_options(scratch, requests, drafts, kv_bytes=768 << 20, pat=pat)
             engine = stack.enter_context(Engine(options, bind="0|1", plain=True))
             engine.wait_until_ready()
             engine.pause()
-            engines[side] = engine, 0 if planned else drafts
+            engines[side] = engine, asked
         for epoch in range(epochs):
             found: dict[str, Rollout] = {}
             # Whoever came first in an epoch comes last in the next.

@@ -18,17 +18,16 @@ if TYPE_CHECKING:
 OWN = Drafter()
 NGRAM = "n-gram of 2 to 4 tokens, as vLLM's"
 DRAFTERS: Mapping[str, Drafter] = {
-    NGRAM: Drafter(ngram=True, shortest=2, longest=4),
-    "own text, longest match of 2 or more": Drafter(shortest=2),
-    "own text, longest match of 1 or more": OWN,
-    "own text, live siblings": Drafter(siblings=True),
+    NGRAM: Drafter(ngram=True, shortest=2),
+    "own text, match of 2 or more": Drafter(shortest=2),
+    "own text, match of 1 or more": OWN,
+    "own text, siblings that have ended": Drafter(siblings=True),
     "own text, 1 visit": Drafter(visits=1),
     "own text, 4 visits": Drafter(visits=4),
-    "own text, 9 visits": Drafter(visits=9),
-    "own text, 9 visits, live siblings": Drafter(visits=9, siblings=True),
-    "the same, only the longest match votes": Drafter(visits=9, siblings=True, base=1e6),
-    "the same, matches of 2 or more": Drafter(visits=9, siblings=True, shortest=2),
-    "own text, 9 visits of another prompt (placebo)": Drafter(visits=9, placebo=True),
+    "own text, 8 visits": Drafter(visits=8),
+    "own text, 8 visits, siblings that have ended": Drafter(visits=8, siblings=True),
+    "the same, match of 2 or more": Drafter(visits=8, siblings=True, shortest=2),
+    "own text, 8 visits of another prompt (placebo)": Drafter(visits=8, placebo=True),
 }
 
 
