@@ -109,6 +109,18 @@ def size_of(config: Mapping[str, Any], name: str, default: int = 0, most: int = 
     return value
 
 
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the `config.json` of a vision-language class says of its text model; others as they are.
+
+    Whether the head is the embeddings may stand beside it.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return tied | text
+
+
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, without those that every token goes to, and how wide they are.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.dead_engine import end_waits_for_dead_engines
 from pat_vllm.patches.front_end import (
+    explain_refused_media,
     inspect_models_without_vision_and_audio,
     interrupt_starts,
     let_engine_cores_end,
@@ -92,6 +93,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         end_waits_for_dead_engines()
         let_engine_cores_end()
         interrupt_starts()
+        explain_refused_media()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)
     return chosen

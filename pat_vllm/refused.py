@@ -121,6 +121,15 @@ def _drafts_with_windows(vllm_config: VllmConfig) -> Any:
     return None if model.get_sliding_window() is None else speculative.method
 
 
+def _images(vllm_config: VllmConfig) -> Any:
+    """Where the limits of all modalities are 0, there is text alone without the option, too."""
+    model = vllm_config.model_config
+    if model is None or model.multimodal_config is None:
+        return None
+    only = model.multimodal_config.language_model_only
+    return False if not only and model.supports_multimodal_inputs else None
+
+
 def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
     """Refuse a kind of model."""
 
@@ -212,6 +221,10 @@ RULES = (
     ),
     Rule("runner", _other_than("model_config.runner_type", "generate"), "generate"),
     Rule("quantization", _other_than("model_config.quantization"), "None (unquantized weights)"),
+    Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
+    Rule(
+        "enable_mm_embeds", _equal("model_config.multimodal_config.enable_mm_embeds", True), "False"
+    ),
     # Of mixtures of experts. What a layer itself shows, `check_experts` refuses.
     _experts(
         "enable_expert_parallel",
@@ -257,7 +270,6 @@ RULES = (
         "a mixture of experts",
         mixtures=True,
     ),
-    _models("a multimodal model", lambda model: model.is_multimodal_model),
     _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
     _models(
         "a hybrid, Mamba or linear-attention model",

@@ -14,7 +14,7 @@ from pat_vllm.patches.replacing import replace
 from pat_vllm.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.entrypoints.llm import LLM
 
 
@@ -166,6 +166,42 @@ def tell_loggers(config_for_loggers: Callable[[VllmConfig], VllmConfig]) -> None
         return made
 
     replace(StatLoggerManager, "__init__", wrap)
+
+
+def explain_refused_media() -> None:
+    """Have the error say what to do where a request brings an image to an engine for text alone.
+
+    Without it: "Multi-modal processor not available for text-only models", or "At most 0 image(s)
+    may be provided", of a class that is known for its images. The request is refused in either
+    case, before the engine core hears of it. Missing seam: requests are not shown to an executor.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.multimodal.processing.context import BaseProcessingInfo
+    from vllm.renderers.base import BaseRenderer
+
+    def wrap(
+        model_of: Callable[[Any], ModelConfig],
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+            def explain(self: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return stock(self, *args, **kwargs)
+                except (ValueError, VLLMValidationError) as error:
+                    model = model_of(self)
+                    if not model.is_multimodal_model or model.supports_multimodal_inputs:
+                        raise
+                    raise VLLMValidationError(
+                        "this engine serves the text alone of a model with a vision tower "
+                        "(language_model_only=True), and PAT serves no images, videos or audio: "
+                        "leave them out of the request, or serve the model without PAT"
+                    ) from error
+
+            return explain
+
+        return around
+
+    replace(BaseRenderer, "get_mm_processor", wrap(lambda renderer: renderer.model_config))
+    replace(BaseProcessingInfo, "validate_num_items", wrap(lambda info: info.ctx.model_config))
 
 
 _RAY_ADDRESS = "_pat_ray_address"

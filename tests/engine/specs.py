@@ -55,6 +55,8 @@ WINDOWS = EngineSpec(
     MIGRATE | {"weights": "materialized"},
     WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
 )
+# Text alone of a class for images, whose positions are threefold, and published names its own.
+VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import assert_trained, training
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
@@ -16,6 +17,16 @@ pytestmark = pytest.mark.timeout(2400)
 def test_separated_over_ray() -> None:
     """The example, two steps of it: a regroup in each rollout, and new weights in the second."""
     with training("--data.max_samples", "16") as run:
+        assert_trained(run, steps=2, over_ray=True)
+        assert "Qwen3ForCausalLM" in run.output
+
+
+def test_sliding_windows(tmp_path: Path) -> None:
+    """A Gemma 3: responses are longer than its windows, and new weights come between two steps."""
+    windows = {"tie": True, "window": 40, "heads": 4, "kv_heads": 2}
+    make_model(tmp_path / "model", arch="gemma3_text", gain=0.5, dtype="bfloat16", **windows)
+    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
+    with training(*model, "--data.max_samples", "16") as run:
         assert_trained(run, steps=2, over_ray=True)
 
 

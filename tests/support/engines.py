@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from tests.support import vision
 from tests.support.fork_server import start_from_server
 from tests.support.models import random_model
 from tests.support.plain_weights import plain_weights
@@ -62,8 +63,12 @@ def engine(
             "additional_config": {"pat": pat},
         }
     _let_vllm_look_at_numba()
-    model = str(random_model(model))
-    with _weights_as(options.get("worker_extension_cls", "")):
+    with contextlib.ExitStack() as inside:
+        if model in vision.CLASSES:
+            inside.enter_context(vision.torchvision_stub())
+            options = vision.TEXT_ONLY | options
+        inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
+        model = str(random_model(model))
         llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})
         try:
             yield llm

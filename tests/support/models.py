@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model as builder
+from tests.support import vision
 
 WIDE: dict[str, Any] = dict(
     arch="qwen3",
@@ -18,6 +19,10 @@ WIDE: dict[str, Any] = dict(
     head_dim=128,
     layers=4,
     repeat=1.2,
+)
+
+_GEMMA3: dict[str, Any] = dict(
+    arch="gemma3_text", heads=4, kv_heads=2, layers=7, tie=True, window=40
 )
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
@@ -34,6 +39,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "llama_one_kv": dict(arch="llama", hidden=64, heads=4, kv_heads=1),
     # Biases on q, k and v, which are sharded (tp=2) and replicated (tp=4) like the KV heads.
     "qwen2": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2),
+    "qwen2_updated": dict(arch="qwen2", hidden=128, heads=4, kv_heads=2, seed=1),
     # The output head is the embedding matrix.
     "qwen3_tied": dict(arch="qwen3", hidden=64, heads=8, kv_heads=4, tie=True),
     # Mixtures of experts: one KV head for two ranks at tp=4, ...
@@ -50,7 +56,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # ... a first layer without experts, shared experts, and a bias of the router's choice.
     "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
     # Sliding windows: two layers in three, so that there are four groups of KV caches, ...
-    "gemma3": dict(arch="gemma3_text", heads=4, kv_heads=2, layers=7, tie=True, window=40),
+    "gemma3": dict(_GEMMA3),
+    "gemma3_updated": dict(_GEMMA3, seed=1),
     # ... every second layer, with soft caps of logits, and one KV head at tp=2, ...
     "gemma2": dict(arch="gemma2", heads=4, kv_heads=2, layers=4, tie=True, window=24),
     # ... and all layers: one group; fused matrices in the checkpoint.
@@ -94,11 +101,14 @@ def phrase(name: str, tokens: int, start: int = 0) -> list[int]:
 
 
 def random_model(name: str) -> Path:
-    """Directory of the checkpoint `SPECS[name]`, built on the first call.
+    """Directory of the checkpoint `SPECS[name]` or `vision.CLASSES[name]`, built on the first call.
 
     It is kept under `PAT_TEST_MODELS`, or in a directory of this user's under the system's
     temporary one. Several processes may ask for the same model at once.
     """
+    if name in vision.CLASSES:
+        text, _, finish = vision.CLASSES[name]
+        return builder.kept_model(cache_dir(), name, SPECS[text], finish)
     if name not in SPECS:
         raise ValueError(f"no test model {name!r}: choose from {', '.join(SPECS)}")
     return builder.kept_model(cache_dir(), name, SPECS[name])

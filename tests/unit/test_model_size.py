@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.model_size import MODEL_SHAPES, ModelSize, text_of
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 
@@ -56,6 +56,14 @@ def test_layers_with_windows(fields: dict[str, Any], layers: int) -> None:
     assert size.window_layers == layers
     assert size.kv_share(1000) == 1.0
     assert size.kv_share(8192) == pytest.approx(1 - layers / 48 / 2)
+
+
+def test_a_vision_language_class_is_as_large_as_its_text_model() -> None:
+    """Its tower is left out. Whether the head is tied may stand beside the text model."""
+    text = {name: value for name, value in QWEN3.items() if name != "tie_word_embeddings"}
+    config = {"model_type": "qwen3_vl", "hidden_size": 1, "text_config": text}
+    assert ModelSize.of(text_of(config)) == ModelSize.of(QWEN3) == ModelSize.of(text_of(QWEN3))
+    assert ModelSize.of(text_of(config | {"tie_word_embeddings": True})).tied
 
 
 def test_what_ranks_can_share() -> None:

@@ -15,16 +15,17 @@ VOCAB = 512
 KNOWN = 320
 """Tokens of the tokenizer of `few_tokens`; the model's other ids must never be sampled."""
 
-_SHAPE: dict[str, Any] = dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
+_SHAPE: dict[str, Any] = dict(hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
 
 
 END_TOKENS = 100
 """Tokens that end a response of `repeating_chat`: many, for it seldom leaves its phrase."""
 
 
-def few_tokens(seed: int = 0, repeat: float = 0.0, arch: str = "qwen3") -> Path:
+def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0) -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
-    shape = _SHAPE | {"arch": arch}
+    windows = {"tie": True, "window": 40} if arch == "gemma3_text" else {}
+    shape = _SHAPE | {"arch": arch} | windows
     small = kept_model(cache_dir(), "verl-small", shape | {"vocab": KNOWN, "layers": 1})
 
     def with_its_tokenizer(model: Path) -> None:
@@ -35,15 +36,15 @@ def few_tokens(seed: int = 0, repeat: float = 0.0, arch: str = "qwen3") -> Path:
     return kept_model(cache_dir(), f"verl-few-tokens-{arch}", sizes, with_its_tokenizer)
 
 
-def repeating_chat(repeat: float = 1.35) -> Path:
+def repeating_chat(arch: str, repeat: float = 1.35) -> Path:
     """A model for the GRPO example whose n-gram drafts are accepted half of the time."""
-    sizes = _SHAPE | {"arch": "llama", "repeat": repeat}
+    sizes = _SHAPE | {"arch": arch, "repeat": repeat}
     return _chat("repeating", sizes, range(VOCAB - END_TOKENS + 1, VOCAB))
 
 
-def mixture_chat() -> Path:
+def mixture_chat(arch: str) -> Path:
     """A mixture of experts for the GRPO example. verl wants tokens of Qwen's of Qwen's classes."""
-    sizes = dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2, vocab=VOCAB)
+    sizes = dict(arch=arch, hidden=128, heads=4, kv_heads=4, layers=2, vocab=VOCAB)
     return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 

@@ -47,7 +47,7 @@ def pat() -> Iterator[Server]:
     size = f"engine_kwargs.vllm.block_size={BLOCK}"
     # Tiny models' prefixes are computed again as fast as they are moved.
     options = "engine_kwargs.vllm.additional_config.pat={kv_transfer:migrate,policy:{kind:static}}"
-    with server(few_tokens(0, arch="llama"), size, options, **AGENTS) as running:
+    with server(few_tokens("llama"), size, options, **AGENTS) as running:
         yield running
 
 
@@ -162,8 +162,8 @@ def test_turns_find_their_kv_and_weights_end_it(pat: Server) -> None:
     at = 0.0
     for step, first in enumerate((1, 2)):
         if step:  # the same questions again: first turns find nothing of the weights before
-            pat.do(pat.push(few_tokens(step, arch="llama"), step=step))
+            pat.do(pat.push(few_tokens("llama", step), step=step))
         batch, trajectories = rollout(pat, first)
         check_turns(batch, trajectories)
-        check_tokens(Reference(few_tokens(step, arch="llama")), batch)
+        check_tokens(Reference(few_tokens("llama", step)), batch)
         at = check_report(pat.call("pat_report"), at, rollouts=step + 1)

@@ -21,6 +21,7 @@ from tests.verl.models import KNOWN, few_tokens
 from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import Response, Server, server
 
+ARCH = "qwen3"
 PROMPTS = [[5 + i, 6, 7, 8 + i % 3] for i in range(6)]
 DRAFTS = (
     "engine_kwargs.vllm.speculative_config={method:ngram,num_speculative_tokens:4,"
@@ -31,18 +32,18 @@ DRAFTS = (
 
 @pytest.fixture(scope="module")
 def pat() -> Iterator[Server]:
-    with server(few_tokens(0), DRAFTS, disable_log_stats="false") as running:
+    with server(few_tokens(ARCH, 0), DRAFTS, disable_log_stats="false") as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def old() -> Reference:
-    return Reference(few_tokens(0))
+    return Reference(few_tokens(ARCH, 0))
 
 
 @pytest.fixture(scope="module")
 def new() -> Reference:
-    return Reference(few_tokens(1))
+    return Reference(few_tokens(ARCH, 1))
 
 
 async def while_regrouping(pat: Server, work: Any) -> Any:
@@ -95,7 +96,7 @@ def test_weights_pushed_between_regroups(pat: Server, old: Reference, new: Refer
     before = [in_layout(pat, 1), in_layout(pat, 2)]
     old.check(regrouped(pat), PROMPTS)
 
-    pat.do(pat.push(few_tokens(1), step=1))
+    pat.do(pat.push(few_tokens(ARCH, 1), step=1))
     for tp in (2, 1):
         changed = in_layout(pat, tp)
         new.check(changed, PROMPTS)
@@ -104,7 +105,7 @@ def test_weights_pushed_between_regroups(pat: Server, old: Reference, new: Refer
     new.check(regrouped(pat), PROMPTS)
 
     pat.call("pat_switch", 2)  # weights arrive while the wider layout is active
-    pat.do(pat.push(few_tokens(0), step=2))
+    pat.do(pat.push(few_tokens(ARCH, 0), step=2))
     after = [in_layout(pat, 1), in_layout(pat, 2)]
     for then, now in zip(before, after, strict=True):
         assert [r.token_ids for r in now] == [r.token_ids for r in then]
@@ -131,7 +132,7 @@ def test_aborted_for_an_update_and_taken_up_again(
         await asyncio.sleep(0.1)
         aborted = await pat.replica.abort_all_requests()
         assert aborted["aborted_count"] == len(PROMPTS)
-        await pat.push(few_tokens(1), step=3)
+        await pat.push(few_tokens(ARCH, 1), step=3)
         await pat.replica.resume_generation()
         return await while_regrouping(pat, requests)
 
@@ -144,7 +145,7 @@ def test_aborted_for_an_update_and_taken_up_again(
         assert 0 < seam < length
         assert all(of_new[seam:])
 
-    pat.do(pat.push(few_tokens(0), step=4))
+    pat.do(pat.push(few_tokens(ARCH, 0), step=4))
     old.check(in_layout(pat, 2), PROMPTS)
 
 
@@ -157,13 +158,13 @@ def test_updated_while_requests_run(pat: Server, new: Reference, old: Reference)
         )
         await asyncio.sleep(0.2)
         await pat.actor.pat_switch.remote(2)
-        await pat.push(few_tokens(1), step=5)
+        await pat.push(few_tokens(ARCH, 1), step=5)
         return await while_regrouping(pat, requests)
 
     assert all(len(r.token_ids) == 150 for r in pat.do(update_in_flight()))
     for tp in (1, 2):
         new.check(in_layout(pat, tp), PROMPTS)
-    pat.do(pat.push(few_tokens(0), step=6))
+    pat.do(pat.push(few_tokens(ARCH, 0), step=6))
     old.check(in_layout(pat, 1), PROMPTS)
 
 
@@ -195,7 +196,7 @@ def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:
         pat.do(pat.replica.abort_all_requests())
         pat.do(pat.replica.release_kv_cache())
         if pushed:
-            pat.do(pat.push(few_tokens(0), step=7))
+            pat.do(pat.push(few_tokens(ARCH, 0), step=7))
         pat.do(pat.replica.resume_kv_cache())
         pat.do(pat.replica.resume_generation())
         if not pushed:
@@ -210,7 +211,7 @@ def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:
 
 def test_drafts(pat: Server, old: Reference) -> None:
     """Drafts are verified with the weights that were pushed last, whatever layout is active."""
-    repeating = few_tokens(0, repeat=1.2)
+    repeating = few_tokens(ARCH, 0, repeat=1.2)
     pat.do(pat.push(repeating, step=8))
     assert not any(sample.drafted for sample in pat.call("pat_report").drafts)
     pat.call("pat_speculate", 4)
@@ -218,7 +219,7 @@ def test_drafts(pat: Server, old: Reference) -> None:
     drafts = pat.call("pat_report").drafts
     drafted = sum(sample.drafted for sample in drafts)
     assert 0.2 < sum(sample.accepted for sample in drafts) / drafted < 0.9
-    pat.do(pat.push(few_tokens(0), step=9))
+    pat.do(pat.push(few_tokens(ARCH, 0), step=9))
     old.check(in_layout(pat, 1), PROMPTS)
 
 

@@ -96,7 +96,9 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
     ("mamba", {}, "a hybrid, Mamba or linear-attention model", DENSE_ONLY),
     ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
-    ("paligemma", {}, "a multimodal model", DENSE_ONLY),
+    ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
+    ("paligemma", dict(language_model_only=True, enable_mm_embeds=True), "enable_mm_embeds=True",
+     "False"),
     ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
     ("mistral", dict(speculative_config=NGRAM), "speculative_config='ngram'",
      "None for models with sliding windows"),
@@ -182,6 +184,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("qwen2", {}),
     ("mistral", dict(disable_sliding_window=True, max_model_len=128)),
+    # Text alone of a class for images, by either option of vLLM's.
+    ("paligemma", dict(language_model_only=True)),
+    ("paligemma", dict(limit_mm_per_prompt=dict(image=0))),
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=False))),
     ("llama", dict(worker_extension_cls="my.Extension")),
 ]

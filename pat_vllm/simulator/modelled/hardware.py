@@ -23,7 +23,7 @@ from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate, static_engine
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
-from pat_vllm.model_size import MODEL_SHAPES, routing_of
+from pat_vllm.model_size import MODEL_SHAPES, routing_of, text_of
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.figures import (
@@ -190,7 +190,7 @@ def named_config(model: str) -> tuple[Mapping[str, Any], str]:
         ValueError: it is unknown, or its file cannot be read.
     """
     if path := config_file(model):
-        return read_json_object(path, "model config"), path.resolve().parent.name
+        return text_of(read_json_object(path, "model config")), path.resolve().parent.name
     if model not in MODEL_SHAPES:
         raise ValueError(
             f"model {shown(model)} is unknown; allowed are {', '.join(MODEL_SHAPES)}, or a path of "

@@ -86,7 +86,7 @@ def test_agents() -> None:
 def test_a_mixture_of_experts() -> None:
     """Experts whole in replicas, spread in the group. New weights come to both."""
     schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
-    model = f"actor_rollout_ref.model.path={mixture_chat()}"
+    model = f"actor_rollout_ref.model.path={mixture_chat('olmoe')}"
     with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
@@ -99,7 +99,7 @@ def test_vllm_with_pats_executor_then_a_worker_dies() -> None:
     The layouts share one copy of the weights, as on GPUs, and the engine speculates.
     """
     inplace = f"{PAT}.weights=inplace"
-    model = f"actor_rollout_ref.model.path={repeating_chat()}"
+    model = f"actor_rollout_ref.model.path={repeating_chat('llama')}"
     steps = "trainer.total_training_steps=100"
     with grpo(*VLLM, SCHEDULE, inplace, DRAFTS, model, steps) as run:
         run.wait_for(lambda: "step:3 - " in run.printed_by_workers(), "step 3")

@@ -20,6 +20,7 @@ from tests.support.ray_nodes import GONE_WITHIN, assert_gone, ray_nodes
 from tests.verl.models import few_tokens
 from tests.verl.servers import Server, start
 
+ARCH = "qwen3"
 PROMPT = [5, 6, 7, 8]
 
 
@@ -33,7 +34,9 @@ def before() -> Iterator[list[psutil.Process]]:
 @pytest.fixture(scope="module")
 def servers(before: Any) -> Server:
     """Two engines of two ranks."""
-    return start(few_tokens(0), f"engine_kwargs.vllm.kv_cache_memory_bytes={32 << 20}", nnodes=2)
+    return start(
+        few_tokens(ARCH, 0), f"engine_kwargs.vllm.kv_cache_memory_bytes={32 << 20}", nnodes=2
+    )
 
 
 def place(server: Any) -> tuple[str, int, int, list[int]]:
@@ -80,7 +83,7 @@ def test_prompts_and_weights_reach_both(servers: Server) -> None:
     assert responses_of(servers) == [4, 4]
     assert len({response.token_ids for response in old}) == 1
 
-    servers.do(servers.push(few_tokens(1), step=1))
+    servers.do(servers.push(few_tokens(ARCH, 1), step=1))
     new = servers.generate_all([PROMPT] * 8, max_tokens=24, ignore_eos=True)
     assert responses_of(servers) == [4, 4]
     assert len({response.token_ids for response in new}) == 1
@@ -109,7 +112,7 @@ def test_a_dead_engine_is_named(servers: Server, before: list[psutil.Process]) -
     # What verl's trainer does next.
     dead = servers.manager.get_replicas()[1]
     dies = r"replica 1 has died|EngineDeadError"
-    for work in (dead.sleep(), servers.push(few_tokens(0), step=2)):
+    for work in (dead.sleep(), servers.push(few_tokens(ARCH, 0), step=2)):
         with pytest.raises(ray.exceptions.RayTaskError, match=dies):
             bounded(work)
 

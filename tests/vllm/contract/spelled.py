@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.device_communicators import flashinfer_all_reduce
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.multimodal.processing.context import BaseProcessingInfo
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -96,6 +98,16 @@ def in_strings(
         *(flashinfer_all_reduce._fi_ar_workspace, flashinfer_all_reduce._fi_ar_quant_workspace),
         flashinfer_all_reduce._fi_ar_workspace_failed,
         flashinfer_all_reduce._fi_ar_quant_workspace_failed,
+    )
+
+
+def of_text_alone(
+    renderer: BaseRenderer, info: BaseProcessingInfo, config: MultiModalConfig
+) -> tuple[Any, ...]:
+    """What is replaced by name, and what a rule names by its path."""
+    return (
+        *(renderer.get_mm_processor, renderer.model_config, info.validate_num_items),
+        *(info.ctx.model_config, config.language_model_only, config.enable_mm_embeds),
     )
 
 

@@ -47,6 +47,7 @@ from pat_vllm.weights.loaders import base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.worker.layout_config import layout_config
+from tests.support import vision
 from tests.support.models import random_model
 
 HIDDEN = 24
@@ -348,9 +349,9 @@ def test_persistent_buffers_are_copied_and_others_left_alone() -> None:
 # -------------------------------------------------------------------- whole models, vLLM's loaders
 
 
-def vllm_config_for(path: Path, tp: int) -> VllmConfig:
+def vllm_config_for(path: Path, tp: int, **options: Any) -> VllmConfig:
     """One configuration for each layout, as the worker makes them; the model's name is in all."""
-    args = EngineArgs(str(path), dtype="float32", enforce_eager=True, max_model_len=64)
+    args = EngineArgs(str(path), dtype="float32", enforce_eager=True, max_model_len=64, **options)
     vllm_config = args.create_engine_config()
     vllm_config.parallel_config.tensor_parallel_size = tp
     return vllm_config
@@ -399,7 +400,8 @@ def shared(
 
 def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     """Copies, and views through a walk over all layouts, are what vLLM loads in each."""
-    vllm_config = vllm_config_for(random_model(name), tp=1)
+    text_only = vision.TEXT_ONLY if name in vision.CLASSES else {}
+    vllm_config = vllm_config_for(random_model(name), tp=1, **text_only)
     user = vllm_config.load_config
     first, *wider = layouts
 

@@ -271,6 +271,10 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{REFUSED}:_equal": {
             "a transfer of weights that vLLM runs under Ray only": {"_at(vllm_config, path) == value": "False"},
         },
+        f"{REFUSED}:_images": {
+            "classes are served with their towers": {"False if not only": "None if not only"},
+            "limits of 0 do not count as text alone": {" and model.supports_multimodal_inputs": ""},
+        },
         f"{REFUSED}:_variable": {
             "an all-reduce of one group in a process is not refused": {"getattr(envs, name)": "False"},
         },

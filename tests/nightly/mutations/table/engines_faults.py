@@ -10,7 +10,21 @@ POLICY = "tests/engine/test_policy.py"
 RAY = "tests/engine/test_ray.py"
 SCHEDULER = "tests/vllm/scheduler/test_scheduler.py"
 
+VISION = "tests/engine/test_vision.py"
+
 MUTATIONS = [
+    Mutation(
+        "a switch loses the positions of tokens",
+        "pat_vllm.worker.handover:V1Handover.take",
+        {"not in self._NEW": "not in {*self._NEW, 'mrope_positions'}"},
+        (f"{VISION}::test_a_switch_carries_the_positions_of_tokens",),
+    ),
+    Mutation(
+        "a refused image is not explained",
+        "pat_vllm.patches.front_end:explain_refused_media",
+        {"if not model.is_multimodal_model or": "if model.is_multimodal_model or"},
+        (f"{VISION}::test_an_image_is_refused_and_nothing_is_lost",),
+    ),
     Mutation(
         "an engine core does not watch its front end",
         "pat_vllm.executor.orphan:end_when_orphaned",
