@@ -56,6 +56,10 @@ SPECS: dict[str, dict[str, Any]] = {
     # ... and all layers: one group; fused matrices in the checkpoint.
     "mistral": dict(arch="mistral", hidden=128, heads=8, kv_heads=4, window=72),
     "phi3": dict(arch="phi3", hidden=128, heads=4, kv_heads=4, window=64),
+    # Windows in every second layer, attention sinks, experts with biases; of 32 for each of 4 ranks.
+    "gpt_oss": dict(
+        arch="gpt_oss", hidden=128, heads=8, kv_heads=4, layers=2, window=40, expert_intermediate=128
+    ),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
