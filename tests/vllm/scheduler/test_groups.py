@@ -76,6 +76,31 @@ def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
         one.num_computed_tokens += new
 
 
+def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
+    """With steps in flight, any of whose drafts may be refused when they have been verified."""
+    manager = replica.scheduler.kv_cache_manager
+    rng = random.Random(2)
+    one, in_flight = request("drafts", [5] * 900), list[int]()
+    beyond = 0
+    while one.num_computed_tokens < 880:
+        drafts = rng.randint(0, 6)
+        lookahead = rng.randint(0, 6)
+        assert manager.allocate_slots(one, 1 + drafts, num_lookahead_tokens=lookahead) is not None
+        one.num_computed_tokens += 1 + drafts
+        one.num_in_flight_tokens += 1 + drafts
+        in_flight.append(drafts)
+        while len(in_flight) > rng.randint(0, 2):
+            verified = in_flight.pop(0)
+            one.num_computed_tokens -= rng.randint(0, verified)
+            one.num_in_flight_tokens -= 1 + verified
+        certain = one.num_computed_tokens - sum(in_flight)
+        for kind, ids in zip(replica.kinds, manager.get_block_ids("drafts"), strict=True):
+            held = kind.held(certain)
+            assert NULL_BLOCK not in ids[held.start :]
+            beyond += len(ids) > kind.held(one.num_computed_tokens).stop
+    assert beyond > 20, "no draft had a block of its own"
+
+
 def test_hits_are_those_of_vllm(replica: Any) -> None:
     """While requests with prefixes in common come and go, and blocks are evicted."""
     manager = replica.scheduler.kv_cache_manager
