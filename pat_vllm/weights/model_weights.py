@@ -183,7 +183,7 @@ def _cuts(
         return ()  # the router's
     cuts = _known_cuts(full_name, module, name)
     loader = getattr(getattr(parameter, "weight_loader", None), "__func__", None)
-    own = _weight_loaders(layer)  # without one, the model's `load_weights` knows what to do
+    own = _weight_loaders(layer)  # without one, the model's `load_weights` or a function cuts it
     if cuts is None or (loader not in own if own else loader is not None):
         raise ValueError(
             f"{full_name} ({layer.__name__}) does not have its layer's own weight loader: either "
