@@ -340,4 +340,4 @@ def test_experts_with_biases() -> None:
             if rank in layout.ranks_of(0):
                 totals[layout] = totals[layout] + outputs(experts_of(model), x, weights, ids)
     for total in totals.values():
-        torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-5)
