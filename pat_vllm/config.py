@@ -170,6 +170,9 @@ class PATConfig(StrictModel):
             placement group; "auto", Ray if the engine is made inside a placement group.
         readonly_calls: worker methods that are called by `collective_rpc` and only read. Any other
             that is not known counts as a weight update.
+        draft_history_bytes: of earlier responses that are kept for n-gram drafts, the latest; a
+            request drafts from those to its own prompt, too. 0: from its own text alone, by
+            vLLM's drafter.
         enabled: whether the engine runs with PAT, whatever `distributed_executor_backend` is; None:
             as that says. For engines that a trainer makes, which names a backend itself.
     """
@@ -183,6 +186,7 @@ class PATConfig(StrictModel):
     limits_per: Literal["rank", "replica"] = "rank"
     launcher: Literal["auto", "mp", "ray"] = "auto"
     readonly_calls: tuple[StrictStr, ...] = ()
+    draft_history_bytes: Annotated[StrictInt, Field(ge=0)] = 256 << 20
     enabled: StrictBool | None = None
 
     @classmethod

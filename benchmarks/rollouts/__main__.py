@@ -32,8 +32,9 @@ def main() -> None:
     learn.add_argument("--epochs", type=int, default=10)
     learn.add_argument("--prompts", type=int, default=64)
     learn.add_argument("--samples", type=int, default=8)
-    learn.add_argument("--drafts", type=int, default=4, help="n-gram draft tokens; 0 is none")
+    learn.add_argument("--drafts", type=int, default=8, help="the most draft tokens")
     learn.add_argument("--output", type=Path, default=ROLLOUTS)
+    learn.add_argument("--sides", action="store_true", help="compare with other engines")
     real = commands.add_parser(
         "pretrained", help="a pretrained model's responses, without learning"
     )
@@ -57,6 +58,7 @@ def main() -> None:
         shutil.rmtree(POLICY, ignore_errors=True)
         pretrain(POLICY, args.tokens, args.seed, args.threads)
     elif args.command == "learn":
+        from benchmarks.rollouts.learn import HISTORY, SIDES
         from benchmarks.rollouts.learn import learn as run
 
         rollouts, epochs = run(
@@ -69,8 +71,10 @@ def main() -> None:
             args.drafts,
             args.threads,
             args.output,
+            [*SIDES] if args.sides else [HISTORY],
         )
-        text = of_learning(rollouts, epochs)
+        picture = RESULTS / f"{facts['date'][:10]}-rollouts-learn.png"
+        text = of_learning(rollouts, epochs, picture)
         write_results("rollouts-learn", facts, body | {"epochs": epochs}, text)
     elif args.command == "pretrained":
         from benchmarks.rollouts.pretrained import visits

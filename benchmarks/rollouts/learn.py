@@ -10,7 +10,8 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,22 +35,50 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LEARNING_RATE = 2e-4
 
 
+HISTORY = "PAT"
+STATIC_DRAFTS = 4
+SIDES: dict[str, tuple[dict[str, Any], int]] = {
+    HISTORY: ({}, 0),
+    "PAT, n-gram": ({"draft_history_bytes": 0}, 0),
+    **{
+        f"tp={tp}, n-gram of {STATIC_DRAFTS}": (
+            {"draft_history_bytes": 0, "policy": {"kind": "static", "tp": tp}},
+            STATIC_DRAFTS,
+        )
+        for tp in (1, 2)
+    },
+}
+"""PAT's options, and the draft tokens of each step; 0: as the policy plans."""
+
+
 @dataclass(frozen=True)
-class Epoch:
-    """What an epoch was like.
+class Rollout:
+    """What a rollout was like.
 
     Attributes:
-        seconds: of the rollout.
-        training: seconds.
+        tokens: of all responses, but the first ones, which prefill makes.
         drafted, accepted: draft tokens that were verified, and of them accepted.
         switches: of the layout.
     """
 
     seconds: float
-    training: float
+    tokens: int
     drafted: int
     accepted: int
     switches: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a response."""
+        return self.tokens / (self.tokens - self.accepted)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What an epoch was like: its rollout by side, and the seconds of training."""
+
+    rollouts: dict[str, Rollout]
+    training: float
 
 
 def learn(
@@ -62,15 +91,17 @@ def learn(
     drafts: int,
     threads: int,
     output: Path,
+    sides: Sequence[str] = (HISTORY,),
 ) -> tuple[Rollouts, list[Epoch]]:
     """Let the policy learn.
 
     Args:
         model: the pretrained policy.
         scratch: where its weights lie while it learns.
-        drafts: n-gram draft tokens in the rollouts.
+        drafts: the most draft tokens of a step.
         threads: of torch, for training.
         output: where the rollouts are kept; written after each epoch.
+        sides: of `SIDES`; the policy learns from the rollouts of the first.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -85,16 +116,28 @@ def learn(
     questions = [prompt_ids(tokenizer, one.text) for one in problems]
     done: list[Response] = []
     shown: list[Epoch] = []
-    options = engine_options(scratch, prompts * samples, drafts, kv_bytes=1 << 30)
-    with Engine(options, bind="0|1", plain=True) as engine:
-        engine.wait_until_ready()
+    requests = prompts * samples
+    with ExitStack() as stack:
+        engines = {}
+        for side in sides:
+            pat, asked = SIDES[side]
+            options = engine_options(scratch, requests, drafts, kv_bytes=768 << 20, pat=pat)
+            engine = stack.enter_context(Engine(options, bind="0|1", plain=True))
+            engine.wait_until_ready()
+            engine.pause()
+            engines[side] = engine, asked
         for epoch in range(epochs):
-            with awake([engine]):
-                began = time.monotonic()
-                made, counts = engine.call(
-                    roll_out, str(scratch), questions, samples, drafts, MOST_TOKENS
-                )
-                seconds = time.monotonic() - began
+            found: dict[str, Rollout] = {}
+            # Whoever came first in an epoch comes last in the next.
+            for side in [*sides[epoch % len(sides) :], *sides[: epoch % len(sides)]]:
+                engine, asked = engines[side]
+                with awake([engine]):
+                    answers, found[side] = engine.call(
+                        roll_out, str(scratch), questions, samples, asked, MOST_TOKENS
+                    )
+                if side == sides[0]:
+                    made = answers
+                print(epoch, side, found[side], flush=True)
             began = time.monotonic()
             rows = [(questions[one.question], one.tokens) for one in made]
             rewards = [
@@ -119,8 +162,8 @@ def learn(
             policy.save_pretrained(scratch)
             kept = Rollouts([np.array(ids, np.int32) for ids in questions], done)
             kept.save(output)
-            shown.append(Epoch(seconds, time.monotonic() - began, *counts))
-            print(shown[-1], f"reward {np.mean(rewards):.3f}", flush=True)
+            shown.append(Epoch(found, time.monotonic() - began))
+            print(f"reward {np.mean(rewards):.3f}", flush=True)
     return kept, shown
 
 
@@ -137,18 +180,21 @@ def advantages(groups: Sequence[int], rewards: Sequence[float]) -> np.ndarray:
 # -------------------------------------------------------------------- the engine
 
 
-def engine_options(model: Path, requests: int, drafts: int, kv_bytes: int) -> dict[str, Any]:
+def engine_options(
+    model: Path, requests: int, drafts: int, kv_bytes: int, pat: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Of `LLM`.
 
     Args:
         drafts: n-gram draft tokens; 0 is none.
         kv_bytes: of each rank.
+        pat: further options of PAT's.
     """
     options = dict(
         model=str(model),
         tensor_parallel_size=2,
         distributed_executor_backend="pat",
-        additional_config={"pat": {"weights": "inplace"}},
+        additional_config={"pat": {"weights": "inplace", **(pat or {})}},
         worker_extension_cls="benchmarks.rollouts.worker.Reloading",
         dtype="float32",
         enforce_eager=True,
@@ -181,17 +227,17 @@ def roll_out(
     drafts: int,
     most_tokens: int,
     certainty: bool = False,
-) -> tuple[list[Made], tuple[int, int, int]]:
+) -> tuple[list[Made], Rollout]:
     """In the engine's process: take new weights, and answer each question `samples` times.
 
     Args:
         weights: directory of a checkpoint, or None for those that the engine has.
-        drafts: n-gram draft tokens, whatever the policy would plan; 0 is none.
+        drafts: draft tokens of a request and step; 0: as the policy plans.
         most_tokens: of a response.
         certainty: whether to note the greatest probability at each token.
 
     Returns:
-        The responses; draft tokens, those accepted, switches.
+        The responses, and what the rollout was like.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -226,14 +272,17 @@ def roll_out(
                 time.monotonic() - began,
                 float(np.mean(np.exp(most))) if most else math.nan,
             )
+    seconds = time.monotonic() - began
     report = pat_vllm.report(llm)
     recent = [one for one in report.drafts if one.at >= began]
-    counts = (
+    answers = [made[name] for name in sorted(made)]
+    return answers, Rollout(
+        seconds,
+        sum(len(one.tokens) - 1 for one in answers),
         sum(one.drafted for one in recent),
         sum(one.accepted for one in recent),
         sum(one.at >= began and one.reason != "idle" for one in report.switches),
     )
-    return [made[name] for name in sorted(made)], counts
 
 
 # -------------------------------------------------------------------- training

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.common import Engine
 from benchmarks.rollouts.arithmetic import graded, problem
-from benchmarks.rollouts.learn import Epoch, engine_options, roll_out
+from benchmarks.rollouts.learn import HISTORY, Epoch, engine_options, roll_out
 from benchmarks.rollouts.records import Response, Rollouts
 
 MOST_TOKENS = 256
@@ -50,10 +50,10 @@ def visits(
     with Engine(options, bind="0|1", plain=True) as engine:
         engine.wait_until_ready()
         for epoch in range(epochs):
-            made, counts = engine.call(
+            made, rollout = engine.call(
                 roll_out, None, questions, samples, drafts, MOST_TOKENS, True
             )
-            shown.append(Epoch(max(one.seconds for one in made), 0.0, *counts))
+            shown.append(Epoch({HISTORY: rollout}, 0.0))
             done += [
                 Response(
                     one.question,

@@ -18,27 +18,29 @@ if TYPE_CHECKING:
 OWN = Drafter()
 NGRAM = "n-gram of 2 to 4 tokens, as vLLM's"
 DRAFTERS: Mapping[str, Drafter] = {
-    NGRAM: Drafter(ngram=True, shortest=2, longest=4),
-    "own text, longest match of 2 or more": Drafter(shortest=2),
-    "own text, longest match of 1 or more": OWN,
-    "own text, live siblings": Drafter(siblings=True),
+    NGRAM: Drafter(ngram=True, shortest=2),
+    "own text, match of 2 or more": Drafter(shortest=2),
+    "own text, match of 1 or more": OWN,
+    "own text, siblings that have ended": Drafter(siblings=True),
     "own text, 1 visit": Drafter(visits=1),
     "own text, 4 visits": Drafter(visits=4),
-    "own text, 9 visits": Drafter(visits=9),
-    "own text, 9 visits, live siblings": Drafter(visits=9, siblings=True),
-    "the same, only the longest match votes": Drafter(visits=9, siblings=True, base=1e6),
-    "the same, matches of 2 or more": Drafter(visits=9, siblings=True, shortest=2),
-    "own text, 9 visits of another prompt (placebo)": Drafter(visits=9, placebo=True),
+    "own text, 8 visits": Drafter(visits=8),
+    "own text, 8 visits, siblings that have ended": Drafter(visits=8, siblings=True),
+    "the same, match of 2 or more": Drafter(visits=8, siblings=True, shortest=2),
+    "own text, 8 visits of another prompt (placebo)": Drafter(visits=8, placebo=True),
 }
 
 
-def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch]) -> str:
-    """Markdown: each epoch's reward, lengths, certainty and time."""
+def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | None = None) -> str:
+    """Markdown: each epoch's reward, lengths, certainty; and its rollout's time, by side.
+
+    Args:
+        picture: a PNG to write.
+    """
     rows = []
     for number, (responses, epoch) in enumerate(zip(rollouts.epochs, epochs, strict=True)):
         lengths = np.array([len(one.tokens) for one in responses])
         by_token = lengths / lengths.sum()
-        steps = lengths.sum() - len(lengths) - epoch.accepted
         rows.append(
             [
                 str(number),
@@ -47,15 +49,45 @@ def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch]) -> str:
                 f"{lengths.sum()}",
                 f"{np.dot(by_token, [one.max_p for one in responses]):.3f}",
                 f"{np.dot(by_token, [one.entropy for one in responses]):.3f}",
-                f"{epoch.seconds:.1f}",
                 f"{epoch.training:.1f}",
-                f"{(lengths.sum() - len(lengths)) / steps:.3f}",
-                str(epoch.switches),
             ]
         )
     heads = ["epoch", "reward", "median", "p90", "longest", "tokens", "E[max p]", "entropy"]
-    heads += ["rollout, s", "training, s", "tokens a step", "switches"]
-    return table(heads, rows)
+    parts = [table([*heads, "training, s"], rows)]
+    sides = list(epochs[0].rollouts)
+    rows = []
+    for number, epoch in enumerate(epochs):
+        of_sides = [epoch.rollouts[side] for side in sides]
+        cells = [
+            f"{one.seconds:.1f} ({one.tokens_per_step:.2f}; {1e6 * one.seconds / one.tokens:.0f}; "
+            f"{one.switches})"
+            for one in of_sides
+        ]
+        rows.append([str(number), *cells])
+    parts += ["Seconds of the rollout (tokens a step; microseconds a token; switches):\n"]
+    parts += [table(["epoch", *sides], rows)]
+    if picture is not None:
+        _draw_learning(epochs, picture)
+    return "\n".join(parts)
+
+
+def _draw_learning(epochs: Sequence[Epoch], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for side in epochs[0].rollouts:
+        of_side = [epoch.rollouts[side] for epoch in epochs]
+        left.plot([one.tokens_per_step for one in of_side], marker="o", label=side)
+        right.plot([1e6 * one.seconds / one.tokens for one in of_side], marker="o", label=side)
+    left.set(xlabel="epoch", ylabel="tokens a step")
+    right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(picture, dpi=110)
 
 
 def of_replay(rollouts: Rollouts, lengths: Sequence[int], picture: Path) -> str:

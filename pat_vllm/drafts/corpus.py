@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 BETWEEN_ROWS = -1
-"""Between rows; no token has this id, so no match reaches over it and no draft goes beyond."""
+"""Before each row; no token has this id, so no match reaches over it and no draft goes beyond."""
 TAIL_TOKENS = 8
 """Of the prompt, before each response, so that its first tokens are found, too."""
 _TOKEN_BYTES = 4
@@ -16,15 +18,23 @@ _TOKEN_BYTES = 4
 Key = bytes
 
 
-def key_of(prompt: np.ndarray) -> Key:
-    """What a prompt is known by.
+def key_of(prompt: Sequence[int], salt: str | None = None) -> Key:
+    """What a prompt is known by; `salt` is vLLM's `cache_salt`, which keeps users apart."""
+    text = np.asarray(prompt, np.int32).tobytes()
+    return hashlib.blake2b(text, digest_size=16, key=(salt or "").encode()[:64]).digest()
 
-    Args:
-        prompt: int32 `[tokens]`.
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A response.
+
+    Attributes:
+        id: no other row of the corpus has or had it.
+        tokens: `BETWEEN_ROWS`, the last tokens of the prompt, and the response, int32 [tokens].
     """
-    return hashlib.blake2b(
-        np.ascontiguousarray(prompt, np.int32).tobytes(), digest_size=16
-    ).digest()
+
+    id: int
+    tokens: np.ndarray = field(repr=False)
 
 
 class Corpus:
@@ -38,51 +48,45 @@ class Corpus:
         """
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._rows: dict[Key, deque[np.ndarray]] = {}
+        self._added = 0
+        self._rows: dict[Key, deque[Row]] = {}
         self._ages: deque[Key] = deque()
-        self._flat: dict[Key, np.ndarray] = {}
 
     @property
     def num_bytes(self) -> int:
         """Of all rows together."""
         return self._bytes
 
-    def add(self, prompt: np.ndarray, response: np.ndarray) -> None:
+    def add(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> Row:
         """Take a response up, and forget old ones for which there is no room.
 
         Args:
-            prompt, response: int32 `[tokens]`.
+            prompt: its last tokens, at least `TAIL_TOKENS` of them where there are as many.
         """
-        key = key_of(prompt)
-        row = np.concatenate([[BETWEEN_ROWS], prompt[-TAIL_TOKENS:], response]).astype(np.int32)
+        tokens = np.array([BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response], np.int32)
+        row = Row(self._added, tokens)
+        self._added += 1
         self._rows.setdefault(key, deque()).append(row)
         self._ages.append(key)
-        self._flat.pop(key, None)
-        self._bytes += _TOKEN_BYTES * len(row)
-        while self._bytes > self._max_bytes:
-            self._forget_oldest()
+        self._bytes += _TOKEN_BYTES * len(tokens)
+        self.forget_to(self._max_bytes)
+        return row
 
-    def visits(self, key: Key) -> int:
-        """Responses that are kept of a prompt."""
-        return len(self._rows.get(key, ()))
-
-    def rows(self, key: Key) -> np.ndarray:
-        """The responses that are kept of a prompt, the latest last, each behind `BETWEEN_ROWS`.
-
-        Returns:
-            int32 `[tokens]`, not to be changed.
-        """
-        if key not in self._flat:
-            rows = self._rows.get(key)
+    def forget_to(self, max_bytes: int) -> None:
+        """Forget the oldest until the others have at most so many bytes."""
+        while self._bytes > max_bytes:
+            key = self._ages.popleft()
+            rows = self._rows[key]
+            self._bytes -= _TOKEN_BYTES * len(rows.popleft().tokens)
             if not rows:
-                return np.empty(0, np.int32)
-            self._flat[key] = np.concatenate(rows)
-        return self._flat[key]
+                del self._rows[key]
 
-    def _forget_oldest(self) -> None:
-        key = self._ages.popleft()
-        rows = self._rows[key]
-        self._bytes -= _TOKEN_BYTES * len(rows.popleft())
-        self._flat.pop(key, None)
-        if not rows:
-            del self._rows[key]
+    def latest(self, key: Key, max_tokens: int) -> tuple[Row, ...]:
+        """The latest responses to a prompt that have at most so many tokens, the latest last."""
+        rows: list[Row] = []
+        for row in reversed(self._rows.get(key, ())):
+            max_tokens -= len(row.tokens)
+            if max_tokens < 0:
+                break
+            rows.append(row)
+        return tuple(reversed(rows))

@@ -27,7 +27,7 @@ from pat_vllm.executor.calls import (
     discards_weights,
     read_together,
 )
-from pat_vllm.executor.lanes import EXECUTE, SAMPLE, Lanes, Network
+from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import (
     PATGrammarOutput,
@@ -289,6 +289,8 @@ class PATExecutorMixin(_Base):
                 "start_weight_update, and resume it after finish_weight_update"
             )
         for replica, step in scheduler_output.steps.items():
+            if (rows := scheduler_output.draft_rows.get(replica)) is not None:
+                self._send(replica, DRAFT_ROWS, rows)
             self._send(replica, EXECUTE, step)
             self._pending.setdefault(replica, deque()).append(time.perf_counter())
             if step.total_num_scheduled_tokens:

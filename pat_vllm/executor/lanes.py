@@ -27,6 +27,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
+from pat_vllm.drafts.shelf import RowUpdate
 from pat_vllm.executor.leftovers import remove_sockets
 from pat_vllm.executor.messages import StepReply
 from pat_vllm.executor.readers import Reader, reader_of, wait_for_any
@@ -37,6 +38,7 @@ logger = init_logger(__name__)
 LEAVE = "leave"
 EXECUTE = "execute"
 SAMPLE = "sample"
+DRAFT_ROWS = "draft rows"
 
 _CHUNK_BYTES = 4 << 20
 """Ring slot; larger messages take vLLM's out-of-band path."""
@@ -183,6 +185,8 @@ class StepWorker(Protocol):
 
     def drafts_of_step(self, constrained: bool) -> DraftTokenIds | None: ...
 
+    def take_draft_rows(self, update: RowUpdate) -> None: ...
+
 
 class WorkerLanes:
     """A worker's ends of its lanes, one per layout."""
@@ -217,8 +221,9 @@ class WorkerLanes:
     def serve(self, layout: Layout, worker: StepWorker) -> None:
         """Run the steps that arrive in the lane of `layout`, until asked to leave.
 
-        A step is an `EXECUTE` message and, when the step samples, a `SAMPLE` message; it has one
-        reply, from the replica's leader. An exception is the reply of its step, as in vLLM's own
+        A step is an `EXECUTE` message and, when the step samples, a `SAMPLE` message, behind a
+        `DRAFT_ROWS` message where drafters have to know more; it has one reply, from the
+        replica's leader. An exception is the reply of its step, as in vLLM's own
         worker loop.
         """
         ring = self._rings[layout.tp]
@@ -235,6 +240,9 @@ class WorkerLanes:
                 continue
             if kind == LEAVE:
                 return
+            if kind == DRAFT_ROWS:
+                worker.take_draft_rows(payload)
+                continue
             drafts = None
             try:
                 if kind == EXECUTE:

@@ -9,6 +9,7 @@ from typing import Literal
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+from pat_vllm.drafts.shelf import RowUpdate
 from pat_vllm.kv_transfer.plan import BlockMove
 from pat_vllm.layout import Layout
 
@@ -91,18 +92,29 @@ class CallFailed:
 
 @dataclass
 class PATSchedulerOutput(SchedulerOutput):
-    """Steps by replica. The inherited fields only tell vLLM's engine loop that there is work."""
+    """Steps by replica. The inherited fields only tell vLLM's engine loop that there is work.
+
+    Attributes:
+        draft_rows: by replica, what its drafters have to know before its step.
+    """
 
     steps: dict[int, SchedulerOutput] = field(default_factory=dict)
+    draft_rows: dict[int, RowUpdate] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, steps: dict[int, SchedulerOutput], in_flight: bool) -> PATSchedulerOutput:
+    def of(
+        cls,
+        steps: dict[int, SchedulerOutput],
+        in_flight: bool,
+        draft_rows: dict[int, RowUpdate] | None = None,
+    ) -> PATSchedulerOutput:
         """Bundle the steps.
 
         vLLM's engine loop takes zero scheduled tokens for "nothing to wait for". So the total is at
         least one while any step is in flight, including an earlier one.
         """
-        output = cls(**vars(SchedulerOutput.make_empty()), steps=steps)
+        empty = vars(SchedulerOutput.make_empty())
+        output = cls(**empty, steps=steps, draft_rows=draft_rows or {})
         tokens = sum(step.total_num_scheduled_tokens for step in steps.values())
         output.total_num_scheduled_tokens = max(tokens, int(in_flight))
         return output

@@ -24,6 +24,8 @@ TENSOR_PARALLEL_SIZE = "vllm:pat_tensor_parallel_size"
 NUM_REPLICAS = "vllm:pat_num_replicas"
 NUM_REQUESTS = "vllm:pat_num_requests_by_replica"
 DRAFT_LENGTH = "vllm:pat_num_speculative_tokens_by_replica"
+REPEATED_DRAFTED = "vllm:pat_repeated_draft_tokens"
+REPEATED_ACCEPTED = "vllm:pat_repeated_accepted_tokens"
 SWITCHES = "vllm:pat_switches"
 STALL = "vllm:pat_switch_stall_seconds"
 REFUSED = "vllm:pat_refused_switches"
@@ -43,6 +45,13 @@ METRICS: Mapping[str, tuple[type[Gauge | Counter | Histogram], str, tuple[str, .
         "Draft tokens that each replica's last step asked for, for each request.",
         ("replica",),
     ),
+    REPEATED_DRAFTED: (
+        Counter,
+        "Number of draft tokens of requests to whose prompt there were earlier responses. vLLM's "
+        "own counter has those of all requests.",
+        (),
+    ),
+    REPEATED_ACCEPTED: (Counter, "Number of these draft tokens that were accepted.", ()),
     SWITCHES: (
         Counter,
         "Number of switches from one layout to another. "
@@ -101,5 +110,7 @@ def known_series(layouts: Sequence[Layout]) -> Iterator[tuple[str, tuple[str, ..
     for reason in REFUSALS:
         yield REFUSED, (reason,)
     yield BATCHES, ()
+    yield REPEATED_DRAFTED, ()
+    yield REPEATED_ACCEPTED, ()
     for labels in product(ESTIMATES, WAYS):
         yield BATCH_SECONDS, labels

@@ -6,12 +6,13 @@ registry.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
-from pat_vllm.reporting import BatchSavings, RefusedSwitch, SwitchReport
+from pat_vllm.reporting import BatchSavings, DraftCounts, RefusedSwitch, SwitchReport
 
 
 class Update(NamedTuple):
@@ -31,6 +32,8 @@ class Updates:
         self._gauges: dict[tuple[str, tuple[str, ...]], float] = {}
         self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
         self._state: tuple[Layout, Sequence[int]] | None = None
+        self._totals: Counter[str] = Counter()
+        """Of counters without labels that grow with each step."""
 
     @property
     def has_events(self) -> bool:
@@ -54,9 +57,12 @@ class Updates:
             if (names.DRAFT_LENGTH, (str(replica),)) in self._shown:
                 self._set(names.DRAFT_LENGTH, (str(replica),), 0)
 
-    def draft_length(self, replica: int, length: int) -> None:
-        """A replica's step asks for so many draft tokens a request."""
+    def drafted(self, replica: int, length: int, counts: DraftCounts) -> None:
+        """A replica's step verified drafts, and asks for so many draft tokens a request."""
         self._set(names.DRAFT_LENGTH, (str(replica),), length)
+        if counts.repeated_drafted:
+            self._totals[names.REPEATED_DRAFTED] += counts.repeated_drafted
+            self._totals[names.REPEATED_ACCEPTED] += counts.repeated_accepted
 
     # What happens
 
@@ -83,11 +89,12 @@ class Updates:
 
     def take(self) -> dict[str, Any] | None:
         """What happened, for `updates_of`, of what msgpack and JSON know; None: nothing."""
-        if not self._events and not self._gauges:
-            return None
         gauges = [Update(*series, value) for series, value in self._gauges.items()]
-        taken = [*self._events, *gauges]
+        totals = [Update(name, (), value) for name, value in self._totals.items()]
+        if not (taken := [*self._events, *totals, *gauges]):
+            return None
         self._events, self._gauges = [], {}
+        self._totals.clear()
         return {"updates": [[name, list(labels), value] for name, labels, value in taken]}
 
     def _add(self, name: str, labels: tuple[str, ...], value: float) -> None:

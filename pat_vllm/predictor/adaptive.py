@@ -19,6 +19,7 @@ import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.acceptance import PLAIN
+from pat_vllm.predictor.acceptance_by_prompt import AcceptanceByPrompt
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.course import course
 from pat_vllm.predictor.decisions import Decisions
@@ -99,7 +100,7 @@ class AdaptivePolicy(Policy):
             max_num_seqs=profile.max_num_seqs,
             kv_tokens=profile.kv_tokens,
         )
-        self._acceptance = acceptance if len(draft_lengths) > 1 else None
+        self._acceptance = AcceptanceByPrompt(acceptance) if len(draft_lengths) > 1 else None
         none = {layout: ((1, 1, 0),) for layout in layouts}
         self._no_drafts: Mapping[Layout, Schedule] = none if self._acceptance is not None else {}
         self.drafts = self._no_drafts
@@ -114,7 +115,7 @@ class AdaptivePolicy(Policy):
 
         self._layout = self.home
         self._largest: LiveRequests | None = None
-        self._planned: tuple[Layout, int, tuple[int, int]] | None = None
+        self._planned: tuple[Layout, int, tuple[int, int, int]] | None = None
         self._last_plan = -math.inf
         self._next_plan = -math.inf
         self._review = -math.inf
@@ -133,11 +134,15 @@ class AdaptivePolicy(Policy):
 
     # ---------------------------------------------------------------- what happens
 
-    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
+    def arrived(
+        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
+    ) -> None:
         if self._begun is None:
             self._begun = now
         self._trajectories.arrived(now, turn, num_prompt_tokens)
         self._savings.arrived()
+        if self._acceptance is not None:
+            self._acceptance.arrived(repeated)
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         self._savings.finished(num_output_tokens)
@@ -166,12 +171,14 @@ class AdaptivePolicy(Policy):
             took = self._timer() - started
             self._next_observation = now + took / _OBSERVING_SHARE
 
-    def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
+    def drafted(
+        self, now: float, length: int, requests: int, accepted: Ints, repeated: bool = False
+    ) -> None:
         self._savings.drafted(length)
         if self._acceptance is None or now < self._next_drafts:
             return
         started = self._timer()
-        self._acceptance.observe(length, requests, accepted)
+        self._acceptance.observe(length, requests, accepted, repeated)
         took = self._timer() - started
         self._next_drafts = now + took / _OBSERVING_SHARE
 
@@ -203,7 +210,11 @@ class AdaptivePolicy(Policy):
         self._lengths.end_of_batch()
         self._speeds.end_of_batch()
         self._trajectories.end_of_batch()
-        self._keeper.save(self._lengths, self._acceptance)
+        learnt = None
+        if self._acceptance is not None:
+            self._acceptance.end_of_batch()
+            learnt = self._acceptance.of_new
+        self._keeper.save(self._lengths, learnt)
         self._planned = None
         if self._begun is not None:
             self._worked_before += min(now, self._last_step) - self._begun
@@ -262,10 +273,10 @@ class AdaptivePolicy(Policy):
         return changed or abs(state.num_seqs - live) > _NEWS * live
 
     @property
-    def _versions(self) -> tuple[int, int]:
+    def _versions(self) -> tuple[int, int, int]:
         """Of what was learnt from steps and from drafts."""
-        drafts = self._acceptance.version if self._acceptance is not None else 0
-        return self._steps.correction_version, drafts
+        drafts = self._acceptance.version if self._acceptance is not None else (0, 0)
+        return self._steps.correction_version, *drafts
 
     def _decide(self, state: LiveState) -> Layout:
         live = state.requests()

@@ -38,8 +38,10 @@ class Policy:
         """The layout to be in for the next step."""
         raise NotImplementedError
 
-    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
-        """A request has arrived."""
+    def arrived(
+        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
+    ) -> None:
+        """A request has arrived. `repeated`: there are earlier responses to draft from."""
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:
         """A response ended. It is not `complete` when an abort or `max_tokens` cut it short.
@@ -53,8 +55,14 @@ class Policy:
     def stepped(self, now: float, layout: Layout, shape: StepShape, seconds: float) -> None:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""
 
-    def drafted(self, now: float, length: int, requests: int, accepted: Ints) -> None:
-        """A replica finished a step that could have verified drafts; see `Acceptance.observe`."""
+    def drafted(
+        self, now: float, length: int, requests: int, accepted: Ints, repeated: bool = False
+    ) -> None:
+        """A replica finished a step that could have verified drafts; see `Acceptance.observe`.
+
+        Where there were both, it is told of once for requests with earlier responses (`repeated`)
+        and once for the others.
+        """
 
     def weights_changed(self) -> None:
         """The model's weights may be others than before."""

@@ -22,6 +22,7 @@ from vllm.version import __version__ as vllm_version
 from pat_vllm import __version__
 from pat_vllm.config import layouts_of
 from pat_vllm.limits import limits_by_tp
+from pat_vllm.worker.drafters import history_bytes
 from pat_vllm.worker.layout_config import lengths_of
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def profile_key(vllm_config: VllmConfig, resolved: ResolvedKernels) -> dict[str,
             "prompt_lookup": [speculative.prompt_lookup_min, speculative.prompt_lookup_max],
             "draft_lengths": list(lengths_of(speculative)),
             "rejection_sample_method": speculative.rejection_sample_method,
+            "earlier_responses": bool(history_bytes(vllm_config)),
         }
     if current_platform.is_cpu():
         key["threads"] = {name: os.environ.get(name) for name in _THREADS}

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pat_vllm.layout import Layout
 from pat_vllm.reporting.values import (
+    DraftCounts,
     DraftSample,
     LayoutSteps,
     LiveSample,
@@ -131,7 +132,7 @@ class History:
             self._switches.replace_last(replace(switch, first_step=seconds))
 
     def drafts(
-        self, at: float, layout: Layout, replica: int, length: int, drafted: int, accepted: int
+        self, at: float, layout: Layout, replica: int, length: int, counts: DraftCounts
     ) -> None:
         """Note what a replica's step did with drafts; for the arguments, see `DraftSample`."""
         with self._lock:
@@ -141,14 +142,9 @@ class History:
                 and (one.layout, one.num_speculative_tokens) == (layout, length)
                 and at - one.at < _DRAFT_SECONDS
             ):
-                self._counting[replica] = replace(
-                    one,
-                    steps=one.steps + 1,
-                    drafted=one.drafted + drafted,
-                    accepted=one.accepted + accepted,
-                )
+                self._counting[replica] = one.plus(counts)
                 return
-            self._counting[replica] = DraftSample(at, layout, replica, length, 1, drafted, accepted)
+            self._counting[replica] = DraftSample(at, layout, replica, length, 1, *counts)
             if one is not None:
                 self._drafts.append(one)
 

@@ -152,6 +152,9 @@ def describe(report: Report, started: float, seconds: float, responses: int) -> 
             f"k {lengths[0]} to {lengths[-1]}, mean {mean:.1f}" if lengths[1:] else f"k {mean:g}"
         )
         parts.append(f"{among}, {accepted} of {drafted} draft tokens accepted")
+        if repeated := sum(one.repeated_drafted for one in drafts):
+            accepted = sum(one.repeated_accepted for one in drafts)
+            parts[-1] += f" ({accepted} of {repeated} where earlier responses were known)"
     parts += _saved([one for one in report.predictor.savings if one.at >= started])
     if (predictor := report.predictor).responses:
         parts.append(f"learnt from {predictor.responses} responses in {predictor.batches} batches")

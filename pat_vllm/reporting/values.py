@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
@@ -250,6 +250,16 @@ class LiveSample:
     by_replica: tuple[int, ...] = ()
 
 
+class DraftCounts(NamedTuple):
+    """Draft tokens that steps verified, and those that they accepted; `repeated`: of requests to
+    whose prompt there were earlier responses."""
+
+    drafted: int
+    accepted: int
+    repeated_drafted: int = 0
+    repeated_accepted: int = 0
+
+
 @dataclass(frozen=True)
 class DraftSample:
     """Steps of one replica with the same draft length, for at most about a second.
@@ -260,6 +270,8 @@ class DraftSample:
         steps: how many they are.
         drafted: draft tokens that they verified, proposed in the steps before them.
         accepted: how many of these became output.
+        repeated_drafted, repeated_accepted: the same, of requests to whose prompt there were
+            earlier responses.
     """
 
     at: float
@@ -269,6 +281,13 @@ class DraftSample:
     steps: int
     drafted: int
     accepted: int
+    repeated_drafted: int = 0
+    repeated_accepted: int = 0
+
+    def plus(self, counts: DraftCounts) -> DraftSample:
+        """With one more step."""
+        total = {name: getattr(self, name) + count for name, count in counts._asdict().items()}
+        return replace(self, steps=self.steps + 1, **total)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
 from pat_vllm.executor.executor import executor_of
+from pat_vllm.limits import limits_by_tp
 from pat_vllm.metrics.updates import Updates
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.load import load_or_measure
 from pat_vllm.reporting import History
+from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.layout_controller import LayoutController
 from pat_vllm.scheduler.make_policy import make_policy
 from pat_vllm.scheduler.monitor import Monitor
@@ -19,6 +21,7 @@ from pat_vllm.scheduler.replica_set import ReplicaSet
 from pat_vllm.scheduler.requests import RequestTable
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.turns import Turns
+from pat_vllm.worker.drafters import history_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -71,12 +74,14 @@ def build(
     )
     for layout in layouts:
         factory.discard(factory.make(layout))  # the first switch finds block pools, too
+    most_requests = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
     monitor = Monitor(
         policy,
         History(chosen(vllm_config)),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
+        draft_rows=DraftRows(history_bytes(vllm_config), layouts[0].world_size, most_requests),
         metrics=Updates() if log_stats else None,
     )
     replica_set = ReplicaSet(

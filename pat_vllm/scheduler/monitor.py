@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine import FinishReason
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pat_vllm.metrics.updates import Updates
     from pat_vllm.predictor.policy import Policy
     from pat_vllm.reporting import History, RefusedSwitch, SwitchReport
+    from pat_vllm.scheduler.draft_rows import DraftRows
     from pat_vllm.scheduler.replica import Replica
     from pat_vllm.turns import Turns
 
@@ -35,6 +36,7 @@ class Monitor:
 
     Attributes:
         requests: the unfinished requests.
+        draft_rows: earlier responses for the drafters.
         last_arrival: when a request arrived last, seconds on the monotonic clock.
         metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
     """
@@ -46,6 +48,7 @@ class Monitor:
         requests: RequestTable,
         speculates: bool,
         turns: Turns,
+        draft_rows: DraftRows,
         metrics: Updates | None = None,
     ) -> None:
         self._speculates = speculates
@@ -53,6 +56,7 @@ class Monitor:
         self.history = history
         self.requests = requests
         self._turns = turns
+        self.draft_rows = draft_rows
         self.last_arrival = 0.0
         self.metrics = metrics
         self._saved_since = -math.inf
@@ -66,7 +70,13 @@ class Monitor:
         if turn.index:
             self.history.later_turn()
         self.requests.add(request, replica, group, turn)
-        self.policy.arrived(self.last_arrival, turn, request.num_prompt_tokens)
+        self.draft_rows.arrived(request, turn)
+        self.policy.arrived(
+            self.last_arrival,
+            turn,
+            request.num_prompt_tokens,
+            request.request_id in self.draft_rows.repeated,
+        )
 
     def stepped(
         self, layout: Layout, replica: Replica, step: SchedulerOutput, busy: int, result: StepResult
@@ -75,11 +85,11 @@ class Monitor:
         now = time.monotonic()
         self.history.step(layout, result.seconds)
         if self._speculates and step.total_num_scheduled_tokens:
-            drafted, accepted = counted_drafts(step, result.output)
             length = step.num_spec_tokens_to_schedule
-            self.history.drafts(now, layout, replica.index, length, drafted, accepted)
+            counts = counted_drafts(step, result.output, self.draft_rows.repeated)
+            self.history.drafts(now, layout, replica.index, length, counts)
             if self.metrics is not None:
-                self.metrics.draft_length(replica.index, length)
+                self.metrics.drafted(replica.index, length, counts)
         if not self.policy.learns:
             return
         shape = step_shape(step, busy)
@@ -87,9 +97,26 @@ class Monitor:
         if self._speculates and shape.batch:
             asked = self._asked.get(replica.index, 0)
             self._asked[replica.index] = shape.k
-            of_each = accepted_drafts(step, result.output)
-            self.policy.drafted(now, asked, max(shape.batch, len(of_each)), of_each)
+            for repeated, count, requests in self._by_prompt(step, shape.batch):
+                of_each = accepted_drafts(step, result.output, requests)
+                self.policy.drafted(now, asked, max(count, len(of_each)), of_each, repeated)
         self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
+
+    def _by_prompt(
+        self, step: SchedulerOutput, batch: int
+    ) -> Iterator[tuple[bool, int, Container[str] | None]]:
+        """The step's requests by whether there are earlier responses to their prompts.
+
+        Yields:
+            Whether there are, how many requests of the batch that is, and which; None: all.
+        """
+        names = step.scheduled_cached_reqs.req_ids
+        repeated = {one for one in names if one in self.draft_rows.repeated}
+        others = len(names) - len(repeated)
+        if repeated:
+            yield True, batch - others, repeated if others else None
+        if others:
+            yield False, min(others, batch), {*names} - repeated if repeated else None
 
     def ended(self, request_id: str, reason: FinishReason) -> TrackedRequest | None:
         """A request ended; returns what was known of it, or None when it is unknown."""
@@ -100,6 +127,7 @@ class Monitor:
         if not tracked.exact:  # a fixed length tells nothing about other requests
             complete = self.requests.complete(tracked, reason)
             self.policy.finished(now, request.num_output_tokens, complete)
+        self.draft_rows.ended(request, reason)
         self._turns.ended(
             turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
         )
@@ -118,6 +146,7 @@ class Monitor:
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""
         self.requests.move(replicas)
+        self.draft_rows.moved()
         self._asked.clear()  # drafts were dropped
         self.history.switch(report)
         if self.metrics is not None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.request import Request, RequestStatus
 
+    from pat_vllm.drafts.shelf import RowUpdate
     from pat_vllm.executor.executor import PATExecutorMixin, StepResult
     from pat_vllm.layout import Layout
     from pat_vllm.scheduler.monitor import Monitor
@@ -172,6 +173,7 @@ class ReplicaSet:
     def schedule(self, throttle_prefills: bool) -> PATSchedulerOutput:
         """Start a step in every replica that is ready for one."""
         steps: dict[int, SchedulerOutput] = {}
+        draft_rows: dict[int, RowUpdate] = {}
         for replica in self.replicas:
             if not replica.may_step(self._depth):
                 continue
@@ -181,7 +183,11 @@ class ReplicaSet:
                 self._empty_steps.append((replica, step))
             else:
                 steps[replica.index] = step
-        return PATSchedulerOutput.of(steps, in_flight=self.in_flight)
+                ranks = self.layout.ranks_of(replica.index)
+                rows = self._monitor.draft_rows
+                if (update := rows.update(step, replica.scheduler.requests, ranks)) is not None:
+                    draft_rows[replica.index] = update
+        return PATSchedulerOutput.of(steps, self.in_flight, draft_rows)
 
     def finish(self, results: Iterable[StepResult]) -> None:
         """Update the replicas whose steps have finished, and keep their outputs."""

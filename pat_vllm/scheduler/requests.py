@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from vllm.v1.engine import FinishReason
 
 from pat_vllm.predictor.state import Ints, LiveRequests, Turn
 from pat_vllm.profiling.profile import StepShape
+from pat_vllm.reporting import DraftCounts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -170,19 +171,38 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
     return StepShape(len(decoding), total, longest, prefill, busy, drafts, k)
 
 
-def accepted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> Ints:
-    """Accepted draft tokens of each request of a step that had some to verify, int64 [requests]."""
+def accepted_drafts(
+    step: SchedulerOutput, output: ModelRunnerOutput, among: Container[str] | None = None
+) -> Ints:
+    """Accepted draft tokens of each request of a step that had some to verify, int64 [requests].
+
+    Args:
+        among: the requests that are asked for; None: all.
+    """
     generated, index = output.sampled_token_ids, output.req_id_to_index
-    verified = step.scheduled_spec_decode_tokens
-    found = [len(generated[index[one]]) - 1 for one in verified if verified[one] and one in index]
+    found = [
+        len(generated[index[one]]) - 1
+        for one, drafts in step.scheduled_spec_decode_tokens.items()
+        if drafts and one in index and (among is None or one in among)
+    ]
     return np.array([count for count in found if count >= 0], np.int64)
 
 
-def counted_drafts(step: SchedulerOutput, output: ModelRunnerOutput) -> tuple[int, int]:
-    """How many draft tokens a step verified, and how many it accepted."""
-    drafted = sum(map(len, step.scheduled_spec_decode_tokens.values()))
+def counted_drafts(
+    step: SchedulerOutput, output: ModelRunnerOutput, repeated: Container[str]
+) -> DraftCounts:
+    """How many draft tokens a step verified and accepted.
+
+    Args:
+        repeated: requests that are counted apart, too.
+    """
+    drafts = step.scheduled_spec_decode_tokens
+    drafted = sum(map(len, drafts.values()))
     if not drafted:
-        return 0, 0
+        return DraftCounts(0, 0)
     generated = output.sampled_token_ids
     # What a request generates beside the drafts that it accepts is one token, or none.
-    return drafted, sum(map(len, generated)) - sum(map(bool, generated))
+    accepted = sum(map(len, generated)) - sum(map(bool, generated))
+    of_repeated = sum(len(tokens) for one, tokens in drafts.items() if one in repeated)
+    right = int(accepted_drafts(step, output, repeated).sum()) if of_repeated else 0
+    return DraftCounts(drafted, accepted, of_repeated, right)

@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.config import home_layout, layouts_of, pat_config
+from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.executor.lanes import LaneHandles, WorkerLanes
 from pat_vllm.executor.leftovers import Made, made_here
 from pat_vllm.executor.messages import (
@@ -37,6 +38,7 @@ from pat_vllm.patches.groups import (
     probe_p2p_between,
 )
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
+from pat_vllm.worker.drafters import history_bytes, install_drafter
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import (
     block_ratio,
@@ -108,6 +110,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._home = home_layout(engine_config)
         self._migrates = pat_config(engine_config).kv_transfer != "recompute"
         self._buffer = SharedKVBuffer()
+        self._shelf = Shelf()
         self._runtimes = {
             layout: LayoutRuntime(
                 layout, layout_config(engine_config, layout, self.rank), groups[layout.tp]
@@ -120,6 +123,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
             install_tp_group(runtime.group)
             with set_current_vllm_config(runtime.config), buffers_of(by_size[0].runner):
                 runtime.runner = self._make_runner(runtime.config)
+            if history_bytes(engine_config):
+                install_drafter(runtime.runner, self._shelf)
             prepare_drafter(runtime.runner)
         self._handover: Handover = handover_for(self._base.runner)
         self._exchange = Exchange(device_world_group(), self.device)
@@ -265,6 +270,10 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         if self.vllm_config.scheduler_config.async_scheduling and not constrained:
             return None
         return self.take_draft_token_ids()
+
+    def take_draft_rows(self, update: RowUpdate) -> None:
+        """Take earlier responses up, for the drafters of all layouts."""
+        self._shelf.take(update)
 
     def pat_serve_lane(self) -> None:
         """Run the steps of the active layout's lane, until asked to leave it."""

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, ModelShape
-from pat_vllm.kernels import kv, swap
+from pat_vllm.kernels import kv, suffix, swap
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
@@ -140,6 +140,32 @@ def test_swaps_of_all_models(capability: int) -> None:
     codes = swap_code(capability)
     assert len(codes) == 1, "one kernel serves all weights"
     check(codes)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_drafters(capability: int) -> None:
+    """One code for all lengths of texts. Neighbouring threads read neighbouring places: no access
+    of more than a token for each."""
+    with compiled_for(capability) as found:
+        for states, longest, longest_other in ((1, 512, 0), (256, 32768, 1 << 17)):
+            tokens = torch.empty(states, longest, dtype=torch.int32)
+            blocks = suffix.score_blocks(longest, longest_other)
+            suffix.draft(
+                tokens,
+                states=torch.zeros(states, dtype=torch.int32),
+                lengths=torch.zeros(states, dtype=torch.int32),
+                sampled=torch.zeros(states, dtype=torch.int32),
+                last_sampled=torch.zeros(states, dtype=torch.int64),
+                others=torch.zeros(states, 2, dtype=torch.int64),
+                longest_other=longest_other,
+                scores=torch.zeros(states, blocks, dtype=torch.int64),
+                drafts=torch.zeros(states, 8, dtype=torch.int64),
+                shortest=2,
+            )
+    assert sorted(code.kernel for code in found.values()) == ["draft_kernel", "score_kernel"]
+    for code in found.values():
+        assert code.local_bytes == code.spills == 0, code
+        assert code.registers <= MOST_REGISTERS, code
 
 
 def test_beyond_2_31_words() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 import pat_vllm
+from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.replica import Replica
 from tests.engine.speculation.in_workers import generated
 from tests.support.engines import scheduler_of
-from tests.support.ngram import propose
-from tests.vllm.scheduler.protocol import LONGEST, SHORTEST
+from tests.support.suffix import suffix_draft
+from tests.vllm.scheduler.protocol import SHORTEST
 
 
 def name_of(request: Any) -> str:
@@ -54,7 +55,11 @@ def counted(llm: Any) -> tuple[int, int]:
 
 @contextmanager
 def acceptance(llm: Any, low: float = 0.3, rejected: int = 5) -> Iterator[None]:
-    """Inside, a share of the drafts is accepted, and some are not; else nothing was tested."""
+    """Inside, a share of the drafts is accepted, and some are not; else nothing was tested.
+
+    So no request finds what the same request said in the test before.
+    """
+    scheduler_of(llm).monitor.draft_rows._corpus.forget_to(0)
     before = counted(llm)
     yield
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
@@ -102,6 +107,7 @@ class Watch:
         drafts: requests that got drafts.
         lengths: steps with tokens by their draft length.
         silent: steps without tokens that workers were told of.
+        rows: earlier responses that the drafters were told of, by request.
     """
 
     def __init__(self) -> None:
@@ -110,6 +116,7 @@ class Watch:
         self.drafts = 0
         self.lengths: Counter[int] = Counter()
         self.silent = 0
+        self.rows: dict[str, list[list[int]]] = {}
 
     def scheduled(self, replica: Replica, step: Any) -> None:
         """A step was scheduled."""
@@ -131,20 +138,21 @@ class Watch:
             if name in step.num_scheduled_tokens:
                 index = output.req_id_to_index.get(name)
                 drew = index is not None and output.sampled_token_ids[index]
-                expected = _due(replica, request, step) if drew else []
+                expected = self._due(replica, request, step) if drew else []
             if request.structured_output_request is not None:
                 expected = expected[: len(drafts)]  # the grammar has cut them
             self.drafts += bool(drafts)
             if drafts != expected:
                 self.wrong.append(f"{name} has the drafts {drafts}, not {expected}")
 
-
-def _due(replica: Replica, request: Any, step: Any) -> list[int]:
-    """The drafts that a request has to have after a step that gave it tokens."""
-    tokens = list(request.all_token_ids)
-    room = replica.scheduler.max_model_len - len(tokens)
-    k = min(step.num_spec_tokens_to_schedule, room)
-    return list(propose(tokens, SHORTEST, LONGEST, k))
+    def _due(self, replica: Replica, request: Any, step: Any) -> list[int]:
+        """The drafts that a request has to have after a step that gave it tokens."""
+        tokens = list(request.all_token_ids)
+        room = replica.scheduler.max_model_len - len(tokens)
+        k = min(step.num_spec_tokens_to_schedule, room)
+        if (left := request.sampling_params.min_tokens - request.num_output_tokens) > 0:
+            k = min(k, left - 1)
+        return suffix_draft(tokens, self.rows.get(request.request_id, []), SHORTEST, k)[0]
 
 
 @contextmanager
@@ -152,7 +160,7 @@ def watched(k: int | None = None) -> Iterator[Watch]:
     """Inside, the steps of engines in this process are looked at; at the end nothing was wrong."""
     watch = Watch()
     watch.k = k
-    schedule, finish = Replica.schedule, Replica.finish
+    schedule, finish, update = Replica.schedule, Replica.finish, DraftRows.update
 
     def scheduling(replica: Replica, *args: Any) -> Any:
         step = schedule(replica, *args)
@@ -166,7 +174,14 @@ def watched(k: int | None = None) -> Iterator[Watch]:
         watch.finished(replica, step, output, held)
         return outputs
 
+    def updating(rows: DraftRows, *args: Any) -> Any:
+        told = update(rows, *args)
+        for one in told.of_requests if told else ():
+            watch.rows[one] = [row.tokens[1:].tolist() for row in rows._rows[one]]
+        return told
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftRows, "update", updating)
         patch.setattr(Replica, "schedule", scheduling)
         patch.setattr(Replica, "finish", finishing)
         yield watch

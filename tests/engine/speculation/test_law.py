@@ -10,6 +10,7 @@ numbers. The engine is kept in step, so the same seeds give the same responses i
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,14 @@ import numpy as np
 import pytest
 
 import pat_vllm
+from pat_vllm.drafts.corpus import BETWEEN_ROWS, Row
+from pat_vllm.scheduler.draft_rows import DraftRows
 from tests.engine.specs import LAW
 from tests.engine.speculation.law import (
     NAMINGS,
     Draws,
     Sampling,
+    by_likelihood,
     chi_square,
     independence,
     teacher_forced,
@@ -195,6 +199,59 @@ def test_the_law_holds_across_switches_and_changes_of_the_draft_length(
     assert len(busy) == batches
     assert min(one.migrated for one in busy) > BATCH / 2
     check(sample)
+
+
+# -------------------------------------------------------------------- earlier responses
+
+
+def third_epoch(llm: Any, monkeypatch: pytest.MonkeyPatch, own: bool) -> list[float]:
+    """How probable the tokens are that requests draw whose seeds and prompt come a third time.
+
+    Args:
+        own: give each request the response that it gave the time before, against the rule.
+
+    Returns:
+        By position.
+    """
+    from transformers import AutoModelForCausalLM
+    from vllm import SamplingParams
+
+    third: list[list[int]] = []
+    said: list[list[int]] = []
+    unused = itertools.count(1 << 40)
+    arrived = DraftRows.arrived
+
+    def arrive(rows: DraftRows, request: Any, turn: Any) -> None:
+        arrived(rows, request, turn)
+        assert request.request_id not in rows.repeated
+        if own and said:
+            number = int(request.request_id.partition("-")[0])
+            tokens = np.array([BETWEEN_ROWS, *PROMPT, *said[number]], np.int32)
+            rows._give(request.request_id, (Row(next(unused), tokens),))
+
+    monkeypatch.setattr(DraftRows, "arrived", arrive)
+    for first in range(0, 4 * BATCH, BATCH):
+        params = [
+            SamplingParams(seed=first + i, max_tokens=LENGTH, ignore_eos=True) for i in range(BATCH)
+        ]
+        said = []
+        for length in (0, 4, 4):
+            responses: list[list[int]] = []
+            run(llm, Script(1, length, 1, length), params, responses)
+            said = responses
+        third += said
+    model = AutoModelForCausalLM.from_pretrained(random_model("vocab16"))
+    tokens = np.array(third)
+    laws = Sampling().law(teacher_forced(model, PROMPT, tokens))
+    return [chi_square(*by_likelihood(Draws(tokens, laws), one)) for one in range(LENGTH)]
+
+
+def test_a_request_with_a_seed_sees_no_earlier_response(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was made with the same random numbers, and the law would be another."""
+    assert min(third_epoch(llm, monkeypatch, own=False)) > PROBABLE
+    assert min(third_epoch(llm, monkeypatch, own=True)) < 1e-9
 
 
 # -------------------------------------------------------------------- what seeds promise

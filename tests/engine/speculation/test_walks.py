@@ -17,6 +17,7 @@ from tests.engine.speculation.batch import (
 )
 from tests.engine.speculation.in_workers import count_calls, count_no_more, take_calls
 from tests.engine.speculation.steps import held_drafts, watched
+from tests.support.draft_prints import alike
 from tests.support.engines import run
 from tests.support.same import assert_same
 from tests.vllm.scheduler.protocol import MOST
@@ -34,7 +35,8 @@ def test_switches_while_drafts_are_verified(llm: Any) -> None:
 
 
 def test_storm(llm: Any) -> None:
-    check_storm(llm, without_drafts(), copies=2)
+    with alike(llm):
+        check_storm(llm, without_drafts(), copies=2)
 
 
 def test_a_request_is_given_up_while_the_engine_sleeps(llm: Any) -> None:

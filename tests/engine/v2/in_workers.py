@@ -30,9 +30,9 @@ class _Counted:
 
 
 def searches(worker: Any) -> int:
-    """How often this rank has looked for n-grams since the last call; the first gives 0."""
-    module: Any = importlib.import_module("vllm.v1.worker.gpu.spec_decode.ngram.speculator")
-    counted: Any = module._ngram_scan_kernel
+    """How often this rank has looked for drafts since the last call; the first gives 0."""
+    module: Any = importlib.import_module("pat_vllm.kernels.suffix")
+    counted: Any = module.score_kernel
     launches = counted.launches if isinstance(counted, _Counted) else 0
-    module._ngram_scan_kernel = _Counted(getattr(counted, "kernel", counted))
+    module.score_kernel = _Counted(getattr(counted, "kernel", counted))
     return launches

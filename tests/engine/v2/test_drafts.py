@@ -32,6 +32,7 @@ from tests.engine.v2.batch import (
 )
 from tests.engine.v2.in_workers import searches
 from tests.support import ngram
+from tests.support.draft_prints import alike
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.models import phrase, random_model
 from tests.support.pool import EnginePool, EngineSpec, go_home
@@ -173,14 +174,15 @@ def test_every_ordered_pair_of_layouts(served: Served, way_of_kv: str) -> None:
     before = counted(llm)
     check_tour(served, way_of_kv=way_of_kv, at_switch=lengths.at_switch, at_step=lengths.at_step)
     assert lengths.carried
-    assert 0.3 < accepted_share(llm, before) < 0.9
+    assert 0.3 < accepted_share(llm, before) < 1
 
 
 @pytest.mark.parametrize("copies", [1])
 def test_storm(served: Served, copies: int) -> None:
     """With random draft lengths."""
     lengths = Lengths(served.llm, seed=copies)
-    check_storm(served.few(), copies, spread=20, at_step=lengths.at_step)
+    with alike(served.llm):
+        check_storm(served.few(), copies, spread=20, at_step=lengths.at_step)
 
 
 # ---------------------------------------------------------------- grammars

@@ -1,7 +1,8 @@
-"""Responses by prompt, and drafts from them."""
+"""Responses by prompt, what ranks have of them, and drafts from them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,62 +10,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pat_vllm.drafts.corpus import BETWEEN_ROWS, TAIL_TOKENS, Corpus, key_of
-from pat_vllm.drafts.suffix import LONGEST, Draft, draft
+from pat_vllm.drafts.shelf import RowUpdate, Shelf
+from pat_vllm.drafts.suffix import draft
+from tests.support.suffix import suffix_draft
 
-TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
 def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def of_rows(own: Sequence[int], rows: Sequence[Sequence[int]], k: int, shortest: int = 1) -> Draft:
-    flat = [token for row in rows for token in (BETWEEN_ROWS, *row)]
-    return draft(ids(*own), ids(*flat), k, shortest)
+def drafted(
+    own: Sequence[int], rows: Sequence[Sequence[int]], k: int, shortest: int = 1
+) -> tuple[list[int], int]:
+    """The draft, and the length of its match."""
+    flat, out = [token for row in rows for token in (BETWEEN_ROWS, *row)], np.zeros(k, np.int32)
+    count, match = draft(ids(*own), ids(*flat), shortest, out)
+    return out[:count].tolist(), match
 
 
-def matches(own: Sequence[int], row: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """For each place in a row, how long a suffix of `own` ends there, and what follows."""
-    found = []
-    for end in range(1, len(row)):
-        length = 0
-        while length < min(end, len(own), LONGEST) and row[end - 1 - length] == own[-1 - length]:
-            length += 1
-        found.append((length, list(row[end:])))
-    return found
-
-
-@given(TEXT, st.lists(TEXT, max_size=4), st.integers(1, 5), st.integers(1, 3))
-@settings(max_examples=300, deadline=None)
-def test_a_draft_is_what_most_places_of_the_longest_match_agree_on(
+@given(TEXT, st.lists(TEXT, max_size=4), st.integers(1, 6), st.integers(1, 3))
+@settings(max_examples=400, deadline=None)
+def test_a_draft_is_what_followed_the_latest_longest_match(
     own: list[int], rows: list[list[int]], k: int, shortest: int
 ) -> None:
-    found = [one for row in [*rows, own] for one in matches(own, row)]
-    best = max((length for length, _ in found), default=0)
-    followers = [after for length, after in found if length == best]
-    expected: list[int] = []
-    while (
-        best >= shortest and len(expected) < k and (followers := [one for one in followers if one])
-    ):
-        votes = [one[0] for one in followers]
-        most = max(map(votes.count, votes))
-        expected.append(next(token for token in reversed(votes) if votes.count(token) == most))
-        followers = [one[1:] for one in followers if one[0] == expected[-1]]
-    done = of_rows(own, rows, k, shortest)
-    assert done.tokens.tolist() == expected
-    assert done.match == (best if best >= shortest else 0)
+    assert drafted(own, rows, k, shortest) == suffix_draft(own, rows, shortest, k)
 
 
-def test_votes_and_ties() -> None:
-    assert of_rows([9, 1], [[1, 5, 6], [1, 5, 7], [1, 8]], 2).tokens.tolist() == [5, 7]
-    assert of_rows([9, 1], [[1, 5], [1, 8]], 1).tokens.tolist() == [8]
-    assert of_rows([1, 4, 1], [[1, 5]], 1).tokens.tolist() == [4]  # the own text is the latest
-    assert of_rows([9, 1], [[9, 1, 5], [1, 8], [1, 8]], 1).tokens.tolist() == [5]
-    # A sibling that is as far as this text has nothing to say.
-    assert of_rows([7, 9, 1], [[7, 9, 1], [1, 5]], 1).tokens.tolist() == [5]
-    assert of_rows([2, 3], [], 4).tokens.tolist() == []
-    assert of_rows([], [[1, 2]], 4).tokens.tolist() == []
-    assert of_rows([9, 1], [[1, 5]], 1, shortest=2).tokens.tolist() == []
+def test_matches_and_ties() -> None:
+    assert drafted([9, 1], [[1, 5], [1, 8]], 2) == ([8], 1)
+    assert drafted([1, 4, 1], [[1, 5]], 1) == ([4], 1)  # the own text is the latest
+    assert drafted([9, 1], [[9, 1, 5], [1, 8], [1, 8]], 1) == ([5], 2)
+    # A text that is as far as this one has nothing to say.
+    assert drafted([7, 9, 1], [[7, 9, 1], [1, 5]], 1) == ([5], 1)
+    assert drafted([2, 3], [], 4) == ([], 0)
+    assert drafted([], [[1, 2]], 4) == ([], 0)
+    assert drafted([9, 1], [[1, 5]], 1, shortest=2) == ([], 0)
+    assert drafted([3, 5, 3, 5], [], 5) == ([3, 5, 3, 5, 3], 2)
+    assert drafted([3, 5, 6, 3], [], 5) == ([5, 6, 3], 1)  # it ended so once only
+
+
+# ---------------------------------------------------------------- corpus
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), TEXT), max_size=30), st.integers(100, 2000))
@@ -73,9 +60,9 @@ def test_a_corpus_forgets_the_oldest_and_stays_within_its_bytes(
     visits: list[tuple[int, list[int]]], most: int
 ) -> None:
     corpus = Corpus(most)
-    prompts = [ids(*range(10 * n, 10 * n + 9)) for n in range(4)]
+    prompts = [list(range(10 * n, 10 * n + 9)) for n in range(4)]
     for n, response in visits:
-        corpus.add(prompts[n], ids(*response))
+        corpus.add(key_of(prompts[n]), prompts[n], response)
         assert corpus.num_bytes <= most
     kept, size = [], 0
     for n, response in reversed(visits):
@@ -85,21 +72,63 @@ def test_a_corpus_forgets_the_oldest_and_stays_within_its_bytes(
         kept.append((n, response))
     for n, prompt in enumerate(prompts):
         mine = [response for m, response in reversed(kept) if m == n]
-        rows = [[BETWEEN_ROWS, *prompt[-TAIL_TOKENS:].tolist(), *response] for response in mine]
-        assert corpus.visits(key_of(prompt)) == len(mine)
-        assert corpus.rows(key_of(prompt)).tolist() == [token for row in rows for token in row]
+        rows = corpus.latest(key_of(prompt), 1 << 20)
+        assert [row.tokens.tolist() for row in rows] == [
+            [BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response] for response in mine
+        ]
 
 
 def test_a_corpus_takes_at_most_five_bytes_a_token_of_usual_responses() -> None:
-    corpus = Corpus(1 << 20)
+    corpus, prompt = Corpus(1 << 20), list(range(30))
     for _ in range(100):
-        corpus.add(ids(*range(30)), ids(*range(100)))
+        corpus.add(key_of(prompt), prompt, list(range(100)))
     assert corpus.num_bytes <= 5 * 100 * 100
-    assert corpus.visits(key_of(ids(*range(30)))) == 100
+    assert len(corpus.latest(key_of(prompt), 1 << 20)) == 100
+
+
+def test_the_latest_rows_are_those_for_which_there_is_room() -> None:
+    corpus, key = Corpus(1 << 10), key_of([1])
+    rows = [corpus.add(key, [1], [5] * count) for count in (1, 3, 2)]
+    assert corpus.latest(key, 9) == tuple(rows[1:])
+    assert corpus.latest(key, 8) == (rows[2],)
+    assert corpus.latest(key, 3) == ()
+    assert corpus.latest(key_of([2]), 9) == ()
+
+
+def test_who_brings_a_salt_shares_with_nobody_else() -> None:
+    assert len({key_of([1, 2]), key_of([1, 2], "a"), key_of([1, 2], "b"), key_of([1])}) == 4
 
 
 def test_the_first_token_is_drafted_from_the_end_of_the_prompt() -> None:
-    corpus = Corpus(1 << 10)
-    prompt = ids(*range(20))
-    corpus.add(prompt, ids(50, 51))
-    assert draft(prompt, corpus.rows(key_of(prompt)), 4).tokens.tolist() == [50, 51]
+    corpus, prompt = Corpus(1 << 10), list(range(20))
+    row = corpus.add(key_of(prompt), prompt, [50, 51])
+    assert drafted(prompt, [row.tokens[1:].tolist()], 4) == ([50, 51], TAIL_TOKENS)
+
+
+# ---------------------------------------------------------------- shelf
+
+
+def test_a_shelf_has_the_rows_of_its_requests_and_no_others() -> None:
+    draws, shelf = random.Random(3), Shelf()
+    tokens = [ids(BETWEEN_ROWS, *range(n, n + 3)) for n in range(12)]
+    known: dict[str, tuple[int, ...]] = {}
+    for _ in range(300):
+        forgotten = tuple(draws.sample(sorted(known), draws.randint(0, min(2, len(known)))))
+        told = {
+            f"r{draws.randrange(6)}": tuple(draws.sample(range(12), draws.randint(1, 4)))
+            for _ in range(draws.randint(0, 3))
+        }
+        needed = {row for rows in told.values() for row in rows}
+        version = shelf.version
+        missing = {row: tokens[row] for row in needed if row not in shelf}
+        shelf.take(RowUpdate(forgotten, missing, told))
+        known = {one: rows for one, rows in known.items() if one not in forgotten} | told
+        assert shelf.version != version
+        assert set(shelf) == set(known)
+        of_requests = {row for rows in known.values() for row in rows}
+        assert {row for row in range(12) if row in shelf} == of_requests
+        for one, rows in known.items():
+            assert shelf.ids_of(one) == rows
+            expected = np.concatenate([tokens[row] for row in rows])
+            assert (shelf.text_of(one) == expected).all()
+    assert len(shelf.text_of("unknown")) == 0

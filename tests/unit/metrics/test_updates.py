@@ -13,7 +13,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.metrics import names
 from pat_vllm.metrics.names import METRICS, STALL_BUCKETS, known_series
 from pat_vllm.metrics.updates import Update, Updates, updates_of
-from pat_vllm.reporting import BatchSavings, BatchTimes
+from pat_vllm.reporting import BatchSavings, BatchTimes, DraftCounts
 
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD = DOCS / "grafana" / "pat-vllm.json"
@@ -44,6 +44,17 @@ def values_of(found: list[Update], metric: str) -> dict[tuple[str, ...], float]:
     return {tuple(one.labels): one.value for one in found if one.name == metric}
 
 
+def test_drafts_of_repeated_prompts_add_up_and_wait_for_the_next_statistics() -> None:
+    updates = Updates()
+    for counts in (DraftCounts(8, 3, 4, 2), DraftCounts(4, 1), DraftCounts(6, 5, 6, 5)):
+        updates.drafted(0, 4, counts)
+    assert not updates.has_events
+    found = taken(updates)
+    assert values_of(found, names.REPEATED_DRAFTED) == {(): 10}
+    assert values_of(found, names.REPEATED_ACCEPTED) == {(): 7}
+    assert updates.take() is None
+
+
 def test_gauges_travel_when_they_change() -> None:
     updates = Updates()
     assert updates.take() is None
@@ -54,8 +65,8 @@ def test_gauges_travel_when_they_change() -> None:
     assert values_of(found, names.NUM_REQUESTS) == {("0",): 3, ("1",): 2, ("2",): 0, ("3",): 1}
     updates.state(LAYOUTS[0], [3, 2, 0, 1])
     assert updates.take() is None
-    updates.draft_length(1, 4)
-    updates.draft_length(1, 2)
+    updates.drafted(1, 4, DraftCounts(8, 3))
+    updates.drafted(1, 2, DraftCounts(8, 3))
     updates.state(LAYOUTS[0], [3, 1, 0, 1])
     assert not updates.has_events
     assert taken(updates) == [

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.predictor.acceptance import PLAIN, Acceptance, Drafting
+from pat_vllm.predictor.acceptance_by_prompt import AcceptanceByPrompt
 from pat_vllm.predictor.state import Bools, Ints
 
 LENGTHS = (0, 1, 2, 4, 7)
@@ -202,3 +203,46 @@ def test_what_is_no_model_is_refused(tried: object, succeeded: object) -> None:
     for data in (None, {"format": 0}, {"format": 1, "tried": tried, "succeeded": succeeded}):
         with pytest.raises(ValueError):
             Acceptance.from_json(data, LENGTHS)
+
+
+# ---------------------------------------------------------------- repeated prompts
+
+
+def repeated_epoch(model: AcceptanceByPrompt, requests: int, repeated: int) -> None:
+    for number in range(requests):
+        model.arrived(number < repeated)
+
+
+def test_what_epochs_without_history_taught_does_not_bind_the_next() -> None:
+    model = AcceptanceByPrompt(Acceptance(LENGTHS))
+    repeated_epoch(model, 64, 0)
+    watch(model.of_new, Repeating(64, 0.05, 0.2), 4, 300)
+    assert model.expected().hoped[-1] < 1.1
+    model.end_of_batch()
+    assert model.expected().hoped[-1] < 1.1, "as the batch before"
+    repeated_epoch(model, 64, 64)
+    assert values_of(model.expected()) == values_of(Acceptance(LENGTHS).expected())
+    for _ in range(300):
+        model.observe(4, 64, np.full(60, 3), repeated=True)
+    assert model.expected().tokens[3] > 3
+    assert model.of_new.expected().tokens[3] < 1.1 and model.version[1] > 0
+
+
+def test_a_batch_of_both_is_their_mean() -> None:
+    model = AcceptanceByPrompt(Acceptance(LENGTHS))
+    watch(model.of_new, Repeating(64, 0.3, 0.5), 4, 100)
+    watch(model.of_repeated, Repeating(64, 0.9, 0.9), 4, 100)
+    repeated_epoch(model, 40, 10)
+    new, repeated = (one.expected() for one in (model.of_new, model.of_repeated))
+    assert model.expected().tokens == pytest.approx(0.75 * new.tokens + 0.25 * repeated.tokens)
+    assert model.expected().drafts == pytest.approx(0.75 * new.drafts + 0.25 * repeated.drafts)
+    speeds = np.array([0.5, 1.0, 2.0])
+    assert model.tokens_at(speeds) == pytest.approx(
+        0.75 * model.of_new.tokens_at(speeds) + 0.25 * model.of_repeated.tokens_at(speeds)
+    )
+    assert model.per_step == model.expected().tokens[model.used] - 1
+    before = model.of_repeated.expected().tokens[3]
+    model.weights_changed()
+    for _ in range(20):
+        model.observe(4, 64, NONE, repeated=True)
+    assert model.of_repeated.expected().tokens[3] < before / 2

@@ -67,5 +67,5 @@ def test_a_policy_keeps_and_reads_it(tmp_path: Path) -> None:
     first.idle(2000.0)
     second = AdaptivePolicy(profile, bound=1000, lengths_file=path, draft_lengths=LENGTHS)
     assert second._acceptance is not None
-    assert tokens_of(second._acceptance) > tokens_of(Acceptance(LENGTHS))
+    assert tokens_of(second._acceptance.of_new) > tokens_of(Acceptance(LENGTHS))
     assert second.report().responses == 1

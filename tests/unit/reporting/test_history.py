@@ -10,7 +10,14 @@ import pytest
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.decisions import MAX_DECISIONS, Decisions
-from pat_vllm.reporting import MAX_RECORDS, DraftSample, History, RefusedSwitch, drafts_over_time
+from pat_vllm.reporting import (
+    MAX_RECORDS,
+    DraftCounts,
+    DraftSample,
+    History,
+    RefusedSwitch,
+    drafts_over_time,
+)
 from pat_vllm.reporting import history as history_module
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
 
@@ -47,7 +54,7 @@ def test_a_long_history_is_bounded_and_is_sent_since_a_time(
         history.switch(switch_report(now))
         history.refused(RefusedSwitch(now, TWO, ONE, "KeyError('r1')", expected=bool(second % 2)))
         history.step(ONE, 0.5)
-        history.drafts(now, ONE, 0, 4, 4, second % 4)
+        history.drafts(now, ONE, 0, 4, DraftCounts(4, second % 4))
     last = MAX_RECORDS + 9.0
     for since, times in (
         (last - 2, [last - 2, last - 1, last]),
@@ -75,16 +82,16 @@ def test_drafts_of_two_batches_are_counted_apart() -> None:
         (11.2, ONE, 1, 4, 8, 2),  # more than a second after the first
         (11.3, ONE, 1, 4, 8, 1),
     ):
-        history.drafts(at, layout, replica, length, drafted, accepted)
+        history.drafts(at, layout, replica, length, DraftCounts(drafted, accepted))
     history.idle()
-    history.drafts(11.4, ONE, 1, 4, 8, 8)
+    history.drafts(11.4, ONE, 1, 4, DraftCounts(8, 8, 5, 4))
     assert history.report(ONE, [ONE]).drafts == (
         DraftSample(10.1, ONE, 1, 4, 1, 8, 3),
         DraftSample(10.2, ONE, 0, 4, 1, 16, 7),
         DraftSample(10.3, ONE, 0, 1, 1, 4, 4),
         DraftSample(10.4, TWO, 0, 1, 1, 4, 2),
         DraftSample(11.2, ONE, 1, 4, 2, 16, 3),
-        DraftSample(11.4, ONE, 1, 4, 1, 8, 8),
+        DraftSample(11.4, ONE, 1, 4, 1, 8, 8, 5, 4),
     )
     assert [one.at for one in history.report(ONE, [ONE], since=11.3).drafts] == [11.4]
 
@@ -134,7 +141,7 @@ def test_a_history_is_read_while_it_grows() -> None:
                 for _ in range(3):
                     history.step(layout, 1.0)
                 history.switch(switch_report(float(index)))
-                history.drafts(float(index), ONE, 0, 4, 8, 8)
+                history.drafts(float(index), ONE, 0, 4, DraftCounts(8, 8))
         except BaseException as error:
             failed.append(error)
 

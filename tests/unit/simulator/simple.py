@@ -107,7 +107,9 @@ class Recorder(Policy):
         self.groups.update(requests.group.tolist())
         return self.inner.choose(state)
 
-    def arrived(self, now: float, turn: Turn, num_prompt_tokens: int) -> None:
+    def arrived(
+        self, now: float, turn: Turn, num_prompt_tokens: int, repeated: bool = False
+    ) -> None:
         self.events.append(("arrived", now, turn, num_prompt_tokens))
 
     def finished(self, now: float, num_output_tokens: int, complete: bool) -> None:

@@ -34,6 +34,7 @@ from pat_vllm.reporting import (
 )
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler import switch_plan
+from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.turns import Turns
 from tests.unit.metrics.test_updates import (
@@ -215,7 +216,7 @@ def test_each_batch_is_counted_once() -> None:
 
     quiet: Any = SimpleNamespace(idle=lambda *now: None, report=report)
     updates = Updates()
-    monitor = Monitor(quiet, quiet, None, speculates=False, turns=Turns(16), metrics=updates)  # type: ignore[arg-type]
+    monitor = Monitor(quiet, quiet, None, False, Turns(16), DraftRows(0, 1, 1), updates)  # type: ignore[arg-type]
     counts = []
     for more in (0, 2, 0, 1):
         ended += batches[len(ended) : len(ended) + more]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,9 @@ def sampler_of_cpu() -> Iterator[None]:
         for name, value in list(vars(rejection_sampler).items()):
             if name.endswith("_kernel") or name.startswith(("expand_", "apply_")):
                 patch.setattr(rejection_sampler, name, value)
+        # vLLM looks at what all modules have, which a library of numba's does not stand. A worker
+        # registers before it imports numba.
+        patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
         current_platform.register_triton_kernel_overrides()
         drafts.verify_sampled_drafts()
         yield

@@ -21,6 +21,7 @@ from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.scheduler import switch_plan
+from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
 from pat_vllm.scheduler.requests import accepted_drafts, counted_drafts, step_shape
 from pat_vllm.scheduler.scheduler import PATScheduler
@@ -303,8 +304,13 @@ def test_counted_drafts(requests: list[tuple[int, int, bool]]) -> None:
     )
     accepted = [min(drafts, right) for drafts, right, samples in requests if samples and drafts]
     drafted = sum(drafts for drafts, _, _ in requests)
-    assert counted_drafts(a_step(named), output) == (drafted, sum(accepted))
+    some = {f"r{i}" for i in range(1, len(requests), 2)}
+    of_some = [min(one[:2]) for one in requests[1::2] if one[2] and one[0]]
+    counts = counted_drafts(a_step(named), output, some)
+    assert counts[:2] == (drafted, sum(accepted))
+    assert counts[2:] == (sum(one[0] for one in requests[1::2]), sum(of_some))
     assert accepted_drafts(a_step(named), output).tolist() == accepted
+    assert accepted_drafts(a_step(named), output, some).tolist() == of_some
 
 
 def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
@@ -320,7 +326,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(switch_betw
         learns=True,
         stepped=lambda *args: None,
         switched=lambda report: None,
-        drafted=lambda now, length, requests, accepted: heard.append(
+        drafted=lambda now, length, requests, accepted, repeated: heard.append(
             (length, requests, accepted.tolist())
         ),
     )
@@ -328,7 +334,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(switch_betw
         step=lambda *args: None, drafts=lambda *args: None, switch=lambda report: None
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
-    monitor = Monitor(policy, history, table, speculates=True, turns=Turns(16))
+    monitor = Monitor(policy, history, table, True, Turns(16), DraftRows(0, 1, 1))
     replica: Any = SimpleNamespace(index=0, decode_steps=0, cadence=lambda *args: args[1])
     steps = [
         (a_step({"a": (20, 1, 0), "b": (30, 1, 0)}, k=4), {"a": 1, "b": 1}),

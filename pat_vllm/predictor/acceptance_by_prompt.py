@@ -1,0 +1,78 @@
+"""What drafts are worth where some requests have earlier responses to draft from. Pure.
+
+These are accepted far more often than what a request's own text suggests. So an engine learns the
+two apart: the epoch in which the prompts of the first return begins with hope, not with what the
+first has taught.
+"""
+
+from __future__ import annotations
+
+from pat_vllm.predictor.acceptance import Acceptance, Drafting
+from pat_vllm.predictor.state import Floats, Ints
+
+
+class AcceptanceByPrompt:
+    """As `Acceptance`, of a batch in which a share of the requests has earlier responses.
+
+    Attributes:
+        of_new: what is learnt from the others.
+        of_repeated: what is learnt from these.
+    """
+
+    def __init__(self, of_new: Acceptance) -> None:
+        """Where nothing has been learnt of repeated prompts."""
+        self.of_new = of_new
+        self.of_repeated = Acceptance(of_new.lengths.tolist())
+        self._arrived = [0, 0]
+        self._share = 0.0
+
+    def arrived(self, repeated: bool) -> None:
+        """A request has arrived."""
+        self._arrived[repeated] += 1
+        self._share = self._arrived[1] / sum(self._arrived)
+
+    def end_of_batch(self) -> None:
+        """No request is left. The next ones are expected to be such as these."""
+        self._arrived = [0, 0]
+
+    def observe(self, length: int, requests: int, accepted: Ints, repeated: bool) -> None:
+        """Learn from a step of a replica; see `Acceptance.observe`."""
+        (self.of_repeated if repeated else self.of_new).observe(length, requests, accepted)
+
+    def weights_changed(self) -> None:
+        """What was observed with other weights counts for little from now on."""
+        self.of_new.weights_changed()
+        self.of_repeated.weights_changed()
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of what drafts are hoped to give."""
+        return self.of_new.version, self.of_repeated.version
+
+    def expected(self) -> Drafting:
+        """What each draft length gives to a request of the batch in the mean."""
+        new, repeated = self.of_new.expected(), self.of_repeated.expected()
+        return Drafting(
+            new.lengths,
+            self._mean(new.tokens, repeated.tokens),
+            self._mean(new.drafts, repeated.drafts),
+            self._mean(new.hoped, repeated.hoped),
+        )
+
+    @property
+    def used(self) -> int:
+        """Index of the draft length that was observed last."""
+        return (self.of_repeated if self._share > 0.5 else self.of_new).used
+
+    @property
+    def per_step(self) -> float:
+        """Accepted drafts of a request per step, as expected with the draft length in use."""
+        return float(self.expected().tokens[self.used]) - 1
+
+    def tokens_at(self, speeds: Floats) -> Floats:
+        """Tokens per step of requests that are unlike the mean; see `Acceptance.tokens_at`."""
+        return self._mean(self.of_new.tokens_at(speeds), self.of_repeated.tokens_at(speeds))
+
+    def _mean(self, new: Floats, repeated: Floats) -> Floats:
+        mean: Floats = (1 - self._share) * new + self._share * repeated
+        return mean

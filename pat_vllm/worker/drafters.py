@@ -1,0 +1,44 @@
+"""Drafters that look into earlier responses, too, in the place of vLLM's n-gram drafters.
+
+One for each of vLLM's model runners. All ranks of a replica draft the same: they have the same
+tokens, and the same rows in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.config import pat_config
+from pat_vllm.patches.runners import is_v2
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from pat_vllm.drafts.shelf import Shelf
+
+
+def history_bytes(vllm_config: VllmConfig) -> int:
+    """Of the earlier responses that an engine keeps for its drafters; 0: they look into none.
+
+    Model Runner V1's "ngram_gpu" is vLLM's own in any case.
+    """
+    speculative, v2 = vllm_config.speculative_config, vllm_config.use_v2_model_runner
+    if speculative is not None and (speculative.method == "ngram" or v2):
+        return pat_config(vllm_config).draft_history_bytes
+    return 0
+
+
+def install_drafter(runner: Any, shelf: Shelf) -> None:
+    """Give a model runner the drafter that looks into `shelf`.
+
+    The drafters are imported here: vLLM's CPU worker, when it starts, looks at what all modules
+    have, and what numba has it cannot look at.
+    """
+    if is_v2(runner):
+        from pat_vllm.worker.drafter_v2 import SuffixSpeculator
+
+        runner.speculator = SuffixSpeculator(runner, shelf)
+    else:
+        from pat_vllm.worker.drafter_v1 import SuffixProposer
+
+        runner.drafter = SuffixProposer(runner, shelf)

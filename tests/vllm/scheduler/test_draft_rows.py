@@ -1,0 +1,174 @@
+"""Which earlier responses a request may look into, and that every rank of its replica has them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import FinishReason
+
+from pat_vllm.drafts.corpus import BETWEEN_ROWS, TAIL_TOKENS
+from pat_vllm.drafts.shelf import Shelf
+from pat_vllm.layout import Layout
+from pat_vllm.predictor.state import Turn
+from pat_vllm.scheduler.draft_rows import MOST_TOKENS, DraftRows
+
+RANKS = 4
+PROMPT = [7, 8, 9]
+
+
+def new_request(name: str, prompt: Sequence[int] = PROMPT, **sampling: Any) -> Any:
+    return SimpleNamespace(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        output_token_ids=[],
+        cache_salt=None,
+        sampling_params=SamplingParams(**sampling),
+    )
+
+
+def rows_for(max_bytes: int = 1 << 20, max_num_seqs: int = 8) -> DraftRows:
+    return DraftRows(max_bytes, RANKS, max_num_seqs)
+
+
+def arrive(rows: DraftRows, request: Any, trajectory: int = 0, index: int = 0) -> Any:
+    rows.arrived(request, Turn(trajectory, index, 0))
+    return request
+
+
+def end(rows: DraftRows, request: Any, *response: int, reason: Any = FinishReason.STOP) -> None:
+    request.output_token_ids = list(response)
+    rows.ended(request, reason)
+
+
+def told(rows: DraftRows, *names: str) -> dict[str, list[list[int]]]:
+    """The responses that a step with these requests tells the ranks of."""
+    update = rows.update(SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1)), names, [0])
+    shelf = Shelf()
+    if update is not None:
+        shelf.take(update)
+    found = {}
+    for one in shelf:
+        text = shelf.text_of(one).tolist()
+        starts = [at for at, token in enumerate(text) if token == BETWEEN_ROWS] + [len(text)]
+        found[one] = [text[a + 1 : b] for a, b in pairwise(starts)]
+    return found
+
+
+def test_responses_to_the_same_prompt() -> None:
+    rows = rows_for()
+    end(rows, arrive(rows, new_request("a")), 1, 2)
+    end(rows, arrive(rows, new_request("other", [5, 6])), 3)
+    arrive(rows, new_request("b"))
+    assert rows.repeated == {"b"}
+    assert told(rows, "b") == {"b": [[*PROMPT, 1, 2]]}
+    assert told(rows, "b") == {}, "once"
+
+
+def test_siblings_that_end_are_seen_by_those_that_run() -> None:
+    rows = rows_for()
+    a, _ = arrive(rows, new_request("a")), arrive(rows, new_request("b"))
+    assert told(rows, "a", "b") == {}
+    end(rows, a, 4, 5)
+    assert told(rows, "a") == {}, "b has no step"
+    assert told(rows, "b") == {"b": [[*PROMPT, 4, 5]]}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sees"),
+    [({}, True), ({"temperature": 0.0, "seed": 3}, True), ({"seed": 3}, False)],
+    ids=["sampled", "greedy", "with a seed"],
+)
+def test_a_request_that_samples_with_a_seed_sees_none(sampling: Any, sees: bool) -> None:
+    rows = rows_for()
+    end(rows, arrive(rows, new_request("a", **sampling)), 1)
+    b = arrive(rows, new_request("b", **sampling))
+    assert ("b" in rows.repeated) == sees
+    arrive(rows, new_request("c"))
+    assert "c" in rows.repeated, "its own responses are for others"
+    end(rows, b, 2)
+    assert len(told(rows, "c")["c"]) == 2
+
+
+def test_what_was_aborted_is_not_kept() -> None:
+    rows = rows_for()
+    end(rows, arrive(rows, new_request("a")), 1, reason=FinishReason.ABORT)
+    end(rows, arrive(rows, new_request("b")))
+    arrive(rows, new_request("c"))
+    assert "c" not in rows.repeated
+
+
+def test_a_turn_goes_by_the_prompt_of_the_first() -> None:
+    rows = rows_for()
+    first = arrive(rows, new_request("first"), trajectory=1)
+    end(rows, first, 1)
+    end(rows, arrive(rows, new_request("second", [*PROMPT, 1, 50]), 1, index=1), 2)
+    arrive(rows, new_request("again"), trajectory=2)
+    assert told(rows, "again")["again"] == [[*PROMPT, 1], [*PROMPT, 1, 50, 2]]
+
+
+def test_who_brings_a_salt_sees_his_own() -> None:
+    rows, mine = rows_for(), new_request("a")
+    mine.cache_salt = "me"
+    end(rows, arrive(rows, mine), 1)
+    arrive(rows, new_request("b"))
+    assert "b" not in rows.repeated
+
+
+def test_rows_are_bounded_for_a_request_and_for_all_of_them() -> None:
+    for most, seqs in ((MOST_TOKENS, 8), (1 << 14, 1024)):
+        rows = rows_for(1 << 28, seqs)
+        for number in range(12):
+            end(rows, arrive(rows, new_request(str(number))), *[number] * 15_000)
+        arrive(rows, new_request("b"))
+        got = told(rows, "b")["b"]
+        assert sum(map(len, got)) <= most
+        assert got[-1][-1] == 11 and len(got) == most // (15_000 + len(PROMPT) + 1)
+
+
+def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
+    """Requests come, end and move with the layout; each rank's shelf goes by the updates alone."""
+    draws, rows = random.Random(1), rows_for(max_bytes=6_000)
+    shelves = [Shelf() for _ in range(RANKS)]
+    layouts = [Layout.of(tp, RANKS) for tp in (1, 2, 4)]
+    layout, homes, requests = layouts[0], dict[str, int](), dict[str, Any]()
+    sent = repeated = 0
+    for number in range(1500):
+        if len(requests) < 10:
+            prompt = [draws.randrange(6)] * TAIL_TOKENS
+            requests[str(number)] = arrive(rows, new_request(str(number), prompt), number)
+            homes[str(number)] = draws.randrange(layout.replicas)
+        if draws.random() < 0.3:
+            name = draws.choice(sorted(requests))
+            end(rows, requests.pop(name), *draws.choices(range(50), k=draws.randint(1, 60)))
+            del homes[name]
+        if draws.random() < 0.05:
+            layout = draws.choice(layouts)
+            homes = {name: draws.randrange(layout.replicas) for name in homes}
+            rows.moved()
+        for replica in range(layout.replicas):
+            here = [name for name, home in homes.items() if home == replica]
+            step = draws.sample(here, draws.randint(0, len(here)))
+            ranks = layout.ranks_of(replica)
+            update = rows.update(
+                SimpleNamespace(num_scheduled_tokens=dict.fromkeys(step, 1)), here, ranks
+            )
+            if update is not None:
+                sent += len(update.rows)
+                repeated += sum(len(ids) for ids in update.of_requests.values())
+                for rank in ranks:
+                    shelves[rank].take(update)
+                    assert set(shelves[rank]) <= set(here)
+            for name in step:
+                expected = [row.tokens for row in rows._rows.get(name, ())]
+                for rank in ranks:
+                    text = shelves[rank].text_of(name)
+                    assert text.tolist() == [t for row in expected for t in row.tolist()]
+    assert 0 < sent < repeated / 2, "a row is sent once, not with each request"
+    assert np.mean([sum(1 for row in range(2000) if row in shelf) for shelf in shelves]) < 200
