@@ -236,7 +236,7 @@ def _windows(model: RandomModel) -> dict[str, Any]:
 def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
-    common = {"num_experts_per_tok": model.experts_per_token}
+    common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
     return {
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
