@@ -54,6 +54,7 @@ def draft(
     if not requests:
         return
     blocks = score_blocks(tokens.shape[1], longest_other)
+    assert blocks <= scores.shape[1]
     score_kernel[requests, blocks](
         tokens,
         tokens.stride(0),

@@ -23,7 +23,8 @@ class SuffixSpeculator(NgramGPUSpeculator):
     def __init__(self, runner: RunnerV2, shelf: Shelf) -> None:
         super().__init__(runner.vllm_config, runner.device, runner.req_states)
         self._shelf = shelf
-        self.scratch = self._scratch(score_blocks(self.max_model_len, 0))
+        self._longest_own = self.req_states.all_token_ids.gpu.shape[1]
+        self.scratch = self._scratch(score_blocks(self._longest_own, 0))
         self._others = torch.zeros((self.max_num_reqs, 2), dtype=torch.int64, device=runner.device)
         self._longest_other = 0
         self._known: tuple[int, list[str]] = (-1, [])
@@ -84,7 +85,7 @@ class SuffixSpeculator(NgramGPUSpeculator):
         rows = [(texts[ids].data_ptr(), len(texts[ids])) for ids in of_requests]
         self._others[: len(rows)] = self._on_device(np.array(rows, np.int64).reshape(-1, 2))
         self._longest_other = max((length for _, length in rows), default=0)
-        blocks = score_blocks(self.max_model_len, self._longest_other)
+        blocks = score_blocks(self._longest_own, self._longest_other)
         if blocks > self.scratch.shape[1]:
             self.scratch = self._scratch(blocks)
 

@@ -10,7 +10,6 @@ ROWS = "tests/vllm/scheduler/test_draft_rows.py"
 KERNELS = "tests/vllm/kernels/test_suffix.py"
 ACCEPTANCE = "tests/unit/predictor/test_acceptance.py"
 WALKS = "tests/engine/speculation/test_walks.py"
-FEATURES = "tests/engine/speculation/test_features.py"
 
 # fmt: off
 _ROWS = [
@@ -38,7 +37,7 @@ _ROWS = [
     ("new prompts' acceptance holds for repeated ones", "predictor.acceptance_by_prompt:AcceptanceByPrompt.observe", "(self.of_repeated if repeated else self.of_new)", "self.of_new", ACCEPTANCE),
     ("the share of repeated prompts is that of the first", "predictor.acceptance_by_prompt:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]", ACCEPTANCE),
     ("drafters do not hear of rows", "worker.worker:PATWorkerMixin.take_draft_rows", "self._shelf.take(update)", "pass", WALKS),
-    ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k", FEATURES),
+    ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k", KERNELS),
 ]
 # fmt: on
 
