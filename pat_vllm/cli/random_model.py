@@ -42,6 +42,8 @@ ARCHS = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    # Chunked attention in three layers of four; without experts.
+    "llama4_text": "Llama4ForCausalLM",
     # Both: windows in every second layer.
     "gpt_oss": "GptOssForCausalLM",
 }
@@ -221,7 +223,14 @@ def _check(path: Path, model: RandomModel) -> None:
 
 
 def _windows(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its sliding windows, if it has some."""
+    """What a model's config says of its sliding windows or chunks, if it has some."""
+    if model.arch == "llama4_text":
+        return {
+            "attention_chunk_size": model.window,
+            "intermediate_size_mlp": model.intermediate,
+            "moe_layers": [],
+            "interleave_moe_layer_step": model.layers + 1,
+        }
     if model.arch not in WINDOWS:
         return {}
     config: dict[str, Any] = {"sliding_window": model.window}

@@ -57,6 +57,8 @@ IN_PLACE_ENGINES = [
     switching("gemma2", 2),
     switching("mistral", 2),
     switching("phi3", 2),
+    # Chunks.
+    switching("llama4", 2),
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
     switching("qwen2_moe", 2),
     switching("qwen2_moe", 4),

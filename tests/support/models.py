@@ -66,6 +66,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # ... and all layers: one group; fused matrices in the checkpoint.
     "mistral": dict(arch="mistral", hidden=128, heads=8, kv_heads=4, window=72),
     "phi3": dict(arch="phi3", hidden=128, heads=4, kv_heads=4, window=64),
+    # Chunks of two blocks in three of four layers.
+    "llama4": dict(arch="llama4_text", hidden=128, heads=8, kv_heads=4, layers=4, window=64),
     # Windows in every second layer, attention sinks, experts with biases.
     "gpt_oss": GPT_OSS,
     "gpt_oss_updated": dict(GPT_OSS, seed=1),

@@ -12,6 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -35,6 +36,7 @@ def window(tokens: int) -> Any:
 GROUPS = {
     "full": [FULL],
     "windows": [window(40)],
+    "chunks": [FULL, spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
     "several": [FULL, window(40), window(5), window(40)],
 }
 

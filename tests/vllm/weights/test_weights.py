@@ -451,6 +451,7 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
         ("gemma2", 1, [2]),
         ("mistral", 2, [3]),
         ("phi3", 1, [2]),
+        ("llama4", 1, [3]),
     ],
 )
 def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:
