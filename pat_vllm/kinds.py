@@ -162,12 +162,38 @@ class SlidingWindow(StateKind):
         return min(super().most_blocks(tokens, room), most)
 
 
+@dataclass(frozen=True)
+class ChunkedAttention(StateKind):
+    """A token attends to those of its chunk up to itself. Blocks of earlier chunks are null.
+
+    Attributes:
+        chunk: tokens.
+    """
+
+    chunk: int = 1
+
+    title = "chunked attention"
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        return type(spec).__name__ == "ChunkedLocalAttentionSpec" and _has_a_slot_per_head(spec)
+
+    @classmethod
+    def of(cls, spec: Any, **sizes: int) -> StateKind:
+        return cls(block_size=spec.block_size, chunk=spec.attention_chunk_size, **sizes)
+
+    def held(self, tokens: int) -> range:
+        # As `ChunkedLocalAttentionManager.get_num_skipped_tokens`, of the chunk of the next token.
+        skipped = tokens // self.chunk * self.chunk // self.block_size
+        return range(skipped, -(-tokens // self.block_size))
+
+
 def _has_a_slot_per_head(spec: Any) -> bool:
     """Whether a block is one run of bytes for each KV head."""
     return spec.num_head_slots is None and spec.page_size_padded is None
 
 
-KINDS: list[type[StateKind]] = [FullAttention, SlidingWindow]
+KINDS: list[type[StateKind]] = [FullAttention, SlidingWindow, ChunkedAttention]
 """All that are served."""
 
 Kinds: TypeAlias = Sequence[StateKind]

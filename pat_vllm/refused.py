@@ -114,13 +114,6 @@ def _attention_backend(vllm_config: VllmConfig) -> Any:
     return backend.name if backend is not None and backend.name in _PACKED_HEADS else None
 
 
-def _drafts_with_windows(vllm_config: VllmConfig) -> Any:
-    speculative, model = vllm_config.speculative_config, vllm_config.model_config
-    if speculative is None or model is None or model.disable_sliding_window:
-        return None
-    return None if model.get_sliding_window() is None else speculative.method
-
-
 def _images(vllm_config: VllmConfig) -> Any:
     """Where the limits of all modalities are 0, there is text alone without the option, too."""
     model = vllm_config.model_config
@@ -205,11 +198,6 @@ RULES = (
         _equal("speculative_config.rejection_sample_method", "synthetic"),
         "standard, block: PAT's outputs are those of the model",
     ),
-    Rule(
-        "speculative_config",
-        _drafts_with_windows,
-        "None for models with sliding windows, with which drafts are not tested yet",
-    ),
     Rule("kv_transfer_config", _other_than("kv_transfer_config"), "None"),
     Rule("ec_transfer_config", _other_than("ec_transfer_config"), "None"),
     Rule("kv_events_config", _kv_events, "None"),
@@ -220,7 +208,11 @@ RULES = (
         "auto, float16, bfloat16, float32",
     ),
     Rule("runner", _other_than("model_config.runner_type", "generate"), "generate"),
-    Rule("quantization", _other_than("model_config.quantization"), "None (unquantized weights)"),
+    Rule(
+        "quantization",
+        _other_than("model_config.quantization"),
+        "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)",
+    ),
     Rule("language_model_only", _images, "True, of a class with a vision tower: its text alone"),
     Rule(
         "enable_mm_embeds", _equal("model_config.multimodal_config.enable_mm_embeds", True), "False"

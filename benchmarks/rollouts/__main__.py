@@ -34,7 +34,9 @@ def main() -> None:
     learn.add_argument("--samples", type=int, default=8)
     learn.add_argument("--drafts", type=int, default=8, help="the most draft tokens")
     learn.add_argument("--output", type=Path, default=ROLLOUTS)
-    learn.add_argument("--sides", action="store_true", help="compare with other engines")
+    learn.add_argument(
+        "--without", nargs="*", metavar="SIDE", help="compare with other engines, but for these"
+    )
     real = commands.add_parser(
         "pretrained", help="a pretrained model's responses, without learning"
     )
@@ -71,7 +73,7 @@ def main() -> None:
             args.drafts,
             args.threads,
             args.output,
-            [*SIDES] if args.sides else [HISTORY],
+            [HISTORY] if args.without is None else [s for s in SIDES if s not in args.without],
         )
         picture = RESULTS / f"{facts['date'][:10]}-rollouts-learn.png"
         text = of_learning(rollouts, epochs, picture)

@@ -126,7 +126,8 @@ class RandomModel(Ranged):
         str,
         typer.Option(
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
-            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe."
+            "chunked attention: llama4_text; "
+            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss."
         ),
     ] = "qwen3"
     hidden: Annotated[

@@ -42,8 +42,12 @@ ARCHS = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    # Chunked attention in three layers of four; without experts.
+    "llama4_text": "Llama4ForCausalLM",
+    # Both: windows in every second layer.
+    "gpt_oss": "GptOssForCausalLM",
 }
-WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text")
+WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -219,22 +223,29 @@ def _check(path: Path, model: RandomModel) -> None:
 
 
 def _windows(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its sliding windows, if it has some."""
-    every = {"gemma2": 2, "gemma3_text": 3}.get(model.arch)
-    if every is None:
-        return {"sliding_window": model.window} if model.arch in ("mistral", "phi3") else {}
-    kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
-    return {
-        "sliding_window": model.window,
-        "layer_types": [kinds[layer % every] for layer in range(model.layers)],
-        "query_pre_attn_scalar": model.head_dim,
-    }
+    """What a model's config says of its sliding windows or chunks, if it has some."""
+    if model.arch == "llama4_text":
+        return {
+            "attention_chunk_size": model.window,
+            "intermediate_size_mlp": model.intermediate,
+            "moe_layers": [],
+            "interleave_moe_layer_step": model.layers + 1,
+        }
+    if model.arch not in WINDOWS:
+        return {}
+    config: dict[str, Any] = {"sliding_window": model.window}
+    if every := {"gemma2": 2, "gemma3_text": 3, "gpt_oss": 2}.get(model.arch):
+        kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+        config["layer_types"] = [kinds[layer % every] for layer in range(model.layers)]
+    if model.arch.startswith("gemma"):
+        config["query_pre_attn_scalar"] = model.head_dim
+    return config
 
 
 def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
-    common = {"num_experts_per_tok": model.experts_per_token}
+    common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
     return {
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
@@ -246,16 +257,34 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
         "glm4_moe": common
         | {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+        "gpt_oss": common
+        | {"num_local_experts": experts, "intermediate_size": width}
+        | {"rope_parameters": _yarn(model.max_position_embeddings)},
     }.get(model.arch, {})
 
 
-def _as_published(name: str, shape: Sequence[int]) -> Iterator[tuple[str, Sequence[int]]]:
+def _yarn(longest: int) -> dict[str, Any]:
+    """Of a model that was trained with contexts of half the length."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": max(1, longest // 2),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+
+
+def _as_published(
+    arch: str, name: str, shape: Sequence[int]
+) -> Iterator[tuple[str, Sequence[int]]]:
     """The weights, by name and shape, of which transformers makes this one.
 
-    Published checkpoints have the experts of a layer one by one.
+    Published checkpoints have the experts of a layer one by one, but for those of gpt-oss.
     """
     path, _, kind = name.rpartition(".")
-    if not path.endswith(".experts"):
+    if arch == "gpt_oss" or not path.endswith(".experts"):
         yield name, shape
         return
     experts, rows, columns = shape
@@ -293,7 +322,7 @@ def _random_weights(
     for name, meta in shapes.items():
         if config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        for part, shape in _as_published(name, meta.shape):
+        for part, shape in _as_published(config.model_type, name, meta.shape):
             digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             mean, std = _distribution(part, shape, gain)
@@ -323,8 +352,10 @@ def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
     embedding[:, :phrase] = 0
     embedding[ids, (ids - first) % phrase] = size
     for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")):
             weight[:phrase] = 0
+        elif name.endswith(("experts.down_proj", "experts.down_proj_bias")):  # of gpt-oss
+            weight[..., :phrase] = 0
     # The last norm divides by what the layers add, of which an MLP's share is about gain ** 3.
     divisor = gain**3 * math.sqrt(model.layers / 2)
     # The largest of `vocab` normal numbers is about sqrt(2 ln vocab) standard deviations.
@@ -336,11 +367,17 @@ def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
 
 
 def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, float]:
-    """Mean and standard deviation of one weight; `shape` of a matrix is `[out, in]`."""
+    """Mean and standard deviation of one weight.
+
+    Args:
+        shape: of a matrix `[out, in]`; of gpt-oss' experts `[experts, in, out]`.
+    """
     if name.endswith("norm.weight"):
         return 1.0, NORM_STD
     if name.endswith("bias"):
         return 0.0, BIAS_STD
+    if name.endswith("sinks"):
+        return 0.0, 1.0
     return 0.0, gain / math.sqrt(shape[1])
 
 

@@ -45,19 +45,27 @@ def keep_plain_experts(experts: RoutedExperts) -> None:
 def _plain_experts() -> type:
     import torch
     from torch.nn.functional import linear
+    from vllm.model_executor.layers.activation import SiluAndMul, SwigluOAIAndMul
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
 
+    # What vLLM's kernels for CPU compute, with the same constants.
+    activations = {
+        MoEActivation.SILU: SiluAndMul.forward_native,
+        MoEActivation.SWIGLUOAI: SwigluOAIAndMul().forward_native,
+    }
+
     class PlainExperts(UnquantizedFusedMoEMethod):
         """vLLM's method for experts, in torch: for weights in any strides, and spread experts."""
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            if layer.activation is not MoEActivation.SILU or layer.apply_router_weight_on_input:
+            if layer.activation not in activations or layer.apply_router_weight_on_input:
+                known = " or ".join(activation.value for activation in activations)
                 raise ValueError(
-                    "pat.weights='inplace' runs experts on CPU with silu, and routers' weights on "
-                    f"their outputs; this model has {layer.activation.value}, and "
+                    f"pat.weights='inplace' runs experts on CPU with {known}, and routers' weights "
+                    f"on their outputs; this model has {layer.activation.value}, and "
                     f"apply_router_weight_on_input={layer.apply_router_weight_on_input}: set "
                     "pat.weights='materialized'"
                 )
@@ -80,14 +88,16 @@ def _plain_experts() -> type:
             local = topk_ids.long()
             if layer.expert_map is not None:
                 local = layer.expert_map[local].long()
-            w13, w2 = layer.get_parameter("w13_weight"), layer.get_parameter("w2_weight")
+            act = activations[layer.activation]
+            w13, w2 = layer.w13_weight, layer.w2_weight
+            biases = (layer.w13_bias, layer.w2_bias) if self.moe.has_bias else None
             output = torch.zeros_like(x)
             for expert in local.unique().tolist():
                 if expert < 0:  # another rank's
                     continue
                 tokens, choices = (local == expert).nonzero(as_tuple=True)
-                gate, up = linear(x[tokens], w13[expert]).chunk(2, dim=-1)
-                made = linear(torch.nn.functional.silu(gate) * up, w2[expert])
+                b13, b2 = (None, None) if biases is None else (bias[expert] for bias in biases)
+                made = linear(act(linear(x[tokens], w13[expert], b13)), w2[expert], b2)
                 weights = topk_weights[tokens, choices].to(made.dtype)
                 output.index_add_(0, tokens, made * weights.unsqueeze(-1))
             return output

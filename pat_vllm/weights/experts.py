@@ -18,29 +18,41 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from pat_vllm.layout import Place
-from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition
+from pat_vllm.weights.shards import Cut, EvenPartition, ExpertPartition, FirstPartition, Partition
+
+EXPERTS = (GptOssRoutedExperts, RoutedExperts)
+"""Classes whose weights layouts can share. From the most derived class to the least."""
 
 _BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.CPU)
 """Those that run experts as they were loaded, or pack copies of them: on CPU, where
 `keep_plain_weights` prevents it. Others permute the weights where they lie."""
 
 
-def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...]:
-    """How layouts cut a weight of a layer's experts.
+def expert_cuts(experts: RoutedExperts, name: str) -> tuple[Cut, ...] | None:
+    """How layouts cut a weight of a layer's experts; None: that is unknown.
 
     Args:
         name: "w13_weight", of shape `[experts, 2 * intermediate, hidden]`, whose rows are gate's
-            and then up's; or "w2_weight", `[experts, hidden, intermediate]`.
+            and then up's; "w2_weight", `[experts, hidden, intermediate]`; of gpt-oss, whose gate's
+            and up's rows take turns, "w13_bias" and "w2_bias", too, without the last dimension.
     """
     config = experts.moe_config
-    whole = Cut(ExpertPartition(config.num_experts), "ep")
-    if name == "w13_weight":
-        parts = (config.intermediate_size,) * 2
-        return whole, Cut(EvenPartition(parts, dim=1), "tp")
-    assert name == "w2_weight"
-    return whole, Cut(EvenPartition((config.intermediate_size,), dim=2), "tp")
+    width = config.intermediate_size
+    partition: Partition | None = None
+    if name == "w2_weight":
+        partition = EvenPartition((width,), dim=2)
+    elif not isinstance(experts, GptOssRoutedExperts):
+        partition = EvenPartition((width, width), dim=1) if name == "w13_weight" else None
+    elif name in ("w13_weight", "w13_bias"):
+        partition = EvenPartition((2 * width,), dim=1)
+    elif name == "w2_bias":
+        partition = FirstPartition(config.hidden_dim, dim=1)
+    if partition is None:
+        return None
+    return Cut(ExpertPartition(config.num_experts), "ep"), Cut(partition, "tp")
 
 
 def expert_place(experts: RoutedExperts) -> Place:
@@ -148,7 +160,8 @@ def _reasons(experts: RoutedExperts) -> Iterator[str]:
         yield "are sent tokens by other groups: set data_parallel_size=1"
     if manager.num_fused_shared_experts:
         yield "have shared ones among them: set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0"
-    if config.has_bias or not config.is_act_and_mul:
+    has_bias = config.has_bias and not isinstance(experts, GptOssRoutedExperts)
+    if has_bias or not config.is_act_and_mul:
         yield "have biases or no gate: use another model"
     if (
         config.hidden_dim != config.hidden_dim_unpadded

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from pat_vllm.kernels.swap import ByteSwaps, RowSwap, prepare
 from pat_vllm.layout import Layout
 from pat_vllm.patches.weights import keep_plain_weights
-from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
+from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
 
@@ -24,7 +24,8 @@ class InPlaceShards:
     A layout's shard of a row-parallel matrix is a range of columns. Its shard of a column-parallel
     matrix is a block of rows; where the matrix is a fused one, `arrange` brings the rows together.
     Of fused experts, a layout's shard is a range of them, or such a block or range of each.
-    A view's address never changes, so that compiled code and CUDA graphs may keep it.
+    A view's address never changes, so that compiled code and CUDA graphs may keep it. The few small
+    weights whose shards are not nested (see `Partition`) are copies.
 
     At most one layout's blocks are together at a time. New weights may only be written while that
     is the base layout.
@@ -40,6 +41,7 @@ class InPlaceShards:
         self._base_layout = layouts[0]
         self._base: dict[str, Weight] = {}
         self._views: list[tuple[Weight, torch.Tensor]] = []
+        self._copies: list[tuple[Weight, Weight]] = []
         self._blocks: dict[Cut, dict[int, Block]] = {}
         self._moves: dict[tuple[Layout, Layout], ByteSwaps] = {}
         self._arranged = self._base_layout
@@ -57,7 +59,7 @@ class InPlaceShards:
         self._base = {weight.name: weight for weight in model_weights(model)}
         for weight in self._base.values():
             for cut in weight.cuts:
-                if cut not in self._blocks:
+                if cut.partition.nested and cut not in self._blocks:
                     self._blocks[cut] = self._blocks_of(cut, weight.tensor.shape[cut.dim])
 
     @contextmanager
@@ -75,20 +77,26 @@ class InPlaceShards:
             handle.remove()
 
     def fill(self, model: nn.Module) -> None:
-        """Make each weight a view of the base layout's.
+        """Make each weight a view of the base layout's, or a copy.
 
         Raises:
             ValueError: the model's weights are not those of the base model cut another way.
         """
         keep_plain_weights(model)
         for weight, base in matching_weights(model, self._base):
-            view = self._view(weight, base)
-            weight.bind(view)
-            self._views.append((weight, view))
+            if all(cut.nested(weight.place) for cut in weight.cuts):
+                view = self._view(weight, base)
+                weight.bind(view)
+                self._views.append((weight, view))
+            else:
+                weight.tensor.untyped_storage().resize_(weight.tensor.nbytes)  # see `building`
+                derive(weight, base)
+                self._copies.append((weight, base))
 
     def release(self) -> None:
         """See `WeightStrategy`."""
-        bound = [(weight, weight.tensor) for weight in self._base.values()]
+        copied = (weight for weight, _ in self._copies)
+        bound = [(weight, weight.tensor) for weight in [*self._base.values(), *copied]]
         for weight, view in [*bound, *self._views]:
             if weight.current.data_ptr() != view.data_ptr():
                 raise ValueError(
@@ -114,8 +122,9 @@ class InPlaceShards:
     def _view(self, weight: Weight, base: Weight) -> torch.Tensor:
         view = base.tensor
         for cut in weight.cuts:
-            block = self._blocks[cut][cut.ways(weight.place)]
-            view = view.narrow(cut.dim, block.start, block.size)
+            if cut in self._blocks:
+                block = self._blocks[cut][cut.ways(weight.place)]
+                view = view.narrow(cut.dim, block.start, block.size)
         return view
 
     # ---------------------------------------------------------------- afterwards
@@ -137,6 +146,8 @@ class InPlaceShards:
                 assert self._arranged == self._base_layout, "new weights came to another layout"
                 weight.tensor.copy_(new)
                 weight.bind(weight.tensor)
+        for weight, of_base in self._copies:
+            derive(weight, of_base)
 
     def _move(self, source: Layout, target: Layout) -> ByteSwaps:
         """The swaps that lead from the order of one layout to that of another."""
@@ -151,7 +162,7 @@ class InPlaceShards:
                 continue
             seen.add(weight.storage)  # of tied weights, one
             for cut in weight.cuts:
-                for i, swaps in enumerate(swaps_of[cut]):
+                for i, swaps in enumerate(swaps_of.get(cut, ())):
                     if i == len(made):
                         made.append([])
                     made[i] += [

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import product
 
-import torch
 from torch import nn
 
 from pat_vllm.layout import Layout
-from pat_vllm.weights.model_weights import Weight, matching_weights, model_weights
-from pat_vllm.weights.shards import pieces_of
+from pat_vllm.weights.model_weights import Weight, derive, matching_weights, model_weights
 
 
 class MaterializedShards:
@@ -36,7 +33,6 @@ class MaterializedShards:
         """See `WeightStrategy`."""
         return nullcontext()
 
-    @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
         """Copy each weight's shard out of the base weights, into the storage it already has.
 
@@ -45,7 +41,7 @@ class MaterializedShards:
         """
         assert self._base is not None, "fill() before capture() or after release()"
         for weight, base in matching_weights(model, self._base):
-            self._derive(weight, base)
+            derive(weight, base)
 
     def release(self) -> None:
         """See `WeightStrategy`."""
@@ -61,19 +57,3 @@ class MaterializedShards:
     def arrange(self, layout: Layout) -> int:
         """See `WeightStrategy`."""
         return 0
-
-    def _derive(self, weight: Weight, base: Weight) -> None:
-        target, source = weight.tensor, base.tensor
-        shards = [cut.shard(weight.place) for cut in weight.cuts]
-        if any(sum(piece.length for piece in one.pieces) < one.size for one in shards):
-            target.zero_()
-        copies = (
-            pieces_of(shard, cut.shard(base.place))
-            for cut, shard in zip(weight.cuts, shards, strict=True)
-        )
-        for pieces in product(*copies):
-            into, out_of = target, source
-            for cut, piece in zip(weight.cuts, pieces, strict=True):
-                into = into.narrow(cut.dim, piece.dst, piece.length)
-                out_of = out_of.narrow(cut.dim, piece.src, piece.length)
-            into.copy_(out_of)

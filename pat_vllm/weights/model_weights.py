@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import nn
@@ -25,10 +26,18 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.gpt_oss import OAIAttention
 
 from pat_vllm.layout import Place
-from pat_vllm.weights.experts import check_experts, check_gates, expert_cuts, expert_place
-from pat_vllm.weights.shards import Cut, EvenPartition, Partition, QKVPartition, VocabPartition
+from pat_vllm.weights.experts import EXPERTS, check_experts, check_gates, expert_cuts, expert_place
+from pat_vllm.weights.shards import (
+    Cut,
+    EvenPartition,
+    Partition,
+    QKVPartition,
+    VocabPartition,
+    pieces_of,
+)
 
 # From the most derived class to the least: the first match decides.
 SHARDED_LAYERS = (
@@ -38,7 +47,8 @@ SHARDED_LAYERS = (
     RowParallelLinear,
     ParallelLMHead,
     VocabParallelEmbedding,
-    RoutedExperts,
+    *EXPERTS,
+    OAIAttention,
 )
 # Whole on every rank, in every layout.
 REPLICATED_LAYERS = (
@@ -157,8 +167,9 @@ def _weight_loaders(cls: type) -> list[Callable[..., None]]:
 def _place(module: nn.Module) -> Place:
     if isinstance(module, RoutedExperts):
         return expert_place(module)
-    assert isinstance(module, LinearBase | VocabParallelEmbedding)
-    return Place(module.tp_size, module.tp_rank)
+    layer = module.qkv_proj if isinstance(module, OAIAttention) else module
+    assert isinstance(layer, LinearBase | VocabParallelEmbedding)
+    return Place(layer.tp_size, layer.tp_rank)
 
 
 def _cuts(
@@ -170,16 +181,27 @@ def _cuts(
 ) -> tuple[Cut, ...]:
     if isinstance(module, RoutedExperts) and parameter is module.e_score_correction_bias:
         return ()  # the router's
-    loader = getattr(parameter, "weight_loader", None)
-    names = ("w13_weight", "w2_weight") if layer is RoutedExperts else ("weight", "bias")
-    if name not in names or getattr(loader, "__func__", None) not in _weight_loaders(layer):
+    cuts = _known_cuts(full_name, module, name)
+    loader = getattr(getattr(parameter, "weight_loader", None), "__func__", None)
+    own = _weight_loaders(layer)  # without one, the model's `load_weights` or a function cuts it
+    if cuts is None or (loader not in own if own else loader is not None):
         raise ValueError(
             f"{full_name} ({layer.__name__}) does not have its layer's own weight loader: either "
             "this model loads it in a way of its own, and cannot be used with PAT, or vLLM has "
             "packed it for its kernels, and its plain values are gone."
         )
+    return cuts
+
+
+def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...] | None:
+    """None: its layer has no weight of that name."""
     if isinstance(module, RoutedExperts):
         return expert_cuts(module, name)
+    if isinstance(module, OAIAttention):
+        heads = EvenPartition((module.num_attention_heads,))
+        return (Cut(heads),) if name == "sinks" else None
+    if name not in ("weight", "bias"):
+        return None
     partition = _partition(full_name, module, name)
     return () if partition is None else (Cut(partition),)
 
@@ -246,6 +268,24 @@ def _check_match(weight: Weight, base: Weight) -> None:
         for cut in one.cuts:
             shape[cut.dim] = cut.shard(one.place).size
         check_shape(one.name, one.tensor, tuple(shape))
+
+
+@torch.no_grad()
+def derive(weight: Weight, base: Weight) -> None:
+    """Copy a weight's shard out of the base layout's, into the storage that it has."""
+    shards = [cut.shard(weight.place) for cut in weight.cuts]
+    if any(sum(piece.length for piece in one.pieces) < one.size for one in shards):
+        weight.tensor.zero_()
+    copies = (
+        pieces_of(shard, cut.shard(base.place))
+        for cut, shard in zip(weight.cuts, shards, strict=True)
+    )
+    for pieces in product(*copies):
+        into, out_of = weight.tensor, base.tensor
+        for cut, piece in zip(weight.cuts, pieces, strict=True):
+            into = into.narrow(cut.dim, piece.dst, piece.length)
+            out_of = out_of.narrow(cut.dim, piece.src, piece.length)
+        into.copy_(out_of)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -7,9 +7,10 @@ that of vLLM's layers (`model_executor/layers/linear.py` and `vocab_parallel_emb
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar
 
 from pat_vllm.layout import Experts, Place
 
@@ -31,29 +32,29 @@ class Shard:
     pieces: tuple[Piece, ...]
 
 
-class Partition(Protocol):
+class Partition(ABC):
     """How a dimension is cut. Equal for a layer's match in another layout."""
 
-    @property
-    def dim(self) -> int:
-        """Dimension of the weight that is cut."""
-        ...
+    dim: int
+    """Dimension of the weight that is cut."""
+    nested: ClassVar[bool] = True
+    """Whether a shard consists of rows of the shard of a layout with fewer ranks."""
 
+    @abstractmethod
     def shard(self, tp: int, tp_rank: int) -> Shard:
         """The part of rank `tp_rank` of `tp`.
 
         Raises:
             ValueError: the layer cannot be cut `tp` ways.
         """
-        ...
 
     def padded(self) -> Partition:
         """The same cut, with padding as rows of the full tensor."""
-        ...
+        return self
 
 
 @dataclass(frozen=True)
-class EvenPartition:
+class EvenPartition(Partition):
     """Fused matrices of `sizes` rows, each cut into `tp` equal parts.
 
     One size for a column-parallel (`dim` 0) or row-parallel (`dim` 1) layer; several for a merged
@@ -72,13 +73,9 @@ class EvenPartition:
             start += size
         return _shard(pieces)
 
-    def padded(self) -> Partition:
-        """There is none."""
-        return self
-
 
 @dataclass(frozen=True)
-class QKVPartition:
+class QKVPartition(Partition):
     """Fused q, k and v, cut by heads.
 
     With at least as many ranks as KV heads, every rank has one KV head and
@@ -111,13 +108,9 @@ class QKVPartition:
             ]
         )
 
-    def padded(self) -> Partition:
-        """There is none."""
-        return self
-
 
 @dataclass(frozen=True)
-class VocabPartition:
+class VocabPartition(Partition):
     """`vocab_size` rows, padded to a multiple of `padding_size`, then cut into equal ranges.
 
     The padding is zero and lies at the end of the last shards: a shard may be nothing but padding.
@@ -143,7 +136,7 @@ class VocabPartition:
 
 
 @dataclass(frozen=True)
-class ExpertPartition:
+class ExpertPartition(Partition):
     """Experts, each of them whole on one rank: consecutive ones, as many more as ranks come first.
 
     As vLLM's `determine_expert_map` places them. Where the experts do not divide by `tp`, the range
@@ -159,9 +152,17 @@ class ExpertPartition:
         each, more = divmod(self.num_experts, tp)
         return _shard([(tp_rank * each + min(tp_rank, more), each + (tp_rank < more))])
 
-    def padded(self) -> Partition:
-        """There is none."""
-        return self
+
+@dataclass(frozen=True)
+class FirstPartition(Partition):
+    """`size` rows on the first rank, zeros on the others: what is added to a sum over all ranks."""
+
+    size: int
+    dim: int = 0
+    nested = False
+
+    def shard(self, tp: int, tp_rank: int) -> Shard:
+        return _shard([(0, 0 if tp_rank else self.size)], size=self.size)
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,10 @@ class Cut:
     def ways(self, place: Place) -> int:
         """Into how many parts it is cut there."""
         return place.tp if self.experts in (None, place.experts) else 1
+
+    def nested(self, place: Place) -> bool:
+        """Whether the shard there consists of rows of that of a narrower layout."""
+        return self.partition.nested or self.ways(place) == 1
 
     def shard(self, place: Place) -> Shard:
         """The part of the rank in that place.

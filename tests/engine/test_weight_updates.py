@@ -58,8 +58,10 @@ class Updated:
         self.llm = llm
         self.old, self.new = spec.model, f"{spec.model}_updated"
         self.layouts = [str(layout) for layout in pat_vllm.report(llm).layouts]
-        self.updates = [*UPDATES, load_fused] if spec is MIXTURE else UPDATES
-        self.tolerance = PLAIN_TOLERANCE if spec is MIXTURE else TOLERANCE
+        self.updates = [*UPDATES, load_fused] if spec is MIXTURE else [*UPDATES]
+        if spec.model == "gpt_oss":  # vLLM's reload by layers leaves its experts and sinks
+            self.updates.remove(reload)
+        self.tolerance = TOLERANCE if spec.model == "qwen3" else PLAIN_TOLERANCE
         self.expected = {
             model: stock_answers(model, batch(), **PLAIN) for model in (self.old, self.new)
         }

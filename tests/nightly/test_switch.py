@@ -40,7 +40,10 @@ def switching(model: str, ranks: int, runner: int = 1, **pat: Any) -> EngineSpec
 
 BLOCKS_ARE_SHORT = [MIXTURE, FOUR_OF_MIXTURE := switching("qwen3_moe", 4)]
 GROUPED = switching("qwen2", 2)
-COPIED_MIXTURES = [switching("qwen3_moe", ranks, weights="materialized") for ranks in (2, 4)]
+COPIED_MIXTURES = [
+    *(switching("qwen3_moe", ranks, weights="materialized") for ranks in (2, 4)),
+    switching("gpt_oss", 2, weights="materialized"),
+]
 IN_PLACE_ENGINES = [
     MIXTURE,
     FOUR_RANKS,
@@ -54,6 +57,8 @@ IN_PLACE_ENGINES = [
     switching("gemma2", 2),
     switching("mistral", 2),
     switching("phi3", 2),
+    # Chunks.
+    switching("llama4", 2),
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
     switching("qwen2_moe", 2),
     switching("qwen2_moe", 4),
@@ -61,6 +66,9 @@ IN_PLACE_ENGINES = [
     switching("mixtral", 2),
     switching("olmoe", 2),
     switching("glm4_moe", 2),
+    # Windows, sinks, and experts with biases.
+    switching("gpt_oss", 2),
+    switching("gpt_oss", 4, experts="tp"),
     # Experts of one kind, as where no rank has any whole.
     switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     switching("qwen3_moe", 4, base_tp=2, experts="ep"),
@@ -68,6 +76,7 @@ IN_PLACE_ENGINES = [
     switching("gemma3", 2, runner=2),
     switching("llama_few_kv", 4, runner=2, base_tp=2),
     switching("qwen3_moe", 2, runner=2),
+    switching("gpt_oss", 2, runner=2),
 ]
 pytestmark = pytest.mark.engine(*IN_PLACE_ENGINES, COPIES, *COPIED_MIXTURES)
 ENGINES = {

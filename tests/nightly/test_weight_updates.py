@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.specs import MIGRATE, UPDATES, WHOLE_PROMPTS
+from tests.engine.specs import IN_PLACE, MIGRATE, UPDATES, WHOLE_PROMPTS
 from tests.engine.test_weight_updates import (  # noqa: F401
     test_an_update_between_sleep_and_waking_up,
     test_an_update_reaches_every_layout,
@@ -27,4 +27,15 @@ RUNNER_V2 = EngineSpec(
     model_runner_v2=True,
     without_async_scheduling=True,
 )
-pytestmark = pytest.mark.engine(COPIES, RUNNER_V2)
+# Windows, sinks, experts with biases: weights that its own `load_weights` cuts.
+GPT_OSS = EngineSpec("gpt-oss", "gpt_oss", 2, IN_PLACE | {"experts": "both"}, OPTIONS)
+pytestmark = pytest.mark.engine(COPIES, RUNNER_V2, GPT_OSS)
+ENGINES = {
+    test: [COPIES, RUNNER_V2]
+    for test in (
+        "test_an_update_between_sleep_and_waking_up",
+        "test_an_update_under_way_is_as_in_stock_vllm",
+        "test_methods_that_change_the_model_run_in_every_layout",
+        "test_what_happens_in_an_update_by_layers",
+    )
+}

@@ -14,26 +14,17 @@ def full(heads: int, block_size: int = 16) -> tuple[StateKind, ...]:
 
 
 @dataclass(frozen=True)
-class ChunkedAttention(StateKind):
-    """A token attends to those of its chunk up to itself. PAT knows nothing of this kind.
+class LaterHalf(StateKind):
+    """A token attends to the later half of those before it. PAT knows nothing of this kind.
 
-    Attributes:
-        chunk: tokens.
+    `tests/vllm/scheduler/later_half.py` has what vLLM is told of it.
     """
 
-    chunk: int = 1
-
-    title = "chunked attention"
+    title = "later halves"
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
-        return type(spec).__name__ == "ChunkedLocalAttentionSpec"
-
-    @classmethod
-    def of(cls, spec: Any, **sizes: int) -> StateKind:
-        return cls(block_size=spec.block_size, chunk=spec.attention_chunk_size, **sizes)
+        return type(spec).__name__ == "LaterHalfSpec"
 
     def held(self, tokens: int) -> range:
-        return range(
-            tokens // self.chunk * self.chunk // self.block_size, -(-tokens // self.block_size)
-        )
+        return range(tokens // 2 // self.block_size, -(-tokens // self.block_size))

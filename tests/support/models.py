@@ -25,6 +25,16 @@ _GEMMA3: dict[str, Any] = dict(
     arch="gemma3_text", heads=4, kv_heads=2, layers=7, tie=True, window=40
 )
 
+GPT_OSS: dict[str, Any] = dict(
+    arch="gpt_oss",
+    hidden=128,
+    heads=8,
+    kv_heads=4,
+    layers=2,
+    window=40,
+    expert_intermediate=128,  # vLLM's kernel for CPU asks for a multiple of 32 on each of 4 ranks
+)
+
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
     # Normalised queries and keys; at tp=4 each rank has one of the 4 KV heads.
@@ -63,6 +73,11 @@ SPECS: dict[str, dict[str, Any]] = {
     # ... and all layers: one group; fused matrices in the checkpoint.
     "mistral": dict(arch="mistral", hidden=128, heads=8, kv_heads=4, window=72),
     "phi3": dict(arch="phi3", hidden=128, heads=4, kv_heads=4, window=64),
+    # Chunks of two blocks in three of four layers.
+    "llama4": dict(arch="llama4_text", hidden=128, heads=8, kv_heads=4, layers=4, window=64),
+    # Windows in every second layer, attention sinks, experts with biases.
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_updated": dict(GPT_OSS, seed=1),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
@@ -73,6 +88,11 @@ SPECS: dict[str, dict[str, Any]] = {
     "repeating_shared": dict(
         arch="qwen2_moe", hidden=128, heads=4, kv_heads=4, layers=2, experts=6, repeat=1.3
     ),
+    # And sliding windows: in all layers, shorter than a block; in every second one.
+    "repeating_mistral": dict(
+        arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
+    ),
+    "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pat_vllm.kinds import (
+    ChunkedAttention,
     FullAttention,
     Kinds,
     SlidingWindow,
@@ -15,13 +16,14 @@ from pat_vllm.kinds import (
     longest_hit,
     num_blocks,
 )
-from tests.support.kinds import ChunkedAttention, full
+from tests.support.kinds import LaterHalf, full
 
 SIZES = st.integers(1, 5)
 EVERY = st.one_of(
     st.builds(FullAttention, st.just(8), SIZES, SIZES),
     st.builds(SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20)),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
+    st.builds(LaterHalf, st.just(8), SIZES, SIZES),
 )
 
 

@@ -30,7 +30,7 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
     ("fields", "words"),
     [
         ({"kv_lora_rank": 512}, "has kv_lora_rank: latent attention cannot be modelled"),
-        ({"model_type": "gpt_oss"}, "has num_experts: .* model_type 'gpt_oss' .*qwen3_moe"),
+        ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
         ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
         ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
     ],

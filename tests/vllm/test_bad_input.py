@@ -56,6 +56,10 @@ MODELS: dict[str, dict[str, Any]] = {
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
         vocab_size=512, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
     ),
+    "mxfp4": model(
+        "GptOssForCausalLM", "gpt_oss", num_local_experts=4, num_experts_per_tok=2,
+        quantization_config=dict(quant_method="mxfp4"),
+    ),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
         quant_method="compressed-tensors", format="int-quantized", config_groups={}, ignore=[]
     )),
@@ -94,14 +98,14 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama", dict(kv_events_config=dict(enable_kv_cache_events=True, publisher="null")),
      "kv_events_config=", "None"),
     ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
+    ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
+     "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
     ("mamba", {}, "a hybrid, Mamba or linear-attention model", DENSE_ONLY),
     ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
     ("paligemma", dict(language_model_only=True, enable_mm_embeds=True), "enable_mm_embeds=True",
      "False"),
     ("whisper", dict(max_model_len=448), "an encoder-decoder model", DENSE_ONLY),
-    ("mistral", dict(speculative_config=NGRAM), "speculative_config='ngram'",
-     "None for models with sliding windows"),
     ("mixtral", dict(hf_overrides=MOE_OF_TWO_SIZES), "a mixture of experts",
      "models whose config has one number of experts and one width for all layers"),
 ]

@@ -1,4 +1,4 @@
-"""Switches inside runs of accepted drafts on further engines: four ranks, in place, mixtures."""
+"""Switches inside runs of accepted drafts on further engines: four ranks, mixtures, windows."""
 
 from __future__ import annotations
 
@@ -32,11 +32,19 @@ FOUR_IN_PLACE = EngineSpec("four, in place", MODEL, 4, IN_PLACE, OPTIONS)
 # Experts cut in one layout of each width, spread in the other; with shared ones, which are cut.
 EXPERTS = EngineSpec("experts", "repeating_moe", 2, IN_PLACE, OPTIONS)
 SHARED_EXPERTS = EngineSpec("shared experts", "repeating_shared", 4, IN_PLACE, OPTIONS)
+# Drafts that reach over a window's edge, and are refused there.
+WINDOWS = EngineSpec("windows", "repeating_mistral", 2, MIGRATE, OPTIONS)
+GPT_OSS = EngineSpec("gpt-oss", "repeating_gpt_oss", 2, IN_PLACE, OPTIONS)
 
-pytestmark = pytest.mark.engine(FOUR, FOUR_IN_PLACE, EXPERTS, SHARED_EXPERTS)
+pytestmark = pytest.mark.engine(FOUR, FOUR_IN_PLACE, EXPERTS, SHARED_EXPERTS, WINDOWS, GPT_OSS)
 ENGINES = {
-    "test_single_layouts": [FOUR, FOUR_IN_PLACE],
-    "test_log_probabilities_are_those_of_the_target_layout": [FOUR, FOUR_IN_PLACE],
+    "test_single_layouts": [FOUR, FOUR_IN_PLACE, WINDOWS, GPT_OSS],
+    "test_log_probabilities_are_those_of_the_target_layout": [
+        FOUR,
+        FOUR_IN_PLACE,
+        WINDOWS,
+        GPT_OSS,
+    ],
     "test_long_storm": [DRAFTS],
 }
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.kinds import FullAttention, Kinds, SlidingWindow
+from pat_vllm.kinds import ChunkedAttention, FullAttention, Kinds, SlidingWindow
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
 from pat_vllm.layout import Layout
-from tests.support.kinds import ChunkedAttention, full
+from tests.support.kinds import LaterHalf, full
 
 Pair = tuple[Layout, Layout, int]
 Migration = tuple[Layout, Layout, Kinds, list[RequestBlocks], set[tuple[int, int, int]]]
@@ -35,6 +35,7 @@ def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
         sizes.map(lambda size: FullAttention(heads, size)),
         st.builds(lambda size, window: SlidingWindow(heads, size, window=window), sizes, sizes),
         st.builds(lambda size, chunk: ChunkedAttention(heads, size, chunk=chunk), sizes, sizes),
+        sizes.map(lambda size: LaterHalf(heads, size)),
     )
     return st.lists(kinds, min_size=1, max_size=4)
 

@@ -15,6 +15,7 @@ from pat_vllm.weights.shards import (
     Cut,
     EvenPartition,
     ExpertPartition,
+    FirstPartition,
     Partition,
     Piece,
     QKVPartition,
@@ -57,7 +58,9 @@ def cuts(draw: st.DrawFn) -> tuple[Partition, int, int]:
     """A partition and two tps that it can be cut by, the second a multiple of the first."""
     base = draw(st.sampled_from(TP))
     tps = base, draw(st.sampled_from([tp for tp in TP if tp % base == 0]))
-    kind = draw(st.sampled_from(["even", "qkv", "vocab"]))
+    kind = draw(st.sampled_from(["even", "qkv", "vocab", "first"]))
+    if kind == "first":
+        return FirstPartition(draw(st.integers(1, 100))), *tps
     if kind == "even":
         sizes = st.lists(st.sampled_from(common_multiples(tps, 100)), min_size=1, max_size=3)
         return EvenPartition(tuple(draw(sizes)), dim=draw(st.integers(0, 1))), *tps
@@ -123,6 +126,15 @@ def test_vocab_partition_covers_every_row_once_and_pads_at_the_end(
     assert set(rows[vocab_size:]) <= {PADDING}
     assert len(rows) % partition.padding_size == 0
     assert len(rows) - vocab_size < partition.padding_size
+
+
+@given(st.sampled_from(TP), st.integers(1, 100))
+def test_the_first_rank_adds_what_all_add_once(tp: int, size: int) -> None:
+    partition = FirstPartition(size)
+    assert all_rows(partition, tp) == Counter(range(size)) + Counter({PADDING: (tp - 1) * size})
+    cut = Cut(partition, "tp")
+    assert [cut.nested(Layout.of(n, 4).place_of(3)) for n in (1, 2)] == [True, False]
+    assert cut.nested(Layout.of(2, 4, "ep").place_of(3)), "whole experts have whole biases"
 
 
 @given(cuts(), st.integers(1, 3))

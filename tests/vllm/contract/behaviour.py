@@ -113,6 +113,15 @@ vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager.get_num_skipped_t
 vllm.v1.core.single_type_kv_cache_manager.SlidingWindowManager._contiguous_blocks_for_hit
     blocks = cdiv\(window_size - 1, block_size\)
     what a hit in the prefix cache needs of a sliding window
+vllm.v1.core.single_type_kv_cache_manager.ChunkedLocalAttentionManager.get_num_skipped_tokens
+    num_computed_tokens // self\.attention_chunk_size \* self\.attention_chunk_size
+    which blocks of chunked attention are null
+vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots
+    max\(0, total_computed_tokens - request\.num_in_flight_tokens\)
+    drafts that are refused do not need what has left the window
+vllm.model_executor.models.gpt_oss.GptOssModel._load_weights_other
+    (?s)weight\[:, :, 2 \* tp_rank_start:2 \* tp_rank_end\].*if tp_rank != 0:\s+weight\.zero_\(\)
+    how gpt-oss cuts its experts, whose gate's and up's rows take turns, and their biases
 vllm.v1.worker.gpu.states.RequestState.__init__
     self\.all_token_ids = StagedWriteTensor\(\(self\.max_num_reqs, self\.max_model_len\),
     layouts share the token ids, which are known by their size

@@ -12,6 +12,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -35,6 +36,7 @@ def window(tokens: int) -> Any:
 GROUPS = {
     "full": [FULL],
     "windows": [window(40)],
+    "chunks": [FULL, spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
     "several": [FULL, window(40), window(5), window(40)],
 }
 
@@ -74,6 +76,31 @@ def test_null_blocks_are_those_of_vllm(replica: Any) -> None:
                 *range(held.start, kind.held(computed + new).stop)
             ]
         one.num_computed_tokens += new
+
+
+def test_refused_drafts_leave_what_the_next_step_reads(replica: Any) -> None:
+    """With steps in flight, any of whose drafts may be refused when they have been verified."""
+    manager = replica.scheduler.kv_cache_manager
+    rng = random.Random(2)
+    one, in_flight = request("drafts", [5] * 900), list[int]()
+    beyond = 0
+    while one.num_computed_tokens < 880:
+        drafts = rng.randint(0, 6)
+        lookahead = rng.randint(0, 6)
+        assert manager.allocate_slots(one, 1 + drafts, num_lookahead_tokens=lookahead) is not None
+        one.num_computed_tokens += 1 + drafts
+        one.num_in_flight_tokens += 1 + drafts
+        in_flight.append(drafts)
+        while len(in_flight) > rng.randint(0, 2):
+            verified = in_flight.pop(0)
+            one.num_computed_tokens -= rng.randint(0, verified)
+            one.num_in_flight_tokens -= 1 + verified
+        certain = one.num_computed_tokens - sum(in_flight)
+        for kind, ids in zip(replica.kinds, manager.get_block_ids("drafts"), strict=True):
+            held = kind.held(certain)
+            assert NULL_BLOCK not in ids[held.start :]
+            beyond += len(ids) > kind.held(one.num_computed_tokens).stop
+    assert beyond > 20, "no draft had a block of its own"
 
 
 def test_hits_are_those_of_vllm(replica: Any) -> None:

@@ -33,7 +33,8 @@ from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.prefix_cache import find, num_cached
 from pat_vllm.scheduler.scheduler import PATScheduler
-from tests.support.kinds import ChunkedAttention
+from tests.support.kinds import LaterHalf
+from tests.vllm.scheduler.later_half import LaterHalfSpec
 from tests.vllm.scheduler.test_scheduler import results_of
 
 HEADS = 8
@@ -121,13 +122,15 @@ class Memory:
 
 FULL, WINDOW = spec(FullAttentionSpec), spec(SlidingWindowSpec, sliding_window=40)
 NARROW = spec(SlidingWindowSpec, sliding_window=4)
-CHUNKED = spec(ChunkedLocalAttentionSpec, attention_chunk_size=24)
+CHUNKS = spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)
+OURS = spec(LaterHalfSpec)
 GROUPS = {
     "full": [FULL],
     "windows": [WINDOW],
     "full and windows": [FULL, WINDOW, WINDOW, NARROW],
     "windows and full": [NARROW, FULL],
-    "full and a kind of the tests": [FULL, CHUNKED],
+    "full and chunks": [FULL, CHUNKS],
+    "full and a kind of the tests": [FULL, OURS],
 }
 
 
@@ -140,7 +143,7 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Of one group, or of those of `GROUPS` that a test is parametrized with; with few blocks."""
     name, _, few = getattr(request, "param", "full").partition(", ")
     groups = GROUPS[name]
-    monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS, ChunkedAttention])
+    monkeypatch.setattr(kinds, "KINDS", [*kinds.KINDS, LaterHalf])
     blocks = (24 if few else 80) * len(groups)
     made = new_scheduler(monkeypatch, num_blocks=blocks, specs=groups)
     yield made

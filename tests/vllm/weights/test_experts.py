@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import layer as vllm_layer
@@ -23,16 +25,20 @@ from pat_vllm.weights.inplace import InPlaceShards
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.weights.shards import ExpertPartition
+from tests.support.models import random_model
 from tests.vllm.weights.test_inplace import addresses
 from tests.vllm.weights.test_weights import (
     assert_same_weights,
+    build,
     check_whole_model,
     derive,
     in_place,
+    load,
     scaled,
     shared,
     storages,
     values,
+    vllm_config_for,
 )
 
 RANKS = 4
@@ -41,7 +47,7 @@ KINDS: tuple[Experts, ...] = ("tp", "ep")
 ONE = Layout.of(1, RANKS)
 WIDER = [Layout.of(tp, RANKS, kind) for tp in (2, 4) for kind in KINDS]
 LAYOUTS = [ONE, *WIDER]
-MODELS = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe"]
+MODELS = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss"]
 
 
 # -------------------------------------------------------------------- one layer
@@ -163,12 +169,12 @@ def outputs(model: nn.Module, x: torch.Tensor, weights: torch.Tensor, ids: torch
     return experts.quant_method.apply(experts, x, weights, ids, None, None)
 
 
-def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens(hidden: int = HIDDEN) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, and the weights and ids of two experts for each."""
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand((20, 8), generator=generator)
     weights, ids = scores.topk(2)
-    return torch.randn((20, HIDDEN), generator=generator), weights, ids.to(torch.int32)
+    return torch.randn((20, hidden), generator=generator), weights, ids.to(torch.int32)
 
 
 def test_views_run_as_vllms_own_experts() -> None:
@@ -299,6 +305,39 @@ def test_a_whole_model(name: str) -> None:
     check_whole_model(name, LAYOUTS, rank=3)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_whole_model_from_half_of_it(kind: Experts) -> None:
-    check_whole_model("qwen3_moe", [Layout.of(tp, RANKS, kind) for tp in (2, 4)], rank=2)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_whole_model_from_half_of_it(name: str, kind: Experts, rank: int) -> None:
+    check_whole_model(name, [Layout.of(tp, RANKS, kind) for tp in (2, 4)], rank)
+
+
+def test_experts_with_biases() -> None:
+    """Those of gpt-oss, as views and with new weights: in every layout what vLLM gives for them."""
+    old, new = (
+        vllm_config_for(random_model(name), tp=1) for name in ("gpt_oss", "gpt_oss_updated")
+    )
+
+    def experts_of(model: Any) -> nn.Module:
+        return nn.ModuleDict({"experts": model.model.layers[1].mlp.experts})
+
+    stock = experts_of(load(new, ONE.place_of(0), new.load_config))
+    routed(stock).quant_method.process_weights_after_loading(routed(stock))
+    x, weights, ids = tokens(128)
+    expected = outputs(stock, x, weights, ids)
+    totals = dict.fromkeys(WIDER, torch.zeros_like(expected))
+    for rank in range(RANKS):
+        base: Any = load(old, ONE.place_of(rank), old.load_config)
+        models = [build(old, one.place_of(rank)) for one in WIDER]
+        strategy = shared(base, models, LAYOUTS, rank)
+        with in_place(ONE.place_of(rank), old.parallel_config):
+            checkpoint = load_file(Path(new.model_config.model) / "model.safetensors")
+            base.load_weights(checkpoint.items())
+        strategy.refresh(base, models)
+        for layout, model in zip(WIDER, models, strict=True):
+            strategy.arrange(layout)
+            assert_same_weights(model, load(new, layout.place_of(rank), new.load_config))
+            if rank in layout.ranks_of(0):
+                totals[layout] = totals[layout] + outputs(experts_of(model), x, weights, ids)
+    for total in totals.values():
+        torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-5)
