@@ -265,7 +265,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "self._stream.synchronize()": "self._module.current_stream().wait_stream(self._stream)"
             },
         },
-        "pat_vllm.weights.materialized:MaterializedShards._derive": {
+        "pat_vllm.weights.model_weights:derive": {
             "loaders: shards are copied on another stream": {
                 "into.copy_(": f"{ELSEWHERE}into.copy_("
             },
