@@ -7,6 +7,7 @@ has its own process, as for users: a switch is asked for while it generates.
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -320,7 +321,7 @@ def generate(
     Returns:
         Outputs by request, of `MAX_TOKENS` each.
     """
-    from vllm import RequestOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams, TokensPrompt
 
     engine = llm.llm_engine
     params = SamplingParams(
@@ -330,8 +331,11 @@ def generate(
         detokenize=False,
         logprobs=likeliest,
     )
+    # Or drafts from the responses before would be right, and few answers long.
+    salt = secrets.token_hex(8)
     for number, prompt in enumerate(prompts):
-        engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
+        request = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
+        engine.add_request(str(number), request, params)
     outputs: dict[int, Output] = {}
     answers = 0
     while engine.has_unfinished_requests():

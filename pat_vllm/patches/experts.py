@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.replacing import replace
@@ -51,10 +53,13 @@ def _plain_experts() -> type:
         UnquantizedFusedMoEMethod,
     )
 
-    # What vLLM's kernels for CPU compute, with the same constants.
+    # What vLLM's kernels for CPU compute, with the same constants. The layer itself can only be
+    # made where a config of vLLM's is current.
+    given = inspect.signature(SwigluOAIAndMul.__init__).parameters
+    constants = SimpleNamespace(alpha=given["alpha"].default, limit=given["limit"].default)
     activations = {
         MoEActivation.SILU: SiluAndMul.forward_native,
-        MoEActivation.SWIGLUOAI: SwigluOAIAndMul().forward_native,
+        MoEActivation.SWIGLUOAI: functools.partial(SwigluOAIAndMul.forward_native, constants),
     }
 
     class PlainExperts(UnquantizedFusedMoEMethod):

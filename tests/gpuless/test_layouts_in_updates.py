@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import vllm.envs as envs
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer import nccl_common
@@ -156,7 +155,7 @@ def test_requests_wait_as_long_as_a_step_may_take(monkeypatch: pytest.MonkeyPatc
     """Workers are asked once for each call that may have brought the rest."""
     clock = 1000.0
     monkeypatch.setattr(executor_module.time, "monotonic", lambda: clock)
-    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 60)
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "60")
     executor = Executor()
     assert not executor.waits_for_weights() and not executor.calls
     executor.whole = False
