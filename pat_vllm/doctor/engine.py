@@ -208,10 +208,13 @@ class PATEngine:
 
     def across(self, source: Layout, target: Layout) -> str:
         """Switch while requests are in flight; what they say is what they say in one layout."""
-        from pat_vllm.api import report
+        from pat_vllm.api import report, speculate
 
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             switch_to(self.llm, source)
+            if self.llm.llm_engine.vllm_config.num_speculative_tokens:
+                # With many right drafts a response ends in a few steps.
+                speculate(self.llm, int(attempt == 0))
             began = time.monotonic()
             outputs = self.generate({SWITCH_AFTER: partial(switch_to, self.llm, target)})
             agreement = self.first.compare_outputs(outputs)
