@@ -50,11 +50,16 @@ def main() -> None:
     replay.add_argument("rollouts", type=Path, nargs="?", default=ROLLOUTS)
     replay.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16], help="draft tokens")
     replay.add_argument("--name", default="rollouts-replay", help="of the results")
+    commands.add_parser("costs", help="what keeping responses costs the engine core")
     args = parser.parse_args()
     facts = machine()
     body = {"arguments": {name: str(value) for name, value in vars(args).items()}}
 
-    if args.command == "pretrain":
+    if args.command == "costs":
+        from benchmarks.rollouts.costs import costs
+
+        print(costs())
+    elif args.command == "pretrain":
         from benchmarks.rollouts.model import pretrain
 
         shutil.rmtree(POLICY, ignore_errors=True)

@@ -53,6 +53,11 @@ class DraftRows:
         self._of_trajectory: OrderedDict[int, Key] = OrderedDict()
 
     @property
+    def num_bytes(self) -> int:
+        """Of all responses that are kept."""
+        return self._corpus.num_bytes
+
+    @property
     def repeated(self) -> Collection[str]:
         """Requests to whose prompt there are earlier responses."""
         return self._rows.keys()

@@ -62,7 +62,7 @@ def engine(
             **options,
             "additional_config": {"pat": pat},
         }
-    _let_vllm_look_at_numba()
+    let_vllm_look_at_numba()
     with contextlib.ExitStack() as inside:
         if model in vision.CLASSES:
             inside.enter_context(vision.torchvision_stub())
@@ -98,7 +98,7 @@ def _weights_as(extension: str) -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = stock
 
 
-def _let_vllm_look_at_numba() -> None:
+def let_vllm_look_at_numba() -> None:
     """Have an engine start in a process that has imported numba, as stock ones with drafts do.
 
     On CPU vLLM looks at the `__dict__` of all that is in any module, and one object of llvmlite's

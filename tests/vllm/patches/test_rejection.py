@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
 
 from pat_vllm.patches import drafts
+from tests.support.engines import let_vllm_look_at_numba
 
 # vLLM's registry of kernels looks at all that modules hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -32,9 +32,7 @@ def sampler_of_cpu() -> Iterator[None]:
         for name, value in list(vars(rejection_sampler).items()):
             if name.endswith("_kernel") or name.startswith(("expand_", "apply_")):
                 patch.setattr(rejection_sampler, name, value)
-        # vLLM looks at what all modules have, which a library of numba's does not stand. A worker
-        # registers before it imports numba.
-        patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
+        let_vllm_look_at_numba()
         current_platform.register_triton_kernel_overrides()
         drafts.verify_sampled_drafts()
         yield
