@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,18 +36,26 @@ def costs() -> str:
         names = [one.request_id for one in requests]
         step: Any = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
         turns = [Turn(epoch * REQUESTS + number, 0, 0) for number in range(REQUESTS)]
-        arriving = _seconds(
-            lambda: [rows.arrived(*one) for one in zip(requests, turns, strict=True)]
-        )
-        first = _seconds(lambda: rows.update(step, names, [0]))
-        idle = _seconds(lambda: [rows.update(step, names, [0]) for _ in range(1000)])
-        apart = _seconds(lambda: {one for one in names if one in rows.repeated})
-        ending = _seconds(lambda: [rows.ended(one, FinishReason.STOP) for one in requests])
+        began = time.perf_counter()
+        for one, turn in zip(requests, turns, strict=True):
+            rows.arrived(one, turn)
+        arrived = time.perf_counter()
+        rows.update(step, names, [0])
+        first = time.perf_counter()
+        for _ in range(1000):
+            rows.update(step, names, [0])
+        idle = time.perf_counter()
+        assert {one for one in names if one in rows.repeated} == ({*names} if epoch else set())
+        apart = time.perf_counter()
+        for one in requests:
+            rows.ended(one, FinishReason.STOP)
+        ended = time.perf_counter()
         made = REQUESTS * TOKENS
         lines.append(
-            f"epoch {epoch}: {1e6 * arriving / REQUESTS:.1f} us a request when it comes, "
-            f"{1e6 * ending / made:.3f} us a token when it ends, {1e3 * first:.1f} ms in the first "
-            f"step, {1e3 * idle:.2f} us in another, {1e6 * apart:.0f} us to tell requests apart; "
+            f"epoch {epoch}: {1e6 * (arrived - began) / REQUESTS:.1f} us a request when it comes, "
+            f"{1e6 * (ended - apart) / made:.3f} us a token when it ends, "
+            f"{1e3 * (first - arrived):.1f} ms in the first step, {1e3 * (idle - first):.2f} us in "
+            f"another, {1e6 * (apart - idle):.0f} us to tell requests apart; "
             f"{rows.num_bytes / (made * (epoch + 1)):.2f} bytes a token"
         )
     return "\n".join(lines)
@@ -56,9 +63,3 @@ def costs() -> str:
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(150_000) for _ in range(count)]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
