@@ -11,7 +11,7 @@ from typing import Any
 from pat_vllm.cli import random_model
 from pat_vllm.doctor.tasks import POSITIONS, Models
 from pat_vllm.files.reading import read_json_object, shown
-from pat_vllm.model_size import MIXTURES, ModelSize
+from pat_vllm.model_size import ModelSize
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": dict(arch="qwen3", hidden=128, layers=3, head_dim=32, intermediate=256, vocab=512),
@@ -38,6 +38,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     ),
 }
 """That can be named; "model" is a small one of the shape of `--model`."""
+DENSE = ("qwen3", "qwen2", "llama")
+"""Kinds of models of which random ones are made in the shape of a user's."""
 MODEL = "model"
 _LAYERS, _VOCAB, _PARAMETERS = 2, 32000, 150e6
 """At most, of a model like `--model`: 0.6 GB in float32."""
@@ -72,10 +74,9 @@ def sizes_of(shape: str, model: Path | None, ranks: int) -> dict[str, Any]:
 
 def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     arch = config.get("model_type")
-    dense = [one for one in random_model.ARCHS if one not in MIXTURES + random_model.WINDOWS]
-    if arch not in dense:
+    if arch not in DENSE:
         raise ValueError(
-            f"--shape model makes random models of {', '.join(dense)}, not of {shown(arch)}; for a "
+            f"--shape model makes random models of {', '.join(DENSE)}, not of {shown(arch)}; for a "
             "mixture of experts take --shape moe"
         )
     size = ModelSize.of(config)

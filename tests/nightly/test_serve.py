@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.fork_server import Program
+from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
 
 
@@ -31,6 +32,28 @@ def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
         assert server.stop() == 0
         _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
         assert not left
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("model", ["gemma3", "gpt_oss", "mistral"])
+def test_models_with_windows(model: str, tmp_path: Path) -> None:
+    """Greedy answers longer than the window are the same through switches under load."""
+    pat = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
+    server = Server(tmp_path / "serve.log", pat, Program, model=random_model(model))
+    lengths = [200] * 4
+    try:
+        server.wait_until_ready()
+        quiet = server.complete(lengths, stream=False)
+        with ThreadPoolExecutor() as pool:
+            answers = pool.submit(server.complete, lengths, stream=False)
+            tp = 2
+            while not answers.done():
+                server.switch(tp)
+                tp = 3 - tp
+            assert answers.result() == quiet
+        assert sum(one.migrated for one in server.report().switches) >= len(lengths)
+        assert server.stop() == 0
     finally:
         server.kill()
 
