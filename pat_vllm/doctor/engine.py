@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 MAX_TOKENS = 48
 """That each request generates."""
 SWITCH_AFTER = 4
-"""Answers of the engine after which a switch is asked for."""
-_TRIES = 3
+"""Answers of the engine after which a switch is asked for; half as many at each further try."""
+_TRIES = 5
 """To switch before the last response has ended."""
 _LIKELIEST = 5
 Prompts = tuple[tuple[int, ...], ...]
@@ -216,7 +216,8 @@ class PATEngine:
                 # With many right drafts a response ends in a few steps.
                 speculate(self.llm, int(attempt == 0))
             began = time.monotonic()
-            outputs = self.generate({SWITCH_AFTER: partial(switch_to, self.llm, target)})
+            after = max(1, SWITCH_AFTER >> attempt)
+            outputs = self.generate({after: partial(switch_to, self.llm, target)})
             agreement = self.first.compare_outputs(outputs)
             forced = [
                 one

@@ -56,8 +56,8 @@ def _plain_experts() -> type:
     # What vLLM's kernels for CPU compute, with the same constants. The layer itself can only be
     # made where a config of vLLM's is current.
     given = inspect.signature(SwigluOAIAndMul.__init__).parameters
-    constants = SimpleNamespace(alpha=given["alpha"].default, limit=given["limit"].default)
-    activations = {
+    constants: Any = SimpleNamespace(alpha=given["alpha"].default, limit=given["limit"].default)
+    activations: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
         MoEActivation.SILU: SiluAndMul.forward_native,
         MoEActivation.SWIGLUOAI: functools.partial(SwigluOAIAndMul.forward_native, constants),
     }

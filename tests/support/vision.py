@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def torchvision_stub() -> Iterator[None]:
         patch.syspath_prepend(STUB)
         path = [str(STUB), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+        for name in [one for one in sys.modules if one.partition(".")[0] == "torchvision"]:
+            patch.delitem(sys.modules, name)  # another test's, perhaps
         yield
 
 
