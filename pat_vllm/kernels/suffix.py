@@ -181,6 +181,7 @@ def draft_kernel(
     if in_own:
         place = place - OWN
         period = tl.maximum(size - 1 - place, 1)
+        # `0 * index` makes blocks of scalars: Triton's interpreter takes no mask of both.
         given = (index < period) | (match + 0 * index >= period)
         found = tl.load(own + place + 1 + index % period, mask=given, other=BETWEEN)
     else:

@@ -27,6 +27,15 @@ def prepare_drafter(runner: RunnerV1 | RunnerV2) -> None:
         draft_near_the_longest_context(runner)
 
 
+def use_drafter(runner: RunnerV1 | RunnerV2, drafter: Any) -> None:
+    """Have a runner draft by this in the place of vLLM's n-gram drafter, before it is prepared.
+
+    Without it: drafts come from a request's own text alone. Missing seam: vLLM's `custom_class`
+    takes a drafter for Model Runner V1 only, and by a method that switches V2 off.
+    """
+    setattr(runner, "speculator" if is_v2(runner) else "drafter", drafter)
+
+
 def skip_empty_drafts(runner: RunnerV1 | RunnerV2) -> None:
     """Have a runner with an n-gram drafter make a step of draft length 0 as without a drafter.
 

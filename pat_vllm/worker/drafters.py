@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import pat_config
+from pat_vllm.patches.drafts import use_drafter
 from pat_vllm.patches.runners import is_v2
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ def install_drafter(runner: Any, shelf: Shelf) -> None:
     if is_v2(runner):
         from pat_vllm.worker.drafter_v2 import SuffixSpeculator
 
-        runner.speculator = SuffixSpeculator(runner, shelf)
+        use_drafter(runner, SuffixSpeculator(runner, shelf))
     else:
         from pat_vllm.worker.drafter_v1 import SuffixProposer
 
-        runner.drafter = SuffixProposer(runner, shelf)
+        use_drafter(runner, SuffixProposer(runner, shelf))
