@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,15 @@ def few_objects_to_collect() -> Iterator[None]:
     all that it imports each time takes a second."""
     gc.collect()
     gc.freeze()
+    yield
+
+
+@pytest.fixture(autouse=True)
+def environment_is_read() -> Iterator[None]:
+    """vLLM reads its variables when it is asked, also after an engine that ran in this process,
+    which has it keep them as they were."""
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()
     yield
 
 

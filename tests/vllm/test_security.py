@@ -30,9 +30,6 @@ def routes(dev_mode: bool) -> set[str]:
 
 def test_commands_are_closed_by_default() -> None:
     """They are reached as `collective_rpc` alone, which vLLM serves in its development mode."""
-    from vllm import envs
-
-    envs.disable_envs_cache()
     closed = routes(dev_mode=False)
     assert "/v1/completions" in closed
     of_engine = {"/collective_rpc", "/sleep", "/wake_up", "/reset_prefix_cache", "/update_weights"}
