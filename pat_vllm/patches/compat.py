@@ -136,12 +136,13 @@ def use_memory_pool(tag: str) -> Iterator[None]:
     from vllm.device_allocator import get_mem_allocator_instance
 
     allocator: Any = get_mem_allocator_instance()
-    previous = allocator.allocator_and_pools.get(tag)
-    if isinstance(previous, tuple):
+    pools = allocator.allocator_and_pools
+    if isinstance(pools.get(tag), tuple):
         from vllm.device_allocator.cumem import unmap_and_release
 
-        allocator.allocator_and_pools[f"{tag} {len(allocator.allocator_and_pools)}"] = previous
-        for segment in previous[0].snapshot():
+        pools[f"{tag} {len(pools)}"] = pools[tag]
+        earlier = [pool for name, (pool, _) in pools.items() if name.startswith(f"{tag} ")]
+        for segment in (one for pool in earlier for one in pool.snapshot()):
             if segment["allocated_size"] == 0 and segment["address"] in allocator.pointer_to_data:
                 unmap_and_release(allocator._python_free_callback(segment["address"]))
     with allocator.use_memory_pool(tag=tag):

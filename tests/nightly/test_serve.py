@@ -17,6 +17,7 @@ import pytest
 from tests.support.fork_server import Program
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
+from tests.support.vision import CLASSES
 
 
 def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
@@ -36,11 +37,13 @@ def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.mark.parametrize("model", ["gemma3", "gpt_oss", "mistral"])
-def test_models_with_windows(model: str, tmp_path: Path) -> None:
-    """Greedy answers longer than the window are the same through switches under load."""
+@pytest.mark.parametrize("model", ["gemma3", "gpt_oss", "mistral", "qwen2_5_vl"])
+def test_models_of_other_kinds(model: str, tmp_path: Path) -> None:
+    """Greedy answers are the same through switches under load: longer than the windows of those
+    that have some, and the text alone of a class for images."""
     pat = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
-    server = Server(tmp_path / "serve.log", pat, Program, model=random_model(model))
+    text_alone = {"language-model-only": True} if model in CLASSES else {}
+    server = Server(tmp_path / "serve.log", pat, Program, model=random_model(model), **text_alone)
     lengths = [200] * 4
     try:
         server.wait_until_ready()

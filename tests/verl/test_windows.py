@@ -1,4 +1,4 @@
-"""A model with sliding windows under verl's server and weight push."""
+"""Models with sliding windows under verl's server and weight push."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from tests.verl.reference import Reference
 from tests.verl.servers import server
 from tests.verl.test_server import PROMPTS, in_layout, regrouped
 
-ARCH = "gemma3_text"
 
-
-def test_weights_pushed_between_regroups() -> None:
+@pytest.mark.parametrize("arch", ["gemma3_text", "gpt_oss"])
+def test_weights_pushed_between_regroups(arch: str) -> None:
     """Responses are longer than the windows. New weights come in either layout, and reach both."""
-    with server(few_tokens(ARCH, 0)) as pat:
+    with server(few_tokens(arch, 0)) as pat:
         for step, tp in enumerate((1, 2, 1)):
             assert pat.call("pat_switch", tp)
-            model = few_tokens(ARCH, step % 2)
+            model = few_tokens(arch, step % 2)
             if step:
                 pat.do(pat.push(model, step))
             expected = Reference(model)
