@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.verl.models import few_tokens
-from tests.verl.reference import Reference
+from tests.verl.reference import CLOSE, Reference
 from tests.verl.servers import server
 from tests.verl.test_server import PROMPTS, in_layout, regrouped
 
 
-@pytest.mark.parametrize("arch", ["gemma3_text", "gpt_oss"])
-def test_weights_pushed_between_regroups(arch: str) -> None:
+@pytest.mark.parametrize(("arch", "close"), [("gemma3_text", CLOSE), ("gpt_oss", 1e-3)])
+def test_weights_pushed_between_regroups(arch: str, close: float) -> None:
     """Responses are longer than the windows. New weights come in either layout, and reach both."""
     with server(few_tokens(arch, 0)) as pat:
         for step, tp in enumerate((1, 2, 1)):
@@ -23,5 +23,5 @@ def test_weights_pushed_between_regroups(arch: str) -> None:
                 pat.do(pat.push(model, step))
             expected = Reference(model)
             for layout in (1, 2):
-                expected.check(in_layout(pat, layout), PROMPTS)
-            expected.check(regrouped(pat), PROMPTS)
+                expected.check(in_layout(pat, layout), PROMPTS, close)
+            expected.check(regrouped(pat), PROMPTS, close)
