@@ -1,7 +1,7 @@
 """What speculation costs where it gives nothing: steps without drafts, and switches with drafts.
 
-    python -m benchmarks.speculation off      steps at draft length 0, against an engine without
-                                              speculation, with earlier responses and without: at most 1.005
+    python -m benchmarks.speculation off      steps at draft length 0, with earlier responses and
+                                              without, against no speculation: at most 1.005
     python -m benchmarks.speculation switch   stalls of switches with drafts in flight, against ones
                                               without: at most 1.05
 
