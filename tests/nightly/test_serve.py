@@ -48,7 +48,7 @@ def test_models_with_windows(model: str, tmp_path: Path) -> None:
 
 
 def test_text_of_a_class_for_images(tmp_path: Path) -> None:
-    options = {"model": random_model("qwen2_5_vl"), "language-model-only": True}
+    options: dict[str, Any] = {"model": random_model("qwen2_5_vl"), "language-model-only": True}
     with torchvision_stub():  # vLLM imports it with the class
         check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
 
