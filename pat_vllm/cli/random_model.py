@@ -146,9 +146,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
             v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
             `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Of latent
-            attention, "deepseek_v2" has scaled positions, whole queries and groups of experts, of
-            which a token goes to one; "deepseek_v3" compresses queries, and has a bias of the
-            router's choice. Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3", "w4" and so on
+            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice. Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3", "w4" and so on
             can be encoded; every id decodes to text. A smaller `gain` makes a logprob less
             sensitive to rounding, too. `repeat` is how strongly the model continues its phrase,
             relative to all else that it might say: at 1 greedy text follows it most of the time.
@@ -240,15 +238,14 @@ def _heads(model: RandomModel) -> dict[str, Any]:
     scaled = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 0.707}
     scaled |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": max(1, longest // 2)}
     return {
+        "q_lora_rank": None if model.arch == "deepseek_v2" else max(1, model.hidden // 2),
         "kv_lora_rank": KV_RANK,
         "qk_rope_head_dim": ROPE_DIM,
         "qk_nope_head_dim": model.head_dim,
         "v_head_dim": model.head_dim,
-        **(
-            {"q_lora_rank": None, "rope_parameters": scaled}
-            if model.arch == "deepseek_v2"
-            else {"q_lora_rank": max(1, model.hidden // 2)}
-        ),
+        # With plain positions vLLM's operator on CPU takes queries and keys in one piece, which
+        # these are not: it is wrong from the second token of a step on.
+        "rope_parameters": scaled,
     }
 
 
