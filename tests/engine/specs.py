@@ -55,6 +55,8 @@ WINDOWS = EngineSpec(
     MIGRATE | {"weights": "materialized"},
     WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
 )
+# A state that both ranks have whole; prompts in chunks (see `tests/support/latent_in_chunks.py`).
+LATENT = EngineSpec("latent", "deepseek_v3", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Text alone of a class for images, whose positions are threefold, and published names its own.
 VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.

@@ -35,7 +35,9 @@ GPT_OSS: dict[str, Any] = dict(
     expert_intermediate=128,  # vLLM's kernel for CPU asks for a multiple of 32 on each of 4 ranks
 )
 
-DEEPSEEK: dict[str, Any] = dict(arch="deepseek_v3", hidden=128, heads=4, kv_heads=4, layers=3)
+DEEPSEEK: dict[str, Any] = dict(
+    arch="deepseek_v3", hidden=128, heads=4, kv_heads=4, layers=3, gain=2.0
+)
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -68,7 +70,7 @@ SPECS: dict[str, dict[str, Any]] = {
     # ... a first layer without experts, shared experts, and a bias of the router's choice.
     "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
     # Latent attention, of two mixtures (see `make_model`): one KV head that is whole on every rank.
-    "deepseek_v2": dict(arch="deepseek_v2", hidden=128, heads=4, kv_heads=4, layers=2),
+    "deepseek_v2": dict(DEEPSEEK, arch="deepseek_v2", layers=2),
     "deepseek_v3": DEEPSEEK,
     "deepseek_v3_updated": dict(DEEPSEEK, seed=1),
     # Sliding windows: two layers in three, so that there are four groups of KV caches, ...
@@ -117,6 +119,7 @@ SPECS: dict[str, dict[str, Any]] = {
         phrase=8,
     ),
 }
+LATENT = [name for name, spec in SPECS.items() if spec["arch"] in builder.LATENT]
 REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
 
 
