@@ -49,11 +49,12 @@ class StateKind(ABC):
         return cls(block_size=spec.block_size, **sizes)
 
     @classmethod
-    def heads_in(cls, spec: Any, num_kv_heads: int) -> int:
+    def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
         """`heads` of a spec that it serves; 1 is a state that every rank of a group has whole.
 
         Args:
             num_kv_heads: that the model's config names.
+            tp: of the layout whose spec it is.
         """
         return num_kv_heads
 
@@ -158,7 +159,7 @@ class LatentAttention(FullAttention):
         )
 
     @classmethod
-    def heads_in(cls, spec: Any, num_kv_heads: int) -> int:
+    def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
         return 1
 
 
@@ -272,13 +273,9 @@ def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) 
     return blocks
 
 
-def fewest_heads(specs: Iterable[Any], num_kv_heads: int) -> int:
-    """Of the kinds of these specs, those of the one that is cut into fewest parts.
-
-    Args:
-        num_kv_heads: that the model's config names.
-    """
-    heads = [kind.heads_in(spec, num_kv_heads) for spec in specs if (kind := class_of(spec))]
+def fewest_heads(specs: Iterable[Any], num_kv_heads: int, tp: int) -> int:
+    """`heads` of that of these specs which is cut into fewest parts; see `StateKind.heads_in`."""
+    heads = [kind.heads_in(spec, num_kv_heads, tp) for spec in specs if (kind := class_of(spec))]
     return min(heads, default=num_kv_heads)
 
 

@@ -99,7 +99,8 @@ def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
     """Share of the KV cache that a switch that carries KV stages in the worst case."""
     base = next(iter(runtimes.values()))
     of_kinds = Counter(base.runner.get_kv_cache_spec().values())
-    kv_heads = fewest_heads(of_kinds, base.config.model_config.get_total_num_kv_heads())
+    named = base.config.model_config.get_total_num_kv_heads()
+    kv_heads = fewest_heads(of_kinds, named, base.layout.tp)
     return staged_share(list(runtimes), kv_heads, num_regions(of_kinds.values()))
 
 

@@ -253,7 +253,7 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
         served_by = _class_of(spec)
-        heads = served_by.heads_in(spec, num_kv_heads)
+        heads = served_by.heads_in(spec, num_kv_heads, base.tp)
         held = base.kv_heads_per_rank(heads)
         per_token = spec.page_size_bytes // spec.block_size * len(group.layer_names)
         kind = served_by.of(spec, heads=heads, token_bytes=per_token * heads // held)
