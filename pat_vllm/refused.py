@@ -130,7 +130,9 @@ def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
         model = vllm_config.model_config
         return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
 
-    return Rule("model", refused, "decoder-only models with full, sliding or latent attention", kind)
+    return Rule(
+        "model", refused, "decoder-only models with full, sliding or latent attention", kind
+    )
 
 
 def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:

@@ -146,10 +146,12 @@ def write_model(path: Path, model: RandomModel) -> int:
         model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
             v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
             `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Of latent
-            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice. Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3", "w4" and so on
-            can be encoded; every id decodes to text. A smaller `gain` makes a logprob less
-            sensitive to rounding, too. `repeat` is how strongly the model continues its phrase,
-            relative to all else that it might say: at 1 greedy text follows it most of the time.
+            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice.
+            Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3",
+            "w4" and so on can be encoded; every id decodes to text. A smaller `gain` makes a
+            logprob less sensitive to rounding, too. `repeat` is how strongly the model continues
+            its phrase, relative to all else that it might say: at 1 greedy text follows it most of
+            the time.
 
     Raises:
         OSError: the files cannot be written.
@@ -243,8 +245,8 @@ def _heads(model: RandomModel) -> dict[str, Any]:
         "qk_rope_head_dim": ROPE_DIM,
         "qk_nope_head_dim": model.head_dim,
         "v_head_dim": model.head_dim,
-        # With plain positions vLLM's operator on CPU takes queries and keys in one piece, which
-        # these are not: it is wrong from the second token of a step on.
+        # With plain positions, what vLLM computes of a token on CPU depends on the others of its
+        # step, and on how they are batched.
         "rope_parameters": scaled,
     }
 

@@ -63,6 +63,14 @@ VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}
 )
+# The same of latent attention, with packed weights: 48 blocks.
+SMALL_LATENT = EngineSpec(
+    "small latent",
+    "deepseek_v3",
+    2,
+    MIGRATE,
+    {"kv_cache_memory_bytes": 48 * 3 * 16 * (512 + 64) * 4},
+)
 # Profiles are kept in `PAT_CACHE_DIR`, which `tests/engine/test_policy.py` sets.
 POLICY = EngineSpec(
     "policy",

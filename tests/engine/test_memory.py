@@ -20,8 +20,7 @@ from pat_vllm.memory.buffers import EngineShape, all_buffers
 from pat_vllm.memory.estimate import estimate, staged_share
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.worker.layout_config import resolve_weights
-from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, UPDATES
-from tests.support.kinds import full
+from tests.engine.specs import COPIES, FOUR_RANKS, IN_PLACE, LATENT, UPDATES
 from tests.support.pool import EngineSpec
 
 # With Model Runner V2 the shared engines are so small that much would be within the tolerance.
@@ -34,7 +33,7 @@ LARGE_V2 = EngineSpec(
     model_runner_v2=True,
 )
 
-pytestmark = pytest.mark.engine(COPIES, FOUR_RANKS, LARGE_V2)
+pytestmark = pytest.mark.engine(COPIES, FOUR_RANKS, LARGE_V2, LATENT)
 
 EXACT = 0.003
 TOLERANCE = 0.01
@@ -105,7 +104,10 @@ def _tensors(runner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _staged_by_a_full_switch(worker: Any) -> int:
-    """Bytes that a switch of all KV from the base layout to the widest stages. Collective."""
+    """Bytes that a switch of all KV that has room, from the base layout to the widest, stages.
+
+    Collective.
+    """
     from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 
     source, *_, target = worker._runtimes.values()
@@ -118,10 +120,10 @@ def _staged_by_a_full_switch(worker: Any) -> int:
             0,
             tuple(range(replica * blocks, (replica + 1) * blocks)),
         )
-        for replica in range(source.layout.replicas)
+        for replica in range(target.kv_cache_config.num_blocks // blocks)
     ]
-    heads = worker.vllm_config.model_config.get_total_num_kv_heads()
-    worker._move_kv(source, target, plan_moves(source.layout, target.layout, full(heads), requests))
+    plan = plan_moves(source.layout, target.layout, worker._kinds, requests)
+    worker._move_kv(source, target, plan)
     size: int = worker._exchange._transport._own.size
     return size
 

@@ -101,6 +101,8 @@ SPECS: dict[str, dict[str, Any]] = {
         arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
+    # And latent attention.
+    "repeating_deepseek": dict(DEEPSEEK, repeat=1.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),
