@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from pat_vllm.layout import Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.latent import renew_absorbed
 from pat_vllm.weights.loaders import WeightStrategy
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
+from pat_vllm.worker.layout_weights import LayoutWeights
 from tests.support.models import random_model
 from tests.vllm.weights.test_weights import (
     assert_same_weights,
@@ -58,6 +59,10 @@ def stock(config: VllmConfig, layout: Layout) -> nn.Module:
     return processed(config, load(config, place, config.load_config), place)
 
 
+def with_model(model: nn.Module) -> Any:
+    return SimpleNamespace(runner=SimpleNamespace(get_model=lambda: model))
+
+
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
     assert_same_weights(model, expected)
     wanted = absorbed(expected)
@@ -67,9 +72,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["views", "copies"])
 @pytest.mark.parametrize("strategy_class", [InPlaceShards, MaterializedShards])
-def test_walks_over_layouts_with_updates(
-    strategy_class: type[Any], copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_walks_over_layouts_with_updates(strategy_class: type[Any], copied: bool) -> None:
     """Of unquantized weights vLLM makes views. What is a copy is made anew, where it lies."""
     rng = random.Random(0)
     names = "deepseek_v3", "deepseek_v3_updated"
@@ -90,17 +93,19 @@ def test_walks_over_layouts_with_updates(
         if copied:
             for tensor in absorbed(model).values():
                 tensor.data = tensor.data.clone()
-    strategy.release()
-    strategy.check(base)  # as for updates
+    weights = LayoutWeights.__new__(LayoutWeights)
+    weights._strategy = strategy
+    weights._runtimes = tuple(map(with_model, models.values()))
+    weights._base = weights._runtimes[0]
+    weights.finish_loading()
+    assert not weights._packed
     places = [tensor.data_ptr() for model in models.values() for tensor in absorbed(model).values()]
     for name in (*names, *names[::-1]):
         strategy.arrange(base_layout)
         with in_place(base_layout.place_of(RANK), config.parallel_config):
             checkpoint = load_file(Path(configs[name].model_config.model) / "model.safetensors")
             base.load_weights(checkpoint.items())
-        strategy.refresh(base, [models[one] for one in LAYOUTS[1:]])
-        for model in models.values():
-            renew_absorbed(model)
+        assert weights.refresh(base_layout)
         for layout in [*LAYOUTS, *rng.choices(LAYOUTS, k=5)]:
             strategy.arrange(layout)
             assert_same(models[layout], expected[name, layout])
