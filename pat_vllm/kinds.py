@@ -151,12 +151,8 @@ class LatentAttention(FullAttention):
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
-        # Not of sparse attention, whose indexers have caches of their own.
-        return type(spec).__name__ == "MLAAttentionSpec" and (
-            _has_a_slot_per_head(spec)
-            and spec.tokens_per_state == 1
-            and not spec.is_index_group_leader
-        )
+        # Sparse attention, whose indexers have caches of their own, is refused by the model.
+        return type(spec).__name__ == "MLAAttentionSpec" and _has_a_slot_per_head(spec)
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
