@@ -130,7 +130,9 @@ def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
         model = vllm_config.model_config
         return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
 
-    return Rule("model", refused, "decoder-only models with full or sliding attention", kind)
+    return Rule(
+        "model", refused, "decoder-only models with full, sliding or latent attention", kind
+    )
 
 
 def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:
@@ -267,6 +269,12 @@ RULES = (
         "a hybrid, Mamba or linear-attention model",
         lambda model: model.is_hybrid or model.has_inner_state or model.is_attention_free,
     ),
-    _models("a model with multi-head latent attention", lambda model: model.use_mla),
+    _models(
+        "a model with sparse attention",
+        # Of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
+        lambda model: any(
+            hasattr(model.hf_text_config, name) for name in ("index_topk", "compress_ratios")
+        ),
+    ),
 )
 """All that is refused, in the order in which an error names it."""

@@ -127,7 +127,8 @@ class RandomModel(Ranged):
         typer.Option(
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
             "chunked attention: llama4_text; "
-            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss."
+            "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
+            "latent attention and a mixture: deepseek_v2, deepseek_v3."
         ),
     ] = "qwen3"
     hidden: Annotated[

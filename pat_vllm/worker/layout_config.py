@@ -244,6 +244,7 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
 
     Args:
         base_config: of a rank of the layout `base`.
+        num_kv_heads: that the model's config names.
 
     Raises:
         ValueError: layouts cannot share these groups.
@@ -251,14 +252,14 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
     found = []
     for group in base_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        held = base.kv_heads_per_rank(num_kv_heads)
+        served_by = _class_of(spec)
+        heads = served_by.heads_in(spec, num_kv_heads, base.tp)
+        held = base.kv_heads_per_rank(heads)
         per_token = spec.page_size_bytes // spec.block_size * len(group.layer_names)
-        kind = _class_of(spec).of(
-            spec, heads=num_kv_heads, token_bytes=per_token * num_kv_heads // held
-        )
+        kind = served_by.of(spec, heads=heads, token_bytes=per_token * heads // held)
         if len(kind.heads_of(base, 0)) != spec.num_heads:
             raise ValueError(
-                f"PAT needs the same {num_kv_heads} KV heads in all layers, but some have a KV "
+                f"PAT needs the same {heads} KV heads in all layers, but some have a KV "
                 f"cache of {spec.num_heads} on each of {base.tp} ranks: this model cannot be used "
                 "with PAT"
             )

@@ -55,11 +55,21 @@ WINDOWS = EngineSpec(
     MIGRATE | {"weights": "materialized"},
     WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
 )
+# A state that both ranks have whole; prompts in chunks (see `tests/support/latent_in_chunks.py`).
+LATENT = EngineSpec("latent", "deepseek_v3", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Text alone of a class for images, whose positions are threefold, and published names its own.
 VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}
+)
+# The same of latent attention, with packed weights: 48 blocks.
+SMALL_LATENT = EngineSpec(
+    "small latent",
+    "deepseek_v3",
+    2,
+    MIGRATE,
+    {"kv_cache_memory_bytes": 48 * 3 * 16 * (512 + 64) * 4},
 )
 # Profiles are kept in `PAT_CACHE_DIR`, which `tests/engine/test_policy.py` sets.
 POLICY = EngineSpec(

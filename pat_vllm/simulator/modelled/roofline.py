@@ -84,10 +84,11 @@ class Machine:
         memory = (layers + head) * model.dtype_bytes
         seen = context * model.kv_share(context / max(1, batch))
         memory += (seen + prefill) * model.kv_bytes_per_token(tp)
-        attended = prefill * prefill / 2
-        attended += seen * (1 + drafts / batch) if batch else 0
-        operations = 2 * (layers * tokens + head * sampled)
-        operations += 4 * model.layers * model.heads * model.head_dim / tp * attended
+        attention = prefill * prefill / 2 * model.attention_operations(tp, decode=False)
+        if batch:
+            attended = seen * (1 + drafts / batch)
+            attention += attended * model.attention_operations(tp, decode=True)
+        operations = 2 * (layers * tokens + head * sampled) + model.layers * attention
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
             load = self.expert_load(layout, tokens)

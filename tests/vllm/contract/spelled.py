@@ -22,7 +22,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.spec_decode.ngram_proposer_gpu import NgramProposerGPU
 from vllm.v1.structured_output import StructuredOutputManager
@@ -116,12 +121,15 @@ def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
     return v1.inputs_embeds, v1.attn_groups, v2.attn_groups, v1._input_fits_in_drafter
 
 
-def specs_of_kinds(full: FullAttentionSpec, window: SlidingWindowSpec) -> tuple[Any, ...]:
+def specs_of_kinds(
+    full: FullAttentionSpec, window: SlidingWindowSpec, latent: MLAAttentionSpec
+) -> tuple[Any, ...]:
     """What `kinds.py`, which imports nothing of vLLM's, reads and replaces."""
     return (
         *(full.block_size, full.num_kv_heads, full.num_head_slots, full.page_size_padded),
         *(window.block_size, window.num_kv_heads, window.num_head_slots, window.page_size_padded),
         *(window.sliding_window, window.extra_retained_tokens),
+        *(latent.block_size, latent.num_head_slots, latent.page_size_padded),
     )
 
 
