@@ -174,6 +174,18 @@ def test_what_layouts_share_is_there_once(attention: Any, runner: Any, drafts: i
     assert sum(one.on_cpu for one in shared) > sum(one.on_cpu for one in every[0] if one.shared)
 
 
+@pytest.mark.parametrize(("runner", "tables"), [("V1", 1), ("V2", 2)])
+def test_longer_contexts_take_longer_block_tables(runner: Any, tables: int) -> None:
+    """Too little beside the rest for engines of tests to show."""
+    layout = Layout(1, 1)
+
+    def of(tokens: int) -> int:
+        engine = EngineShape((layout,), runner=runner, max_num_seqs=64, max_model_len=tokens)
+        return sum(one.device for one in runner_buffers(LLAMA_8B, engine, layout))
+
+    assert of(8192) - of(4096) == tables * 4 * 64 * 4096 // EngineShape((layout,)).block_size
+
+
 def test_pinned_memory() -> None:
     """Token ids of Model Runner V2: 4 bytes for each token of each request.
 
