@@ -172,9 +172,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/unit/memory/test_estimate.py": {
-        f"{BUFFERS}:runner_buffers": {
-            "block tables are forgotten": {"Buffer(2 * table, with_kv=True)": "Buffer(0, with_kv=True)"},
-        },
         f"{SIZE}.kv_elements": {
             "keys without values": {"2 * max(": "max("},
             "KV heads are cut beyond one": {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
@@ -188,6 +185,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the smallest of shared buffers": {"max(alike": "min(alike"},
         },
         f"{BUFFERS}:runner_buffers": {
+            "block tables are forgotten": {"Buffer(2 * table, with_kv=True)": "Buffer(0, with_kv=True)"},
             "embeddings for each layout": {"Buffer(embeddings, embeddings, shared=True)": "Buffer(embeddings, embeddings)"},
             "an attention workspace for each layout": {"Buffer(workspace, shared=True, with_kv=True)": "Buffer(workspace, with_kv=True)"},
             "a bitmask of grammars for each layout": {"* mask, shared=True": "* mask"},
