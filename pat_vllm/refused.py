@@ -265,7 +265,10 @@ RULES = (
     _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
     _models(
         "a hybrid, Mamba or linear-attention model",
-        lambda model: model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        lambda model: (
+            (model.is_hybrid or model.has_inner_state or model.is_attention_free)
+            and not getattr(model.hf_text_config, "linear_num_key_heads", None)
+        ),
     ),
     _models("a model with multi-head latent attention", lambda model: model.use_mla),
 )

@@ -46,7 +46,10 @@ ARCHS = {
     "llama4_text": "Llama4ForCausalLM",
     # Both: windows in every second layer.
     "gpt_oss": "GptOssForCausalLM",
+    # A mixture, with linear attention in two layers of three.
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
+LINEAR = ("qwen3_next",)
 WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -171,7 +174,10 @@ def write_model(path: Path, model: RandomModel) -> int:
         eos_token_id=eos,
         pad_token_id=pad,
         dtype=model.dtype,
-        **{"intermediate_size": model.intermediate} | _windows(model) | _mixture(model),
+        **{"intermediate_size": model.intermediate}
+        | _windows(model)
+        | _linear_attention(model)
+        | _mixture(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
     if model.repeat:
@@ -242,6 +248,21 @@ def _windows(model: RandomModel) -> dict[str, Any]:
     return config
 
 
+def _linear_attention(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its layers with linear attention, if it has some."""
+    if model.arch not in LINEAR:
+        return {}
+    kinds = ["linear_attention"] * 2 + ["full_attention"]
+    return {
+        "layer_types": [kinds[layer % 3] for layer in range(model.layers)],
+        "linear_num_key_heads": model.linear_heads,
+        "linear_num_value_heads": 2 * model.linear_heads,
+        "linear_key_head_dim": 64,  # vLLM's CPU kernels take no narrower ones
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+    }
+
+
 def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
@@ -251,6 +272,9 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
         "qwen2_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width}
+        | {"shared_expert_intermediate_size": model.intermediate},
+        "qwen3_next": common
+        | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True}
         | {"shared_expert_intermediate_size": model.intermediate},
         "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
         "olmoe": common | {"num_experts": experts, "intermediate_size": width},
@@ -326,6 +350,8 @@ def _random_weights(
             digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             mean, std = _distribution(part, shape, gain)
+            if config.model_type in LINEAR:
+                mean, std = _of_linear(part, mean, std)
             if config.model_type.startswith("gemma"):
                 mean, std = _of_gemma(part, shape, mean, std, gain)
             weight = torch.empty(tuple(shape), dtype=dtype)
@@ -378,6 +404,10 @@ def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, 
         return 0.0, BIAS_STD
     if name.endswith("sinks"):
         return 0.0, 1.0
+    if name.endswith("A_log"):  # states forget slowly: they depend on the whole context
+        return -3.0, 0.5
+    if name.endswith("conv1d.weight"):
+        return 0.0, 1 / math.sqrt(shape[2])
     return 0.0, gain / math.sqrt(shape[1])
 
 
@@ -394,6 +424,13 @@ def _of_gemma(
     if name == "model.norm.weight":
         return gain / _EMBEDDING - 1, std
     return (0.0 if name.endswith("norm.weight") else mean), std
+
+
+def _of_linear(name: str, mean: float, std: float) -> tuple[float, float]:
+    """The same for models with linear attention, whose norms add 1 but for those of its output."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return 0.0, std
+    return mean, std
 
 
 def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:

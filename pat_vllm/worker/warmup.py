@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.kinds import Kinds
+from pat_vllm.kinds import Kinds, block_size
 from pat_vllm.kinds import num_blocks as num_blocks_of
 from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
 from pat_vllm.worker.synthetic import (
@@ -47,7 +47,7 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool)
         config.scheduler_config.max_num_batched_tokens,
         config.model_config.max_model_len - DECODE_STEPS - 1,
         # Blocks of a step's tokens are given back after it.
-        (num_blocks - FIRST_BLOCK) // len(kinds) * kinds[0].block_size - DECODE_STEPS,
+        (num_blocks - FIRST_BLOCK) // len(kinds) * block_size(kinds) - DECODE_STEPS,
     )
     long = max(1, min(PREFILL_TOKENS, limit))
     rate = 0.0

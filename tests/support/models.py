@@ -35,6 +35,10 @@ GPT_OSS: dict[str, Any] = dict(
     expert_intermediate=128,  # vLLM's kernel for CPU asks for a multiple of 32 on each of 4 ranks
 )
 
+QWEN3_NEXT: dict[str, Any] = dict(
+    arch="qwen3_next", dtype="bfloat16", hidden=128, heads=4, kv_heads=2, head_dim=64, layers=6
+)
+
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
     # Normalised queries and keys; at tp=4 each rank has one of the 4 KV heads.
@@ -78,6 +82,10 @@ SPECS: dict[str, dict[str, Any]] = {
     # Windows in every second layer, attention sinks, experts with biases.
     "gpt_oss": GPT_OSS,
     "gpt_oss_updated": dict(GPT_OSS, seed=1),
+    # Linear attention in two layers of three, in 16 bits, as vLLM's CPU kernels take it: three groups
+    # of caches, two of which have a slot for each request; experts and shared ones.
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
