@@ -79,7 +79,7 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 _EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
-MIXTURES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next")
+MIXTURES = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next")
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""

@@ -128,7 +128,7 @@ class RandomModel(Ranged):
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
             "chunked attention: llama4_text; "
             "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
-            "a mixture with linear attention: qwen3_next."
+            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text."
         ),
     ] = "qwen3"
     hidden: Annotated[

@@ -46,10 +46,12 @@ ARCHS = {
     "llama4_text": "Llama4ForCausalLM",
     # Both: windows in every second layer.
     "gpt_oss": "GptOssForCausalLM",
-    # A mixture, with linear attention in two layers of three.
+    # Linear attention in two layers of three; with experts, but for one.
     "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-LINEAR = ("qwen3_next",)
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
@@ -276,6 +278,9 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
         "qwen3_next": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True}
         | {"shared_expert_intermediate_size": model.intermediate},
+        "qwen3_5_moe_text": common
+        | {"num_experts": experts, "moe_intermediate_size": width}
+        | {"shared_expert_intermediate_size": model.intermediate},
         "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
         "olmoe": common | {"num_experts": experts, "intermediate_size": width},
         "glm4_moe": common
@@ -378,7 +383,7 @@ def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
     embedding[:, :phrase] = 0
     embedding[ids, (ids - first) % phrase] = size
     for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")):
             weight[:phrase] = 0
         elif name.endswith(("experts.down_proj", "experts.down_proj_bias")):  # of gpt-oss
             weight[..., :phrase] = 0

@@ -24,7 +24,7 @@ from pat_vllm.kernels import kv, suffix, swap
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
-from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
+from pat_vllm.worker.layout_config import KV_LAYOUTS, layout_kv_cache_config
 from tests.support.kinds import full
 from tests.vllm.kernels.triton_kernels import (
     CAPABILITIES,
@@ -65,8 +65,7 @@ def layer_views(
     buffer = SharedKVBuffer()
     buffer.buffer = torch.zeros(num_bytes, dtype=torch.int8)
     for layout in (Layout.of(tp, RANKS) for tp in sizes):
-        ratio = block_ratio(layout, Layout.of(1, RANKS), full(model.kv_heads))
-        config = layout_kv_cache_config(base, ratio)
+        config = layout_kv_cache_config(base, layout, Layout.of(1, RANKS), full(model.kv_heads))
         for view in buffer.views(config, KVCacheLayout[kv_layout]).values():
             yield _words(view)
 

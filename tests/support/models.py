@@ -35,9 +35,10 @@ GPT_OSS: dict[str, Any] = dict(
     expert_intermediate=128,  # vLLM's kernel for CPU asks for a multiple of 32 on each of 4 ranks
 )
 
-QWEN3_NEXT: dict[str, Any] = dict(
-    arch="qwen3_next", dtype="bfloat16", hidden=128, heads=4, kv_heads=2, head_dim=64, layers=6
+_LINEAR: dict[str, Any] = dict(
+    dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6
 )
+QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -86,6 +87,11 @@ SPECS: dict[str, dict[str, Any]] = {
     # of caches, two of which have a slot for each request; experts and shared ones.
     "qwen3_next": QWEN3_NEXT,
     "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
+    # One KV head for two ranks at tp=4, so that a block is no smaller there than at tp=2.
+    "qwen3_next_few_kv": dict(QWEN3_NEXT, kv_heads=2),
+    # Its matrices of queries, keys, values and gates cut each by itself; with experts and without.
+    "qwen3_5": dict(_LINEAR, arch="qwen3_5_text"),
+    "qwen3_5_moe": dict(_LINEAR, arch="qwen3_5_moe_text"),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
@@ -101,6 +107,8 @@ SPECS: dict[str, dict[str, Any]] = {
         arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
+    # And linear attention: text in 16 bits goes on alike for long.
+    "repeating_next": dict(QWEN3_NEXT, repeat=1.4),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from pat_vllm.kinds import (
     ChunkedAttention,
     FullAttention,
     Kinds,
+    LinearAttention,
     SlidingWindow,
     carried_tokens,
     densest,
@@ -16,6 +18,7 @@ from pat_vllm.kinds import (
     longest_hit,
     num_blocks,
 )
+from pat_vllm.layout import Layout
 from tests.support.kinds import LaterHalf, full
 
 SIZES = st.integers(1, 5)
@@ -23,6 +26,7 @@ EVERY = st.one_of(
     st.builds(FullAttention, st.just(8), SIZES, SIZES),
     st.builds(SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20)),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
+    st.builds(LinearAttention, st.just(8), SIZES, slot_bytes=SIZES),
     st.builds(LaterHalf, st.just(8), SIZES, SIZES),
 )
 
@@ -33,6 +37,7 @@ def test_blocks_hold_the_last_tokens_and_none_comes_back(kind: FullAttention, to
     assert held.stop == -(-tokens // kind.block_size)
     assert held.start <= later.start <= later.stop and held.stop <= later.stop
     assert 0 <= kind.tokens_held(tokens) <= tokens
+    assert (kind.bytes_held(tokens) > 0) == (tokens > 0)
 
 
 @given(
@@ -83,3 +88,19 @@ def test_figures_of_a_model_with_windows() -> None:
     assert carried_tokens(kinds, 1000) == 1000
     assert carried_tokens(kinds, 4096) == (5 * 1024 + 4096) / 6
     assert carried_tokens(full(8), 77) == 77
+
+
+def test_figures_of_a_model_with_linear_attention() -> None:
+    """Of Qwen3-Next's pattern: three layers of it for one of full attention."""
+    slots = [LinearAttention(16, 1056, slot_bytes=4000)] * 3
+    kinds = (FullAttention(2, 1056, 2), *slots)
+    assert num_blocks(kinds, 8 * 1056, room=1) == 8 + 3 * 2
+    assert num_blocks(kinds, 1000, room=1) == 1 + 3
+    # A state moves whole, however long the context is.
+    assert carried_tokens(kinds, 1) == 1 + 6000
+    assert carried_tokens(kinds, 8000) == 8000 + 6000
+    # Without prefix caching a slot is a block for the longest context.
+    (slot,) = {kind.held(5000) for kind in [LinearAttention(16, 1 << 15, slot_bytes=4000)] * 3}
+    assert slot == range(1)
+    with pytest.raises(ValueError, match="16 key heads of linear attention cannot be split"):
+        slots[0].heads_of(Layout.of(32, 32), 0)
