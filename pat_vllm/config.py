@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    model_validator,
 )
 
 from pat_vllm.files.reading import check_name, cut, shown
@@ -173,6 +174,8 @@ class PATConfig(StrictModel):
         draft_history_bytes: of earlier responses that are kept for n-gram drafts, the latest; a
             request drafts from those to its own prompt, too. 0: from its own text alone, by
             vLLM's drafter.
+        draft_history_file: where these responses are kept for the next engine; it is read at start
+            if it exists, and written when no request is left.
         enabled: whether the engine runs with PAT, whatever `distributed_executor_backend` is; None:
             as that says. For engines that a trainer makes, which names a backend itself.
     """
@@ -187,7 +190,17 @@ class PATConfig(StrictModel):
     launcher: Literal["auto", "mp", "ray"] = "auto"
     readonly_calls: tuple[StrictStr, ...] = ()
     draft_history_bytes: Annotated[StrictInt, Field(ge=0)] = 256 << 20
+    draft_history_file: FileName | None = None
     enabled: StrictBool | None = None
+
+    @model_validator(mode="after")
+    def _keeps_what_it_writes(self) -> Self:
+        if self.draft_history_file is not None and not self.draft_history_bytes:
+            raise ValueError(
+                "draft_history_file is named, but with draft_history_bytes 0 no response is kept; "
+                "leave one of them out"
+            )
+        return self
 
     @classmethod
     def parse(cls, options: Any) -> PATConfig:

@@ -1,20 +1,15 @@
-"""Replays recorded rollouts in lockstep and says how many tokens a step each drafter would give.
-
-A draft token that is drawn from a point mass is accepted with the probability of that token, so on
-a recorded response it is accepted exactly if it is the recorded token.
-"""
+"""Replays recorded rollouts: how many tokens a step each drafter would give."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
 
-from benchmarks.rollouts.records import Response, Rollouts
-from pat_vllm.drafts.corpus import Corpus, key_of
+from benchmarks.rollouts.records import Rollouts
+from pat_vllm.drafts.replay import Replayed, replay
 from pat_vllm.drafts.suffix import draft
 
 MATCH_BUCKETS = 12
@@ -41,40 +36,20 @@ class Drafter:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """What drafts did.
+class ReplayedEpoch(Replayed):
+    """What drafts did in an epoch.
 
     Attributes:
-        prompts: of each response, `[responses]`.
-        tokens: int64 `[responses]`, those that decode steps gave.
-        steps, drafted, accepted: int64 `[responses]`: decode steps, draft tokens, those accepted.
-        matches: int64 `[buckets, 3]`: the same three by the length of the match.
+        prompts: of each response, int64 `[responses]`.
+        matches: steps, drafted and accepted tokens by the length of the match, int64
+            `[buckets, 3]`.
     """
 
     prompts: np.ndarray
-    tokens: np.ndarray
-    steps: np.ndarray
-    drafted: np.ndarray
-    accepted: np.ndarray
     matches: np.ndarray
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Over all responses."""
-        return float(self.tokens.sum() / self.steps.sum())
 
-    @property
-    def acceptance(self) -> float:
-        """Share of the draft tokens that were accepted."""
-        return float(self.accepted.sum() / max(1, self.drafted.sum()))
-
-    @property
-    def drafted_per_step(self) -> float:
-        """Draft tokens of a step."""
-        return float(self.drafted.sum() / self.steps.sum())
-
-
-def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Replayed:
+def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> ReplayedEpoch:
     """An epoch's rollout with a drafter that sees what existed then.
 
     Args:
@@ -83,68 +58,28 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
     epochs = rollouts.epochs
     before = epochs[max(0, epoch - drafter.visits) : epoch]
     others = _shuffled(len(rollouts.prompts)) if drafter.placebo else range(len(rollouts.prompts))
-    columns, matches = [], np.zeros((MATCH_BUCKETS, 3), np.int64)
+    matches = np.zeros((MATCH_BUCKETS, 3), np.int64)
+
+    def seen(match: int, drafted: int, accepted: int) -> None:
+        matches[min(match.bit_length(), MATCH_BUCKETS - 1)] += (1, drafted, accepted)
+
+    def find(own: np.ndarray, others: np.ndarray, out: np.ndarray) -> tuple[int, int]:
+        if drafter.ngram:
+            count, match = draft_ngram(own, drafter.shortest, 4, out)
+        else:
+            count, match = draft(own, others, drafter.shortest, out)
+        return int(count), int(match)
+
+    parts, prompts = [], []
     for number, prompt in enumerate(rollouts.prompts):
-        live = [one for one in epochs[epoch] if one.prompt == number]
-        past = [one for done in before for one in done if one.prompt == others[number]]
-        counts = _replay(prompt, live, past, drafter, k, matches)
-        given = np.array([len(one.tokens) - 1 for one in live])
-        columns.append(np.column_stack([np.full(len(live), number), given, counts]))
-    prompts, tokens, steps, drafted, accepted = np.concatenate(columns).T
-    return Replayed(prompts, tokens, steps, drafted, accepted, matches)
+        live = [one.tokens for one in epochs[epoch] if one.prompt == number]
+        past = [one.tokens for done in before for one in done if one.prompt == others[number]]
+        parts.append(replay(prompt, live, past, k, siblings=drafter.siblings, find=find, seen=seen))
+        prompts += [number] * len(live)
+    return ReplayedEpoch(**vars(Replayed.of(parts)), prompts=np.array(prompts), matches=matches)
 
 
-def _replay(
-    prompt: np.ndarray,
-    live: Sequence[Response],
-    past: Sequence[Response],
-    drafter: Drafter,
-    k: int,
-    matches: np.ndarray,
-) -> np.ndarray:
-    """Responses that are generated side by side; each step drafts and verifies.
-
-    Args:
-        matches: counts of steps, drafted and accepted tokens are added by the match's length.
-
-    Returns:
-        Of each response its decode steps, draft tokens verified and accepted, int64 [responses, 3].
-    """
-    corpus, key = Corpus(1 << 40), key_of([])
-    for one in past:
-        corpus.add(key, prompt.tolist(), one.tokens.tolist())
-
-    def rows() -> np.ndarray:
-        return np.concatenate([out[:0], *(row.tokens for row in corpus.latest(key, 1 << 17))])
-
-    out, counts = np.empty(k, np.int32), np.zeros((len(live), 3), np.int64)
-    texts = [np.concatenate([prompt, one.tokens]).astype(np.int32) for one in live]
-    ends = [min(len(prompt) + 1, len(text)) for text in texts]  # prefill makes the first token
-    others = rows()
-    while going := [at for at, text in enumerate(texts) if ends[at] < len(text)]:
-        ended = []
-        for at in going:
-            text, end = texts[at], ends[at]
-            if drafter.ngram:
-                drafted, match = draft_ngram(text[:end], drafter.shortest, 4, out)
-            else:
-                drafted, match = draft(text[:end], others, drafter.shortest, out)
-            right = out[:drafted][: len(text) - end] == text[end : end + drafted]
-            accepted = int(right.cumprod().sum())
-            ends[at] = min(end + accepted + 1, len(text))
-            counts[at] += (1, drafted, accepted)
-            bucket = min(int(match).bit_length(), MATCH_BUCKETS - 1)
-            matches[bucket] += (1, drafted, accepted)
-            if ends[at] == len(text):
-                ended.append(at)
-        if drafter.siblings and ended:
-            for at in ended:
-                corpus.add(key, prompt.tolist(), live[at].tokens.tolist())
-            others = rows()
-    return counts
-
-
-def gain(new: Replayed, old: Replayed) -> tuple[float, float, float]:
+def gain(new: ReplayedEpoch, old: ReplayedEpoch) -> tuple[float, float, float]:
     """Tokens a step of one replay over those of another of the same responses.
 
     Returns:

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from pat_vllm.advice.drafts import Text
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
 from pat_vllm.predictor.kept import load
 from pat_vllm.predictor.state import LiveRequests
@@ -35,8 +36,8 @@ from pat_vllm.simulator.traces import (
     load_trace,
 )
 
-CountTokens = Callable[[list[str]], list[int]]
-"""Tokens of each of some texts."""
+Tokenize = Callable[[list[str]], list[list[int]]]
+"""Token ids of each of some texts."""
 
 LENGTH, TOTAL, PROMPT = "response_length", "total_length", "prompt_length"
 TEXT, PROMPT_TEXT = "output", "input"
@@ -65,12 +66,15 @@ class EarlierRollouts:
         num_prompt_tokens: of each response's prompt, or each trajectory's first one; empty where
             the file does not tell.
         trajectories: the turns of each; empty where the file has none.
+        texts: of each iteration, which is a file, the oldest first; empty where they or their
+            prompts are not told.
     """
 
     name: str
     lengths: tuple[int, ...]
     num_prompt_tokens: tuple[int, ...] = ()
     trajectories: tuple[tuple[TurnLengths, ...], ...] = ()
+    texts: tuple[tuple[Text, ...], ...] = ()
 
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
         """A batch of responses, or trajectories, drawn from these, with replacement; longer ones
@@ -97,22 +101,22 @@ class EarlierRollouts:
         )
 
 
-def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollouts:
+def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollouts:
     """The responses in a file, or in all `*.jsonl` files of a directory.
 
     Args:
-        count: counts tokens where a file has text; None: such a file is an error.
+        tokenize: for files that have text; None: such a file is an error.
 
     Raises:
         ValueError: it cannot be read, or does not hold lengths; says where, what is there and what
             is expected.
     """
     if not path.is_dir():
-        return _read_file(path, count)
+        return _read_file(path, tokenize)
     files = sorted(path.glob("*.jsonl"), key=lambda file: (len(file.stem), file.stem))
     if not files:
         raise ValueError(f"directory {name_of(path)} has no *.jsonl file; name a file: {FORMATS}")
-    parts = [_read_file(file, count) for file in files]
+    parts = [_read_file(file, tokenize) for file in files]
     told = all(part.num_prompt_tokens for part in parts)
     with_turns = [file for file, part in zip(files, parts, strict=True) if part.trajectories]
     if len(with_turns) not in (0, len(files)):
@@ -126,10 +130,11 @@ def read_rollouts(path: Path, count: CountTokens | None = None) -> EarlierRollou
         tuple(length for part in parts for length in part.lengths),
         tuple(tokens for part in parts for tokens in part.num_prompt_tokens) if told else (),
         tuple(one for part in parts for one in part.trajectories),
+        tuple(iteration for part in parts for iteration in part.texts) if told else (),
     )
 
 
-def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
+def _read_file(path: Path, tokenize: Tokenize | None) -> EarlierRollouts:
     try:
         text = read_text(path, "--lengths", most=_MOST_BYTES)
     except FileError as error:
@@ -142,7 +147,7 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
     try:
         whole = parse_json(text)
     except ValueError:
-        return _of_records(path, _json_lines(path, text), count)
+        return _of_records(path, _json_lines(path, text), tokenize)
     if isinstance(whole, dict) and "lengths" in whole:
         trace = load_trace(path)
         if trace.has_turns:
@@ -155,10 +160,10 @@ def _read_file(path: Path, count: CountTokens | None) -> EarlierRollouts:
     if isinstance(whole, dict) and {"ends", "tokens"} <= whole.keys():
         return _of_an_engine(path)
     if not isinstance(whole, list):
-        return _of_records(path, [("line 1", whole)], count)
+        return _of_records(path, [("line 1", whole)], tokenize)
     if not whole:
         raise ValueError(f"{name_of(path)} is an empty array; expected {FORMATS}")
-    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], count)
+    return _of_records(path, [(f"entry {i}", one) for i, one in enumerate(whole, 1)], tokenize)
 
 
 def _of_an_engine(path: Path) -> EarlierRollouts:
@@ -201,12 +206,12 @@ def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:
 
 
 def _of_records(
-    path: Path, records: Sequence[tuple[str, Any]], count: CountTokens | None
+    path: Path, records: Sequence[tuple[str, Any]], tokenize: Tokenize | None
 ) -> EarlierRollouts:
     if any(isinstance(one, dict) and TURNS in one for _, one in records):
         return _of_trajectories(path, records)
     if any(isinstance(one, dict) and LENGTH not in one for _, one in records):
-        return _of_texts(path, records, count)
+        return _of_texts(path, records, tokenize)
     lengths: list[int] = []
     prompts: list[int] = []
     for where, one in records:
@@ -275,7 +280,7 @@ def _turn(at: str, turn: Any, last: bool) -> TurnLengths:
 
 
 def _of_texts(
-    path: Path, records: Sequence[tuple[str, Any]], count: CountTokens | None
+    path: Path, records: Sequence[tuple[str, Any]], tokenize: Tokenize | None
 ) -> EarlierRollouts:
     texts: list[str] = []
     prompts: list[str] = []
@@ -287,16 +292,23 @@ def _of_texts(
         texts.append(text)
         if isinstance(prompt := one.get(PROMPT_TEXT), str) and prompt:
             prompts.append(prompt)
-    if count is None:
+    if tokenize is None:
         raise ValueError(
             f'{name_of(path)} holds text ("{TEXT}"), not lengths; name the checkpoint that made it '
             "with --model DIRECTORY, whose tokenizer.json counts its tokens"
         )
     # A response without text had an end-of-sequence token at least.
-    lengths = tuple(max(1, tokens) for tokens in count(texts))
-    told = len(prompts) == len(texts)
-    of_prompts = tuple(max(1, tokens) for tokens in count(prompts)) if told else ()
-    return EarlierRollouts(path.stem, lengths, of_prompts)
+    responses = [np.array(one, np.int32) for one in tokenize(texts)]
+    lengths = tuple(max(1, len(one)) for one in responses)
+    if len(prompts) < len(texts):
+        return EarlierRollouts(path.stem, lengths)
+    asked = [np.array(one, np.int32) for one in tokenize(prompts)]
+    return EarlierRollouts(
+        path.stem,
+        lengths,
+        tuple(max(1, len(one)) for one in asked),
+        texts=(tuple(map(Text, asked, responses)),),
+    )
 
 
 def _whole_numbers(at: str, name: str, value: Any) -> list[int]:

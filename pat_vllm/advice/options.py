@@ -82,9 +82,14 @@ class AdviseOptions(Ranged):
         ),
     ] = None
     acceptance: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Share of first draft tokens accepted; 0: no drafts."),
-    ] = 0.0
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Share of first draft tokens accepted; 0: no drafts. Without it, as texts in "
+            "--lengths are replayed, else 0.",
+        ),
+    ] = None
     drafting: Annotated[
         float, typer.Option(min=0, max=60, help="Seconds a drafter adds to a step; with --gpu.")
     ] = 0.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pat_vllm.advice.lengths import EarlierRollouts, read_rollouts
+from pat_vllm.advice.drafts import DraftsGive, drafts_give
+from pat_vllm.advice.lengths import EarlierRollouts, Tokenize, read_rollouts
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
@@ -45,12 +45,15 @@ class Rollouts:
         alone: of static engines, where these have other layouts and memory; with PAT's layouts
             among its own.
         all_layouts: whether every static layout is replayed in all batches.
+        drafts: what drafts would have given to the earlier rollouts; None: nobody asked, or their
+            texts are not known.
     """
 
     profile: Profile
     chains: tuple[tuple[LengthTrace, ...], ...]
     alone: Profile | None = None
     all_layouts: bool = False
+    drafts: DraftsGive | None = None
 
     @property
     def static(self) -> Profile:
@@ -99,16 +102,30 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
             "trace", ("lengths", "shape", "responses", "max_tokens", "iterations", "seed")
         )
         trace = load_trace(options.trace)
-        options = replace(options, acceptance=options.acceptance or trace.acceptance)
+        if options.acceptance is None:
+            options = replace(options, acceptance=trace.acceptance)
+    earlier = read_rollouts(options.lengths, _tokenizer(options)) if options.lengths else None
+    drafts = None
+    if options.acceptance is None and earlier and earlier.texts:
+        drafts = drafts_give(earlier.texts, max(DRAFT_LENGTHS))
+        options = replace(options, acceptance=drafts.acceptance)
     engine = engine_of(options)
+    if options.acceptance and not any(step.k for step in engine.steps):
+        if drafts is None:
+            raise ValueError(
+                f"--acceptance is {options.acceptance:g}, but --profile {options.profile} has no "
+                "steps with drafts; take it from an engine with speculative_config, or leave "
+                "--acceptance out"
+            )
+        options = replace(options, acceptance=0.0)
     limit = engine.key.get("max_model_len")
     limit = limit if isinstance(limit, int) else None
     if trace is None:
-        chains = _drawn(options, limit)
+        chains = _drawn(options, earlier, limit)
     else:
         both = zip(trace.num_prompt_tokens, trace.lengths, strict=True)
         _check_room(max(map(sum, both)), limit)
-        chains = ((replace(trace, acceptance=options.acceptance),) * 2,)
+        chains = ((replace(trace, acceptance=options.acceptance or 0.0),) * 2,)
     # As vLLM's max_model_len, which a replica's memory has to hold.
     longest = max(batch.longest for chain in chains for batch in chain)
     if engine.kind == "modelled":
@@ -120,9 +137,9 @@ def rollouts_of(options: AdviseOptions) -> Rollouts:
             "responses (--max-tokens)"
         )
     if options.profile is not None:
-        return Rollouts(engine, chains, all_layouts=options.all_layouts)
+        return Rollouts(engine, chains, None, options.all_layouts, drafts)
     ours = _chosen(options, engine, chains[0][0], longest)
-    return Rollouts(ours, chains, engine, options.all_layouts)
+    return Rollouts(ours, chains, engine, options.all_layouts, drafts)
 
 
 def engine_of(options: AdviseOptions) -> Profile:
@@ -133,14 +150,7 @@ def engine_of(options: AdviseOptions) -> Profile:
     """
     if options.profile is not None:
         options.refuse_beside("profile", ("gpu", "gpus", "drafting", "max_num_seqs"))
-        profile = Profile.load(options.profile)
-        if options.acceptance and not any(s.k for s in profile.steps):
-            raise ValueError(
-                f"--acceptance is {options.acceptance:g}, but --profile {options.profile} has no "
-                "steps with drafts; take it from an engine with speculative_config, or leave "
-                "--acceptance out"
-            )
-        return profile
+        return Profile.load(options.profile)
     if options.gpu is None or options.model is None:
         missing = "--gpu" if options.gpu is None else "--model"
         raise ValueError(
@@ -211,14 +221,11 @@ def _chosen(options: AdviseOptions, alone: Profile, first: LengthTrace, longest:
 
 
 def _drawn(
-    options: AdviseOptions, max_model_len: int | None
+    options: AdviseOptions, earlier: EarlierRollouts | None, max_model_len: int | None
 ) -> tuple[tuple[LengthTrace, ...], ...]:
-    """Iterations drawn from a file or a shape, in rows as `Rollouts.chains`; `max_model_len` is
-    that of the profiled engine."""
-    earlier = None
-    if options.lengths is not None:
-        earlier = read_rollouts(options.lengths, _token_counter(options))
-    elif options.shape not in GENERATORS:
+    """Iterations drawn from earlier ones or a shape, in rows as `Rollouts.chains`;
+    `max_model_len` is that of the profiled engine."""
+    if earlier is None and options.shape not in GENERATORS:
         raise ValueError(f"--shape is {shown(options.shape)}; allowed are {', '.join(GENERATORS)}")
     usual = _ITERATIONS_WITH_DRAFTS if options.acceptance else _ITERATIONS
     count = (options.iterations or usual) + _CHAINS
@@ -260,22 +267,22 @@ def _batch(
         batch = earlier.draw(options.responses, most, seed)
     else:
         batch = GENERATORS[options.shape](options.responses, most, seed)
-    return replace(batch.with_prompts(prompt), acceptance=options.acceptance)
+    return replace(batch.with_prompts(prompt), acceptance=options.acceptance or 0.0)
 
 
-def _token_counter(options: AdviseOptions) -> Callable[[list[str]], list[int]] | None:
-    """Counts by the checkpoint's tokenizer; None where there is none."""
+def _tokenizer(options: AdviseOptions) -> Tokenize | None:
+    """The checkpoint's tokenizer; None where there is none."""
     config = config_file(options.model) if options.model else None
     file = config.with_name("tokenizer.json") if config else None
     if file is None or not file.is_file():
         return None
 
-    def count(texts: list[str]) -> list[int]:
+    def tokenize(texts: list[str]) -> list[list[int]]:
         try:
             from tokenizers import Tokenizer
         except ImportError:
             raise ValueError(
-                f"--lengths {options.lengths} holds text, which the package `tokenizers` counts; "
+                f"--lengths {options.lengths} holds text, which takes the package `tokenizers`; "
                 "`pip install tokenizers`, or give the lengths in tokens"
             ) from None
         try:
@@ -283,6 +290,6 @@ def _token_counter(options: AdviseOptions) -> Callable[[list[str]], list[int]] |
         except Exception as error:  # the package raises nothing more special
             raise ValueError(f"tokenizer {file} cannot be read: {cut(str(error))}") from None
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [len(one.ids) for one in encoded]
+        return [one.ids for one in encoded]
 
-    return count
+    return tokenize

@@ -30,6 +30,20 @@ def heading(advice: Advice) -> str:
     return f"Simulated, step and switch times {times}. {title}; {batch.name}, {replayed}"
 
 
+def of_drafts(advice: Advice) -> str:
+    """What drafts would have given to the earlier rollouts; empty: their texts are not known."""
+    if (give := advice.rollouts.drafts) is None:
+        return ""
+    taken = f"an acceptance of {give.acceptance:.2f} is taken from there"
+    if not advice.rollouts.batches[0].acceptance:
+        taken = "the profile has no steps with drafts, so that none are simulated"
+    return (
+        f"Drafts, replayed from {give.responses:,} responses of the last iteration (k = {give.k}): "
+        f"{give.own:.2f} tokens a step from a request's own text, {give.earlier:.2f} with earlier "
+        f"responses to its prompt, which {give.repeated:.0%} have; {taken}."
+    )
+
+
 def verdict(advice: Advice) -> str:
     """The answer in two or three sentences."""
     static, kind = advice.static, "modelled" if advice.modelled else "simulated"

@@ -119,6 +119,7 @@ class Advice:
             "max_tokens": batches[0].max_tokens,
             "lengths": batches[0].name,
             "acceptance": batches[0].acceptance,
+            "replayed_drafts": asdict(give) if (give := self.rollouts.drafts) else None,
             "pays": self.pays,
             "gain_over_best_static": asdict(self.gain),
             "best_static": self._to_json(self.static),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.settings import CHECKPOINT, PLACEHOLDERS, settings
-from pat_vllm.advice.text import PARTS, heading, percents, verdict
+from pat_vllm.advice.text import PARTS, heading, of_drafts, percents, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli.results import to_json
 from pat_vllm.files.writing import write_whole
@@ -77,6 +77,8 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
             f"{round(sum(seconds) / best - 1, 3) + 0.0:+.1%}",
         )
     console.print(table)
+    if said := of_drafts(advice):
+        console.print(said)
     console.print(f"[bold]{verdict(advice)}[/bold]")
     console.print(f"PAT in the last iteration ({kind}): {advice.path}.")
     parts = Table(title=PARTS, title_justify="left")

@@ -160,6 +160,7 @@ def as_used(options: Options, models: Models, facts: Facts) -> tuple[Task, Task]
         if method == "ngram":
             why = "; ngram_gpu needs a GPU or Model Runner V2"
     pat = dict(options.pat)
+    pat.pop("draft_history_file", None)
     if "policy" in pat:  # its files are of the user's model
         files = ("profile", "lengths_file")
         pat["policy"] = {name: one for name, one in pat["policy"].items() if name not in files}

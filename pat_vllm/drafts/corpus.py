@@ -16,12 +16,13 @@ TAIL_TOKENS = 8
 _TOKEN_BYTES = 4
 
 Key = bytes
+KEY_BYTES = 16
 
 
 def key_of(prompt: Sequence[int], salt: str | None = None) -> Key:
     """What a prompt is known by; `salt` is vLLM's `cache_salt`, which keeps users apart."""
     text = np.asarray(prompt, np.int32).tobytes()
-    return hashlib.blake2b(text, digest_size=16, key=(salt or "").encode()[:64]).digest()
+    return hashlib.blake2b(text, digest_size=KEY_BYTES, key=(salt or "").encode()[:64]).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,11 @@ class Corpus:
         """Of all rows together."""
         return self._bytes
 
+    @property
+    def num_added(self) -> int:
+        """Rows that were added so far, also those that are forgotten."""
+        return self._added
+
     def add(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> Row:
         """Take a response up, and forget old ones for which there is no room.
 
@@ -65,12 +71,24 @@ class Corpus:
         """
         tokens = np.array([BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response], np.int32)
         row = Row(self._added, tokens)
+        self._append(key, row)
+        return row
+
+    def items(self) -> list[tuple[Key, Row]]:
+        """All rows with what their prompts are known by, the oldest first."""
+        rows = {key: iter(of_key) for key, of_key in self._rows.items()}
+        return [(key, next(rows[key])) for key in self._ages]
+
+    def restore(self, key: Key, tokens: np.ndarray) -> None:
+        """Take up the tokens of a row that an earlier corpus had."""
+        self._append(key, Row(self._added, tokens))
+
+    def _append(self, key: Key, row: Row) -> None:
         self._added += 1
         self._rows.setdefault(key, deque()).append(row)
         self._ages.append(key)
-        self._bytes += _TOKEN_BYTES * len(tokens)
+        self._bytes += _TOKEN_BYTES * len(row.tokens)
         self.forget_to(self._max_bytes)
-        return row
 
     def forget_to(self, max_bytes: int) -> None:
         """Forget the oldest until the others have at most so many bytes."""

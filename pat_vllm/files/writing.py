@@ -17,24 +17,27 @@ _FORGOTTEN = 3600.0
 """Seconds after which whoever was writing a file has been killed."""
 
 
-def write_whole(path: Path, text: str, *, private: bool = False) -> None:
+def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file, all of it or nothing; until then, what was there before stays.
 
     What a writer of this file has left that was killed is removed.
 
     Args:
+        content: text is written as UTF-8.
         private: nobody but the user may read it (mode 0600). Otherwise the umask says.
 
     Raises:
         OSError: it cannot be written, or what has its name is no regular file.
     """
     try:
-        _write_whole(path, text, private)
+        _write_whole(path, content, private)
     except ValueError as error:
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from error
 
 
-def _write_whole(path: Path, text: str, private: bool) -> None:
+def _write_whole(path: Path, content: str | bytes, private: bool) -> None:
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
     with contextlib.suppress(FileNotFoundError):
         # A device's name, say, would become that of a file.
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -43,8 +46,8 @@ def _write_whole(path: Path, text: str, private: bool) -> None:
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(scratch, new, 0o600 if private else 0o666)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             # Or a loss of power may leave an empty file by this name.
             file.flush()
             os.fsync(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
@@ -81,7 +82,12 @@ def build(
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
-        draft_rows=DraftRows(history_bytes(vllm_config), layouts[0].world_size, most_requests),
+        draft_rows=DraftRows(
+            history_bytes(vllm_config),
+            layouts[0].world_size,
+            most_requests,
+            Path(config.draft_history_file) if config.draft_history_file else None,
+        ),
         metrics=Updates() if log_stats else None,
     )
     replica_set = ReplicaSet(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingType
 from vllm.v1.engine import FinishReason
 
 from pat_vllm.drafts.corpus import Corpus, Key, Row, key_of
+from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.drafts.shelf import RowUpdate, Shelf
 from pat_vllm.predictor.state import REMEMBERED_TURNS
 
@@ -35,15 +37,20 @@ class DraftRows:
     gave to the same prompt before is no independent guess, and the law of its tokens would change.
     """
 
-    def __init__(self, max_bytes: int, num_ranks: int, max_num_seqs: int) -> None:
-        """Without responses.
+    def __init__(
+        self, max_bytes: int, num_ranks: int, max_num_seqs: int, file: Path | None = None
+    ) -> None:
+        """With the responses of the file, if there is one.
 
         Args:
             max_bytes: of those that are kept; 0: none are.
             max_num_seqs: requests of the largest replica.
+            file: where responses are kept for the next engine; it need not exist.
         """
         self._max_bytes = max_bytes
         self._corpus = Corpus(max_bytes)
+        self._file = HistoryFile(file if max_bytes else None)
+        self._file.load(self._corpus)
         self._most_tokens = min(MOST_TOKENS, _MOST_TOKENS_OF_ALL // max_num_seqs)
         self._shelves = [Shelf() for _ in range(num_ranks)]
         self._keys: dict[str, Key] = {}
@@ -99,6 +106,14 @@ class DraftRows:
             rows = self._corpus.latest(key, self._most_tokens) if running else ()
             for request_id in running:
                 self._give(request_id, rows)
+
+    def idle(self) -> None:
+        """No request is left."""
+        self._file.save(self._corpus)
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._file.close(self._corpus)
 
     def moved(self) -> None:
         """The requests are in other replicas now."""

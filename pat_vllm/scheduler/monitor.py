@@ -137,6 +137,7 @@ class Monitor:
     def idle(self) -> None:
         """No request is left."""
         self.history.idle()
+        self.draft_rows.idle()
         self.policy.idle(time.monotonic())
         if self.metrics is not None:
             for batch in self.policy.report(self._saved_since).savings:

@@ -195,3 +195,4 @@ class PATScheduler(SchedulerInterface):
 
     def shutdown(self) -> None:
         self.replica_set.shutdown()
+        self.monitor.draft_rows.close()

@@ -57,9 +57,12 @@ def test_options_are_checked_and_passed_on(tmp_path: Path, monkeypatch: pytest.M
     assert options.take_options(arguments(**changed)) == options.EngineOptions({}, drafts, 2)
     monkeypatch.chdir(tmp_path)
     policy = {"kind": "predictor", "lengths_file": "lengths.json", "profile": "/profile.json"}
-    given = {"base_tp": 2, "policy": policy}
+    given = {"draft_history_file": "history.npz", "policy": policy}
     absolute = {**policy, "lengths_file": str(tmp_path / "lengths.json")}
-    assert pat_options(vllm__pat=json.dumps(given)) == {**given, "policy": absolute}
+    assert pat_options(vllm__pat=json.dumps(given)) == {
+        "draft_history_file": str(tmp_path / "history.npz"),
+        "policy": absolute,
+    }
     mp = '{"launcher": "mp"}'
     assert pat_options(vllm__sync_with_ray=True) == {}
     assert pat_options(vllm__pat=mp) == json.loads(mp)

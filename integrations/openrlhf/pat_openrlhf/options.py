@@ -153,15 +153,18 @@ def _object(option: str, text: str, example: str, allowed: Iterable[str]) -> dic
     return value
 
 
+_FILES = frozenset({"draft_history_file", "lengths_file", "profile"})
+
+
 def _with_full_paths(options: dict[str, Any]) -> dict[str, Any]:
-    """With the policy's files as they are found from here; an engine runs where Ray starts it."""
-    policy = options.get("policy", {})
-    files = {
-        name: os.path.abspath(policy[name])
-        for name in ("lengths_file", "profile")
-        if policy.get(name) is not None
+    """With all files as they are found from here; an engine runs where Ray starts it."""
+    full = {
+        name: os.path.abspath(value) if name in _FILES and value is not None else value
+        for name, value in options.items()
     }
-    return {**options, "policy": {**policy, **files}} if files else options
+    if "policy" in options:
+        full["policy"] = _with_full_paths(options["policy"])
+    return full
 
 
 def check_arguments(args: Mapping[str, Any]) -> None:

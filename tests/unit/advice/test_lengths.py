@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from pat_vllm.predictor import kept
 from pat_vllm.predictor.lengths import LengthModel
 
 
-def words(texts: list[str]) -> list[int]:
-    return [len(text.split()) for text in texts]
+def words(texts: list[str]) -> list[list[int]]:
+    return [[zlib.crc32(word.encode()) >> 1 for word in text.split()] for text in texts]
 
 
 VERL = (

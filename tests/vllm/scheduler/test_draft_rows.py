@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,3 +173,17 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
                     assert text.tolist() == [t for row in expected for t in row.tolist()]
     assert 0 < sent < repeated / 2, "a row is sent once, not with each request"
     assert np.mean([sum(1 for row in range(2000) if row in shelf) for shelf in shelves]) < 200
+
+
+def test_the_next_engine_drafts_from_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "history.npz"
+    first = DraftRows(1 << 20, RANKS, 8, path)
+    end(first, arrive(first, new_request("a")), 1, 2, 3)
+    first.idle()
+    end(first, arrive(first, new_request("b")), 4, 5)
+    first.close()
+    second = DraftRows(1 << 20, RANKS, 8, path)
+    arrive(second, new_request("c"))
+    assert told(second, "c") == {"c": [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5]]}
+    # What an engine without room keeps is nothing, and so it reads nothing.
+    assert not DraftRows(0, RANKS, 8, path).num_bytes

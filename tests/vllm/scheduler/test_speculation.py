@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
@@ -363,3 +365,19 @@ def test_statistics_of_replicas_add_up(one: list[int], other: list[int]) -> None
     merged = stats(one)
     add_spec_decoding_stats(merged, stats(other))
     assert merged == stats(one + other)
+
+
+def test_an_engine_keeps_what_it_drafts_from_in_its_file(tmp_path: Path) -> None:
+    def started() -> Any:
+        config, stock = engine_config(8, num_blocks=80, speculative_config=SPECULATIVE)
+        config.additional_config["pat"]["draft_history_file"] = str(tmp_path / "history.npz")
+        return PATScheduler(vllm_config=config, **stock)
+
+    first = started()
+    add(first)
+    (one, *_) = first.replica_set.replicas[0].scheduler.requests.values()
+    one.append_output_token_ids([1, 2, 3])
+    first.monitor.ended(one.request_id, FinishReason.STOP)
+    first.shutdown()
+    rows = started().monitor.draft_rows
+    assert rows.num_bytes == first.monitor.draft_rows.num_bytes > 0

@@ -1,0 +1,142 @@
+"""The file in which an engine keeps earlier responses for the next one. Pure.
+
+A numpy archive: `keys` uint8 [rows, 16], of the prompts; `sizes` int64 [rows]; `tokens` int32 [sum
+of the sizes], row after row, the oldest first.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pat_vllm.drafts.corpus import BETWEEN_ROWS, KEY_BYTES, Corpus, Key, Row
+from pat_vllm.files.reading import FileError, name_of, read_bytes
+from pat_vllm.files.writing import write_whole
+
+logger = logging.getLogger(__name__)
+
+SET_ASIDE = ".unreadable"
+"""What is added to the name of a file that cannot be read."""
+
+_OPTION = "pat.draft_history_file"
+_MOST_BYTES = 8 << 30
+_PATIENCE = 60.0
+"""Seconds to wait for what is being written when the engine ends."""
+
+
+class HistoryFile:
+    """The file of an engine, if it has one.
+
+    It is written while the engine goes on: hundreds of megabytes take a second.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._kept = 0
+        self._writer = threading.Thread()
+        self._failed: str | None = None
+
+    def load(self, corpus: Corpus) -> None:
+        """Add what the file holds; what cannot be read is set aside, and the log says so."""
+        if self._path is None or not os.path.exists(self._path):
+            return
+        try:
+            rows = read_rows(self._path)
+        except FileError as error:
+            aside = self._path.with_name(self._path.name + SET_ASIDE)
+            try:
+                os.replace(self._path, aside)
+                done = f"it is now {name_of(aside)}"
+            except OSError as failure:
+                done = f"it cannot be renamed ({failure.strerror})"
+            logger.warning("%s: %s; %s, and the engine starts without it", _OPTION, error, done)
+            return
+        for key, tokens in rows:
+            corpus.restore(key, tokens)
+        self._kept = corpus.num_added
+
+    def save(self, corpus: Corpus) -> None:
+        """Begin to write the corpus, if it has grown and nothing is being written."""
+        if self._path is None or corpus.num_added == self._kept or self._writer.is_alive():
+            return
+        self._kept = corpus.num_added
+        arguments = self._path, corpus.items()
+        self._writer = threading.Thread(target=self._write, args=arguments, name="pat-history")
+        self._writer.start()
+
+    def close(self, corpus: Corpus) -> None:
+        """Write what has not been written; returns when it is there, or after a minute."""
+        for _ in range(2):
+            if self._writer.ident is not None:
+                self._writer.join(_PATIENCE)
+            self.save(corpus)
+
+    def _write(self, path: Path, rows: Sequence[tuple[Key, Row]]) -> None:
+        try:
+            write_rows(path, rows)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if self._failed != reason:  # the next batch will most likely meet the same
+                self._failed = reason
+                logger.warning(
+                    "%s=%s cannot be written (%s): earlier responses will be lost when this "
+                    "engine ends",
+                    _OPTION,
+                    name_of(path),
+                    reason,
+                )
+
+
+def write_rows(path: Path, rows: Sequence[tuple[Key, Row]]) -> None:
+    """Write a file that only the user may read, all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = io.BytesIO()
+    np.savez(
+        content,
+        keys=np.frombuffer(b"".join(key for key, _ in rows), np.uint8).reshape(-1, KEY_BYTES),
+        sizes=np.array([len(row.tokens) for _, row in rows], np.int64),
+        tokens=np.concatenate([np.empty(0, np.int32), *(row.tokens for _, row in rows)]),
+    )
+    write_whole(path, content.getvalue(), private=True)
+
+
+def read_rows(path: Path) -> list[tuple[Key, np.ndarray]]:
+    """What `write_rows` wrote: what each prompt is known by, and the tokens of the row.
+
+    Raises:
+        FileError: the file cannot be read, is damaged, another user's, or was not written so.
+    """
+    named = f"the history of drafts {name_of(path)}"
+    content = read_bytes(path, "the history of drafts", most=_MOST_BYTES, own=True)
+    try:
+        packed = zipfile.ZipFile(io.BytesIO(content)).infolist()
+        if any(one.compress_type != zipfile.ZIP_STORED for one in packed):
+            raise ValueError("it is compressed")  # to how much is not known
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            keys, sizes, tokens = arrays["keys"], arrays["sizes"], arrays["tokens"]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise FileError(f"{named} holds no responses ({error})") from error
+    kinds = [(one.dtype, one.ndim) for one in (keys, sizes, tokens)]
+    if (
+        kinds != [(np.uint8, 2), (np.int64, 1), (np.int32, 1)]
+        or keys.shape != (len(sizes), KEY_BYTES)
+        or (sizes < 1).any()
+        or sizes.sum() != len(tokens)
+    ):
+        raise FileError(f"{named} holds no responses (its arrays have other shapes)")
+    starts = np.cumsum(sizes) - sizes
+    if (tokens[starts] != BETWEEN_ROWS).any() or (tokens < BETWEEN_ROWS).any():
+        raise FileError(f"{named} holds no responses (some tokens are none)")
+    rows = np.split(tokens, starts[1:]) if len(starts) else []
+    # Copies, or one row that is left would keep all of the file in memory.
+    return [(key.tobytes(), row.copy()) for key, row in zip(keys, rows, strict=True)]

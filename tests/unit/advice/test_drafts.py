@@ -1,0 +1,88 @@
+"""What drafts would have given to the texts of earlier rollouts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pat_vllm.advice.drafts import Text, acceptance_of, drafts_give
+from pat_vllm.advice.lengths import read_rollouts
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.rollouts import rollouts_of
+from tests.unit.advice.test_lengths import words
+
+
+def text(prompt: int, seed: int, length: int = 60) -> Text:
+    """A response in which no token comes twice."""
+    tokens = random.Random(seed).sample(range(100, 100_000), length)
+    return Text(np.array([prompt, 99], np.int32), np.array(tokens, np.int32))
+
+
+def test_what_was_said_before_is_drafted() -> None:
+    first = [text(prompt, seed=prompt) for prompt in range(6)]
+    said_again = drafts_give([first, first], 7)
+    assert said_again.responses == 6 and said_again.repeated == 1
+    assert said_again.own == 1  # no token comes twice
+    assert said_again.earlier > 7 and said_again.acceptance > 0.97
+    other = [text(prompt, seed=100 + prompt) for prompt in range(6)]
+    for iterations in ([other, first], [first]):
+        assert drafts_give(iterations, 7).earlier == 1
+        assert drafts_give(iterations, 7).acceptance == 0
+    # Another prompt's responses are none of this one's.
+    moved = [Text(np.array([50 + i, 99], np.int32), one.response) for i, one in enumerate(first)]
+    assert drafts_give([moved, first], 7) == drafts_give([first], 7)
+
+
+def test_siblings_that_have_ended_are_drafted_from() -> None:
+    short, whole = text(1, seed=0, length=20), text(1, seed=0, length=20)
+    longer = Text(whole.prompt, np.concatenate([text(1, seed=1).response, whole.response]))
+    give = drafts_give([[short, longer]], 4)
+    assert give.repeated == 0 and give.own == 1 < give.earlier
+
+
+def test_large_rollouts_are_drawn_from() -> None:
+    many = [text(prompt, seed=prompt, length=20_000) for prompt in range(40)]
+    assert 5 < drafts_give([many], 2).responses < 20
+
+
+@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9])
+def test_acceptance_is_that_of_tokens_per_step(acceptance: float, k: int) -> None:
+    given = sum(acceptance**i for i in range(k + 1))
+    assert acceptance_of(given, k) == pytest.approx(acceptance, abs=1e-6)
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    """Two steps of VeRL's, whose responses to a prompt are the same."""
+    for step in (1, 2):
+        lines = [
+            {"input": f"prompt {i}", "output": " ".join(map(str, range(i, 90 + i))), "step": step}
+            for i in range(20)
+        ]
+        (tmp_path / f"{step}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path
+
+
+def test_dumps_of_trainers_hold_texts(dumps: Path) -> None:
+    texts = read_rollouts(dumps, words).texts
+    assert [len(one) for one in texts] == [20, 20]
+    assert drafts_give(texts, 7).repeated == 1
+
+
+def test_acceptance_is_taken_from_texts(dumps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pat_vllm.advice.rollouts._tokenizer", lambda options: words)
+    options = AdviseOptions("qwen3-8b", "H100", 8, responses=64, lengths=dumps, iterations=2)
+    rollouts = rollouts_of(options)
+    assert rollouts.drafts is not None and rollouts.drafts.acceptance > 0.9
+    assert rollouts.batches[0].acceptance == rollouts.drafts.acceptance
+    assert rollouts.draft_lengths[-1] == rollouts.drafts.k
+    # What is asked for counts.
+    asked = AdviseOptions(
+        "qwen3-8b", "H100", 8, responses=64, lengths=dumps, iterations=2, acceptance=0.0
+    )
+    assert rollouts_of(asked).drafts is None and rollouts_of(asked).draft_lengths == (0,)
