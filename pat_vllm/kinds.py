@@ -100,8 +100,13 @@ class StateKind(ABC):
         """How many of a request's computed tokens they hold."""
         return tokens - self.held(tokens).start * self.block_size
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block holds, over all layers of the group and all heads."""
+        return self.block_size * self.token_bytes
+
     def bytes_held(self, tokens: int) -> int:
-        """What moves with a request of so many computed tokens: all heads once."""
+        """What a request of so many computed tokens holds: all heads once."""
         return self.token_bytes * self.tokens_held(tokens)
 
     def most_blocks(self, tokens: int, room: int) -> int:
@@ -241,6 +246,7 @@ class LinearAttention(StateKind):
             type(spec).__name__ == "MambaSpec"
             and spec.mamba_type.name == "GDN_ATTN"
             and spec.mamba_cache_mode in ("none", "align")
+            and len(spec.shapes) == 2
             and not spec.tp_replicated
             and not spec.num_speculative_blocks
             and not spec.num_prefill_checkpoint_blocks
@@ -287,12 +293,17 @@ class LinearAttention(StateKind):
         blocks = -(-tokens // self.block_size)
         return range(max(0, blocks - 1), blocks)
 
+    @property
+    def block_bytes(self) -> int:
+        return self.slot_bytes
+
     def bytes_held(self, tokens: int) -> int:
         return self.slot_bytes if tokens else 0
 
     def most_blocks(self, tokens: int, room: int) -> int:
-        # As `MambaSpec.max_memory_usage_bytes`: the last state is there until the next one is.
-        return min(super().most_blocks(tokens, room), 2)
+        # The last state is there until the next one is. A step of many tokens needs no others; what
+        # PAT itself makes for measurements has them.
+        return min(super().most_blocks(tokens, room), -(-room // self.block_size) + 1)
 
 
 _WORD = 8

@@ -383,7 +383,9 @@ def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
     embedding[:, :phrase] = 0
     embedding[ids, (ids - first) % phrase] = size
     for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")):
+        if name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")
+        ):
             weight[:phrase] = 0
         elif name.endswith(("experts.down_proj", "experts.down_proj_bias")):  # of gpt-oss
             weight[..., :phrase] = 0

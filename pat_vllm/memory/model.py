@@ -62,7 +62,10 @@ class ModelShape(ModelSize):
         They lie on the device, with weights in place.
         """
         base, *others = dict.fromkeys(layout.tp for layout in layouts)
-        fused = (self.heads + 2 * self.kv_heads) // base * self.head_dim * self.layers
+        queries = (1 + self.gated) * self.heads
+        fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
+        if self.linear is not None and self.linear.apart:
+            fused += self.linear.rows // base * self.linear.layers
         fused += 2 * self.intermediate // base * self.dense_layers
         if (one := self.experts) is not None:
             held = one.most_on_rank(base) if layouts[0].experts == "ep" else one.count / base
@@ -74,7 +77,27 @@ class ModelShape(ModelSize):
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
         heads = max(1, self.kv_heads // tp)
-        return 2 * self.layers * heads * self.head_dim * self.kv_dtype_bytes
+        return 2 * self.attention_layers * heads * self.head_dim * self.kv_dtype_bytes
+
+    def state_bytes(self, tp: int) -> int:
+        """What a request has on a rank beside its KV, over all layers with linear attention."""
+        if self.linear is None:
+            return 0
+        return self.linear.layers * self.linear.state_bytes(self.kv_dtype_bytes) // tp
+
+    def block_size(self, base_tp: int, block_size: int) -> int:
+        """Tokens of a KV block, in every layout: as many as make it as large as a state.
+
+        As vLLM's `_align_hybrid_block_size` for the base layout.
+
+        Args:
+            block_size: that the engine is given, of which it is a multiple.
+        """
+        if self.linear is None:
+            return block_size
+        state = self.linear.state_bytes(self.kv_dtype_bytes) // base_tp
+        of_token = self.kv_bytes_per_token(base_tp) // self.attention_layers
+        return -(-state // (block_size * of_token)) * block_size
 
     def step_bytes(self, tp: int, tokens: int, seqs: int) -> int:
         """Activations of the largest step, about: the widest layer, or the logits.
@@ -90,6 +113,8 @@ class ModelShape(ModelSize):
             widths.append(self.experts.shared)
         mlp = 2 * self.hidden + 3 * max(widths) // tp
         attention = 2 * self.hidden + 2 * (self.heads + self.kv_heads) // tp * self.head_dim
+        if self.linear is not None:
+            attention = max(attention, 2 * self.hidden + 2 * self.linear.rows // tp)
         layer = tokens * max(mlp, attention) * self.dtype_bytes
         # As the model gives them, in float32, and what sampling makes of these.
         logits = seqs * self.vocab * (self.dtype_bytes + 4 + 4)

@@ -152,7 +152,7 @@ def held_bytes(llm: Any) -> int:
     """KV of the requests of an idle engine, all heads once: of their blocks that are not null."""
     replicas = scheduler_of(llm).replica_set.replicas
     return sum(
-        len(kind.held(request.num_computed_tokens)) * kind.block_size * kind.token_bytes
+        len(kind.held(request.num_computed_tokens)) * kind.block_bytes
         for replica in replicas
         for request in replica.scheduler.requests.values()
         for kind in replica.kinds

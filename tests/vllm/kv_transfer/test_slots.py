@@ -55,7 +55,9 @@ class Rank:
     def view(self) -> torch.Tensor:
         """As vLLM makes it: [blocks, 1, 1, bytes that a slot fills]."""
         page, fills = self.spec.page_size_bytes, self.spec.state_content_size_bytes
-        return self.memory.as_strided((len(self.memory) // page, 1, 1, fills), (page, fills, fills, 1))
+        return self.memory.as_strided(
+            (len(self.memory) // page, 1, 1, fills), (page, fills, fills, 1)
+        )
 
     def state(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The convolution's and the matrices', as a layer binds them."""
