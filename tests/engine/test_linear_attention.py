@@ -39,7 +39,7 @@ from tests.engine.test_weight_updates import (  # noqa: F401
 )
 from tests.support.engines import Job, Outcome, run, scheduler_of
 from tests.support.pool import go_home
-from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
+from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(LINEAR)
@@ -99,7 +99,7 @@ def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_prompts_in_chunks_across_blocks(llm: Any) -> None:
-    """Every ordered pair, at a step of prompts and of decoding; states of whole blocks move, too."""
+    """Every ordered pair, at steps of prompts and of decoding; states of whole blocks move."""
     jobs = greedy(2, 6, (40, 260), 90)
     names = [str(layout) for layout in pat_vllm.report(llm).layouts]
     assert llm.llm_engine.vllm_config.cache_config.block_size == 64
@@ -211,8 +211,9 @@ def joined(shards: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> tuple[torch
 def test_states_are_the_sources_byte_for_byte(llm: Any) -> None:
     names = [str(layout) for layout in pat_vllm.report(llm).layouts]
     jobs = greedy(4, 6, (3, 200), 40)
+    seen: list[dict[str, list[torch.Tensor]]] = []
     for source, target in itertools.permutations(names, 2):
-        seen = []
+        seen.clear()
 
         def before_step(step: int, source: str = source, target: str = target) -> None:
             at_steps(llm, {0: source})(step)
@@ -251,11 +252,11 @@ def test_log_probabilities_are_as_far_apart_as_stock_vllms(llm: Any) -> None:
         for name, outcome in outcomes.items():
             count = min(agreed[name], alike(outcome.token_ids, ones[name].token_ids))
             after += max(0, count - 9)
-            for i in range(count):
-                near = (
-                    abs(outcome.logprobs[i] - other[name].logprobs[i]) for other in (ones, twos)
-                )
-                apart = max(apart, min(near))
+            of_stock = zip(ones[name].logprobs, twos[name].logprobs, strict=True)
+            for own, others in itertools.islice(
+                zip(outcome.logprobs, of_stock, strict=True), count
+            ):
+                apart = max(apart, min(abs(own - other) for other in others))
         print(f"{source} to {target}: {apart:.3f} apart, stock vLLM {spread:.3f}; {after} tokens")
         assert apart <= 2 * spread and after > 100
 

@@ -83,8 +83,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # Windows in every second layer, attention sinks, experts with biases.
     "gpt_oss": GPT_OSS,
     "gpt_oss_updated": dict(GPT_OSS, seed=1),
-    # Linear attention in two layers of three, in 16 bits, as vLLM's CPU kernels take it: three groups
-    # of caches, two of which have a slot for each request; experts and shared ones.
+    # Linear attention in two layers of three, in 16 bits, as vLLM's CPU kernels take it: three
+    # groups of caches, two of which have a slot for each request; experts and shared ones.
     "qwen3_next": QWEN3_NEXT,
     "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
     # One KV head for two ranks at tp=4, so that a block is no smaller there than at tp=2.

@@ -87,7 +87,8 @@ def _qwen3_5(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_sections(text: dict[str, Any], model_type: str, **rope: Any) -> dict[str, Any]:
-    """A text model whose heads of 32, or parts of them, are turned by three positions: of time, row and column."""
+    """A text model whose heads of 32, or parts of them, are turned by three positions: of time, row
+    and column."""
     rope = text["rope_parameters"] | {"mrope_section": [4, 6, 6]} | rope
     return text | {"model_type": model_type, "rope_parameters": rope}
 
