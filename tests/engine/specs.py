@@ -58,6 +58,8 @@ WINDOWS = EngineSpec(
 # Linear attention, with a slot for each request; plain torch computes it in float32.
 WITHOUT_CACHE = WHOLE_PROMPTS | {"enable_prefix_caching": False}
 LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | BOTH_KINDS, UPDATES | WITHOUT_CACHE)
+# Text alone of a class for images.
+LINEAR_TEXT = EngineSpec("linear text", "qwen3_5_moe_vl", 2, IN_PLACE, WITHOUT_CACHE)
 # The same with prefix caching: a state for each block of 64 tokens. Prompts come in chunks then.
 LINEAR_CACHED = EngineSpec(
     "linear, cached", "qwen3_next", 2, IN_PLACE, {"max_num_batched_tokens": 400}

@@ -16,8 +16,14 @@ import torch
 
 import pat_vllm
 from pat_vllm.layout import Layout
-from tests.engine.specs import IN_16_BITS, LINEAR, LINEAR_CACHED, LINEAR_PACKED, WITHOUT_CACHE
-from tests.engine.test_features import test_sleep_aborts_by_default  # noqa: F401
+from tests.engine.specs import (
+    IN_16_BITS,
+    LINEAR,
+    LINEAR_CACHED,
+    LINEAR_PACKED,
+    LINEAR_TEXT,
+    WITHOUT_CACHE,
+)
 from tests.engine.test_switch import (  # noqa: F401
     at_steps,
     batch,
@@ -44,6 +50,7 @@ from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(LINEAR)
 ENGINES = {
+    "test_every_ordered_pair_of_layouts": [LINEAR, LINEAR_TEXT],
     "test_states_are_the_sources_byte_for_byte": [LINEAR_PACKED],
     "test_log_probabilities_are_as_far_apart_as_stock_vllms": [LINEAR_PACKED],
     "test_prompts_in_chunks_across_blocks": [LINEAR_CACHED],

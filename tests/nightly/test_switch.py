@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, IN_PLACE, MIXTURE, WHOLE_PROMPTS
+from tests.engine.specs import (
+    COPIES,
+    FEW_KV_HEADS,
+    FOUR_RANKS,
+    IN_PLACE,
+    MIXTURE,
+    WHOLE_PROMPTS,
+    WITHOUT_CACHE,
+)
 from tests.engine.test_switch import (  # noqa: F401
     case,
     test_a_layout_asked_for_after_a_batch_holds_for_the_next,
@@ -22,6 +30,12 @@ from tests.engine.test_switch import (  # noqa: F401
     test_the_layouts_take_the_memory_of_one,
 )
 from tests.support.pool import EngineSpec
+
+
+def linear(model: str, ranks: int, **pat: Any) -> EngineSpec:
+    """The same of a model with linear attention. Seeded requests cannot be cached on CPU."""
+    name = "-".join([model, str(ranks), *map(str, pat.values())])
+    return EngineSpec(name, model, ranks, IN_PLACE | pat, WITHOUT_CACHE)
 
 
 def switching(model: str, ranks: int, runner: int = 1, **pat: Any) -> EngineSpec:
@@ -69,6 +83,12 @@ IN_PLACE_ENGINES = [
     # Windows, sinks, and experts with biases.
     switching("gpt_oss", 2),
     switching("gpt_oss", 4, experts="tp"),
+    # Linear attention; with one KV head for two ranks, so that slots are padded at tp=4.
+    linear("qwen3_next", 2),
+    linear("qwen3_next_few_kv", 4, experts="tp"),
+    linear("qwen3_next_few_kv", 4, base_tp=2, experts="ep"),
+    linear("qwen3_5_vl", 2),
+    linear("qwen3_5_moe_vl", 4, experts="tp"),
     # Experts of one kind, as where no rank has any whole.
     switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     switching("qwen3_moe", 4, base_tp=2, experts="ep"),

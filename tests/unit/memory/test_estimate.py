@@ -132,6 +132,36 @@ def test_kv_of_a_token() -> None:
     assert QWEN3_32B.kv_bytes_per_token(16) == 262144 // 8, "heads are replicated"
 
 
+def test_states_of_linear_attention() -> None:
+    """Those of Qwen3-Next, beside the KV of a quarter of its layers."""
+    model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
+    assert model.kv_bytes_per_token(1) == 12 * 2 * 2 * 256 * 2
+    assert model.kv_bytes_per_token(4) == model.kv_bytes_per_token(2), "heads are replicated"
+    of_layer = (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * 2
+    assert model.state_bytes(1) == 36 * of_layer and model.state_bytes(8) == 36 * of_layer // 8
+    # As vLLM sizes blocks: a multiple of 16 tokens whose KV in a layer takes what a state does.
+    assert [model.block_size(tp, 16) for tp in (1, 2, 4, 8)] == [544, 544, 272, 144]
+    wide = replace(model, linear=replace(model.linear, wide=True)) if model.linear else model
+    assert [wide.block_size(tp, 16) for tp in (1, 2, 4, 8)] == [1056, 1056, 528, 272]
+    assert LLAMA_8B.block_size(8, 16) == 16 and LLAMA_8B.state_bytes(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "cost"), [("qwen3-next-80b-a3b", (0.045, 0.067)), ("qwen3.5-35b-a3b", (0.081, 0.120))]
+)
+def test_what_one_size_of_blocks_costs(name: str, cost: tuple[float, float]) -> None:
+    """Share of the contexts of 32K that a group of 4 or 8 ranks holds less of, in the same memory,
+    because its blocks are as long as those of the base layout."""
+    model = ModelShape.from_config(MODEL_SHAPES[name])
+    layouts = tuple(Layout.of(tp, 8) for tp in (2, 4, 8))
+    engine = EngineShape(layouts, max_model_len=32768, kv_cache_memory_bytes=40 << 30)
+    tokens = estimate(model, engine, H100).kv_tokens
+    for layout, lost in zip(layouts, (0.0, *cost), strict=True):
+        alone = estimate(model, static_engine(engine, layout), H100).kv_tokens[layout.tp]
+        print(f"{name}, {layout}: {tokens[layout.tp]:,} of {alone:,} tokens")
+        assert 1 - tokens[layout.tp] / alone == pytest.approx(lost, abs=0.001)
+
+
 @pytest.mark.parametrize("drafts", [0, 8])
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
