@@ -50,40 +50,64 @@ def _core(
     if context.attn_metadata is None:
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
-    starts = metadata.non_spec_query_start_loc.tolist()
-    slots = metadata.non_spec_state_indices_tensor.tolist()
-    count = metadata.num_decodes + metadata.num_prefills
-    continues = [True] * count if not metadata.num_prefills else metadata.has_initial_state.tolist()
+    convs, states = layer.kv_cache
+    slots, decodes = metadata.non_spec_state_indices_tensor.long(), metadata.num_decodes
     decay = torch.exp(-layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float()))
-    beta = b.float().sigmoid()
-    for slot, goes_on, start, end in zip(slots, continues, starts, starts[1:], strict=False):
-        conv, state = (states[slot].float() * goes_on for states in layer.kv_cache)
-        x = torch.cat([conv, mixed_qkv[start:end].float()])
-        layer.kv_cache[0][slot] = x[end - start :]
-        q, k, v = _heads(layer, x)
+    beta, mixed_qkv = b.float().sigmoid(), mixed_qkv.float()
+    if decodes:
+        own = slots[:decodes]
+        seen = torch.cat([convs[own].float(), mixed_qkv[:decodes, None]], dim=1)
+        convs[own] = seen[:, 1:].to(convs.dtype)
+        q, k, v = _heads(layer, seen.transpose(1, 2))
+        state, o = _step(states[own].float(), q, k, v, decay[:decodes], beta[:decodes])
+        states[own], out[:decodes] = state.to(states.dtype), o.to(out.dtype)
+    starts = metadata.non_spec_query_start_loc.tolist()
+    for i in range(decodes, decodes + metadata.num_prefills):
+        slot, start, end = slots[i], starts[i], starts[i + 1]
+        conv, state = (one[slot].float() * metadata.has_initial_state[i] for one in (convs, states))
+        seen = torch.cat([conv, mixed_qkv[start:end]])
+        convs[slot] = seen[end - start :].to(convs.dtype)
+        q, k, v = _heads(layer, seen.unfold(0, len(conv) + 1, 1))
         for t in range(end - start):
-            state = state * decay[start + t, :, None, None]
-            error = v[t] - torch.einsum("hvk,hk->hv", state, k[t])
-            error = error * beta[start + t, :, None]
-            state = state + torch.einsum("hv,hk->hvk", error, k[t])
-            out[start + t] = torch.einsum("hvk,hk->hv", state, q[t])
-        layer.kv_cache[1][slot] = state
+            at = start + t
+            state, o = _step(state, q[t], k[t], v[t], decay[at], beta[at])
+            out[at] = o.to(out.dtype)
+        states[slot] = state.to(states.dtype)
 
 
-def _heads(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the convolution makes of a sequence: q, k and v, `[tokens, value heads, head]`.
+def _heads(layer: Any, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the convolution makes of tokens: q, k and v, `[tokens, value heads, head]`.
 
     Args:
-        x: `[the convolution's state + tokens, queries + keys + values]`.
+        windows: what it sees for each, `[tokens, queries + keys + values, kernel]`.
     """
-    weight = layer.conv1d.weight.float().squeeze(1)
-    x = silu((x.unfold(0, weight.shape[1], 1) * weight).sum(-1))
+    x = silu((windows * layer.conv1d.weight.float().squeeze(1)).sum(-1))
     keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
     q, k, v = x.split([keys, keys, values], dim=-1)
     q, k = (_unit(one.unflatten(-1, (-1, layer.head_k_dim))) for one in (q, k))
     each = layer.num_v_heads // layer.num_k_heads
     q, k = (one.repeat_interleave(each, dim=1) for one in (q, k))
     return q * layer.head_k_dim**-0.5, k, v.unflatten(-1, (-1, layer.head_v_dim))
+
+
+def _step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state after a token, and what it says, of one sequence or of several.
+
+    Args:
+        state: `[..., value heads, value, key]`; of `q`, `k` and `v` the last is one head's, of
+            `decay` and `beta` the heads.
+    """
+    state = state * decay[..., None, None]
+    error = (v - torch.einsum("...vk,...k->...v", state, k)) * beta[..., None]
+    state = state + error[..., :, None] * k[..., None, :]
+    return state, torch.einsum("...vk,...k->...v", state, q)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

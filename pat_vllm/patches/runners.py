@@ -137,16 +137,6 @@ def forget_sampled_tokens(batch: InputBatch) -> None:
     batch.async_copy_ready_event = None
 
 
-def forget_places_of_states(runner: RunnerV1) -> None:
-    """Make a Model Runner V1 forget in which block each request has its state of linear attention.
-
-    Without it: it learns of ends with its next step that computes something. A request that comes
-    back by then under the same id would have its state looked for where it was. Missing seam: a
-    runner that can be emptied.
-    """
-    runner.mamba_state_idx.clear()
-
-
 @contextmanager
 def token_ids_of(host: RunnerV1 | RunnerV2 | None) -> Iterator[None]:
     """Inside, have a new Model Runner V2 keep token ids where `host` does, if that is one, too.

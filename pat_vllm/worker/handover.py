@@ -19,7 +19,6 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.patches.runners import (
-    forget_places_of_states,
     forget_sampled_tokens,
     is_v2,
     share_grammar_bitmask,
@@ -175,7 +174,6 @@ class V1Handover:
     def clear(self, runner: RunnerV1) -> None:
         _finish(runner, set(runner.requests))
         forget_sampled_tokens(runner.input_batch)
-        forget_places_of_states(runner)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
         # Of "ngram_gpu". A runner without requests takes them from the host when it gets some.

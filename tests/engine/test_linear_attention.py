@@ -30,11 +30,8 @@ from tests.engine.test_switch import (  # noqa: F401
     case,
     switches_since,
     test_every_ordered_pair_of_layouts,
-    test_half_prefilled_and_waiting_requests_are_carried,
-    test_random_switch_storm,
     test_recomputing_gives_the_same,
     test_single_layouts_agree_and_differ_by_request,
-    test_teacher_forced_log_probabilities_after_a_switch,
     test_the_layouts_take_the_memory_of_one,
     test_what_moves_is_what_requests_hold,
 )
@@ -90,9 +87,9 @@ def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch
             if "_preempt_request" not in vars(own):
                 preempt = own._preempt_request
 
-                def counted(request: Any, *args: Any, preempt: Any = preempt) -> None:
+                def counted(request: Any, *args: Any, preempt: Any = preempt, **more: Any) -> None:
                     preempted.append(request.request_id)
-                    preempt(request, *args)
+                    preempt(request, *args, **more)
 
                 own._preempt_request = counted
 
@@ -187,7 +184,7 @@ def states_on(worker: Any, layout: Layout, places: Mapping[str, Place]) -> dict[
 
 
 def whole_states(llm: Any) -> dict[str, list[torch.Tensor]]:
-    """The states of an idle engine's requests, of all heads, as bytes."""
+    """The states of an idle engine's requests, of all heads, as bytes; by the test's names."""
     layout, places = pat_vllm.report(llm).layout, {}
     for replica in scheduler_of(llm).replica_set.replicas:
         for request_id, request in replica.scheduler.requests.items():
@@ -199,7 +196,7 @@ def whole_states(llm: Any) -> dict[str, list[torch.Tensor]]:
     found = {}
     for request_id, (replica, _) in places.items():
         of_group = [ranks[rank][request_id] for rank in layout.ranks_of(replica)]
-        found[request_id] = [
+        found[request_id.partition("-")[0]] = [
             whole.contiguous().view(torch.int8)
             for layer in zip(*of_group, strict=True)
             for whole in joined(layer)
