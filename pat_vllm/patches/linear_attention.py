@@ -15,6 +15,6 @@ def keep_plain_linear_attention(layer: QwenGatedDeltaNetAttention) -> None:
     Without it: vLLM's kernels for CPU take the convolution's weights for packed ones. Missing seam:
     an option of the CPU platform.
     """
-    from pat_vllm.kernels import delta_net
+    from pat_vllm.patches import delta_net
 
     layer._forward_method = MethodType(delta_net.forward, layer)

@@ -17,7 +17,7 @@ def apply() -> None:
     import vllm.model_executor.layers.utils as utils
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-    from pat_vllm.kernels import delta_net
+    from pat_vllm.patches import delta_net
 
     patch(utils)
     # vLLM's kernels for CPU take the convolution's weights for packed ones.

@@ -14,7 +14,7 @@ ESTIMATE = "tests/unit/memory/test_estimate.py"
 SIZES = "tests/unit/test_model_size.py"
 ENGINE = "tests/engine/test_linear_attention.py"
 STATES = f"{ENGINE}::test_states_are_the_sources_byte_for_byte"
-DELTA_NET = "tests/vllm/kernels/test_delta_net.py"
+DELTA_NET = "tests/vllm/patches/test_delta_net.py"
 
 # fmt: off
 _ROWS: list[tuple[str, str, str, str, str]] = [
@@ -34,8 +34,8 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("the convolution is cut as one matrix", "weights.model_weights:model_weights", "sizes = module.key_dim, module.key_dim, module.value_dim", "sizes = (2 * module.key_dim + module.value_dim,)", EXPERTS),
     ("all ranks have the first heads' decay", "weights.model_weights:_place", "return Place(module.tp_size, module.tp_rank)", "return Place(module.tp_size, 0)", EXPERTS),
     ("parameters lose their memory while they get their shape", "weights.inplace:InPlaceShards.building", "            last = parameter", "            last = parameter\n            if last is not None:\n                last.untyped_storage().resize_(0)", EXPERTS),
-    ("a convolution does not see the tokens before", "kernels.delta_net:_core", "torch.cat([conv, mixed_qkv[start:end]])", "torch.cat([0 * conv, mixed_qkv[start:end]])", DELTA_NET),
-    ("a request begins with what lay in its slot", "kernels.delta_net:_core", "one[slot].float() * metadata.has_initial_state[i]", "one[slot].float()", DELTA_NET),
+    ("a convolution does not see the tokens before", "patches.delta_net:_core", "torch.cat([conv, mixed_qkv[start:end]])", "torch.cat([0 * conv, mixed_qkv[start:end]])", DELTA_NET),
+    ("a request begins with what lay in its slot", "patches.delta_net:_core", "one[slot].float() * metadata.has_initial_state[i]", "one[slot].float()", DELTA_NET),
     ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True", BAD_INPUT),
     ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:", BAD_INPUT),
     ("steps read no states", "simulator.modelled.roofline:Machine.step", "memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)", "pass", HARDWARE),
