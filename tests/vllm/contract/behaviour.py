@@ -32,8 +32,7 @@ vllm.platforms.interface.Platform._align_hybrid_block_size
     cache_config\.mamba_page_size_padded = attn_page_size
     blocks are a multiple of the size that a layout is given, and slots are padded to them
 vllm.model_executor.layers.mamba.abstract.MambaBase.bind_kv_cache
-    nbytes = prod\(shape\) \* get_dtype_size\(dtype\)\s+
-    state = pages\[:, offset : offset \+ nbytes\]
+    (?s)pages\[:, offset:offset \+ nbytes\]\.view\(dtype\).*offset \+= nbytes
     a slot has its states one after the other, as `_parts_of_slot` says
 vllm.v1.worker.utils.allocate_kv_cache
     torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)
