@@ -207,6 +207,16 @@ def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
         compilation.max_cudagraph_capture_size = enough
 
 
+def keep_block_size(config: VllmConfig, base: VllmConfig) -> None:
+    """Have vLLM give a layout blocks of as many tokens as the base layout has.
+
+    Of models with linear attention it takes fewer for a wider one, where KV heads are copied: as
+    many as make a block as large as a slot. It takes a multiple of what it is given.
+    """
+    config.cache_config.block_size = base.cache_config.block_size
+    config.cache_config.user_specified_block_size = True
+
+
 def layout_kv_cache_config(
     base_config: KVCacheConfig, layout: Layout, base: Layout, kinds: Kinds
 ) -> KVCacheConfig:

@@ -41,6 +41,7 @@ from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attent
 from pat_vllm.worker.drafters import history_bytes, install_drafter
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import (
+    keep_block_size,
     kinds_of,
     layout_config,
     layout_kv_cache_config,
@@ -148,9 +149,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         loaded: list[LayoutRuntime] = []
         for runtime in self._each_layout():
             super().load_model(**kwargs)
-            if loaded:  # one size of blocks for all layouts: that of the narrowest, the largest
-                cache, base = runtime.config.cache_config, self._base.config.cache_config
-                cache.block_size, cache.user_specified_block_size = base.block_size, True
+            if loaded:
+                keep_block_size(runtime.config, self._base.config)
             # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:

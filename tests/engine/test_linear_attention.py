@@ -99,6 +99,23 @@ def test_preempted_requests_begin_anew(llm: Any, monkeypatch: pytest.MonkeyPatch
     assert sum(bool(one.num_seqs) for one in switches_since(llm, count)) == 2
 
 
+def test_states_stay_while_the_engine_sleeps(llm: Any) -> None:
+    """With requests that decode and one whose prompt is not computed yet; a switch in between."""
+    jobs = greedy(6, 5, (20, 120), 40)
+    expected = run(llm, jobs, at_steps(llm, {0: 1}))
+    go_home(llm)
+
+    def before_step(step: int) -> None:
+        if step == 15:
+            llm.sleep(level=0, mode="keep")
+            assert pat_vllm.switch(llm, tp=2)
+            assert llm.llm_engine.is_sleeping()
+            llm.wake_up(tags=["scheduling"])
+
+    late = {"g4": Job(jobs["g4"].prompt, jobs["g4"].sampling, arrives=15)}
+    assert_same(run(llm, jobs | late, before_step), expected, PLAIN_TOLERANCE)
+
+
 # -------------------------------------------------------------------- with prefix caching
 
 

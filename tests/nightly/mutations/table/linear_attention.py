@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.nightly.mutations.mutation import Mutation
 
 SLOTS = "tests/vllm/kv_transfer/test_slots.py"
+BLOCKS = "tests/vllm/memory/test_linear_attention.py"
 KINDS = "tests/unit/test_kinds.py"
 EXPERTS = "tests/vllm/weights/test_experts.py::test_a_whole_model"
 BAD_INPUT = "tests/vllm/test_bad_input.py"
@@ -27,6 +28,8 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("states of drafts are served", "kinds:LinearAttention.serves", "            and not spec.num_speculative_blocks\n", "", SLOTS),
     ("key heads are repeated", "kinds:LinearAttention.heads_of", "self.heads % layout.tp", "False", SLOTS),
     ("blocks follow the states", "worker.layout_config:block_ratio", "{kind.ratio(layout, base) for kind in kinds if not kind.padded}", "{kind.ratio(layout, base) for kind in kinds if kind.padded}", SLOTS),
+    ("layouts have blocks of several sizes", "worker.layout_config:keep_block_size", "config.cache_config.block_size = base.cache_config.block_size", "pass", BLOCKS),
+    ("vLLM chooses the size of blocks again", "worker.layout_config:keep_block_size", "config.cache_config.user_specified_block_size = True", "pass", BLOCKS),
     ("states of all blocks are the request's", "kinds:LinearAttention.held", "max(0, blocks - 1)", "0", KINDS),
     ("a state grows with its context", "kinds:LinearAttention.bytes_held", "self.slot_bytes if tokens else 0", "self.slot_bytes * tokens", KINDS),
     ("a slot moves in one piece", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "[view]", STATES),
