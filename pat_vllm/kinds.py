@@ -278,16 +278,14 @@ class LinearAttention(StateKind):
 
     @classmethod
     def segments(cls, spec: Any, view: Any) -> list[Any]:
-        heads, page = _key_heads(spec), view.stride(0)
-        return [
-            view.as_strided(
-                (view.shape[0], heads, rows, width),
-                (page, width, heads * sum(widths), 1),
-                view.storage_offset() + start + heads * sum(widths[:i]),
-            )
-            for start, rows, widths in _parts_of_slot(spec)
-            for i, width in enumerate(widths)
-        ]
+        heads, page, found = _key_heads(spec), view.stride(0), []
+        for start, rows, widths in _parts_of_slot(spec):
+            for i, width in enumerate(widths):
+                row = heads * sum(widths) if rows > 1 else width  # one row is one run of bytes
+                at = view.storage_offset() + start + heads * sum(widths[:i])
+                shape, strides = (view.shape[0], heads, rows, width), (page, width, row, 1)
+                found.append(view.as_strided(shape, strides, at))
+        return found
 
     def held(self, tokens: int) -> range:
         blocks = -(-tokens // self.block_size)

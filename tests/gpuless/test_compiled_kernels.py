@@ -15,12 +15,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, ModelShape
 from pat_vllm.kernels import kv, suffix, swap
+from pat_vllm.kinds import LinearAttention
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
@@ -95,6 +97,18 @@ def kv_code(
     return list(found.values())
 
 
+def slot_code(capability: int) -> list[Code]:
+    """Of all launches that slots of Qwen3-Next need, with all key heads on a rank and with two."""
+    with compiled_for(capability) as found:
+        for tp in (1, 8):
+            shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, 16, 32, 128, 128, 4)
+            spec = MambaSpec(block_size=16, shapes=shapes, dtypes=(torch.bfloat16, torch.float32))
+            pages = torch.zeros(NUM_BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
+            for segment in LinearAttention.segments(spec, pages):
+                pack_and_unpack(_words(segment))
+    return list(found.values())
+
+
 def swap_code(capability: int) -> list[Code]:
     """Of swaps of rows in the widest and the narrowest weights; all go through the kernel."""
     with compiled_for(capability) as found, pytest.MonkeyPatch.context() as patch:
@@ -132,6 +146,11 @@ def check(codes: list[Code]) -> None:
 def test_kv_kernels(model: ModelShape, capability: int) -> None:
     """In a layout in which a rank has all KV heads, and in one with one of them."""
     check(kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8)))
+
+
+def test_slots_of_linear_attention() -> None:
+    """Rows of the convolution, of which a head has a part, and matrices."""
+    check(slot_code(90))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

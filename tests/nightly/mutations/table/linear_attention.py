@@ -20,7 +20,7 @@ DELTA_NET = "tests/vllm/patches/test_delta_net.py"
 # fmt: off
 _ROWS: list[tuple[str, str, str, str, str]] = [
     ("keys are where queries are", "kinds:LinearAttention.segments", "start + heads * sum(widths[:i])", "start", SLOTS),
-    ("rows of the convolution have queries alone", "kinds:LinearAttention.segments", "(page, width, heads * sum(widths), 1)", "(page, width, heads * width, 1)", SLOTS),
+    ("rows of the convolution have queries alone", "kinds:LinearAttention.segments", "row = heads * sum(widths) if", "row = heads * width if", SLOTS),
     ("matrices lie over the convolution", "kinds:_parts_of_slot", "(rows * row * of_conv, 1", "(0, 1", SLOTS),
     ("a key head has one value head", "kinds:_parts_of_slot", "each = values // _key_heads(spec)", "each = 1", SLOTS),
     ("a slot counts what one rank has", "kinds:LinearAttention.of", " * heads // _key_heads(spec)", "", SLOTS),
