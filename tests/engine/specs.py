@@ -56,7 +56,7 @@ WINDOWS = EngineSpec(
     WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
 )
 # Linear attention, with a slot for each request; plain torch computes it in float32.
-WITHOUT_CACHE = WHOLE_PROMPTS | {"enable_prefix_caching": False}
+WITHOUT_CACHE: dict[str, Any] = WHOLE_PROMPTS | {"enable_prefix_caching": False}
 LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | BOTH_KINDS, UPDATES | WITHOUT_CACHE)
 # Text alone of a class for images.
 LINEAR_TEXT = EngineSpec("linear text", "qwen3_5_moe_vl", 2, IN_PLACE, WITHOUT_CACHE)
@@ -65,7 +65,7 @@ LINEAR_CACHED = EngineSpec(
     "linear, cached", "qwen3_next", 2, IN_PLACE, {"max_num_batched_tokens": 400}
 )
 # And by vLLM's kernels, in 16 bits.
-IN_16_BITS = WITHOUT_CACHE | {"dtype": "bfloat16"}
+IN_16_BITS: dict[str, Any] = WITHOUT_CACHE | {"dtype": "bfloat16"}
 LINEAR_PACKED = EngineSpec(
     "linear, packed", "repeating_next", 2, MIGRATE | {"weights": "materialized"}, IN_16_BITS
 )
