@@ -403,6 +403,12 @@ class ModelSize:
                 f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
                 f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
+        linear = LinearSizes.of(config)
+        if linear is not None and linear.layers >= _layers_of(config):
+            raise ValueError(
+                "the model's config has linear attention in all layers: only models that have "
+                "attention in some can be modelled"
+            )
         if config.get(_LATENT):
             raise ValueError(
                 f"the model's config has {_LATENT}: latent attention cannot be modelled, and PAT "
@@ -421,7 +427,7 @@ class ModelSize:
             experts=experts,
             window=size_of(config, "sliding_window"),
             window_layers=_window_layers(config),
-            linear=(linear := LinearSizes.of(config)),
+            linear=linear,
             gated=linear is not None and config.get("attn_output_gate") is not False,
         )
 

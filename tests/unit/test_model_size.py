@@ -32,6 +32,7 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
         ({"kv_lora_rank": 512}, "has kv_lora_rank: latent attention cannot be modelled"),
         ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
         ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
+        ({"linear_num_key_heads": 2, "full_attention_interval": 64}, "linear attention in all"),
         ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
     ],
 )

@@ -63,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "next": model(
         "Qwen3NextForCausalLM", "qwen3_next", head_dim=32, num_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
+        layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
     ),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(

@@ -40,7 +40,7 @@ def layer(packed: bool) -> Any:
         kv_cache=(drawn(SLOTS, KERNEL - 1, COLUMNS).bfloat16(), drawn(SLOTS, VALUES, WIDTH, WIDTH)),
     )
     if packed and torch.cpu._is_avx512_bf16_supported():
-        weight = ops.causal_conv1d_weight_pack(weight)
+        weight = ops.causal_conv1d_weight_pack(weight.squeeze(1).contiguous())
     made.conv1d = SimpleNamespace(weight=weight, bias=None)
     rearrange: Any = QwenGatedDeltaNetAttention.rearrange_mixed_qkv
     made.rearrange_mixed_qkv = lambda x: rearrange(made, x)

@@ -172,7 +172,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     "tests/unit/memory/test_estimate.py": {
         f"{SHAPE}.kv_bytes_per_token": {
-            "keys without values": {"2 * self.layers": "self.layers"},
+            "keys without values": {"2 * self.attention_layers": "self.attention_layers"},
             "KV heads are cut beyond one": {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
         },
         f"{BUFFERS}:all_buffers": {
