@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.kinds import ChunkedAttention, FullAttention, Kinds, SlidingWindow
+from pat_vllm.kinds import (
+    ChunkedAttention,
+    FullAttention,
+    Kinds,
+    LinearAttention,
+    SlidingWindow,
+)
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
 from pat_vllm.layout import Layout
 from tests.support.kinds import LaterHalf, full
@@ -33,6 +39,8 @@ def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
     sizes = st.integers(1, 3)
     kinds = st.one_of(
         sizes.map(lambda size: FullAttention(heads, size)),
+        # Its heads are others, which all these layouts divide.
+        sizes.map(lambda size: LinearAttention(48, size, slot_bytes=48)),
         st.builds(lambda size, window: SlidingWindow(heads, size, window=window), sizes, sizes),
         st.builds(lambda size, chunk: ChunkedAttention(heads, size, chunk=chunk), sizes, sizes),
         sizes.map(lambda size: LaterHalf(heads, size)),
