@@ -115,7 +115,7 @@ SPECS: dict[str, dict[str, Any]] = {
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
     # And latent attention.
-    "repeating_deepseek": dict(DEEPSEEK, repeat=1.2),
+    "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
     # And linear attention: text in 16 bits goes on alike for long.
     "repeating_next": dict(QWEN3_NEXT, gain=2.0, repeat=2.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
