@@ -9,7 +9,6 @@ length and in whether they are right, and there is something to learn.
 from __future__ import annotations
 
 import random
-import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,12 +86,6 @@ def problem(rng: random.Random) -> Problem:
         steps.append(step)
         unused.append(name)
     return Problem(given, tuple(steps), _question(rng, given, steps))
-
-
-def graded(text: str) -> int | None:
-    """The answer that a solution gives, or None."""
-    found = re.findall(r"Answer: (\d+)", text)
-    return int(found[-1]) if found else None
 
 
 # -------------------------------------------------------------------- wording

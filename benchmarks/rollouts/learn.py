@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.common import Engine, awake, ngram
-from benchmarks.rollouts.arithmetic import graded, problem
+from benchmarks.rollouts.arithmetic import problem
 from benchmarks.rollouts.model import Row, by_length, of_responses, prompt_ids
 from benchmarks.rollouts.records import Response, Rollouts
+from benchmarks.rollouts.reward import graded
 
 if TYPE_CHECKING:
     import torch

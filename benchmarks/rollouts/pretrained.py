@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Engine
-from benchmarks.rollouts.arithmetic import graded, problem
+from benchmarks.rollouts.arithmetic import problem
 from benchmarks.rollouts.learn import HISTORY, Epoch, engine_options, roll_out
 from benchmarks.rollouts.records import Response, Rollouts
+from benchmarks.rollouts.reward import graded
 
 MOST_TOKENS = 256
 """Of a response."""

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.rollouts.arithmetic import MODULUS, graded, problem, solution
+from benchmarks.rollouts.arithmetic import MODULUS, problem, solution
 from benchmarks.rollouts.learn import advantages
 from benchmarks.rollouts.records import Response, Rollouts
 from benchmarks.rollouts.replay import Drafter, draft_ngram, replay_epoch
+from benchmarks.rollouts.reward import graded
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

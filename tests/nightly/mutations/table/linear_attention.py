@@ -24,7 +24,7 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("matrices lie over the convolution", "kinds:_parts_of_slot", "(rows * row * of_conv, 1", "(0, 1", SLOTS),
     ("a key head has one value head", "kinds:_parts_of_slot", "each = values // _key_heads(spec)", "each = 1", SLOTS),
     ("a slot counts what one rank has", "kinds:LinearAttention.of", " * heads // _key_heads(spec)", "", SLOTS),
-    ("slots are never padded", "kinds:LinearAttention.narrow", "None if page == fills else page", "None", SLOTS),
+    ("slots are never padded", "kinds:LinearAttention.narrow", "None if page == fills else page", "None", BLOCKS),
     ("states of drafts are served", "kinds:LinearAttention.serves", "            and not spec.num_speculative_blocks\n", "", SLOTS),
     ("key heads are repeated", "kinds:LinearAttention.heads_of", "self.heads % layout.tp", "False", SLOTS),
     ("blocks follow the states", "worker.layout_config:block_ratio", "{kind.ratio(layout, base) for kind in kinds if not kind.padded}", "{kind.ratio(layout, base) for kind in kinds if kind.padded}", SLOTS),
