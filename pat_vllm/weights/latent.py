@@ -21,12 +21,17 @@ def renew_absorbed(model: nn.Module) -> None:
     """Make them anew of weights that have changed, where they are no views of these.
 
     Of unquantized weights they are views. What a switch moves is not among these weights: a
-    layout's heads are a range of the base layout's.
+    layout's heads are a range of the base layout's. Copies keep their addresses, for compiled code.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention) and not _is_view(module):
-            value = next(module.parameters(recurse=False))
-            module.process_weights_after_loading(value.dtype)
+            kept = dict(module.named_parameters(recurse=False))
+            module.process_weights_after_loading(next(iter(kept.values())).dtype)
+            for name, parameter in kept.items():
+                new = getattr(module, name)
+                if new is not parameter:
+                    parameter.data.copy_(new)
+                    setattr(module, name, parameter)
 
 
 def _is_view(module: MLAAttention) -> bool:

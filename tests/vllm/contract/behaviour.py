@@ -191,13 +191,13 @@ vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder.__in
     self\.chunked_prefill_workspace = torch\.empty\(
     layouts share it, where latent attention gathers earlier parts of prompts
 vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size
-    (?s)max\(\s*8 \* model_config\.max_model_len,\s*4 \* scheduler_config\.max_num_seqs \*
-    cache_config\.block_size,?\s*\).*64 \* 1024
+    (?s)max\(8 \* model_config\.max_model_len, 4 \* scheduler_config\.max_num_seqs
+    \s\* cache_config\.block_size\), 64 \* 1024
     estimates count it
 vllm.model_executor.layers.attention.mla_attention.MLAAttention.process_weights_after_loading
-    (?s)replace_parameter\(self, 'W_UV', W_UV\.transpose\(0, 1\), prefer_copy=True\).*
-    replace_parameter\(self, 'W_UK_T', W_UK\.permute\(1, 2, 0\), prefer_copy=True\)
-    they are views of `kv_b_proj`, and stay where they are when they are made anew
+    (?s)replace_parameter\(self, 'W_UV', W_UV\.transpose\(0, 1\).*
+    replace_parameter\(self, 'W_UK_T', W_UK\.permute\(1, 2, 0\)
+    they are views of `kv_b_proj`
 vllm.model_executor.layers.attention.mla_attention.MLAAttention.get_kv_cache_spec
     (?s)num_kv_heads=1,\s*max_tp_shards=1,
     a latent vector is whole on every rank

@@ -94,7 +94,7 @@ def test_walks_over_layouts_with_updates(strategy_class: type[Any], copied: bool
             for tensor in absorbed(model).values():
                 tensor.data = tensor.data.clone()
     weights = LayoutWeights.__new__(LayoutWeights)
-    weights._strategy = strategy
+    weights._strategy, weights._packed = strategy, False
     weights._runtimes = tuple(map(with_model, models.values()))
     weights._base = weights._runtimes[0]
     weights.finish_loading()
