@@ -13,6 +13,7 @@ from pat_vllm.advice.drafts import Text, acceptance_of, drafts_give
 from pat_vllm.advice.lengths import read_rollouts
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.rollouts import rollouts_of
+from pat_vllm.drafts.replay import replay
 from tests.unit.advice.test_lengths import words
 
 
@@ -42,6 +43,15 @@ def test_siblings_that_have_ended_are_drafted_from() -> None:
     longer = Text(whole.prompt, np.concatenate([text(1, seed=1).response, whole.response]))
     give = drafts_give([[short, longer]], 4)
     assert give.repeated == 0 and give.own == 1 < give.earlier
+
+
+def test_a_step_ends_at_its_first_wrong_draft() -> None:
+    prompt, said = np.array([1, 2], np.int32), np.arange(10, 18, dtype=np.int32)
+    now = said.copy()
+    now[3] = 99  # 10 | 11 12 and 99 | 14 | 15 16 and 17
+    done = replay(prompt, [now], [said], 4)
+    assert (done.steps.tolist(), done.accepted.tolist()) == ([3], [5])
+    assert done.tokens_per_step == 7 / 3
 
 
 def test_large_rollouts_are_drawn_from() -> None:

@@ -111,6 +111,11 @@ def other_sizes(path: Path) -> None:
         np.savez(path, **{**arrays, "sizes": arrays["sizes"] + 1})
 
 
+def more_tokens(path: Path) -> None:
+    with np.load(path) as arrays:
+        np.savez(path, **{**arrays, "tokens": np.append(arrays["tokens"], np.int32(5))})
+
+
 def no_tokens(path: Path) -> None:
     with np.load(path) as arrays:
         np.savez(path, **{**arrays, "tokens": arrays["tokens"] - 5})
@@ -126,7 +131,8 @@ def text(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm", [damaged, cut, compressed, other_arrays, other_sizes, no_tokens, pickled, text]
+    "harm",
+    [damaged, cut, compressed, other_arrays, other_sizes, more_tokens, no_tokens, pickled, text],
 )
 def test_what_cannot_be_read_is_set_aside(
     harm: object, path: Path, caplog: pytest.LogCaptureFixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from tests.nightly.mutations.mutation import Mutation
 
+HISTORY = "tests/unit/drafts/test_history_file.py"
+REPLAYED = "tests/unit/advice/test_drafts.py"
 DRAFTS = "tests/unit/drafts/test_drafts.py"
 ROWS = "tests/vllm/scheduler/test_draft_rows.py"
 KERNELS = "tests/vllm/kernels/test_suffix.py"
@@ -17,8 +19,18 @@ _ROWS = [
     ("short matches draft", "drafts.suffix:draft", "best, place, in_own = shortest - 1, -1, True", "best, place, in_own = 0, -1, True", DRAFTS),
     ("a draft goes on in the next text", "drafts.suffix:draft", " and others[place + 1 + count] != _BETWEEN\n", "\n", DRAFTS),
     ("what ended so once goes on for ever", "drafts.suffix:draft", "(count < period or best >= period)", "True", DRAFTS),
-    ("a corpus grows", "drafts.corpus:Corpus.add", "self.forget_to(self._max_bytes)", "pass", DRAFTS),
+    ("a corpus grows", "drafts.corpus:Corpus._append", "self.forget_to(self._max_bytes)", "pass", DRAFTS),
     ("the oldest rows are given", "drafts.corpus:Corpus.latest", "reversed(self._rows.get(key, ()))", "self._rows.get(key, ())", DRAFTS),
+    ("a kept file is written anew each time", "drafts.history_file:HistoryFile.save", " or corpus.num_added == self._kept", "", HISTORY),
+    ("what comes while a file is written is lost", "drafts.history_file:HistoryFile.close", "range(2)", "range(0)", HISTORY),
+    ("a damaged file is read", "drafts.history_file:read_rows", "sizes.sum() != len(tokens)", "False", HISTORY),
+    ("compressed files are taken", "drafts.history_file:read_rows", "one.compress_type != zipfile.ZIP_STORED", "False", HISTORY),
+    ("a file that cannot be read stays", "drafts.history_file:HistoryFile.load", "os.replace(self._path, aside)", "pass", HISTORY),
+    ("others may read responses", "drafts.history_file:write_rows", "private=True", "private=False", HISTORY),
+    ("the last responses are not kept", "scheduler.draft_rows:DraftRows.close", "self._file.close(self._corpus)", "pass", ROWS),
+    ("siblings are replayed that had not ended", "drafts.replay:replay", "if ends[at] == len(text):", "if True:", REPLAYED),
+    ("all drafts of a step count as accepted", "drafts.replay:replay", "right.cumprod().sum()", "right.sum()", REPLAYED),
+    ("another prompt's responses are replayed", "advice.drafts:_by_prompt", "one.prompt.tobytes()", "b''", REPLAYED),
     ("salts are not looked at", "drafts.corpus:key_of", '(salt or "")', '("")', DRAFTS),
     ("a shelf keeps what nobody needs", "drafts.shelf:Shelf.take", "if row in kept", "", DRAFTS),
     ("a request's new rows are beside its old text", "drafts.shelf:Shelf.take", "self._of.update(update.of_requests)", "self._of = {**update.of_requests, **self._of}", DRAFTS),
