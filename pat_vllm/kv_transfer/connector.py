@@ -73,7 +73,8 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         self._allocated: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._specs = [group.kv_cache_spec for group in groups]
         self._regions: list[dict[int, str]] = []
-        self.kv_caches: dict[str, list[torch.Tensor]] = {}
+        self._segments: dict[str, list[torch.Tensor]] = {}
+        self.kv_caches: dict[str, torch.Tensor] = {}
 
     # ---------------------------------------------------------------- scheduler side
 
@@ -140,12 +141,13 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
 
         Layers of several groups lie in one region, where each has blocks of its own.
         """
+        self.kv_caches, self._segments = kv_caches, {}
         regions: dict[int, dict[int, str]] = defaultdict(dict)
         for name, view in kv_caches.items():
             spec = self._specs[group := self._group_of[name]]
             kind = class_of(spec)
             assert kind is not None
-            self.kv_caches[name] = kind.segments(spec, view)
+            self._segments[name] = kind.segments(spec, view)
             regions[view.storage_offset() * view.element_size()][group] = name
         self._regions = [regions[offset] for offset in sorted(regions)]
 
@@ -182,7 +184,7 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         groups: dict[Any, list[int]] = defaultdict(list)
         views = {}
         for group, name in sorted(region.items()):
-            for pair in zip(source.kv_caches[name], self.kv_caches[name], strict=True):
+            for pair in zip(source._segments[name], self._segments[name], strict=True):
                 lie = tuple(
                     (view.storage_offset(), view.shape, view.stride(), view.dtype) for view in pair
                 )
