@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -47,7 +47,7 @@ class StateKind(ABC):
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
-        """`heads` of a spec that it serves.
+        """`heads` of a spec that it serves; 1 is a state that every rank of a group has whole.
 
         Args:
             num_kv_heads: that the model's config names.
@@ -160,6 +160,26 @@ class FullAttention(StateKind):
 
     def missing(self, blocks: int, has: Callable[[int], bool]) -> Sequence[int]:
         return range(bisect_left(range(blocks), True, key=lambda place: not has(place)), blocks)
+
+
+@dataclass(frozen=True)
+class LatentAttention(FullAttention):
+    """What a token leaves is a latent vector of which all heads make their keys and values.
+
+    A rank needs it whole whatever its heads are. So a block is as large in every layout, and the
+    ranks of a group hold the same ones: what a replica of an engine holds does not grow with tp.
+    """
+
+    title = "latent attention"
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        # Sparse attention, whose indexers have caches of their own, is refused by the model.
+        return type(spec).__name__ == "MLAAttentionSpec" and _has_a_slot_per_head(spec)
+
+    @classmethod
+    def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
+        return 1
 
 
 @dataclass(frozen=True)
@@ -335,7 +355,9 @@ def _has_a_slot_per_head(spec: Any) -> bool:
     return spec.num_head_slots is None and spec.page_size_padded is None
 
 
-KINDS: list[type[StateKind]] = [FullAttention, SlidingWindow, ChunkedAttention, LinearAttention]
+KINDS: list[type[StateKind]] = [
+    *(FullAttention, LatentAttention, SlidingWindow, ChunkedAttention, LinearAttention)
+]
 """All that are served."""
 
 Kinds: TypeAlias = Sequence[StateKind]
@@ -379,6 +401,12 @@ def longest_hit(kinds: Kinds, most: int, is_cached: Callable[[int, int], bool]) 
         agree = agree + 1 if found == blocks else 1
         blocks, group = found, (group + 1) % len(kinds)
     return blocks
+
+
+def fewest_heads(specs: Iterable[Any], num_kv_heads: int, tp: int) -> int:
+    """`heads` of that of these specs which is cut into fewest parts; see `StateKind.heads_in`."""
+    heads = [kind.heads_in(spec, num_kv_heads, tp) for spec in specs if (kind := class_of(spec))]
+    return min(heads, default=num_kv_heads)
 
 
 def block_size(kinds: Kinds) -> int:

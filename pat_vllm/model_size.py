@@ -74,6 +74,28 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": False,
     },
+    "deepseek-v2-lite": {
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+        "tie_word_embeddings": False,
+    },
     "qwen3-next-80b-a3b": {
         "model_type": "qwen3_next",
         "num_hidden_layers": 48,
@@ -126,6 +148,8 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 _EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _EXPERT_WIDTHS = ("moe_intermediate_size", "intermediate_size")
 MIXTURES = (
+    "deepseek_v2",
+    "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
     "mixtral",
@@ -140,8 +164,6 @@ VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
 _LINEAR = "linear_num_key_heads"
 """Field of the config.json of models with Gated DeltaNet."""
-_LATENT = "kv_lora_rank"
-"""Field of the config.json of models with latent attention."""
 
 
 _MOST = 1 << 24
@@ -242,7 +264,7 @@ class ExpertSizes:
         count, intermediate = found
         shared = size_of(config, "shared_expert_intermediate_size")
         gated = bool(shared)
-        if kind == "glm4_moe":
+        if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
             shared = intermediate * size_of(config, "n_shared_experts")
         return cls(
             count=count,
@@ -267,6 +289,8 @@ def _has_experts(config: Mapping[str, Any], layer: int) -> bool:
     if layer < size_of(config, "first_k_dense_replace"):
         return False
     sparse_step = size_of(config, "decoder_sparse_step") or 1
+    if layer % (size_of(config, "moe_layer_freq") or 1):
+        return False
     mlps = config.get("mlp_only_layers")
     return not (isinstance(mlps, list) and layer in mlps) and (layer + 1) % sparse_step == 0
 
@@ -280,6 +304,50 @@ def _window_layers(config: Mapping[str, Any]) -> int:
         return min(layers, sum(kind == "sliding_attention" for kind in kinds))
     every = 2 if config.get("model_type") == "gemma2" else size_of(config, "sliding_window_pattern")
     return layers - layers // every if every else layers
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """What latent attention has in place of heads of keys and values, counted in elements.
+
+    Attributes:
+        rank: of a token's latent vector, of which all heads make their keys and values.
+        rope: of the part of a key that has a position, which all heads share.
+        nope: of the rest of a head's key.
+        value: of a head's value.
+        query_rank: of the vector that queries are made of; 0: the hidden state is.
+    """
+
+    rank: int
+    rope: int
+    nope: int
+    value: int
+    query_rank: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> LatentSizes | None:
+        """From the contents of a `config.json`; None: the model has heads of keys and values."""
+        if not (rank := size_of(config, "kv_lora_rank")):
+            return None
+        return cls(
+            rank=rank,
+            rope=size_of(config, "qk_rope_head_dim"),
+            nope=size_of(config, "qk_nope_head_dim"),
+            value=size_of(config, "v_head_dim"),
+            query_rank=size_of(config, "q_lora_rank"),
+        )
+
+    @property
+    def query(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope + self.rope
+
+    def weights(self, hidden: int, heads: float) -> float:
+        """Of a layer, on a rank with so many heads. What makes latent vectors is replicated."""
+        source = self.query_rank or hidden
+        replicated = hidden * (self.query_rank + self.rank + self.rope)
+        keys_and_values = self.rank * (self.nope + self.value)
+        return replicated + heads * (source * self.query + keys_and_values + self.value * hidden)
 
 
 @dataclass(frozen=True)
@@ -359,6 +427,8 @@ class ModelSize:
         intermediate: width of the MLP, in layers without experts.
         experts: None: the decoder is dense.
         window: tokens to which a token attends in `window_layers` of the layers.
+        latent: None: attention has heads of keys and values. With it `kv_heads` is 1, of all
+            heads, and `head_dim` the width of a query.
         linear: None: every layer has attention.
         gated: whether queries come with gates of the output.
     """
@@ -374,6 +444,7 @@ class ModelSize:
     experts: ExpertSizes | None = field(default=None, kw_only=True)
     window: int = field(default=0, kw_only=True)
     window_layers: int = field(default=0, kw_only=True)
+    latent: LatentSizes | None = field(default=None, kw_only=True)
     linear: LinearSizes | None = field(default=None, kw_only=True)
     gated: bool = field(default=False, kw_only=True)
 
@@ -403,24 +474,23 @@ class ModelSize:
                 f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
                 f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
+        latent = LatentSizes.of(config)
         linear = LinearSizes.of(config)
         if linear is not None and linear.layers >= _layers_of(config):
             raise ValueError(
                 "the model's config has linear attention in all layers: only models that have "
                 "attention in some can be modelled"
             )
-        if config.get(_LATENT):
-            raise ValueError(
-                f"the model's config has {_LATENT}: latent attention cannot be modelled, and PAT "
-                "does not serve it; only decoders such as Llama and Qwen3"
-            )
         heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
         return cls(
             layers=_layers_of(config),
             hidden=hidden,
             heads=heads,
-            kv_heads=size_of(config, "num_key_value_heads") or heads,
-            head_dim=size_of(config, "head_dim") or max(1, hidden // heads),
+            kv_heads=1 if latent else size_of(config, "num_key_value_heads") or heads,
+            head_dim=latent.query
+            if latent
+            else size_of(config, "head_dim") or max(1, hidden // heads),
+            latent=latent,
             intermediate=size_of(config, "intermediate_size"),
             vocab=size_of(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
@@ -451,9 +521,13 @@ class ModelSize:
 
         KV projections are replicated where heads are, and routers.
         """
-        kv_heads = max(1.0, self.kv_heads / tp)
-        of_heads = (2 + self.gated) * self.heads / tp + 2 * kv_heads
-        attention = self.attention_layers * self.hidden * self.head_dim * of_heads
+        if self.latent is not None:
+            of_layer = self.latent.weights(self.hidden, self.heads / tp)
+        else:
+            kv_heads = max(1.0, self.kv_heads / tp)
+            of_heads = (2 + self.gated) * self.heads / tp + 2 * kv_heads
+            of_layer = self.hidden * self.head_dim * of_heads
+        attention = self.attention_layers * of_layer
         if self.linear is not None:
             attention += self.linear.layers * self.linear.weights(self.hidden) / tp
         if self.experts is None:
@@ -462,6 +536,30 @@ class ModelSize:
         router = self.experts.count + self.experts.shared_gate
         mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
         return attention + self.hidden * mlp
+
+    def kv_elements(self, tp: int) -> int:
+        """Of a token's KV in one layer, on one rank; heads are replicated where they are few.
+
+        A latent vector is whole on every rank.
+        """
+        if self.latent is not None:
+            return self.latent.rank + self.latent.rope
+        return 2 * max(1, self.kv_heads // tp) * self.head_dim
+
+    def attention_operations(self, tp: int, decode: bool) -> float:
+        """Operations of a query token on one token that it attends to, in a layer on one rank.
+
+        Args:
+            decode: with latent attention, heads attend to the latent vectors themselves then; in a
+                prompt to the keys and values that are made of them.
+        """
+        if self.latent is None:
+            width = 2 * self.head_dim
+        elif decode:
+            width = 2 * self.latent.rank + self.latent.rope
+        else:
+            width = self.latent.query + self.latent.value
+        return 2 * self.heads * width / tp
 
     @property
     def expert_weights(self) -> int:

@@ -22,7 +22,7 @@ _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
 
 
-_DECODERS = "decoder-only models with full or sliding attention"
+_DECODERS = "decoder-only models with full, sliding or latent attention"
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,12 @@ RULES = (
         "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2 vLLM repeats groups that tp does not "
         "divide, so that a wider layout's shards do not lie within those of a narrower one",
     ),
-    _models("a model with multi-head latent attention", lambda model: model.use_mla),
+    _models(
+        "a model with sparse attention",
+        # Of DeepSeek V3.2 and V4, whose indexers have weights and a cache of their own.
+        lambda model: any(
+            hasattr(model.hf_text_config, name) for name in ("index_topk", "compress_ratios")
+        ),
+    ),
 )
 """All that is refused, in the order in which an error names it."""

@@ -128,7 +128,8 @@ class RandomModel(Ranged):
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
             "chunked attention: llama4_text; "
             "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
-            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text."
+            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text; "
+            "latent attention and a mixture: deepseek_v2, deepseek_v3."
         ),
     ] = "qwen3"
     hidden: Annotated[

@@ -46,6 +46,9 @@ ARCHS = {
     "llama4_text": "Llama4ForCausalLM",
     # Both: windows in every second layer.
     "gpt_oss": "GptOssForCausalLM",
+    # Latent attention, and a mixture whose first layer is dense.
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     # Linear attention in two layers of three; with experts, but for one.
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -53,6 +56,9 @@ ARCHS = {
 }
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
+LATENT = ("deepseek_v2", "deepseek_v3")
+KV_RANK, ROPE_DIM = 512, 64
+"""Of latent attention. vLLM has no kernel on CPU for others."""
 DTYPES = ("float32", "bfloat16", "float16")
 SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
@@ -144,11 +150,13 @@ def write_model(path: Path, model: RandomModel) -> int:
         path: a directory that does not exist or is empty.
         model: of architectures, "qwen3" normalises queries and keys, "qwen2" has biases on q, k and
             v. Of mixtures, "qwen2_moe" and "glm4_moe" have shared experts, too, of the width
-            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Weights are
-            drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3", "w4" and so on
-            can be encoded; every id decodes to text. A smaller `gain` makes a logprob less
-            sensitive to rounding, too. `repeat` is how strongly the model continues its phrase,
-            relative to all else that it might say: at 1 greedy text follows it most of the time.
+            `intermediate` and of one expert's; in "glm4_moe" the first layer is dense. Of latent
+            attention, "deepseek_v3" has compressed queries, too, and a bias of the router's choice.
+            Weights are drawn in `dtype`. With fewer than `MIN_VOCAB` tokens only the words "w3",
+            "w4" and so on can be encoded; every id decodes to text. A smaller `gain` makes a
+            logprob less sensitive to rounding, too. `repeat` is how strongly the model continues
+            its phrase, relative to all else that it might say: at 1 greedy text follows it most of
+            the time.
 
     Raises:
         OSError: the files cannot be written.
@@ -168,7 +176,6 @@ def write_model(path: Path, model: RandomModel) -> int:
         num_hidden_layers=model.layers,
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads,
-        head_dim=model.head_dim,
         vocab_size=model.vocab,
         max_position_embeddings=model.max_position_embeddings,
         tie_word_embeddings=model.tie,
@@ -177,6 +184,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         pad_token_id=pad,
         dtype=model.dtype,
         **{"intermediate_size": model.intermediate}
+        | _heads(model)
         | _windows(model)
         | _linear_attention(model)
         | _mixture(model),
@@ -230,6 +238,25 @@ def _check(path: Path, model: RandomModel) -> None:
         )
 
 
+def _heads(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its heads beside their number."""
+    if model.arch not in LATENT:
+        return {"head_dim": model.head_dim}
+    longest = model.max_position_embeddings
+    scaled = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 0.707}
+    scaled |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": max(1, longest // 2)}
+    return {
+        "q_lora_rank": None if model.arch == "deepseek_v2" else max(1, model.hidden // 2),
+        "kv_lora_rank": KV_RANK,
+        "qk_rope_head_dim": ROPE_DIM,
+        "qk_nope_head_dim": model.head_dim,
+        "v_head_dim": model.head_dim,
+        # With plain positions, what vLLM computes of a token on CPU depends on the others of its
+        # step, and on how they are batched.
+        "rope_parameters": scaled,
+    }
+
+
 def _windows(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its sliding windows or chunks, if it has some."""
     if model.arch == "llama4_text":
@@ -269,6 +296,9 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
     common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
+    # In two groups, of which a token goes to one.
+    deepseek = common | {"n_routed_experts": experts, "moe_intermediate_size": width}
+    deepseek |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
     return {
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
@@ -286,6 +316,12 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
         "glm4_moe": common
         | {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+        "deepseek_v2": deepseek
+        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy"}
+        | {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 2.0},
+        "deepseek_v3": deepseek
+        | {"n_shared_experts": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+        | {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5},
         "gpt_oss": common
         | {"num_local_experts": experts, "intermediate_size": width}
         | {"rope_parameters": _yarn(model.max_position_embeddings)},

@@ -125,6 +125,8 @@ def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> li
         elements = tokens * (model.heads // layout.tp) * model.head_dim
         workspace = max(FLASHINFER_WORKSPACE, elements * _FLASHINFER_BYTES_PER_ELEMENT)
         buffers += [Buffer(workspace, shared=True, with_kv=True), Buffer(table, with_kv=True)]
+    if size := model.latent_workspace_bytes(engine.max_model_len, seqs, engine.block_size):
+        buffers.append(Buffer(size, shared=True, with_kv=True))
     if size := model.expert_workspace_bytes(layout.tp, layout.experts == "ep", tokens):
         # A process has one, which grows until the first graph is captured.
         buffers.append(Buffer(0 if engine.attention == "CPU_ATTN" else size, shared=True))

@@ -54,7 +54,8 @@ class ModelShape(ModelSize):
     @property
     def rotary_bytes(self) -> int:
         """The table of rotary embeddings, of which a process has one."""
-        return self.max_positions * self.head_dim * self.dtype_bytes
+        width = self.head_dim if self.latent is None else self.latent.rope
+        return self.max_positions * width * self.dtype_bytes
 
     def swap_table_bytes(self, layouts: Sequence[Layout]) -> int:
         """Tables of the rows that trade places between any two layouts, about.
@@ -62,8 +63,10 @@ class ModelShape(ModelSize):
         They lie on the device, with weights in place.
         """
         base, *others = dict.fromkeys(layout.tp for layout in layouts)
-        queries = (1 + self.gated) * self.heads
-        fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
+        fused = 0  # of latent attention nothing that is cut is fused
+        if self.latent is None:
+            queries = (1 + self.gated) * self.heads
+            fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
         if self.linear is not None and self.linear.apart:
             fused += self.linear.rows // base * self.linear.layers
         fused += 2 * self.intermediate // base * self.dense_layers
@@ -76,8 +79,17 @@ class ModelShape(ModelSize):
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
-        heads = max(1, self.kv_heads // tp)
-        return 2 * self.attention_layers * heads * self.head_dim * self.kv_dtype_bytes
+        return self.attention_layers * self.kv_elements(tp) * self.kv_dtype_bytes
+
+    def latent_workspace_bytes(self, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
+        """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step; else 0.
+
+        As `MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size`.
+        """
+        if self.latent is None:
+            return 0
+        tokens = max(8 * max_model_len, 4 * max_num_seqs * block_size)
+        return min(tokens, 64 << 10) * self.kv_elements(1) * self.dtype_bytes
 
     def state_bytes(self, tp: int) -> int:
         """What a request has on a rank beside its KV, over all layers with linear attention."""
@@ -113,6 +125,10 @@ class ModelShape(ModelSize):
             widths.append(self.experts.shared)
         mlp = 2 * self.hidden + 3 * max(widths) // tp
         attention = 2 * self.hidden + 2 * (self.heads + self.kv_heads) // tp * self.head_dim
+        if (latent := self.latent) is not None:
+            # Queries, keys and values, the parts that keys are put together of, and the output.
+            of_head = 2 * latent.query + 2 * latent.value + latent.nope
+            attention = 2 * self.hidden + self.heads // tp * of_head
         if self.linear is not None:
             attention = max(attention, 2 * self.hidden + 2 * self.linear.rows // tp)
         layer = tokens * max(mlp, attention) * self.dtype_bytes

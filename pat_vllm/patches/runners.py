@@ -88,9 +88,10 @@ def capture_on(stream: torch.cuda.Stream) -> Iterator[None]:
 def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
     """Inside, have new attention metadata builders use this workspace, if there is one.
 
-    Without it: each layout's FlashInfer has a workspace of its own, of 394 MiB or more. vLLM shares
-    one among the groups of a runner, whose attention writes to it in turn, as layouts do. Missing
-    seam: a runner that is given a workspace.
+    Without it: each layout's FlashInfer has a workspace of its own, of 394 MiB or more, and its
+    latent attention one of up to 64 Ki tokens. vLLM shares FlashInfer's among the groups of a
+    runner, whose attention writes to it in turn, as layouts do. Missing seam: a runner that is
+    given a workspace.
 
     Args:
         workspace: of a layout with at least as many heads on a rank (`attention_workspace`).
@@ -102,8 +103,12 @@ def use_attention_workspace(workspace: torch.Tensor | None) -> Iterator[None]:
     def create(group: Any, *args: Any, **options: Any) -> None:
         original(group, *args, **options)
         for builder in group.metadata_builders:
-            if workspace is not None and hasattr(builder, "set_workspace_buffer"):
+            if workspace is None:
+                continue
+            if hasattr(builder, "set_workspace_buffer"):
                 builder.set_workspace_buffer(workspace)
+            elif (own := _of_latents(builder)) is not None and len(own) <= len(workspace):
+                builder.chunked_prefill_workspace = workspace[: len(own)]
 
     AttentionGroup.create_metadata_builders = create  # type: ignore[assignment,method-assign]
     try:
@@ -121,7 +126,14 @@ def attention_workspace(runner: RunnerV1 | RunnerV2) -> torch.Tensor | None:
                 get = getattr(builder, "_get_workspace_buffer", None)
                 if get is not None:
                     return get()  # type: ignore[no-any-return]
+                if (own := _of_latents(builder)) is not None:
+                    return own
     return None
+
+
+def _of_latents(builder: Any) -> torch.Tensor | None:
+    """Where latent attention gathers earlier parts of prompts, [tokens, latent]."""
+    return getattr(builder, "chunked_prefill_workspace", None)
 
 
 def forget_sampled_tokens(batch: InputBatch) -> None:

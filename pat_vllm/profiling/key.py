@@ -48,6 +48,12 @@ _SIZES = (
     "shared_expert_intermediate_size",
     "n_shared_experts",
     "first_k_dense_replace",
+    "moe_layer_freq",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 """What Hugging Face configs call the sizes of a decoder, and of its experts if it has any."""
 _THREADS = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU", "OMP_NUM_THREADS")

@@ -33,6 +33,7 @@ from vllm.model_executor.models.gpt_oss import OAIAttention
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.experts import EXPERTS, check_experts, check_gates, expert_cuts, expert_place
+from pat_vllm.weights.latent import is_absorbed
 from pat_vllm.weights.shards import (
     Cut,
     EvenPartition,
@@ -125,6 +126,8 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        if is_absorbed(module):
+            parameters = {}
         layer = _layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
+from pat_vllm.kinds import fewest_heads
 from pat_vllm.memory.estimate import num_regions, staged_share
 from pat_vllm.patches.runners import (
     attention_workspace,
@@ -97,8 +98,9 @@ def measure_graphs(
 def staged_by_switches(runtimes: Mapping[Layout, LayoutRuntime]) -> float:
     """Share of the KV cache that a switch that carries KV stages in the worst case."""
     base = next(iter(runtimes.values()))
-    kv_heads = base.config.model_config.get_total_num_kv_heads()
     of_kinds = Counter(base.runner.get_kv_cache_spec().values())
+    named = base.config.model_config.get_total_num_kv_heads()
+    kv_heads = fewest_heads(of_kinds, named, base.layout.tp)
     return staged_share(list(runtimes), kv_heads, num_regions(of_kinds.values()))
 
 

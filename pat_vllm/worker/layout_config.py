@@ -255,6 +255,7 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
 
     Args:
         base_config: of a rank of the layout `base`.
+        num_kv_heads: that the model's config names.
 
     Raises:
         ValueError: layouts cannot share these groups.

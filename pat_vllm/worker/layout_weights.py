@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.latent import renew_absorbed
 from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.worker.layout_config import resolve_weights
@@ -94,6 +95,8 @@ class LayoutWeights:
         if any(tensor.is_meta for tensor in chain(base.parameters(), base.buffers())):
             return False
         self._strategy.refresh(base, others)
+        for model in (base, *others):
+            renew_absorbed(model)
         self._strategy.arrange(active)
         return True
 

@@ -55,6 +55,8 @@ WINDOWS = EngineSpec(
     MIGRATE | {"weights": "materialized"},
     WHOLE_PROMPTS | {"prefix_cache_retention_interval": 32},
 )
+# A state that both ranks have whole; prompts in chunks (see `tests/support/latent_in_chunks.py`).
+LATENT = EngineSpec("latent", "deepseek_v3", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Linear attention, with a slot for each request; plain torch computes it in float32.
 WITHOUT_CACHE: dict[str, Any] = WHOLE_PROMPTS | {"enable_prefix_caching": False}
 LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | BOTH_KINDS, UPDATES | WITHOUT_CACHE)
@@ -74,6 +76,14 @@ VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.
 SMALL_KV = EngineSpec(
     "small KV", "llama_one_kv", 2, MIGRATE, {"kv_cache_memory_bytes": 24 * 3 * 32 * (2 * 32 * 4)}
+)
+# The same of latent attention, with packed weights: 48 blocks.
+SMALL_LATENT = EngineSpec(
+    "small latent",
+    "deepseek_v3",
+    2,
+    MIGRATE,
+    {"kv_cache_memory_bytes": 48 * 3 * 16 * (512 + 64) * 4},
 )
 # Profiles are kept in `PAT_CACHE_DIR`, which `tests/engine/test_policy.py` sets.
 POLICY = EngineSpec(

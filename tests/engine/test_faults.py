@@ -21,7 +21,7 @@ import pat_vllm
 from benchmarks.endurance.callers import ASYNC, SYNC
 from benchmarks.endurance.kills import Kill
 from pat_vllm.executor import orphan
-from tests.engine.specs import SMALL_KV
+from tests.engine.specs import SMALL_KV, SMALL_LATENT
 from tests.support.engines import Job, run, scheduler_of
 from tests.support.faults import (
     assert_a_failed_switch_ends_the_engine,
@@ -150,7 +150,7 @@ def texts(llm: Any, work: dict[str, Job], **options: Any) -> dict[str, list[int]
     return {name: one.token_ids for name, one in run(llm, work, **options).items()}
 
 
-@pytest.mark.engine(SMALL_KV)
+@pytest.mark.engine(SMALL_KV, SMALL_LATENT)
 def test_requests_that_find_no_room_are_recomputed(llm: Any) -> None:
     """With one KV head, a group of two holds half of what two replicas hold."""
     work = jobs(requests=10, tokens=40, prompt=100)

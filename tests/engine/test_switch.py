@@ -18,29 +18,29 @@ import pytest
 import pat_vllm
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler import in_place
-from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, MIXTURE, WINDOWS
+from tests.engine.specs import COPIES, FEW_KV_HEADS, FOUR_RANKS, LATENT, MIXTURE, WINDOWS
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
 from tests.support.pool import EnginePool, EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_teacher_forced
 from tests.support.stock import stock_answers
 
-pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS)
+pytestmark = pytest.mark.engine(MIXTURE, FOUR_RANKS, FEW_KV_HEADS, COPIES, WINDOWS, LATENT)
 
 ENGINES = {
-    "test_recomputing_gives_the_same": [MIXTURE, WINDOWS],
+    "test_recomputing_gives_the_same": [MIXTURE, WINDOWS, LATENT],
     "test_blocks_are_short_between_kinds_of_one_tp": [MIXTURE],
-    "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS],
-    "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE, WINDOWS],
-    "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS],
+    "test_teacher_forced_log_probabilities_after_a_switch": [FEW_KV_HEADS, WINDOWS, LATENT],
+    "test_half_prefilled_and_waiting_requests_are_carried": [MIXTURE, WINDOWS, LATENT],
+    "test_what_moves_is_what_requests_hold": [COPIES, WINDOWS, LATENT],
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
     "test_an_idle_engine_returns_to_its_base_layout": [COPIES],
-    "test_the_layouts_take_the_memory_of_one": [MIXTURE, FOUR_RANKS],
+    "test_the_layouts_take_the_memory_of_one": [MIXTURE, FOUR_RANKS, LATENT],
     "test_one_group_is_a_stock_engine": [COPIES],
 }
 """Tests that run on some of the engines for every change; nightly they run on many more."""
 
-AS_PACKED = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+AS_PACKED = ("DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Models whose plain weights keep to `TOLERANCE`, too: over all pairs and storms they differ by up
 to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
 
@@ -148,11 +148,14 @@ def test_every_ordered_pair_of_layouts(case: Case) -> None:
         assert (switch.kv_bytes > 0) == (switch.source.tp != switch.target.tp)
 
 
-def held_bytes(llm: Any) -> int:
-    """KV of the requests of an idle engine, all heads once: of their blocks that are not null."""
+def held_bytes(llm: Any, target: Layout) -> int:
+    """KV of the requests of an idle engine, as all ranks of a layout together hold it: of their
+    blocks that are not null, and as often as ranks have the same heads."""
     replicas = scheduler_of(llm).replica_set.replicas
     return sum(
-        len(kind.held(request.num_computed_tokens)) * kind.block_bytes
+        len(kind.held(request.num_computed_tokens))
+        * kind.block_bytes
+        * (target.tp * len(kind.heads_of(target, 0)) // kind.heads)
         for replica in replicas
         for request in replica.scheduler.requests.values()
         for kind in replica.kinds
@@ -173,7 +176,7 @@ def test_what_moves_is_what_requests_hold(case: Case, monkeypatch: pytest.Monkey
 
         def before_step(step: int, source: str = source, target: str = target) -> None:
             if step == 7:
-                held.append(held_bytes(llm))
+                held.append(held_bytes(llm, Layout.parse(target)))
             at_steps(llm, {0: source, 7: target})(step)
 
         count = len(pat_vllm.report(llm).switches)
@@ -250,7 +253,8 @@ def test_the_next_turn_finds_its_kv_after_a_switch(
         for i in range(4):
             # The KV of the last token of a response is not computed.
             known = len(turns()[f"t{i}"].prompt) + 11
-            assert (found[f"t{i}"], found[f"again t{i}"]) == (0, known - known % 32)
+            whole = known - known % llm.llm_engine.vllm_config.cache_config.block_size
+            assert (found[f"t{i}"], found[f"again t{i}"]) == (0, whole)
         moves = switch.source.tp != switch.target.tp
         assert switch.cached_tokens == moves * sum(tokens or 0 for tokens in found.values())
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import pat_vllm
-from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, MIXTURE
+from tests.engine.specs import COPIES, DENSE, FOUR_RANKS, LATENT, MIXTURE
 from tests.engine.test_switch import at_steps
 from tests.support.cached_kv import assert_caches_hold_their_text
 from tests.support.engines import Job, Outcome, add_job, run, scheduler_of
@@ -24,7 +24,7 @@ from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
 from tests.support.weight_transfer import Trainer
 
-pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES)
+pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES, LATENT)
 
 ENGINES = {
     "test_an_update_under_way_is_as_in_stock_vllm": [FOUR_RANKS],

@@ -53,6 +53,7 @@ GROUPED = switching("qwen2", 2)
 COPIED_MIXTURES = [
     *(switching("qwen3_moe", ranks, weights="materialized") for ranks in (2, 4)),
     switching("gpt_oss", 2, weights="materialized"),
+    switching("deepseek_v3", 2, weights="materialized"),
 ]
 IN_PLACE_ENGINES = [
     MIXTURE,
@@ -76,6 +77,9 @@ IN_PLACE_ENGINES = [
     switching("mixtral", 2),
     switching("olmoe", 2),
     switching("glm4_moe", 2),
+    # Latent attention: experts cut and spread; queries that are not compressed.
+    switching("deepseek_v3", 4),
+    switching("deepseek_v2", 2),
     # Windows, sinks, and experts with biases.
     switching("gpt_oss", 2),
     switching("gpt_oss", 4, experts="tp"),

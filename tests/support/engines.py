@@ -15,7 +15,8 @@ import psutil
 
 from tests.support import vision
 from tests.support.fork_server import start_from_server
-from tests.support.models import random_model
+from tests.support.latent_in_chunks import latent_in_chunks
+from tests.support.models import LATENT, random_model
 from tests.support.plain_weights import plain_weights
 
 OPTIONS: dict[str, Any] = {
@@ -67,6 +68,8 @@ def engine(
         if model in vision.CLASSES:
             inside.enter_context(vision.torchvision_stub())
             options = vision.TEXT_ONLY | options
+        if model in LATENT:
+            inside.enter_context(latent_in_chunks())
         inside.enter_context(_weights_as(options.get("worker_extension_cls", "")))
         model = str(random_model(model))
         llm = LLM(model=model, tensor_parallel_size=ranks, **{**OPTIONS, **options})

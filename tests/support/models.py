@@ -35,6 +35,9 @@ GPT_OSS: dict[str, Any] = dict(
     expert_intermediate=128,  # vLLM's kernel for CPU asks for a multiple of 32 on each of 4 ranks
 )
 
+DEEPSEEK: dict[str, Any] = dict(
+    arch="deepseek_v3", hidden=128, heads=4, kv_heads=4, layers=3, gain=2.0
+)
 _LINEAR: dict[str, Any] = dict(
     dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6
 )
@@ -70,6 +73,10 @@ SPECS: dict[str, dict[str, Any]] = {
     "olmoe": dict(arch="olmoe", hidden=128, heads=4, kv_heads=4, layers=2),
     # ... a first layer without experts, shared experts, and a bias of the router's choice.
     "glm4_moe": dict(arch="glm4_moe", hidden=128, heads=4, kv_heads=4, layers=2),
+    # Latent attention, of two mixtures (see `make_model`): one KV head that is whole on every rank.
+    "deepseek_v2": dict(DEEPSEEK, arch="deepseek_v2", layers=2),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3_updated": dict(DEEPSEEK, seed=1),
     # Sliding windows: two layers in three, so that there are four groups of KV caches, ...
     "gemma3": dict(_GEMMA3),
     "gemma3_updated": dict(_GEMMA3, seed=1),
@@ -107,6 +114,8 @@ SPECS: dict[str, dict[str, Any]] = {
         arch="mistral", hidden=128, heads=8, kv_heads=4, window=20, repeat=1.2
     ),
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
+    # And latent attention.
+    "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
     # And linear attention: text in 16 bits goes on alike for long.
     "repeating_next": dict(QWEN3_NEXT, gain=2.0, repeat=2.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
@@ -127,6 +136,7 @@ SPECS: dict[str, dict[str, Any]] = {
         phrase=8,
     ),
 }
+LATENT = [name for name, spec in SPECS.items() if spec["arch"] in builder.LATENT]
 REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
 
 

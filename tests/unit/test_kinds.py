@@ -10,6 +10,7 @@ from pat_vllm.kinds import (
     ChunkedAttention,
     FullAttention,
     Kinds,
+    LatentAttention,
     LinearAttention,
     SlidingWindow,
     carried_tokens,
@@ -24,6 +25,7 @@ from tests.support.kinds import LaterHalf, full
 SIZES = st.integers(1, 5)
 EVERY = st.one_of(
     st.builds(FullAttention, st.just(8), SIZES, SIZES),
+    st.builds(LatentAttention, st.just(1), SIZES, SIZES),
     st.builds(SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20)),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
     st.builds(LinearAttention, st.just(8), SIZES, slot_bytes=SIZES),
@@ -88,6 +90,16 @@ def test_figures_of_a_model_with_windows() -> None:
     assert carried_tokens(kinds, 1000) == 1000
     assert carried_tokens(kinds, 4096) == (5 * 1024 + 4096) / 6
     assert carried_tokens(full(8), 77) == 77
+
+
+def test_a_latent_vector_is_whole_on_every_rank() -> None:
+    """Whatever heads the config names: a block takes the same bytes in every layout."""
+    heads = LatentAttention.heads_in(None, 16, 4)
+    latent, full_ = LatentAttention(heads, 16), FullAttention(16, 16)
+    for layout in (Layout.of(tp, 8) for tp in (1, 2, 4, 8)):
+        assert [*latent.heads_of(layout, layout.tp - 1)] == [0]
+        assert latent.ratio(layout, Layout(1, 8)) == 1
+        assert full_.ratio(layout, Layout(1, 8)) == layout.tp
 
 
 def test_figures_of_a_model_with_linear_attention() -> None:

@@ -29,7 +29,6 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"kv_lora_rank": 512}, "has kv_lora_rank: latent attention cannot be modelled"),
         ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
         ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
         ({"linear_num_key_heads": 2, "full_attention_interval": 64}, "linear attention in all"),
@@ -84,6 +83,28 @@ def test_a_vision_language_class_is_as_large_as_its_text_model() -> None:
     config = {"model_type": "qwen3_vl", "hidden_size": 1, "text_config": text}
     assert ModelSize.of(text_of(config)) == ModelSize.of(QWEN3) == ModelSize.of(text_of(QWEN3))
     assert ModelSize.of(text_of(config | {"tie_word_embeddings": True})).tied
+
+
+def test_latent_attention() -> None:
+    """Of DeepSeek-V2-Lite: parameters as published, without norms; latent vectors are whole."""
+    config = MODEL_SHAPES["deepseek-v2-lite"]
+    size = ModelSize.of(config)
+    norms = 27 * (2 * 2048 + 512) + 2048
+    assert size.resident_weights(1) == 15_706_484_224 - norms
+    assert size.experts is not None
+    assert (size.experts.layers, size.experts.shared, size.dense_layers) == (26, 2 * 1408, 1)
+    assert size.kv_elements(1) == size.kv_elements(4) == 512 + 64
+    assert size.divides(16) and not size.divides(32)
+    replicated = 27 * 2048 * (512 + 64) + 26 * 2048 * 64
+    assert size.layer_weights(2) - replicated == (size.layer_weights(1) - replicated) / 2
+    # A decode step attends to 576 + 512 elements for each head, a prompt to 192 + 128.
+    assert size.attention_operations(2, decode=True) == 2 * 8 * (576 + 512)
+    assert size.attention_operations(2, decode=False) == 2 * 8 * (192 + 128)
+    compressed = ModelSize.of({**config, "q_lora_rank": 1536, "moe_layer_freq": 2})
+    more = 27 * (1536 * (2048 + 16 * 192) - 2048 * 16 * 192)
+    assert compressed.experts is not None and compressed.experts.layers == 13
+    assert compressed.latent is not None and size.latent is not None
+    assert 27 * (compressed.latent.weights(2048, 16) - size.latent.weights(2048, 16)) == more
 
 
 def test_what_ranks_can_share() -> None:

@@ -74,7 +74,7 @@ MOE_OF_TWO_SIZES = {
     "num_local_experts": 0,
     "block_configs": [{"block_type": "moe", "n_routed_experts": n} for n in (8, 4)],
 }
-DENSE_ONLY = "decoder-only models with full or sliding attention"
+DENSE_ONLY = "decoder-only models with full, sliding or latent attention"
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3)
 
 # Model, an option of vLLM's, its value, what is allowed, and other options that belong to it.
@@ -109,7 +109,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
      "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
     ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet",
      "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2"),
-    ("deepseek", {}, "a model with multi-head latent attention", DENSE_ONLY),
+    ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
+     DENSE_ONLY),
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
     ("paligemma", dict(language_model_only=True, enable_mm_embeds=True), "enable_mm_embeds=True",
      "False"),

@@ -84,10 +84,11 @@ class Machine:
         memory = (layers + head) * model.dtype_bytes
         seen = context * model.kv_share(context / max(1, batch))
         memory += (seen + prefill) * model.kv_bytes_per_token(tp)
-        attended = prefill * prefill / 2
-        attended += seen * (1 + drafts / batch) if batch else 0
-        operations = 2 * (layers * tokens + head * sampled)
-        operations += 4 * model.attention_layers * model.heads * model.head_dim / tp * attended
+        attention = prefill * prefill / 2 * model.attention_operations(tp, decode=False)
+        if batch:
+            attended = seen * (1 + drafts / batch)
+            attention += attended * model.attention_operations(tp, decode=True)
+        operations = 2 * (layers * tokens + head * sampled) + model.attention_layers * attention
         if model.linear is not None:
             # A state is read and written once for all of a request's tokens, whatever its context.
             memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)

@@ -34,15 +34,19 @@ EXPERTS = EngineSpec("experts", "repeating_moe", 2, IN_PLACE, OPTIONS)
 SHARED_EXPERTS = EngineSpec("shared experts", "repeating_shared", 4, IN_PLACE, OPTIONS)
 # Drafts that reach over a window's edge, and are refused there.
 WINDOWS = EngineSpec("windows", "repeating_mistral", 2, MIGRATE, OPTIONS)
+LATENT = EngineSpec("latent", "repeating_deepseek", 2, IN_PLACE, OPTIONS)
 GPT_OSS = EngineSpec("gpt-oss", "repeating_gpt_oss", 2, IN_PLACE, OPTIONS)
 
-pytestmark = pytest.mark.engine(FOUR, FOUR_IN_PLACE, EXPERTS, SHARED_EXPERTS, WINDOWS, GPT_OSS)
+pytestmark = pytest.mark.engine(
+    *(FOUR, FOUR_IN_PLACE, EXPERTS, SHARED_EXPERTS, WINDOWS, LATENT, GPT_OSS)
+)
 ENGINES = {
-    "test_single_layouts": [FOUR, FOUR_IN_PLACE, WINDOWS, GPT_OSS],
+    "test_single_layouts": [FOUR, FOUR_IN_PLACE, WINDOWS, LATENT, GPT_OSS],
     "test_log_probabilities_are_those_of_the_target_layout": [
         FOUR,
         FOUR_IN_PLACE,
         WINDOWS,
+        LATENT,
         GPT_OSS,
     ],
     "test_long_storm": [DRAFTS],

@@ -13,8 +13,10 @@ from pat_vllm.kinds import (
     ChunkedAttention,
     FullAttention,
     Kinds,
+    LatentAttention,
     LinearAttention,
     SlidingWindow,
+    StateKind,
 )
 from pat_vllm.kv_transfer.plan import RankMoves, RequestBlocks, head_routes, plan_moves
 from pat_vllm.layout import Layout
@@ -35,7 +37,7 @@ def layout_pairs(draw: st.DrawFn) -> Pair:
 
 
 def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
-    """Groups of one to four kinds, one of which PAT does not know."""
+    """Groups of one to four kinds, one of which PAT does not know, and one that is never cut."""
     sizes = st.integers(1, 3)
     kinds = st.one_of(
         sizes.map(lambda size: FullAttention(heads, size)),
@@ -44,6 +46,7 @@ def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
         st.builds(lambda size, window: SlidingWindow(heads, size, window=window), sizes, sizes),
         st.builds(lambda size, chunk: ChunkedAttention(heads, size, chunk=chunk), sizes, sizes),
         sizes.map(lambda size: LaterHalf(heads, size)),
+        sizes.map(lambda size: LatentAttention(1, size)),
     )
     return st.lists(kinds, min_size=1, max_size=4)
 
@@ -129,11 +132,19 @@ def test_ranks_partition_the_plan(case: Migration) -> None:
 
 
 @settings(max_examples=60)
-@given(layout_pairs())
-def test_what_a_rank_holds_already_is_not_fetched(case: Pair) -> None:
-    """Neither a head of its own, nor any of its own requests where the layout becomes wider."""
+@given(layout_pairs(), st.booleans())
+def test_what_a_rank_holds_already_is_not_fetched(case: Pair, latent: bool) -> None:
+    """Neither a head of its own, nor any of its own requests where the layout becomes wider; of a
+    state that is whole on every rank, nothing where it becomes narrower, either."""
     source, target, num_kv_heads = case
-    (kind,) = full(num_kv_heads)
+    if latent:
+        num_kv_heads = 1
+    kind: StateKind = LatentAttention(1, 16) if latent else full(num_kv_heads)[0]
+    if latent and source.tp % target.tp == 0:
+        for b in range(target.replicas):
+            a = b % source.replicas
+            routes = head_routes(source, a, target, b, kind)
+            assert all(route.source_rank == route.target_rank for route in routes)
     for a in range(source.replicas):
         for b in range(target.replicas):
             for route in head_routes(source, a, target, b, kind):

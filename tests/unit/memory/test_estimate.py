@@ -132,6 +132,25 @@ def test_kv_of_a_token() -> None:
     assert QWEN3_32B.kv_bytes_per_token(16) == 262144 // 8, "heads are replicated"
 
 
+def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
+    """So what an engine holds falls with tp, where of other models it stays."""
+    v2_lite = ModelShape.from_config(MODEL_SHAPES["deepseek-v2-lite"])
+    assert v2_lite.kv_bytes_per_token(1) == v2_lite.kv_bytes_per_token(8) == 27 * 576 * 2
+    assert v2_lite.rotary_bytes == 163840 * 64 * 2
+    latent, heads = (estimate(one, pat(), H100).kv_tokens for one in (v2_lite, LLAMA_8B))
+    assert {*latent} == {1, 2, 4, 8} and len({*latent.values()}) == 1
+    assert all(heads[tp] == pytest.approx(tp * heads[1], rel=1e-3) for tp in heads)
+    # Earlier parts of prompts are gathered in one buffer, of the layout with most requests.
+    assert v2_lite.latent_workspace_bytes(1024, 16, 16) == 8 * 1024 * 576 * 2
+    assert v2_lite.latent_workspace_bytes(128, 256, 16) == 4 * 256 * 16 * 576 * 2
+    assert v2_lite.latent_workspace_bytes(32768, 256, 16) == (64 << 10) * 576 * 2
+    assert LLAMA_8B.latent_workspace_bytes(32768, 256, 16) == 0
+    base, *others = all_buffers(v2_lite, pat())
+    sizes = [one.device for one in base if one.with_kv and one.shared]
+    assert sizes == [(64 << 10) * 576 * 2]
+    assert not [one for buffers in others for one in buffers if one.shared]
+
+
 def test_states_of_linear_attention() -> None:
     """Those of Qwen3-Next, beside the KV of a quarter of its layers."""
     model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
@@ -374,7 +393,7 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
 def test_static_engines_have_more_kv_than_pats(name: str) -> None:
     ours, alone = (modelled_profile(name, "H200", 8, static=static) for static in (False, True))
     assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
-    one, base = MODEL_SHAPES[name]["num_key_value_heads"], ours.layouts[0].tp
+    one, base = ModelShape.from_config(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
     assert base == (2 if name == "qwen3-next-80b-a3b" else 1), "where the weights fit"
     for tp in {layout.tp for layout in ours.layouts}:
         more = min(tp, one) / min(base, one)

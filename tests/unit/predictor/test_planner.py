@@ -261,6 +261,16 @@ def test_memory_that_is_short_later_is_seen_now() -> None:
     assert (np.diff(more) <= 0).all() and more[0] > 1.5 and more[-1] == 1
 
 
+def test_a_group_whose_ranks_hold_copies_is_entered_when_it_has_room() -> None:
+    """As with latent attention: a replica of any tp holds as much, so four hold four times that."""
+    always = steps({1: 0.030, 2: 0.020, 4: 0.010}, dict.fromkeys(MEMORY, 0.0), prompt=1e-4)
+    copies = make_planner(always, kv_tokens=dict.fromkeys(MEMORY, 3000))
+    many, few = batch_of([1000] * 8, 50), batch_of([1000] * 2, 50)
+    assert plan_of(make_planner(always), ONE, many).best == FOUR
+    assert plan_of(copies, ONE, many).best == ONE
+    assert plan_of(copies, ONE, few).best == FOUR
+
+
 def test_a_switch_computes_again_what_its_target_cannot_hold() -> None:
     ahead = batch_of([1000] * 8, 10)
     planner = make_planner(COMPUTING, 0.5, kv_tokens=MEMORY | {2: 3000, 4: 7000})

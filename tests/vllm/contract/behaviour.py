@@ -187,6 +187,20 @@ vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder.set_workspace_bu
 vllm.v1.attention.backends.flashinfer.FlashInferMetadataBuilder._get_workspace_buffer
     if self\._workspace_buffer is None:
     same; a builder that has been given one allocates none
+vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder.__init__
+    self\.chunked_prefill_workspace = torch\.empty\(
+    layouts share it, where latent attention gathers earlier parts of prompts
+vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size
+    (?s)max\(8 \* model_config\.max_model_len, 4 \* scheduler_config\.max_num_seqs
+    \s\* cache_config\.block_size\), 64 \* 1024
+    estimates count it
+vllm.model_executor.layers.attention.mla_attention.MLAAttention.process_weights_after_loading
+    (?s)replace_parameter\(self, 'W_UV', W_UV\.transpose\(0, 1\).*
+    replace_parameter\(self, 'W_UK_T', W_UK\.permute\(1, 2, 0\)
+    they are views of `kv_b_proj`
+vllm.model_executor.layers.attention.mla_attention.MLAAttention.get_kv_cache_spec
+    (?s)num_kv_heads=1,\s*max_tp_shards=1,
+    a latent vector is whole on every rank
 vllm.device_allocator.cumem.CuMemAllocator.use_memory_pool
     (?s)if tag != old_tag:\s*for pool, _ in self\.allocator_and_pools\.get\(tag,
     \[\]\):\s*self\._trim\(pool\)

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -126,13 +127,17 @@ def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
 
 
 def specs_of_kinds(
-    full: FullAttentionSpec, window: SlidingWindowSpec, slot: MambaSpec
+    full: FullAttentionSpec,
+    window: SlidingWindowSpec,
+    latent: MLAAttentionSpec,
+    slot: MambaSpec,
 ) -> tuple[Any, ...]:
     """What `kinds.py`, which imports nothing of vLLM's, reads and replaces."""
     return (
         *(full.block_size, full.num_kv_heads, full.num_head_slots, full.page_size_padded),
         *(window.block_size, window.num_kv_heads, window.num_head_slots, window.page_size_padded),
         *(window.sliding_window, window.extra_retained_tokens),
+        *(latent.block_size, latent.num_head_slots, latent.page_size_padded),
         *(slot.block_size, slot.shapes, slot.dtypes, slot.page_size_bytes, slot.page_size_padded),
         *(slot.state_content_size_bytes, slot.mamba_cache_mode, slot.tp_replicated),
         *(slot.num_speculative_blocks, slot.num_prefill_checkpoint_blocks),

@@ -78,10 +78,12 @@ def test_experts_of_the_configs_that_transformers_writes() -> None:
     expected = {name: ExpertSizes(8, 2, 64, 0, False, layers=2) for name in MODELS}
     expected["qwen2_moe"] = ExpertSizes(6, 2, 64, 256, True, layers=2)
     expected["glm4_moe"] = ExpertSizes(8, 2, 64, 64, False, layers=1)
+    expected["deepseek_v2"] = ExpertSizes(8, 2, 64, 2 * 64, False, layers=1)
+    expected["deepseek_v3"] = ExpertSizes(8, 2, 64, 64, False, layers=2)
     expected["gpt_oss"] = ExpertSizes(8, 2, 128, 0, False, layers=2)
     expected["qwen3_next"] = ExpertSizes(8, 2, 64, 256, True, layers=6)
     for name, sizes in expected.items():
         size = ModelSize.of(config_of(name))
         assert size.experts == sizes, name
-        assert size.dense_layers == (name == "glm4_moe")
+        assert size.dense_layers == (name in ("deepseek_v2", "deepseek_v3", "glm4_moe"))
         assert Mixture.from_config(config_of(name)) == Mixture(sizes.count, sizes.intermediate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -35,6 +37,7 @@ def window(tokens: int) -> Any:
 
 GROUPS = {
     "full": [FULL],
+    "latent": [replace(spec(MLAAttentionSpec), num_kv_heads=1)],
     "windows": [window(40)],
     "chunks": [FULL, spec(ChunkedLocalAttentionSpec, attention_chunk_size=64)],
     "several": [FULL, window(40), window(5), window(40)],

@@ -171,9 +171,13 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/unit/memory/test_estimate.py": {
-        f"{SHAPE}.kv_bytes_per_token": {
-            "keys without values": {"2 * self.attention_layers": "self.attention_layers"},
+        f"{SIZE}.kv_elements": {
+            "keys without values": {"2 * max(": "max("},
             "KV heads are cut beyond one": {"max(1, self.kv_heads // tp)": "self.kv_heads / tp"},
+            "latent vectors are cut": {"self.latent.rank + self.latent.rope": "(self.latent.rank + self.latent.rope) // tp"},
+        },
+        f"{SHAPE}.latent_workspace_bytes": {
+            "a workspace for any number of tokens": {"min(tokens, 64 << 10)": "tokens"},
         },
         f"{BUFFERS}:all_buffers": {
             "a shared buffer for each layout": {"if not one.shared": ""},
@@ -223,6 +227,17 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "windows are forgotten": {"min(tokens, model.window + block_size)": "tokens"},
         },
     },
+    "tests/unit/test_model_size.py": {
+        "pat_vllm.model_size:LatentSizes.weights": {
+            "what makes latent vectors is cut": {"return replicated +": "return heads / 16 * replicated +"},
+        },
+        f"{SIZE}.attention_operations": {
+            "decode steps make keys and values": {"elif decode:": "elif not decode:"},
+        },
+        "pat_vllm.model_size:_has_experts": {
+            "every layer has experts": {'layer % (size_of(config, "moe_layer_freq") or 1)': "False"},
+        },
+    },
     "tests/unit/advice/test_advise.py": {
         "pat_vllm.advice.rollouts:_chosen": {
             "layouts are chosen for the usual load": {", load=Load.of(first)": ""},
@@ -255,6 +270,11 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
         f"{BUFFERS}:runner_buffers": {
             "small buffers are forgotten": {"small = _OF_TOKEN * tokens": "small = 0"},
+        },
+    },
+    f"{ALLOCATED}[latent]": {
+        "pat_vllm.patches.runners:use_attention_workspace": {
+            "a workspace of latent vectors for each layout": {"len(own) <= len(workspace)": "False"},
         },
     },
     f"{ALLOCATED}[large V2]": {

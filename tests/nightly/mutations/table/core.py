@@ -23,6 +23,7 @@ ROUNDS = "tests/unit/kv_transfer/test_rounds.py"
 WEIGHTS = "tests/vllm/weights/test_weights.py"
 INPLACE = "tests/vllm/weights/test_inplace.py"
 EXPERTS = "tests/vllm/weights/test_experts.py"
+LATENT = "tests/vllm/weights/test_latent.py"
 KERNELS = "tests/vllm/kernels/test_kernels.py"
 PATCHES = "tests/vllm/patches/test_patches.py"
 DEAD = "tests/vllm/patches/test_dead_engine.py"
@@ -148,6 +149,8 @@ _WEIGHTS: list[Row] = [
     ("heads of v have the size of those of k", "shards:QKVPartition.shard", "(v_start + first_kv_head * self.v_head_size", "(v_start + first_kv_head * self.head_size", WEIGHTS),
     ("a shard of the vocabulary has no padding", "shards:VocabPartition.shard", ", size=rows)", ")", WEIGHTS),
     ("spread experts are cut, too", "shards:Cut.ways", "self.experts in (None, place.experts)", "self.experts != 'ep' or place.experts == 'ep'", EXPERTS),
+    ("copies of absorbed weights stay old", "latent:renew_absorbed", "not _is_view(module)", "False", LATENT),
+    ("absorbed weights are the checkpoint's", "model_weights:model_weights", "if is_absorbed(module):", "if False:", LATENT),
     ("padding is not written", "model_weights:derive", "weight.tensor.zero_()", "pass", WEIGHTS),
     ("plain weights are kept after all layouts are filled", "materialized:MaterializedShards.release", "self._base = None", "pass", WEIGHTS),
     ("a subclass's own weight loader is overlooked", "model_weights:_layer_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True", WEIGHTS),

@@ -309,6 +309,9 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
     ("pat_vllm.kinds:SlidingWindow.held", KINDS): {
         "a window is a token shorter": {"self.window + 1": "self.window + 2"},
     },
+    ("pat_vllm.kinds:LatentAttention.heads_in", KINDS): {
+        "a latent vector is cut as heads are": {"return 1": "return num_kv_heads"},
+    },
     ("pat_vllm.kinds:StateKind.longest_hit", KINDS): {
         "a hit may lack what its window needs": {"if gap is None:": "if True:"},
     },

@@ -119,6 +119,25 @@ def test_switches_move_what_changes_ranks(h100: Profile) -> None:
         assert s.seconds == pytest.approx(SWITCH_FIXED + s.kv + s.weights)
 
 
+def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() -> None:
+    profile = modelled_profile("deepseek-v2-lite", "H100", 8)
+    assert len(profile.layouts) > 1
+    for s in profile.switches:
+        moved = s.kv_bytes / s.tokens / profile.kv_bytes_per_token
+        lacking = max(0, s.target.tp - s.source.tp)
+        assert moved == pytest.approx(lacking, abs=1e-6)
+    slopes = {}
+    for name in ("deepseek-v2-lite", "llama-3.1-8b"):
+        gpu = GPUS["H100"]
+        machine = Machine(ModelShape.from_config(MODEL_SHAPES[name]), gpu, gpu.link)
+        for tp in (1, 8):
+            layout = Layout.of(tp, 8)
+            short, long = (machine.step(layout, 8, 8 * each, 0) for each in (16384, 65536))
+            slopes[name, tp] = long - short
+    assert slopes["deepseek-v2-lite", 1] == pytest.approx(slopes["deepseek-v2-lite", 8])
+    assert slopes["llama-3.1-8b", 1] == pytest.approx(8 * slopes["llama-3.1-8b", 8])
+
+
 def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
     machine = Machine(ModelShape.from_config(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink")
