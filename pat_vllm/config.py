@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -20,9 +17,20 @@ from pydantic import (
     model_validator,
 )
 
-from pat_vllm.files.reading import check_name, cut, shown
+from pat_vllm.files.reading import cut, shown
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture, WantedExperts
+from pat_vllm.policy_config import (
+    MOST_PROBLEMS,
+    FileName,
+    LayoutName,
+    PolicyConfig,
+    PredictorPolicyConfig,
+    SchedulePolicyConfig,
+    StaticPolicyConfig,
+    StrictModel,
+    Tp,
+)
 
 LAYOUT = "pat_layout"
 """Of `additional_config`, in a layout's copy of the engine's config: the layout's name."""
@@ -30,116 +38,10 @@ CHOSEN = "pat_chosen"
 """Of `additional_config`, in an engine's config: what was chosen of its layouts, in a line."""
 SCHEDULER_CLS = "pat_vllm.scheduler.scheduler.PATScheduler"
 """Of an engine that runs with PAT."""
-MOST_RANKS = 1024
-"""Of an engine: more than any has."""
-_MOST_DIGITS, _MOST_TOKENS = 9, 2**31
-_MOST_PROBLEMS = 5
-"""That an error names."""
-
-
-def _layout_name(value: Any) -> int | str:
-    tp = _number(value)
-    if isinstance(value, str) and tp is None:
-        return str(Layout.parse(value))
-    if tp is None or tp < 1:
-        raise ValueError(f"expected a tp (>= 1) or the name of a layout, got {shown(value)}")
-    return tp
-
-
-def _live_requests(value: Any) -> int:
-    live = _number(value)
-    if live is None or not 1 <= live <= _MOST_TOKENS:
-        raise ValueError(f"expected a number of live requests (>= 1), got {shown(value)}")
-    return live
-
-
-def _number(value: Any) -> int | None:
-    """A whole number, or its digits, as JSON has it in keys; None: it is neither."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal():
-        return int(value) if len(value) <= _MOST_DIGITS else None
-    return value if type(value) is int else None
-
-
-def _each_once(table: Any) -> Any:
-    """Refuse a table that names something twice: 2 and "2" are one number."""
-    if not isinstance(table, dict):
-        return table
-    names = Counter(key if (number := _number(key)) is None else number for key in table)
-    if twice := [str(name) for name, count in names.items() if count > 1]:
-        raise ValueError(f"it names {', '.join(twice[:_MOST_PROBLEMS])} more than once")
-    return table
 
 
 def _none_if_auto(value: Any) -> Any:
     return None if isinstance(value, str) and value == "auto" else value
-
-
-LayoutName: TypeAlias = Annotated[int | str, BeforeValidator(_layout_name)]
-"""A layout as users name it: by its tp, or as `Layout` prints it."""
-LiveRequests: TypeAlias = Annotated[int, BeforeValidator(_live_requests)]
-FileName: TypeAlias = Annotated[StrictStr, AfterValidator(check_name)]
-DraftLength: TypeAlias = Annotated[StrictInt, Field(ge=0, le=_MOST_TOKENS)]
-Tp: TypeAlias = Annotated[StrictInt, Field(le=MOST_RANKS)]
-
-
-class StrictModel(BaseModel):
-    """A value that cannot be changed and takes no unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StaticPolicyConfig(StrictModel):
-    """Stay in one layout.
-
-    Attributes:
-        tp: the layout, by its tp or its name; None: the base layout.
-    """
-
-    kind: Literal["static"]
-    tp: LayoutName | None = None
-
-
-class SchedulePolicyConfig(StrictModel):
-    """With at most K live requests, be in the layout `switch_at[K]`.
-
-    Attributes:
-        switch_at: layouts by their tp or their names.
-        num_speculative_tokens: draft length by layout; what is not named is as
-            `speculative_config` says.
-    """
-
-    kind: Literal["schedule"]
-    switch_at: Annotated[
-        dict[LiveRequests, LayoutName], BeforeValidator(_each_once), Field(min_length=1)
-    ]
-    num_speculative_tokens: Annotated[
-        dict[LayoutName, DraftLength],
-        BeforeValidator(_each_once),
-    ] = {}
-
-
-class PredictorPolicyConfig(StrictModel):
-    """Switch when the predicted saving exceeds the predicted cost.
-
-    Attributes:
-        profile: file made by `pat-vllm profile` for this engine; None: the cached one, or a quick
-            one taken at start.
-        lengths_file: what is learnt about response lengths, and with speculative decoding about
-            drafts, is read from and kept in this file; None: kept as long as the engine lives.
-        length_bound: longest response, tokens, in place of what each request says. Benchmarks
-            that fix lengths by `max_tokens` hide them from the predictor with it.
-    """
-
-    kind: Literal["predictor"] = "predictor"
-    profile: FileName | None = None
-    lengths_file: FileName | None = None
-    length_bound: Annotated[StrictInt, Field(ge=1, le=_MOST_TOKENS)] | None = None
-
-
-PolicyConfig = Annotated[
-    StaticPolicyConfig | SchedulePolicyConfig | PredictorPolicyConfig,
-    Field(discriminator="kind"),
-]
 
 
 class PATConfig(StrictModel):
@@ -219,7 +121,7 @@ class PATConfig(StrictModel):
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            problems = [_describe(one) for one in error.errors()[:_MOST_PROBLEMS]]
+            problems = [_describe(one) for one in error.errors()[:MOST_PROBLEMS]]
             if (more := error.error_count() - len(problems)) > 0:
                 problems.append(f"and {more} more")
             raise ValueError(f'additional_config["pat"]: {"; ".join(problems)}') from None

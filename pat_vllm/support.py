@@ -14,9 +14,6 @@ from pat_vllm.advice.load import expected_load
 from pat_vllm.config import (
     CHOSEN,
     SCHEDULER_CLS,
-    PolicyConfig,
-    PredictorPolicyConfig,
-    SchedulePolicyConfig,
     chosen,
     layouts_of,
     mixture_of,
@@ -25,6 +22,7 @@ from pat_vllm.config import (
 from pat_vllm.gpus import Device
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.refused import unsupported
 from pat_vllm.worker.layout_config import lengths_of, resolve_weights

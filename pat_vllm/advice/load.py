@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pat_vllm.advice.lengths import learnt
-from pat_vllm.config import PATConfig, PredictorPolicyConfig
+from pat_vllm.config import PATConfig
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.policy_config import PredictorPolicyConfig
 from pat_vllm.simulator.modelled.batch_time import Load
 
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
-from pat_vllm.config import StrictModel
 from pat_vllm.files.reading import FileError, cut, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
+from pat_vllm.policy_config import StrictModel
 
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pat_vllm.config import (
-    PATConfig,
+from pat_vllm.config import PATConfig
+from pat_vllm.layout import Layout
+from pat_vllm.policy_config import (
     PredictorPolicyConfig,
     SchedulePolicyConfig,
     StaticPolicyConfig,
 )
-from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CostModel
 from pat_vllm.predictor.policy import Policy, SchedulePolicy, StayPolicy
 from pat_vllm.profiling.profile import Profile

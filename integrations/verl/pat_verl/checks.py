@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pat_vllm.config import PATConfig, StaticPolicyConfig
+from pat_vllm.config import PATConfig
+from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.speculation import DRAFTERS
 
 NAME = "pat"

@@ -23,9 +23,10 @@ from pat_vllm.cli.demo_batch import (
 )
 from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
-from pat_vllm.config import PATConfig, SchedulePolicyConfig
+from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
+from pat_vllm.policy_config import SchedulePolicyConfig
 from pat_vllm.reporting import DraftSample, LiveSample, Report, SwitchReport
 from tests.unit.reporting.samples import ONE, TWO, switch_report
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.nightly.mutations.mutation import Mutation
 
 CONFIG = "pat_vllm.config"
+POLICY_CONFIG = "pat_vllm.policy_config"
 OPTIONS = f"{CONFIG}:PATConfig"
 LIMITS = "pat_vllm.limits"
 SUPPORT = "pat_vllm.support"
@@ -57,13 +58,13 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         },
     },
     "tests/unit/test_config.py": {
-        f"{CONFIG}:_layout_name": {
+        f"{POLICY_CONFIG}:_layout_name": {
             "what is no number is a layout": {"isinstance(value, str) and tp is None": "tp is None"},
         },
-        f"{CONFIG}:_number": {
+        f"{POLICY_CONFIG}:_number": {
             "true is a layout": {"type(value) is int": "isinstance(value, int)"},
         },
-        f"{CONFIG}:_each_once": {
+        f"{POLICY_CONFIG}:_each_once": {
             "of two values for one number, one is lost": {"count > 1": "count > 2"},
         },
         f"{CONFIG}:_describe": {
