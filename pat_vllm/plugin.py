@@ -40,7 +40,7 @@ _ADVICE = {
 }
 """What to do instead of a value of it."""
 
-TESTED_VLLM = ("0.32", "0.34")
+TESTED_VLLM = ("0.31", "0.34")
 """vLLM versions PAT is tested with: from the first, up to but without the second."""
 
 ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VLLM"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from pat_vllm.patches.compat import forget_kv_fetch
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -129,7 +131,7 @@ def preempt_carried(scheduler: Scheduler) -> None:
         scheduler.deferred_waiting.discard(request)
         scheduler.finished_recving_kv_req_ids.discard(request.request_id)
         scheduler._inflight_prefills.discard(request)
-        scheduler._set_kv_fetch_stage(request, None)
+        forget_kv_fetch(scheduler, request)
         scheduler.kv_cache_manager.free(request)
         request.num_computed_tokens = 0
         request.status = (

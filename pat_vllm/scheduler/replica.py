@@ -11,6 +11,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
 from pat_vllm.layout import Layout
+from pat_vllm.patches.compat import drain_carried_requests
 from pat_vllm.patches.schedulers import free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
 from pat_vllm.worker.layout_config import kinds_of, layout_config, layout_kv_cache_config
@@ -160,6 +161,7 @@ class ReplicaFactory:
             ]
         for replica in replicas:
             free_blocks_at_once(replica.scheduler)
+            drain_carried_requests(replica.scheduler)
         return replicas
 
     def discard(self, replicas: Iterable[Replica]) -> None:

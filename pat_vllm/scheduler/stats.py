@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.engine import EngineCoreOutputs
+
+from pat_vllm.patches.compat import add_hits_by_source
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -50,7 +51,7 @@ def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> N
     into.preempted_requests += other.preempted_requests
     into.preempted_queries += other.preempted_queries
     into.preempted_hits += other.preempted_hits
-    into.hits_by_source = dict(Counter(into.hits_by_source) + Counter(other.hits_by_source))
+    add_hits_by_source(into, other)
 
 
 def merge_stats(into: SchedulerStats, other: SchedulerStats) -> None:

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader import get_model_loader, register_model_lo
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from pat_vllm.layout import Layout
+from pat_vllm.patches.compat import external_weight_memory
 from pat_vllm.patches.weights import tie_word_embeddings
 
 BASE_FORMAT = "pat-base"
@@ -109,7 +110,7 @@ class BaseLayoutLoader(BaseModelLoader):
             )
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        return self.loader.get_external_weight_memory(vllm_config)
+        return external_weight_memory(self.loader, vllm_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
         self.loader.download_model(model_config)

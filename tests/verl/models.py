@@ -16,6 +16,10 @@ KNOWN = 320
 """Tokens of the tokenizer of `few_tokens`; the model's other ids must never be sampled."""
 
 _SHAPE: dict[str, Any] = dict(hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
+_OF_ARCH: dict[str, dict[str, Any]] = {
+    "gemma3_text": dict(tie=True, window=40),
+    "gpt_oss": dict(layers=2, window=40, expert_intermediate=128),
+}
 
 
 END_TOKENS = 100
@@ -24,8 +28,7 @@ END_TOKENS = 100
 
 def few_tokens(arch: str, seed: int = 0, repeat: float = 0.0) -> Path:
     """A model with more ids than its tokenizer has, as padded vocabularies have."""
-    windows = {"tie": True, "window": 40} if arch == "gemma3_text" else {}
-    shape = _SHAPE | {"arch": arch} | windows
+    shape = _SHAPE | {"arch": arch} | _OF_ARCH.get(arch, {})
     small = kept_model(cache_dir(), "verl-small", shape | {"vocab": KNOWN, "layers": 1})
 
     def with_its_tokenizer(model: Path) -> None:

@@ -47,11 +47,16 @@ class Reference:
             )
         ]
 
-    def check(self, responses: Sequence[Response], prompts: Sequence[Sequence[int]]) -> None:
+    def check(
+        self,
+        responses: Sequence[Response],
+        prompts: Sequence[Sequence[int]],
+        close: float = CLOSE,
+    ) -> None:
         """The responses are this model's, greedily sampled."""
         for prompt, response in zip(prompts, responses, strict=True):
             assert response.token_ids
-            assert max(self.errors(prompt, response)) < CLOSE
+            assert max(self.errors(prompt, response)) < close, self.errors(prompt, response)
             best = self.logprobs(prompt, response.token_ids).max(-1).values.tolist()
             chosen = list(response.logprobs)
-            assert all(b - c < 2 * CLOSE for b, c in zip(best, chosen, strict=True))
+            assert all(b - c < 2 * close for b, c in zip(best, chosen, strict=True))

@@ -234,8 +234,8 @@ def test_what_an_option_cannot_stand_in_for_is_refused() -> None:
 @pytest.mark.parametrize(
     ("version", "tested"),
     [
-        *((version, True) for version in ("0.32.1+cpu", "0.33.0.dev7")),
-        *((version, False) for version in ("0.9.2", "0.34.0rc1", "1.32.0", "dev")),
+        *((version, True) for version in ("0.31.0", "0.32.1+cpu", "0.33.0.dev7")),
+        *((version, False) for version in ("0.9.2", "0.30.0", "0.34.0rc1", "1.32.0", "dev")),
     ],
 )
 def test_versions(version: str, tested: bool, monkeypatch: pytest.MonkeyPatch) -> None:

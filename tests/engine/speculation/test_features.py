@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import vllm
 
 import pat_vllm
 from tests.engine import test_features as features
@@ -139,6 +140,8 @@ def test_outputs_are_those_without_drafts(
 def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
     """Pieces of several tokens."""
     names = ["plain", "logprobs", "stop string", "prompt logprobs"]
+    if vllm.__version__.startswith("0.31"):  # it keeps what a step has sampled behind the string
+        names.remove("stop string")
     some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
     pat_vllm.speculate(llm, MOST)
     for name, pieces in streamed(llm, kind, some, {5: 2, 9: 1}, expected).items():

@@ -194,7 +194,7 @@ def test_the_law_holds_across_switches_and_changes_of_the_draft_length(
     began, before = len(pat_vllm.report(llm).switches), counted(llm)
     sample = draw(llm, batches)
     drafted, accepted = (now - then for now, then in zip(counted(llm), before, strict=True))
-    assert 0.3 < accepted / drafted < 0.7
+    assert 0.25 < accepted / drafted < 0.7
     busy = [one for one in pat_vllm.report(llm).switches[began:] if one.num_seqs]
     assert len(busy) == batches
     assert min(one.migrated for one in busy) > BATCH / 2

@@ -23,7 +23,7 @@ from tests.vllm.contract.checker import CACHE, FOLDERS, Found, check
 from tests.vllm.contract.wheels import Unavailable, vllm_sources
 
 INSTALLED = "installed"
-PUBLISHED = ("0.32.0", "0.33.0")
+PUBLISHED = ("0.31.0", "0.32.0", "0.33.0")
 
 
 def number(version: str) -> str:
@@ -35,9 +35,19 @@ def number(version: str) -> str:
 SUPPORTED = (INSTALLED, *(one for one in PUBLISHED if one != number(INSTALLED)))
 
 NOT_OVERRIDDEN = {
-    ("0.32.0", "has_request"): "new in 0.33; 0.32 does not ask `PATScheduler.has_request`"
+    ("0.31.0", "has_request"): "new in 0.33",
+    ("0.31.0", "get_external_weight_memory"): "new in 0.32, whose GPU worker asks for it",
+    ("0.31.0", "_make_model_runner"): "`compat.MakesModelRunner` calls it",
+    ("0.32.0", "has_request"): "new in 0.33; 0.32 does not ask `PATScheduler.has_request`",
 }
 """Methods of ours that replace one of vLLM's in other versions than this one."""
+
+OTHERWISE = {
+    ("0.31.0", "Worker._make_model_runner"): "`compat.MakesModelRunner` has it",
+    ("0.31.0", "GPUModelRunner.sample_tokens"): "V2 has no n-gram drafter: V1 runs, which masks",
+    ("0.31.0", "CuMemAllocator.use_memory_pool"): "`compat.use_memory_pool` trims and keeps",
+}
+"""What a version does not do, and what answers for it."""
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -87,7 +97,10 @@ def test_our_code_has_the_types_of_vllm(version: str) -> None:
 
 def test_vllm_does_what_we_rely_on(version: str) -> None:
     problems = list(check_texts(sources(version)))
-    assert not problems, f"vLLM {version} does something else:\n" + "\n".join(problems)
+    known = [name for of, name in OTHERWISE if number(version).startswith(of)]
+    left = [one for one in problems if not any(f".{name} " in one for name in known)]
+    assert not left, f"vLLM {version} does something else:\n" + "\n".join(left)
+    assert len(problems) == len(known), "what vLLM does again needs no answer"
 
 
 def test_ranks_can_share_a_gpu(version: str) -> None:

@@ -1,0 +1,213 @@
+"""Servers of trainers, started by their own code: PAT's option passes, and new weights arrive.
+
+Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
+skipped where its own is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from tests.engine.test_weight_updates import halves
+from tests.support.engines import Job, Outcome
+from tests.support.models import random_model
+from tests.support.serve import PATIENCE, Server
+from tests.support.stock import stock_answers
+from tests.support.weight_transfer import Trainer
+
+OLD, NEW = "qwen3", "qwen3_updated"
+POLICY = {"kind": "schedule", "switch_at": {"3": 2}}
+TOLERANCE = 2e-4  # of log-probabilities; tests/engine/test_switch.py says why
+PROMPTS = [[5 + i, 6, 7, 8 + i, 9] for i in range(6)]
+LENGTHS, LONG = [8 + 8 * i for i in range(6)], 800
+SAMPLING = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True}
+
+
+class Client:
+    """A trainer's end of a server, over HTTP."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def post(self, path: str, body: Any = None) -> Any:
+        request = urllib.request.Request(
+            self.server.url + path,
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+                return json.loads(response.read() or "null")
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode()}") from error
+
+
+Answer = tuple[list[int], list[float]]
+"""Token ids and their log-probabilities."""
+
+
+def completed(client: Client, index: int, tokens: int) -> Answer:
+    """vLLM's own route: prime-rl's asks vLLM for what 0.31 has no more (docs/trainers.md)."""
+    body = SAMPLING | {"prompt": PROMPTS[index], "max_tokens": tokens, "return_token_ids": True}
+    (choice,) = client.post("/v1/completions", body)["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def generated(client: Client, index: int, tokens: int) -> Answer:
+    """SkyRL's route."""
+    params = SAMPLING | {"max_tokens": tokens}
+    body = {"token_ids": PROMPTS[index], "sampling_params": params}
+    (choice,) = client.post("/skyrl/v1/generate", body)["choices"]
+    return choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]]
+
+
+class OverHTTP:
+    """The methods of an engine that `Trainer` asks for, by vLLM's routes."""
+
+    def __init__(self, client: Client) -> None:
+        for name in ("init_weight_transfer_engine", "update_weights"):
+            setattr(self, name, partial(client.post, f"/{name}"))
+
+
+def by_prime_rl(client: Client, model: str) -> None:
+    """What its orchestrator posts for weights in files."""
+    client.post("/pause")
+    client.post("/update_weights", {"weight_dir": str(random_model(model))})
+    client.post("/resume")
+
+
+def by_skyrl(client: Client, model: str) -> None:
+    """What its control plane posts for weights by collective."""
+    if not hasattr(client, "trainer"):
+        client.trainer = Trainer(OverHTTP(client), 2)  # type: ignore[attr-defined]
+    client.post("/pause?mode=keep&clear_cache=false")
+    client.post("/start_weight_update")
+    for part in halves(model):
+        client.trainer.send(part)  # type: ignore[attr-defined]
+    client.post("/finish_weight_update")
+    client.post("/resume")
+
+
+class Door(NamedTuple):
+    """How a trainer serves.
+
+    Attributes:
+        alive: the route that its probe polls.
+        generate: asks for a prompt's response of so many tokens.
+        options: of the server, beside what PAT and the tests need.
+    """
+
+    alive: str
+    generate: Callable[[Client, int, int], Answer]
+    update: Callable[[Client, str], None]
+    options: dict[str, Any]
+
+
+HERE = "tests.nightly.trainers"
+DOORS = {
+    "prime_rl": Door("/liveness", completed, by_prime_rl, {}),
+    "skyrl": Door(
+        "/health",
+        generated,
+        by_skyrl,
+        {
+            # It takes no other, and PAT is asked for by its option.
+            "distributed-executor-backend": "mp",
+            "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # it names CUDA's by itself
+            "worker-extension-cls": f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
+            "weight-transfer-config": json.dumps({"backend": "skyrl_nccl"}),
+        },
+    ),
+}
+
+
+@pytest.fixture(params=DOORS)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Client, Door]]:
+    package = request.param
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed (docs/trainers.md)")
+    door = DOORS[package]
+    server = Server(
+        tmp_path / "serve.log",
+        {
+            "weights": "inplace",
+            "enabled": True,
+            "policy": POLICY,
+        },
+        program=("-m", f"{HERE}.{package}_server"),
+        **{"model": random_model(OLD), "speculative-config": None, **door.options},
+    )
+    try:
+        server.wait_until_ready()
+        yield Client(server), door
+    finally:
+        server.kill()
+
+
+@contextmanager
+def polled(client: Client, path: str) -> Iterator[list[str]]:
+    """Inside, a probe polls the server, as Kubernetes does."""
+    answers: list[str] = []
+    over = threading.Event()
+
+    def poll() -> None:
+        while not over.wait(0.1):
+            answers.append(client.server.get(path))
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(poll)
+        try:
+            yield answers
+        finally:
+            over.set()
+            done.result()
+
+
+def expected(model: str) -> list[Outcome]:
+    """What stock vLLM generates."""
+    jobs = {str(i): Job(p, SAMPLING | {"max_tokens": LENGTHS[i]}) for i, p in enumerate(PROMPTS)}
+    return list(stock_answers(model, jobs).values())
+
+
+def switches(server: Server) -> int:
+    return server.child.output.count("PAT switched tp1dp2 -> tp2dp1 (policy)")
+
+
+def test_switches_probes_and_updates(served: tuple[Client, Door]) -> None:
+    """Through switches, before and after new weights, which also come amid a switched response."""
+    client, door = served
+    server = client.server
+    with polled(client, door.alive) as probed, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        for model in (OLD, NEW, OLD):
+            before = switches(server)
+            alone = pool.submit(door.generate, client, 0, LONG)
+            while switches(server) == before:
+                assert not alone.done(), alone.result()
+                time.sleep(0.05)
+            door.update(client, model)
+            assert len(alone.result()[0]) == LONG
+            before = switches(server)
+            asked = [pool.submit(door.generate, client, i, n) for i, n in enumerate(LENGTHS)]
+            for answer, wanted in zip(asked, expected(model), strict=True):
+                token_ids, logprobs = answer.result()
+                assert token_ids == wanted.token_ids
+                assert logprobs == pytest.approx(wanted.logprobs, abs=TOLERANCE)
+            assert switches(server) > before
+    assert len(probed) > 6
+    server.stop()  # by its own code, whose exit status differs
+    _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
+    assert not left
