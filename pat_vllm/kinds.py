@@ -37,16 +37,13 @@ class StateKind(ABC):
 
     title: ClassVar[str]
     """As errors name it."""
+    padded: ClassVar[bool] = False
+    """Whether a block may take more bytes than it fills."""
 
     @classmethod
     @abstractmethod
     def serves(cls, spec: Any) -> bool:
         """Whether a `KVCacheSpec` of vLLM's is of this kind."""
-
-    @classmethod
-    def of(cls, spec: Any, **sizes: int) -> StateKind:
-        """That of a spec that it serves, with these `heads` and `token_bytes`."""
-        return cls(block_size=spec.block_size, **sizes)
 
     @classmethod
     def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
@@ -58,6 +55,12 @@ class StateKind(ABC):
         """
         return num_kv_heads
 
+    @classmethod
+    def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
+        """That of so many layers with a spec that it serves, which have so many `heads`."""
+        per_token = spec.page_size_bytes // spec.block_size * layers
+        return cls(heads, spec.block_size, per_token * heads // spec.num_heads, **more)
+
     # ---------------------------------------------------------------- layouts
 
     def heads_of(self, layout: Layout, tp_rank: int) -> range:
@@ -68,10 +71,21 @@ class StateKind(ABC):
         """How many blocks of `layout` take the bytes of one block of `base` on a rank."""
         return len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))
 
-    @classmethod
-    def narrow(cls, spec: Any, ratio: int) -> Any:
+    def narrow(self, spec: Any, layout: Layout, ratio: int) -> Any:
         """The spec of a layout, `ratio` of whose blocks take the bytes of one of `spec`."""
-        return replace(spec, num_kv_heads=spec.num_kv_heads // ratio)
+        return replace(spec, num_kv_heads=len(self.heads_of(layout, 0)))
+
+    @classmethod
+    def segments(cls, spec: Any, view: Any) -> list[Any]:
+        """The parts of a layer's blocks that are cut, each by itself.
+
+        Args:
+            view: vLLM's of the layer, a tensor [blocks, heads, tokens, content].
+
+        Returns:
+            Views of the same memory, [blocks, heads, rows, content]. Every part has the `heads`.
+        """
+        return [view]
 
     # ---------------------------------------------------------------- blocks of a request
 
@@ -85,6 +99,15 @@ class StateKind(ABC):
     def tokens_held(self, tokens: int) -> int:
         """How many of a request's computed tokens they hold."""
         return tokens - self.held(tokens).start * self.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block holds, over all layers of the group and all heads."""
+        return self.block_size * self.token_bytes
+
+    def bytes_held(self, tokens: int) -> int:
+        """What a request of so many computed tokens holds: all heads once."""
+        return self.token_bytes * self.tokens_held(tokens)
 
     def most_blocks(self, tokens: int, room: int) -> int:
         """The most blocks of a request on its way to so many tokens.
@@ -178,8 +201,8 @@ class SlidingWindow(StateKind):
         )
 
     @classmethod
-    def of(cls, spec: Any, **sizes: int) -> StateKind:
-        return cls(block_size=spec.block_size, window=spec.sliding_window, **sizes)
+    def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
+        return super().of(spec, heads, layers, window=spec.sliding_window, **more)
 
     def held(self, tokens: int) -> range:
         # As `SlidingWindowManager.get_num_skipped_tokens`, of the window of the next token.
@@ -209,8 +232,8 @@ class ChunkedAttention(StateKind):
         return type(spec).__name__ == "ChunkedLocalAttentionSpec" and _has_a_slot_per_head(spec)
 
     @classmethod
-    def of(cls, spec: Any, **sizes: int) -> StateKind:
-        return cls(block_size=spec.block_size, chunk=spec.attention_chunk_size, **sizes)
+    def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
+        return super().of(spec, heads, layers, chunk=spec.attention_chunk_size, **more)
 
     def held(self, tokens: int) -> range:
         # As `ChunkedLocalAttentionManager.get_num_skipped_tokens`, of the chunk of the next token.
@@ -218,12 +241,123 @@ class ChunkedAttention(StateKind):
         return range(skipped, -(-tokens // self.block_size))
 
 
+@dataclass(frozen=True)
+class LinearAttention(StateKind):
+    """A request has one state, of its last token: a slot, whatever the number of its tokens.
+
+    A head is a key head with the value heads that read it. Its part of a slot is in segments: of
+    the convolution's rows, each of which has all queries, keys and values, and of the matrices.
+    With prefix caching vLLM keeps a state for each block of tokens, too, where a prompt's part
+    ended there: they are blocks of which a request needs the last one. Without, a block is as long
+    as the longest context.
+
+    Attributes:
+        slot_bytes: of a request's state, over all layers of the group and all heads.
+    """
+
+    slot_bytes: int = 0
+
+    title = "linear attention (Gated DeltaNet)"
+    padded = True
+
+    @classmethod
+    def serves(cls, spec: Any) -> bool:
+        return (
+            type(spec).__name__ == "MambaSpec"
+            and spec.mamba_type.name == "GDN_ATTN"
+            and spec.mamba_cache_mode in ("none", "align")
+            and len(spec.shapes) == 2
+            and not spec.tp_replicated
+            and not spec.num_speculative_blocks
+            and not spec.num_prefill_checkpoint_blocks
+            and not any(width % _WORD for _, _, widths in _parts_of_slot(spec) for width in widths)
+        )
+
+    @classmethod
+    def heads_in(cls, spec: Any, num_kv_heads: int, tp: int) -> int:
+        return tp * _key_heads(spec)
+
+    @classmethod
+    def of(cls, spec: Any, heads: int, layers: int, **more: int) -> StateKind:
+        slot = spec.state_content_size_bytes * layers * heads // _key_heads(spec)
+        return cls(heads, spec.block_size, slot_bytes=slot, **more)
+
+    def heads_of(self, layout: Layout, tp_rank: int) -> range:
+        if self.heads % layout.tp:
+            raise ValueError(
+                f"{self.heads} key heads of linear attention cannot be split over tp={layout.tp}"
+            )
+        return super().heads_of(layout, tp_rank)
+
+    def narrow(self, spec: Any, layout: Layout, ratio: int) -> Any:
+        own, base = len(self.heads_of(layout, 0)), _key_heads(spec)
+        (rows, row), (values, *matrix) = spec.shapes
+        shapes = (rows, row * own // base), (values * own // base, *matrix)
+        page, fills = spec.page_size_bytes // ratio, spec.state_content_size_bytes * own // base
+        return replace(spec, shapes=shapes, page_size_padded=None if page == fills else page)
+
+    @classmethod
+    def segments(cls, spec: Any, view: Any) -> list[Any]:
+        heads, page, found = _key_heads(spec), view.stride(0), []
+        for start, rows, widths in _parts_of_slot(spec):
+            for i, width in enumerate(widths):
+                row = heads * sum(widths) if rows > 1 else width  # one row is one run of bytes
+                at = view.storage_offset() + start + heads * sum(widths[:i])
+                shape, strides = (view.shape[0], heads, rows, width), (page, width, row, 1)
+                found.append(view.as_strided(shape, strides, at))
+        return found
+
+    def held(self, tokens: int) -> range:
+        blocks = -(-tokens // self.block_size)
+        return range(max(0, blocks - 1), blocks)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.slot_bytes
+
+    def bytes_held(self, tokens: int) -> int:
+        return self.slot_bytes if tokens else 0
+
+    def most_blocks(self, tokens: int, room: int) -> int:
+        # The last state is there until the next one is. A step of many tokens needs no others; what
+        # PAT itself makes for measurements has them.
+        return min(super().most_blocks(tokens, room), -(-room // self.block_size) + 1)
+
+
+_WORD = 8
+"""Bytes that a move copies at once."""
+
+
+def _key_heads(spec: Any) -> int:
+    """Those of a `MambaSpec` of Gated DeltaNet, on its rank."""
+    (_, row), (values, value, key) = spec.shapes
+    return int((row - values * value) // (2 * key))
+
+
+def _parts_of_slot(spec: Any) -> list[tuple[int, int, tuple[int, ...]]]:
+    """What a slot consists of: where it begins, its rows, and a head's width in each part of a row.
+
+    In bytes. The convolution's state is [rows, queries + keys + values], the matrices' is
+    [value heads, value, key].
+    """
+    (rows, row), (values, value, key) = spec.shapes
+    of_conv, of_matrix = (dtype.itemsize for dtype in spec.dtypes)
+    each = values // _key_heads(spec)
+    widths = (key * of_conv, key * of_conv, each * value * of_conv)
+    return [
+        (0, rows, widths),
+        (rows * row * of_conv, 1, (each * value * key * of_matrix,)),
+    ]
+
+
 def _has_a_slot_per_head(spec: Any) -> bool:
     """Whether a block is one run of bytes for each KV head."""
     return spec.num_head_slots is None and spec.page_size_padded is None
 
 
-KINDS: list[type[StateKind]] = [FullAttention, LatentAttention, SlidingWindow, ChunkedAttention]
+KINDS: list[type[StateKind]] = [
+    *(FullAttention, LatentAttention, SlidingWindow, ChunkedAttention, LinearAttention)
+]
 """All that are served."""
 
 Kinds: TypeAlias = Sequence[StateKind]
@@ -275,6 +409,11 @@ def fewest_heads(specs: Iterable[Any], num_kv_heads: int, tp: int) -> int:
     return min(heads, default=num_kv_heads)
 
 
+def block_size(kinds: Kinds) -> int:
+    """Tokens of a block, in all groups whose blocks can be cached."""
+    return min(kind.block_size for kind in kinds)
+
+
 def densest(kinds: Kinds) -> int:
     """The group that keeps most blocks of a request."""
     return max(range(len(kinds)), key=lambda group: len(kinds[group].held(1 << 24)))
@@ -283,5 +422,4 @@ def densest(kinds: Kinds) -> int:
 def carried_tokens(kinds: Kinds, tokens: int) -> float:
     """What moves with a request, as a number of tokens whose state is whole."""
     whole = sum(kind.token_bytes for kind in kinds)
-    held = sum(kind.token_bytes * kind.tokens_held(tokens) for kind in kinds)
-    return held / whole if whole else tokens
+    return sum(kind.bytes_held(tokens) for kind in kinds) / whole if whole else tokens

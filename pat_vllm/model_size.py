@@ -96,6 +96,52 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 163840,
         "tie_word_embeddings": False,
     },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "shared_expert_intermediate_size": 512,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "shared_expert_intermediate_size": 512,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": False,
+    },
 }
 """The shape fields of the models' public config.json."""
 
@@ -109,11 +155,16 @@ MIXTURES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
+_LINEAR = "linear_num_key_heads"
+"""Field of the config.json of models with Gated DeltaNet."""
+
 
 _MOST = 1 << 24
 """Of any size in a config. Real ones are far below."""
@@ -300,6 +351,75 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class LinearSizes:
+    """Layers with linear attention (Gated DeltaNet) in place of attention, counted in elements.
+
+    Attributes:
+        layers: that have it.
+        keys, values: heads.
+        key, value: width of a head.
+        kernel: tokens that the convolution sees.
+        wide: whether the states' matrices are kept in 32 bits, whatever the model's type is.
+        apart: whether queries, keys, values and gates are cut each by itself.
+    """
+
+    layers: int
+    keys: int
+    values: int
+    key: int
+    value: int
+    kernel: int
+    wide: bool
+    apart: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> LinearSizes | None:
+        """From the contents of a `config.json`; None: the model has none."""
+        if not (keys := size_of(config, _LINEAR)):
+            return None
+        layers, kinds = _layers_of(config), config.get("layer_types")
+        if isinstance(kinds, list):
+            count = min(layers, sum(kind == "linear_attention" for kind in kinds))
+        else:
+            count = layers - layers // (size_of(config, "full_attention_interval") or 4)
+        return cls(
+            layers=count,
+            keys=keys,
+            values=size_of(config, "linear_num_value_heads") or keys,
+            key=size_of(config, "linear_key_head_dim"),
+            value=size_of(config, "linear_value_head_dim"),
+            kernel=size_of(config, "linear_conv_kernel_dim"),
+            wide=config.get("mamba_ssm_dtype") == "float32",
+            apart=config.get("model_type") != "qwen3_next",
+        )
+
+    @property
+    def columns(self) -> int:
+        """Queries, keys and values of a token: what the convolution sees."""
+        return 2 * self.keys * self.key + self.values * self.value
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix that makes them, with the gates."""
+        return self.columns + self.values * self.value
+
+    @property
+    def matrix(self) -> int:
+        """Of a request's state in a layer: that of each value head."""
+        return self.values * self.value * self.key
+
+    def weights(self, hidden: int) -> int:
+        """Of a layer."""
+        around = hidden * (self.rows + 2 * self.values + self.values * self.value)
+        return around + self.columns * self.kernel
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """What a request has in a layer, of all heads, whatever the number of its tokens."""
+        matrix = self.matrix * (4 if self.wide else dtype_bytes)
+        return matrix + (self.kernel - 1) * self.columns * dtype_bytes
+
+
+@dataclass(frozen=True)
 class ModelSize:
     """The sizes of a decoder, counted in elements.
 
@@ -309,6 +429,8 @@ class ModelSize:
         window: tokens to which a token attends in `window_layers` of the layers.
         latent: None: attention has heads of keys and values. With it `kv_heads` is 1, of all
             heads, and `head_dim` the width of a query.
+        linear: None: every layer has attention.
+        gated: whether queries come with gates of the output.
     """
 
     layers: int
@@ -323,6 +445,8 @@ class ModelSize:
     window: int = field(default=0, kw_only=True)
     window_layers: int = field(default=0, kw_only=True)
     latent: LatentSizes | None = field(default=None, kw_only=True)
+    linear: LinearSizes | None = field(default=None, kw_only=True)
+    gated: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSize:
@@ -338,13 +462,25 @@ class ModelSize:
             "intermediate_size",
             "vocab_size",
         )
-        missing = [name for name in needed if not config.get(name)]
+        experts = ExpertSizes.of(config)
+        sparse = experts is not None and experts.layers == _layers_of(config)
+        missing = [
+            name
+            for name in needed
+            if not config.get(name) and not (sparse and name == "intermediate_size")
+        ]
         if missing:
             raise ValueError(
                 f"the model's config has no {', '.join(missing)}; only decoders such as Llama and "
                 f"Qwen3 can be modelled (shapes at hand: {', '.join(MODEL_SHAPES)})"
             )
         latent = LatentSizes.of(config)
+        linear = LinearSizes.of(config)
+        if linear is not None and linear.layers >= _layers_of(config):
+            raise ValueError(
+                "the model's config has linear attention in all layers: only models that have "
+                "attention in some can be modelled"
+            )
         heads, hidden = size_of(config, "num_attention_heads"), size_of(config, "hidden_size")
         return cls(
             layers=_layers_of(config),
@@ -358,10 +494,17 @@ class ModelSize:
             intermediate=size_of(config, "intermediate_size"),
             vocab=size_of(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
-            experts=ExpertSizes.of(config),
+            experts=experts,
             window=size_of(config, "sliding_window"),
             window_layers=_window_layers(config),
+            linear=linear,
+            gated=linear is not None and config.get("attn_output_gate") is not False,
         )
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers whose KV grows with a context."""
+        return self.layers - (self.linear.layers if self.linear else 0)
 
     @property
     def dense_layers(self) -> int:
@@ -379,16 +522,20 @@ class ModelSize:
         KV projections are replicated where heads are, and routers.
         """
         if self.latent is not None:
-            attention = self.latent.weights(self.hidden, self.heads / tp)
+            of_layer = self.latent.weights(self.hidden, self.heads / tp)
         else:
             kv_heads = max(1.0, self.kv_heads / tp)
-            attention = self.hidden * self.head_dim * (2 * self.heads / tp + 2 * kv_heads)
+            of_heads = (2 + self.gated) * self.heads / tp + 2 * kv_heads
+            of_layer = self.hidden * self.head_dim * of_heads
+        attention = self.attention_layers * of_layer
+        if self.linear is not None:
+            attention += self.linear.layers * self.linear.weights(self.hidden) / tp
         if self.experts is None:
-            return self.layers * (attention + 3 * self.hidden * self.intermediate / tp)
+            return attention + self.layers * 3 * self.hidden * self.intermediate / tp
         mlp = self.dense_layers * 3 * self.intermediate / tp
         router = self.experts.count + self.experts.shared_gate
         mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
-        return self.layers * attention + self.hidden * mlp
+        return attention + self.hidden * mlp
 
     def kv_elements(self, tp: int) -> int:
         """Of a token's KV in one layer, on one rank; heads are replicated where they are few.
@@ -438,11 +585,12 @@ class ModelSize:
         return weights + self.expert_weights * held
 
     def divides(self, tp: int) -> bool:
-        """Whether heads, KV heads and MLPs can be split over `tp` ranks.
+        """Whether heads of every kind and MLPs can be split over `tp` ranks.
 
         How a mixture's experts can lie is another question (`Mixture.layouts`).
         """
         kv = self.kv_heads % tp == 0 or tp % self.kv_heads == 0
         mlp = self.dense_layers == 0 or self.intermediate % tp == 0
         shared = self.experts is None or self.experts.shared % tp == 0
-        return self.heads % tp == 0 and mlp and shared and kv
+        linear = self.linear is None or self.linear.keys % tp == 0
+        return self.heads % tp == 0 and mlp and shared and kv and linear

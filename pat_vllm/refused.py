@@ -22,6 +22,9 @@ _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
 
 
+_DECODERS = "decoder-only models with full, sliding or latent attention"
+
+
 @dataclass(frozen=True)
 class Rule:
     """An option of vLLM's, or a kind of model, that PAT does not serve.
@@ -33,6 +36,7 @@ class Rule:
             the engine's ranks.
         kind: of a rule about models, which models it is about.
         mixtures: whether the rule is about mixtures of experts only.
+        linear: whether it is about models with linear attention only.
     """
 
     option: str
@@ -40,6 +44,7 @@ class Rule:
     allowed: str
     kind: str = ""
     mixtures: bool = False
+    linear: bool = False
 
     @property
     def name(self) -> str:
@@ -51,10 +56,13 @@ def unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Options that PAT cannot serve, as (option, value, what is allowed)."""
     ranks = vllm_config.parallel_config.world_size
     is_mixture = _at(vllm_config, "model_config.is_moe")
+    is_linear = _has_delta_net(vllm_config.model_config)
     return [
         (rule.option, value, rule.allowed.format(ranks=ranks))
         for rule in RULES
-        if (is_mixture or not rule.mixtures) and (value := rule.refused(vllm_config)) is not None
+        if (is_mixture or not rule.mixtures)
+        and (is_linear or not rule.linear)
+        and (value := rule.refused(vllm_config)) is not None
     ]
 
 
@@ -123,16 +131,30 @@ def _images(vllm_config: VllmConfig) -> Any:
     return False if not only and model.supports_multimodal_inputs else None
 
 
-def _models(kind: str, is_refused: Callable[[ModelConfig], bool]) -> Rule:
+def _has_delta_net(model: ModelConfig | None) -> bool:
+    """Whether a model has layers of Gated DeltaNet, as Qwen3-Next and Qwen3.5 do."""
+    return model is not None and bool(getattr(model.hf_text_config, "linear_num_key_heads", 0))
+
+
+def _drafts(vllm_config: VllmConfig) -> Any:
+    return _at(vllm_config, "speculative_config.method")
+
+
+def _conv_state_layout(vllm_config: VllmConfig) -> Any:
+    import vllm.envs as envs
+
+    layout = envs.VLLM_SSM_CONV_STATE_LAYOUT
+    return None if layout == "SD" else layout
+
+
+def _models(kind: str, is_refused: Callable[[ModelConfig], bool], allowed: str = _DECODERS) -> Rule:
     """Refuse a kind of model."""
 
     def refused(vllm_config: VllmConfig) -> Any:
         model = vllm_config.model_config
         return f"{model.model} ({kind})" if model is not None and is_refused(model) else None
 
-    return Rule(
-        "model", refused, "decoder-only models with full, sliding or latent attention", kind
-    )
+    return Rule("model", refused, allowed, kind)
 
 
 def _experts(option: str, path: str, *served: Any, why: str = "") -> Rule:
@@ -252,6 +274,26 @@ RULES = (
         "triton",
         why="others lay experts out in ways that layouts cannot share",
     ),
+    # Of models with linear attention.
+    Rule(
+        "speculative_config",
+        _drafts,
+        "None: a draft's states cannot be shared among layouts yet",
+        linear=True,
+    ),
+    Rule(
+        "mamba_cache_mode",
+        _other_than("cache_config.mamba_cache_mode", "none", "align"),
+        "none, align",
+        linear=True,
+    ),
+    Rule(
+        "prefix_match_unit",
+        _other_than("cache_config.prefix_match_unit"),
+        "None: a hit ends with a block",
+        linear=True,
+    ),
+    Rule("VLLM_SSM_CONV_STATE_LAYOUT", _conv_state_layout, "SD", linear=True),
     # Models.
     Rule(
         "model",
@@ -266,8 +308,13 @@ RULES = (
     ),
     _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
     _models(
-        "a hybrid, Mamba or linear-attention model",
-        lambda model: model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "a hybrid or Mamba model, but for Gated DeltaNet",
+        lambda model: (
+            (model.is_hybrid or model.has_inner_state or model.is_attention_free)
+            and not _has_delta_net(model)
+        ),
+        "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2 vLLM repeats groups that tp does not "
+        "divide, so that a wider layout's shards do not lie within those of a narrower one",
     ),
     _models(
         "a model with sparse attention",

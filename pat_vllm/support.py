@@ -244,11 +244,17 @@ def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
     if model is None:
         return
     num_heads = model.model_arch_config.total_num_attention_heads
+    key_heads = getattr(model.hf_text_config, "linear_num_key_heads", None) or 0
     for layout in layouts:
         if num_heads % layout.tp:
             raise ValueError(
                 f"layout tp={layout.tp} does not divide the model's {num_heads} attention heads; "
                 "name only layouts that do in pat.layouts"
+            )
+        if key_heads % layout.tp:
+            raise ValueError(
+                f"layout tp={layout.tp} does not divide the {key_heads} key heads of the model's "
+                "linear attention; name only layouts that do in pat.layouts"
             )
         try:
             layout.kv_heads_per_rank(model.get_total_num_kv_heads())

@@ -27,7 +27,7 @@ class AdviseOptions(Ranged):
         str | None,
         typer.Option(
             help="Checkpoint's directory or config.json; llama-3.1-8b, qwen3-8b, qwen3-14b, "
-            "qwen3-30b-a3b, deepseek-v2-lite."
+            "qwen3-30b-a3b, deepseek-v2-lite, qwen3-next-80b-a3b, qwen3.5-35b-a3b."
         ),
     ] = None
     gpu: Annotated[str | None, typer.Option(help="Modelled GPU: A40, H100, H200.")] = None

@@ -128,6 +128,7 @@ class RandomModel(Ranged):
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
             "chunked attention: llama4_text; "
             "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
+            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text; "
             "latent attention and a mixture: deepseek_v2, deepseek_v3."
         ),
     ] = "qwen3"
@@ -157,6 +158,9 @@ class RandomModel(Ranged):
     window: Annotated[int, typer.Option(min=1, max=1 << 24, help="Tokens of a sliding window.")] = (
         64
     )
+    linear_heads: Annotated[
+        int, typer.Option(min=1, max=_HEADS, help="Key heads of linear attention.")
+    ] = 4
     experts: Annotated[
         int, typer.Option(min=1, max=1 << 12, help="Of a mixture, in each layer.")
     ] = 8

@@ -49,7 +49,12 @@ ARCHS = {
     # Latent attention, and a mixture whose first layer is dense.
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    # Linear attention in two layers of three; with experts, but for one.
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 LATENT = ("deepseek_v2", "deepseek_v3")
 KV_RANK, ROPE_DIM = 512, 64
@@ -181,6 +186,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         **{"intermediate_size": model.intermediate}
         | _heads(model)
         | _windows(model)
+        | _linear_attention(model)
         | _mixture(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
@@ -271,6 +277,21 @@ def _windows(model: RandomModel) -> dict[str, Any]:
     return config
 
 
+def _linear_attention(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its layers with linear attention, if it has some."""
+    if model.arch not in LINEAR:
+        return {}
+    kinds = ["linear_attention"] * 2 + ["full_attention"]
+    return {
+        "layer_types": [kinds[layer % 3] for layer in range(model.layers)],
+        "linear_num_key_heads": model.linear_heads,
+        "linear_num_value_heads": 2 * model.linear_heads,
+        "linear_key_head_dim": 64,  # vLLM's CPU kernels take no narrower ones
+        "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4,
+    }
+
+
 def _mixture(model: RandomModel) -> dict[str, Any]:
     """What a model's config says of its experts, if it has some."""
     experts, width = model.experts, model.expert_intermediate
@@ -282,6 +303,12 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
         "qwen2_moe": common
+        | {"num_experts": experts, "moe_intermediate_size": width}
+        | {"shared_expert_intermediate_size": model.intermediate},
+        "qwen3_next": common
+        | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": model.intermediate},
+        "qwen3_5_moe_text": common
         | {"num_experts": experts, "moe_intermediate_size": width}
         | {"shared_expert_intermediate_size": model.intermediate},
         "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
@@ -364,6 +391,8 @@ def _random_weights(
             digest = hashlib.sha256(f"{seed}/{part}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             mean, std = _distribution(part, shape, gain)
+            if config.model_type in LINEAR:
+                mean, std = _of_linear(part, mean, std)
             if config.model_type.startswith("gemma"):
                 mean, std = _of_gemma(part, shape, mean, std, gain)
             weight = torch.empty(tuple(shape), dtype=dtype)
@@ -390,7 +419,9 @@ def _repeat(weights: dict[str, torch.Tensor], model: RandomModel) -> None:
     embedding[:, :phrase] = 0
     embedding[ids, (ids - first) % phrase] = size
     for name, weight in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")):
+        if name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight", ".w2.weight", "o_proj.bias")
+        ):
             weight[:phrase] = 0
         elif name.endswith(("experts.down_proj", "experts.down_proj_bias")):  # of gpt-oss
             weight[..., :phrase] = 0
@@ -416,6 +447,10 @@ def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, 
         return 0.0, BIAS_STD
     if name.endswith("sinks"):
         return 0.0, 1.0
+    if name.endswith("A_log"):  # states forget slowly: they depend on the whole context
+        return -3.0, 0.5
+    if name.endswith("conv1d.weight"):
+        return 0.0, 1 / math.sqrt(shape[2])
     return 0.0, gain / math.sqrt(shape[1])
 
 
@@ -432,6 +467,13 @@ def _of_gemma(
     if name == "model.norm.weight":
         return gain / _EMBEDDING - 1, std
     return (0.0 if name.endswith("norm.weight") else mean), std
+
+
+def _of_linear(name: str, mean: float, std: float) -> tuple[float, float]:
+    """The same for models with linear attention, whose norms add 1 but for those of its output."""
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return 0.0, std
+    return mean, std
 
 
 def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:

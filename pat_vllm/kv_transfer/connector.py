@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from pat_vllm.kinds import class_of
 from pat_vllm.kv_transfer.exchange import Exchange, Part
 from pat_vllm.kv_transfer.plan import BlockMove, RankMoves
 from pat_vllm.metrics.prometheus import PATMetrics, PATStats
@@ -70,7 +71,9 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
         self._group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         self._carried: dict[str, int] = {}
         self._allocated: dict[str, tuple[tuple[int, ...], ...]] = {}
+        self._specs = [group.kv_cache_spec for group in groups]
         self._regions: list[dict[int, str]] = []
+        self._segments: dict[str, list[torch.Tensor]] = {}
         self.kv_caches: dict[str, torch.Tensor] = {}
 
     # ---------------------------------------------------------------- scheduler side
@@ -138,10 +141,14 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
 
         Layers of several groups lie in one region, where each has blocks of its own.
         """
-        self.kv_caches = kv_caches
+        self.kv_caches, self._segments = kv_caches, {}
         regions: dict[int, dict[int, str]] = defaultdict(dict)
         for name, view in kv_caches.items():
-            regions[view.storage_offset() * view.element_size()][self._group_of[name]] = name
+            spec = self._specs[group := self._group_of[name]]
+            kind = class_of(spec)
+            assert kind is not None
+            self._segments[name] = kind.segments(spec, view)
+            regions[view.storage_offset() * view.element_size()][group] = name
         self._regions = [regions[offset] for offset in sorted(regions)]
 
     def start_load_kv(
@@ -172,15 +179,18 @@ class PATConnector(KVConnectorBase_V1, SupportsHMA):
     def _views(
         self, region: Mapping[int, str], source: PATConnector
     ) -> list[tuple[list[int], tuple[torch.Tensor, torch.Tensor]]]:
-        """Groups whose blocks have one shape, with the two layouts' views of the region."""
+        """Groups whose blocks have one shape, with the two layouts' views of the region; of blocks
+        in several segments, of each of them."""
         groups: dict[Any, list[int]] = defaultdict(list)
         views = {}
         for group, name in sorted(region.items()):
-            pair = source.kv_caches[name], self.kv_caches[name]
-            shapes = tuple((view.shape, view.stride(), view.dtype) for view in pair)
-            groups[shapes].append(group)
-            views[shapes] = pair
-        return [(groups[shapes], views[shapes]) for shapes in groups]
+            for pair in zip(source._segments[name], self._segments[name], strict=True):
+                lie = tuple(
+                    (view.storage_offset(), view.shape, view.stride(), view.dtype) for view in pair
+                )
+                groups[lie].append(group)
+                views[lie] = pair
+        return [(groups[lie], views[lie]) for lie in groups]
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # loads are complete when `start_load_kv` returns

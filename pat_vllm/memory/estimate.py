@@ -149,12 +149,14 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         model.step_bytes(layout.tp, one.max_num_batched_tokens, one.max_num_seqs)
         for layout, one in zip(layouts, limits, strict=True)
     ]
-    of_kinds = model.window_layers, model.layers - model.window_layers
-    share = _kv_share(model, engine.max_model_len, engine.block_size)
+    block_size = model.block_size(layouts[0].tp, engine.block_size)
+    share = _kv_share(model, engine.max_model_len, block_size)
     requested = int(device.memory * engine.gpu_memory_utilization)
     free = requested - weights - tables - groups - early
     staged = (
-        staged_share(layouts, model.kv_heads, num_regions(of_kinds)) if engine.migrates else 0.0
+        staged_share(layouts, model.kv_heads, num_regions(_layers_by_kind(model)))
+        if engine.migrates
+        else 0.0
     )
     kv = engine.kv_cache_memory_bytes or kv_cache_bytes(
         [Measured(free - step, step) for step in steps], graphs, late, staged
@@ -169,28 +171,34 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
         graphs=graphs,
         kv=kv,
         kv_tokens={
-            one.tp: max(
-                0, int(kv // (engine.block_size * share * model.kv_bytes_per_token(one.tp)))
-            )
-            * engine.block_size
+            one.tp: max(0, int(kv // (block_size * share * model.kv_bytes_per_token(one.tp))))
+            * block_size
             for one in layouts
         },
         pinned=pinned_bytes(buffers),
     )
 
 
-def _kv_share(model: ModelShape, tokens: int, block_size: int) -> float:
-    """Memory of a context of so many tokens, by what it would be if no layer had a window.
+def _layers_by_kind(model: ModelShape) -> tuple[int, int, int]:
+    """With full attention, with a window, with linear attention."""
+    whole = model.attention_layers - model.window_layers
+    return whole, model.window_layers, model.layers - model.attention_layers
 
-    vLLM fills groups up to one size. Layers that are missing in a group take memory as well.
+
+def _kv_share(model: ModelShape, tokens: int, block_size: int) -> float:
+    """Memory of a context of so many tokens, by its KV if no layer had a window.
+
+    vLLM fills groups up to one size. Layers that are missing in a group take memory as well. Where
+    layers have linear attention, a context has two blocks of each of their groups, whatever its
+    length: that of its state, and one while the state goes to the next.
     """
-    kinds = [
-        (model.layers - model.window_layers, tokens),
-        (model.window_layers, min(tokens, model.window + block_size)),
-    ]
-    size = num_regions(layers for layers, _ in kinds)
-    slots = sum(-(-layers // size) * size * held for layers, held in kinds)
-    return slots / (model.layers * tokens)
+    held = tokens, min(tokens, model.window + block_size), min(tokens, 2 * block_size)
+    of_kinds = _layers_by_kind(model)
+    size = num_regions(of_kinds)
+    slots = sum(
+        -(-layers // size) * size * each for layers, each in zip(of_kinds, held, strict=True)
+    )
+    return slots / (model.attention_layers * tokens)
 
 
 def static_engine(engine: EngineShape, layout: Layout) -> EngineShape:

@@ -65,7 +65,10 @@ class ModelShape(ModelSize):
         base, *others = dict.fromkeys(layout.tp for layout in layouts)
         fused = 0  # of latent attention nothing that is cut is fused
         if self.latent is None:
-            fused = (self.heads + 2 * self.kv_heads) // base * self.head_dim * self.layers
+            queries = (1 + self.gated) * self.heads
+            fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
+        if self.linear is not None and self.linear.apart:
+            fused += self.linear.rows // base * self.linear.layers
         fused += 2 * self.intermediate // base * self.dense_layers
         if (one := self.experts) is not None:
             held = one.most_on_rank(base) if layouts[0].experts == "ep" else one.count / base
@@ -76,7 +79,7 @@ class ModelShape(ModelSize):
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
-        return self.layers * self.kv_elements(tp) * self.kv_dtype_bytes
+        return self.attention_layers * self.kv_elements(tp) * self.kv_dtype_bytes
 
     def latent_workspace_bytes(self, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
         """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step; else 0.
@@ -87,6 +90,26 @@ class ModelShape(ModelSize):
             return 0
         tokens = max(8 * max_model_len, 4 * max_num_seqs * block_size)
         return min(tokens, 64 << 10) * self.kv_elements(1) * self.dtype_bytes
+
+    def state_bytes(self, tp: int) -> int:
+        """What a request has on a rank beside its KV, over all layers with linear attention."""
+        if self.linear is None:
+            return 0
+        return self.linear.layers * self.linear.state_bytes(self.kv_dtype_bytes) // tp
+
+    def block_size(self, base_tp: int, block_size: int) -> int:
+        """Tokens of a KV block, in every layout: as many as make it as large as a state.
+
+        As vLLM's `_align_hybrid_block_size` for the base layout.
+
+        Args:
+            block_size: that the engine is given, of which it is a multiple.
+        """
+        if self.linear is None:
+            return block_size
+        state = self.linear.state_bytes(self.kv_dtype_bytes) // base_tp
+        of_token = self.kv_bytes_per_token(base_tp) // self.attention_layers
+        return -(-state // (block_size * of_token)) * block_size
 
     def step_bytes(self, tp: int, tokens: int, seqs: int) -> int:
         """Activations of the largest step, about: the widest layer, or the logits.
@@ -106,6 +129,8 @@ class ModelShape(ModelSize):
             # Queries, keys and values, the parts that keys are put together of, and the output.
             of_head = 2 * latent.query + 2 * latent.value + latent.nope
             attention = 2 * self.hidden + self.heads // tp * of_head
+        if self.linear is not None:
+            attention = max(attention, 2 * self.hidden + 2 * self.linear.rows // tp)
         layer = tokens * max(mlp, attention) * self.dtype_bytes
         # As the model gives them, in float32, and what sampling makes of these.
         logits = seqs * self.vocab * (self.dtype_bytes + 4 + 4)

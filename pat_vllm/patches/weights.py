@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.experts import keep_plain_experts
+from pat_vllm.patches.linear_attention import keep_plain_linear_attention
 from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def keep_plain_weights(model: nn.Module) -> None:
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
+        QwenGatedDeltaNetAttention,
+    )
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.platforms import current_platform
 
@@ -31,6 +35,8 @@ def keep_plain_weights(model: nn.Module) -> None:
             keep_plain_experts(module)
         elif not on_cpu:
             continue
+        elif isinstance(module, QwenGatedDeltaNetAttention):
+            keep_plain_linear_attention(module)
         elif isinstance(module, LinearBase):
             module._cpu_skip_gemm_dispatch = True  # type: ignore[attr-defined]  # vLLM's own name
         elif isinstance(module, VocabParallelEmbedding):

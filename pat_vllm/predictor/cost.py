@@ -69,7 +69,8 @@ class CostModel:
     KV is carried by migrating it, or by recomputing it in the target layout, where replicas work
     side by side as far as there is a request for each. Recomputing is linear in the tokens,
     migrating in those that are held: of full attention all. Then the cheaper way is the same for
-    all requests of a switch, and its rate times all tokens is the sum over the requests.
+    all requests of a switch, and its rate times all tokens is the sum over the requests. A state of
+    linear attention moves whole, as so many tokens more, however short its request is.
 
     Attributes:
         mode: "auto" takes the cheaper way; the others always take theirs.
@@ -90,6 +91,7 @@ class CostModel:
         self.mode = mode
         self._kinds = kinds
         self._shares = np.array([carried_tokens(kinds, int(n)) / int(n) for n in _CONTEXTS])
+        self._most_moves = float(self._shares.max())
         self._recompute = dict(rates.recompute)
         self._by_pair: dict[tuple[Layout, Layout], _Linear] = {}
         self._other_pairs = _Linear(0.0, 0.0, rates.migrate)
@@ -133,7 +135,8 @@ class CostModel:
         migrate, in_one_replica = self._per_token(source, target)
         mode = self._mode_of(source, target)
         moving = self._carried(num_seqs, tokens)
-        if mode == "migrate" or (mode == "auto" and migrate * target.replicas <= in_one_replica):
+        cheaper = migrate * target.replicas * max(1.0, self._most_moves) <= in_one_replica
+        if mode == "migrate" or (mode == "auto" and cheaper):
             return fixed + migrate * moving
         recompute = in_one_replica / np.minimum(np.maximum(num_seqs, 1), target.replicas)
         if mode == "recompute":

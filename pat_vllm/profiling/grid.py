@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from pat_vllm.kinds import Kinds, longest_context, num_blocks
+from pat_vllm.kinds import Kinds, block_size, longest_context, num_blocks
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import NamedLayout, StepSample, SwitchSample
 
@@ -60,7 +60,7 @@ class EngineLimits:
     @property
     def kv_tokens(self) -> dict[int, int]:
         """Tokens whose KV a replica's memory holds, by tp: those of the longest contexts."""
-        size, most = self.kinds[0].block_size, self.max_model_len
+        size, most = block_size(self.kinds), self.max_model_len
         tokens, of_each = -(-most // size) * size, num_blocks(self.kinds, most, room=1)
         return {tp: blocks * tokens // of_each for tp, blocks in self.blocks.items()}
 

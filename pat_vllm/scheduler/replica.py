@@ -14,12 +14,7 @@ from pat_vllm.layout import Layout
 from pat_vllm.patches.compat import drain_carried_requests
 from pat_vllm.patches.schedulers import free_blocks_at_once, quiet_connectors
 from pat_vllm.scheduler.block_pools import BlockPools
-from pat_vllm.worker.layout_config import (
-    block_ratio,
-    kinds_of,
-    layout_config,
-    layout_kv_cache_config,
-)
+from pat_vllm.worker.layout_config import kinds_of, layout_config, layout_kv_cache_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -186,8 +181,7 @@ class ReplicaFactory:
 
     def kv_cache_config(self, layout: Layout) -> KVCacheConfig:
         """The KV cache config of one rank of `layout`."""
-        ratio = block_ratio(layout, self._base, self.kinds)
-        return layout_kv_cache_config(self._base_kv_cache, ratio)
+        return layout_kv_cache_config(self._base_kv_cache, layout, self._base, self.kinds)
 
     def _configure(self, layout: Layout) -> tuple[VllmConfig, KVCacheConfig]:
         kv_cache_config = self.kv_cache_config(layout)

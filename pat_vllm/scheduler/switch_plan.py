@@ -11,7 +11,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from pat_vllm.chains import Chain, PlacedChain
 from pat_vllm.executor.messages import SwitchCommand
-from pat_vllm.kinds import NULL_BLOCK, Kinds, densest
+from pat_vllm.kinds import NULL_BLOCK, Kinds, block_size, densest
 from pat_vllm.kv_transfer.connector import LoadMetadata
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
@@ -254,7 +254,7 @@ def _carry_caches(
 def _found_with_more(one: Carried, kinds: Kinds) -> Chain:
     """The full blocks of a request whose KV moves, if a hit of them needs blocks that have become
     null since: those of the window of the last full block, where a window reaches back."""
-    size = kinds[0].block_size
+    size = block_size(kinds)
     full = one.computed // size
     if all(kind.held(full * size).start == kind.held(one.computed).start for kind in kinds):
         return ()

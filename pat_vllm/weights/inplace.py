@@ -64,17 +64,22 @@ class InPlaceShards:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """See `WeightStrategy`. Gives the memory of each parameter back as soon as it is made."""
+        """See `WeightStrategy`. Gives the memory of each parameter back when the next one is made:
+        what has just made it may still give it another shape."""
+        last: nn.Parameter | None = None
 
-        def give_back(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None:
-                parameter.untyped_storage().resize_(0)
+        def give_back(module: object, name: object, parameter: nn.Parameter | None) -> None:
+            nonlocal last
+            if last is not None:
+                last.untyped_storage().resize_(0)
+            last = parameter
 
         handle = register_module_parameter_registration_hook(give_back)
         try:
             yield
         finally:
             handle.remove()
+            give_back(None, None, None)
 
     def fill(self, model: nn.Module) -> None:
         """Make each weight a view of the base layout's, or a copy.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -50,6 +53,7 @@ SHARDED_LAYERS = (
     VocabParallelEmbedding,
     *EXPERTS,
     OAIAttention,
+    QwenGatedDeltaNetAttention,
 )
 # Whole on every rank, in every layout.
 REPLICATED_LAYERS = (
@@ -113,9 +117,14 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
     Raises:
         ValueError: a module's weights cannot be derived for another layout.
     """
+    convolutions: dict[nn.Module, Partition] = {}
     for path, module in model.named_modules():
         if isinstance(module, MoERunner):
             check_gates(path, module)
+        if isinstance(module, QwenGatedDeltaNetAttention):
+            # Of queries, keys and values, each cut by itself, where its class has one matrix.
+            sizes = module.key_dim, module.key_dim, module.value_dim
+            convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         if is_absorbed(module):
             parameters = {}
@@ -123,7 +132,9 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")
             cuts: tuple[Cut, ...] = ()
-            if layer is not None and not getattr(module, "disable_tp", False):
+            if module in convolutions and _has_loader_of(mamba_v2_sharded_weight_loader, parameter):
+                cuts = (Cut(convolutions[module]),)
+            elif layer is not None and not getattr(module, "disable_tp", False):
                 cuts = _cuts(full_name, module, layer, name, parameter)
             place = _place(module) if cuts else _WHOLE
             yield Weight(full_name, parameter.data, cuts, place, module, name)
@@ -167,9 +178,17 @@ def _weight_loaders(cls: type) -> list[Callable[..., None]]:
     return [getattr(cls, n) for n in ("weight_loader", "weight_loader_v2") if hasattr(cls, n)]
 
 
+def _has_loader_of(make: Callable[..., Any], parameter: nn.Parameter) -> bool:
+    """Whether a function of vLLM's has made the loader of a parameter."""
+    loader = getattr(parameter, "weight_loader", None)
+    return getattr(loader, "__qualname__", "").startswith(f"{make.__qualname__}.<locals>")
+
+
 def _place(module: nn.Module) -> Place:
     if isinstance(module, RoutedExperts):
         return expert_place(module)
+    if isinstance(module, QwenGatedDeltaNetAttention):
+        return Place(module.tp_size, module.tp_rank)
     layer = module.qkv_proj if isinstance(module, OAIAttention) else module
     assert isinstance(layer, LinearBase | VocabParallelEmbedding)
     return Place(layer.tp_size, layer.tp_rank)
@@ -203,6 +222,9 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
     if isinstance(module, OAIAttention):
         heads = EvenPartition((module.num_attention_heads,))
         return (Cut(heads),) if name == "sinks" else None
+    if isinstance(module, QwenGatedDeltaNetAttention):
+        heads = EvenPartition((module.num_v_heads,))
+        return (Cut(heads),) if name in ("A_log", "dt_bias") else None
     if name not in ("weight", "bias"):
         return None
     partition = _partition(full_name, module, name)

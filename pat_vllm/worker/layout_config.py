@@ -207,28 +207,39 @@ def _limit_cuda_graphs(config: VllmConfig, largest_batch: int | None) -> None:
         compilation.max_cudagraph_capture_size = enough
 
 
-def layout_kv_cache_config(base: KVCacheConfig, ratio: int) -> KVCacheConfig:
-    """The KV cache config of a layout whose blocks are `ratio` times smaller than the base's.
+def keep_block_size(config: VllmConfig, base: VllmConfig) -> None:
+    """Have vLLM give a layout blocks of as many tokens as the base layout has.
 
-    The same bytes hold `ratio` times as many blocks, each with 1/`ratio` of the heads. Used by
-    the workers, which view one buffer, and by the schedulers, so that both agree.
+    Of models with linear attention it takes fewer for a wider one, where KV heads are copied: as
+    many as make a block as large as a slot. It takes a multiple of what it is given.
+    """
+    config.cache_config.block_size = base.cache_config.block_size
+    config.cache_config.user_specified_block_size = True
+
+
+def layout_kv_cache_config(
+    base_config: KVCacheConfig, layout: Layout, base: Layout, kinds: Kinds
+) -> KVCacheConfig:
+    """The KV cache config of a layout, whose blocks are smaller than those of the base layout.
+
+    The same bytes hold more blocks (see `block_ratio`), each with fewer heads. Used by the workers,
+    which view one buffer, and by the schedulers, so that both agree.
 
     Raises:
-        ValueError: a KV cache group is of no kind that is served, or a block is not one run of
-            bytes beside the other blocks of its layer, so that layouts would not alias layer by
-            layer.
+        ValueError: blocks cannot be divided so, or a block is not one run of bytes beside the other
+            blocks of its layer, so that layouts would not alias layer by layer.
     """
-    config = copy.deepcopy(base)
-    config.num_blocks = base.num_blocks * ratio
+    config, ratio = copy.deepcopy(base_config), block_ratio(layout, base, kinds)
+    config.num_blocks *= ratio
     blocks_of = {}
-    for group in config.kv_cache_groups:
+    for group, kind in zip(config.kv_cache_groups, kinds, strict=True):
         spec = group.kv_cache_spec
         blocks_of.update(dict.fromkeys(group.layer_names, spec.page_size_bytes))
-        group.kv_cache_spec = _class_of(spec).narrow(spec, ratio)
+        group.kv_cache_spec = kind.narrow(spec, layout, ratio)
     for tensor in config.kv_cache_tensors:
         block = blocks_of[tensor.layers[0]]
         if tensor.block_stride != block or (
-            len(tensor.layers) > 1 and tensor.layer_stride != block * base.num_blocks
+            len(tensor.layers) > 1 and tensor.layer_stride != block * base_config.num_blocks
         ):
             raise ValueError(
                 "PAT needs a KV cache in which each block of a layer is one run of bytes and the "
@@ -254,17 +265,15 @@ def kinds_of(base_config: KVCacheConfig, base: Layout, num_kv_heads: int) -> tup
         spec = group.kv_cache_spec
         served_by = _class_of(spec)
         heads = served_by.heads_in(spec, num_kv_heads, base.tp)
-        held = base.kv_heads_per_rank(heads)
-        per_token = spec.page_size_bytes // spec.block_size * len(group.layer_names)
-        kind = served_by.of(spec, heads=heads, token_bytes=per_token * heads // held)
-        if len(kind.heads_of(base, 0)) != spec.num_heads:
+        kind = served_by.of(spec, heads, len(group.layer_names))
+        if not kind.padded and len(kind.heads_of(base, 0)) != spec.num_heads:
             raise ValueError(
                 f"PAT needs the same {heads} KV heads in all layers, but some have a KV "
                 f"cache of {spec.num_heads} on each of {base.tp} ranks: this model cannot be used "
                 "with PAT"
             )
         found.append(kind)
-    if len({kind.block_size for kind in found}) > 1:
+    if len({kind.block_size for kind in found if not kind.padded}) > 1:
         sizes = ", ".join(str(kind.block_size) for kind in found)
         raise ValueError(
             f"PAT needs blocks of the same number of tokens in all layers, and these have {sizes}: "
@@ -287,10 +296,13 @@ def _class_of(spec: Any) -> type[StateKind]:
 def block_ratio(layout: Layout, base: Layout, kinds: Kinds) -> int:
     """How many blocks of `layout` take the bytes of one block of `base`, in every group.
 
+    Blocks that may be padded are where others become no smaller.
+
     Raises:
         ValueError: groups differ in that.
     """
-    (ratio, *others) = {kind.ratio(layout, base) for kind in kinds}
-    if others:
+    ratios = {kind.ratio(layout, base) for kind in kinds if not kind.padded}
+    (ratio, *others) = ratios or {kind.ratio(layout, base) for kind in kinds}
+    if others or any(kind.ratio(layout, base) < ratio for kind in kinds):
         raise ValueError(f"blocks of groups of KV caches are cut in different ways in {layout}")
     return ratio

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import permutations
+from itertools import count, permutations
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from pat_vllm.kinds import Kinds
+from pat_vllm.kinds import Kinds, block_size
 from pat_vllm.kinds import num_blocks as num_blocks_of
 from pat_vllm.kv_transfer.plan import BlockMove, plan_moves
 from pat_vllm.worker.synthetic import (
@@ -34,6 +34,7 @@ BATCH_SIZES = (1, 2, 3)
 DECODE_STEPS = 2
 PREFILL_TOKENS = 256
 """Length of the prompt whose prefill is timed, where the engine's limits allow it."""
+_NUMBERS = count()
 
 
 def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool) -> float:
@@ -47,7 +48,7 @@ def warm_up(worker: PATWorkerMixin, num_blocks: int, kinds: Kinds, use_v2: bool)
         config.scheduler_config.max_num_batched_tokens,
         config.model_config.max_model_len - DECODE_STEPS - 1,
         # Blocks of a step's tokens are given back after it.
-        (num_blocks - FIRST_BLOCK) // len(kinds) * kinds[0].block_size - DECODE_STEPS,
+        (num_blocks - FIRST_BLOCK) // len(kinds) * block_size(kinds) - DECODE_STEPS,
     )
     long = max(1, min(PREFILL_TOKENS, limit))
     rate = 0.0
@@ -92,7 +93,9 @@ def _run(
 ) -> float:
     """Prefill prompts of the given lengths, decode, forget. Returns seconds of the prefill."""
     room = decode_steps + drafts + 1
-    requests = make_requests("pat-warm-up", prompts, room, kinds, decoding=False)
+    # Ids are new ones: vLLM looks for states of linear attention where the last of an id had them.
+    prefix = f"pat-warm-up-{next(_NUMBERS)}"
+    requests = make_requests(prefix, prompts, room, kinds, decoding=False)
     start = time.perf_counter()
     first = add_new(SchedulerOutput.make_empty(), requests, use_v2, DECODE_STEPS + drafts + 1)
     first.num_spec_tokens_to_schedule = drafts

@@ -41,7 +41,7 @@ from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attent
 from pat_vllm.worker.drafters import history_bytes, install_drafter
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
 from pat_vllm.worker.layout_config import (
-    block_ratio,
+    keep_block_size,
     kinds_of,
     layout_config,
     layout_kv_cache_config,
@@ -149,6 +149,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         loaded: list[LayoutRuntime] = []
         for runtime in self._each_layout():
             super().load_model(**kwargs)
+            if loaded:
+                keep_block_size(runtime.config, self._base.config)
             # vLLM does so later with the engine's config, which has no attention layers.
             current_platform.update_block_size_for_backend(runtime.config)
             if runtime is self._base:
@@ -183,8 +185,9 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._kinds = kinds_of(kv_cache_config, self._base.layout, num_kv_heads)
         workspace: torch.Tensor | None = None
         for runtime in self._each_layout():
-            ratio = block_ratio(runtime.layout, self._base.layout, self._kinds)
-            config = layout_kv_cache_config(kv_cache_config, ratio)
+            config = layout_kv_cache_config(
+                kv_cache_config, runtime.layout, self._base.layout, self._kinds
+            )
             runtime.check_kv_cache(config)
             with set_current_vllm_config(runtime.config), use_attention_workspace(workspace):
                 super().initialize_from_config(config)

@@ -57,6 +57,20 @@ WINDOWS = EngineSpec(
 )
 # A state that both ranks have whole; prompts in chunks (see `tests/support/latent_in_chunks.py`).
 LATENT = EngineSpec("latent", "deepseek_v3", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
+# Linear attention, with a slot for each request; plain torch computes it in float32.
+WITHOUT_CACHE: dict[str, Any] = WHOLE_PROMPTS | {"enable_prefix_caching": False}
+LINEAR = EngineSpec("linear", "qwen3_next", 2, IN_PLACE | BOTH_KINDS, UPDATES | WITHOUT_CACHE)
+# Text alone of a class for images.
+LINEAR_TEXT = EngineSpec("linear text", "qwen3_5_moe_vl", 2, IN_PLACE, WITHOUT_CACHE)
+# The same with prefix caching: a state for each block of 64 tokens. Prompts come in chunks then.
+LINEAR_CACHED = EngineSpec(
+    "linear, cached", "qwen3_next", 2, IN_PLACE, {"max_num_batched_tokens": 400}
+)
+# And by vLLM's kernels, in 16 bits.
+IN_16_BITS: dict[str, Any] = WITHOUT_CACHE | {"dtype": "bfloat16"}
+LINEAR_PACKED = EngineSpec(
+    "linear, packed", "repeating_next", 2, MIGRATE | {"weights": "materialized"}, IN_16_BITS
+)
 # Text alone of a class for images, whose positions are threefold, and published names its own.
 VISION = EngineSpec("vision", "qwen2_5_vl", 2, IN_PLACE, UPDATES | WHOLE_PROMPTS)
 # Pools of 24 blocks: a group of two, with one KV head for both ranks, holds no more than a replica.

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -157,6 +158,14 @@ def give_kv_cache(worker: Any) -> None:
         runtime.connector = PATConnector.__new__(PATConnector)
         views = {f"layers.{i}": layer for i, layer in enumerate(layers)}
         runtime.connector._group_of = dict.fromkeys(views, 0)
+        runtime.connector._specs = [
+            FullAttentionSpec(
+                block_size=BLOCK_SIZE,
+                num_kv_heads=heads,
+                head_size=CONTENT // 2,
+                dtype=torch.bfloat16,
+            )
+        ]
         runtime.connector.register_kv_caches(views)
 
 

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from pat_vllm.executor.messages import SwitchCommand
@@ -251,6 +252,11 @@ def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.
         connector = PATConnector.__new__(PATConnector)
         layers = {f"layer {i}": view for i, view in enumerate(views)}
         connector._group_of = dict.fromkeys(layers, 0)
+        connector._specs = [
+            FullAttentionSpec(
+                block_size=TOKENS, num_kv_heads=KV_HEADS, head_size=1, dtype=torch.bfloat16
+            )
+        ]
         connector.register_kv_caches(layers)
         worker._runtimes[layout] = LayoutRuntime(
             layout,

@@ -15,16 +15,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, ModelShape
 from pat_vllm.kernels import kv, suffix, swap
+from pat_vllm.kinds import LinearAttention
 from pat_vllm.kv_transfer.exchange import _words
 from pat_vllm.kv_transfer.kv_buffer import SharedKVBuffer
 from pat_vllm.layout import Layout
-from pat_vllm.worker.layout_config import KV_LAYOUTS, block_ratio, layout_kv_cache_config
+from pat_vllm.worker.layout_config import KV_LAYOUTS, layout_kv_cache_config
 from tests.support.kinds import full
 from tests.vllm.kernels.triton_kernels import (
     CAPABILITIES,
@@ -65,8 +67,7 @@ def layer_views(
     buffer = SharedKVBuffer()
     buffer.buffer = torch.zeros(num_bytes, dtype=torch.int8)
     for layout in (Layout.of(tp, RANKS) for tp in sizes):
-        ratio = block_ratio(layout, Layout.of(1, RANKS), full(model.kv_heads))
-        config = layout_kv_cache_config(base, ratio)
+        config = layout_kv_cache_config(base, layout, Layout.of(1, RANKS), full(model.kv_heads))
         for view in buffer.views(config, KVCacheLayout[kv_layout]).values():
             yield _words(view)
 
@@ -93,6 +94,18 @@ def kv_code(
         for case in itertools.product(models, dtypes, KV_LAYOUTS, block_sizes):
             for view in layer_views(*case, sizes):
                 pack_and_unpack(view)
+    return list(found.values())
+
+
+def slot_code(capability: int) -> list[Code]:
+    """Of all launches that slots of Qwen3-Next need, with all key heads on a rank and with two."""
+    with compiled_for(capability) as found:
+        for tp in (1, 8):
+            shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, 16, 32, 128, 128, 4)
+            spec = MambaSpec(block_size=16, shapes=shapes, dtypes=(torch.bfloat16, torch.float32))
+            pages = torch.zeros(NUM_BLOCKS, 1, 1, spec.page_size_bytes, dtype=torch.int8)
+            for segment in LinearAttention.segments(spec, pages):
+                pack_and_unpack(_words(segment))
     return list(found.values())
 
 
@@ -133,6 +146,11 @@ def check(codes: list[Code]) -> None:
 def test_kv_kernels(model: ModelShape, capability: int) -> None:
     """In a layout in which a rank has all KV heads, and in one with one of them."""
     check(kv_code(capability, (model,), (torch.bfloat16,), sizes=(1, 8)))
+
+
+def test_slots_of_linear_attention() -> None:
+    """Rows of the convolution, of which a head has a part, and matrices."""
+    check(slot_code(90))
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

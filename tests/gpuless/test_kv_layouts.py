@@ -68,7 +68,8 @@ def test_layouts_alias_or_are_refused(
     """A layout's KV cache, whose blocks are `ratio` times smaller than those of the base layout."""
     base = base_config(kv_layout, num_layers, heads_of_last * ratio, num_blocks)
     try:
-        narrow = layout_kv_cache_config(base, ratio)
+        layouts = Layout.of(ratio, ratio), Layout.of(1, ratio)
+        narrow = layout_kv_cache_config(base, *layouts, full(heads_of_last * ratio))
     except ValueError as error:
         assert kv_layout.name not in KV_LAYOUTS
         assert repr(kv_layout.name) in str(error)

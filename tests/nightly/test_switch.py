@@ -13,6 +13,7 @@ from tests.engine.specs import (
     IN_PLACE,
     MIXTURE,
     WHOLE_PROMPTS,
+    WITHOUT_CACHE,
 )
 from tests.engine.test_switch import (  # noqa: F401
     case,
@@ -31,7 +32,9 @@ from tests.engine.test_switch import (  # noqa: F401
 from tests.support.pool import EngineSpec
 
 
-def switching(model: str, ranks: int, runner: int = 1, **pat: Any) -> EngineSpec:
+def switching(
+    model: str, ranks: int, runner: int = 1, cached: bool = True, **pat: Any
+) -> EngineSpec:
     """An engine for these tests, which count steps: with V2, too, one of them is in flight."""
     name = "-".join([model, str(ranks), *map(str, pat.values()), *["v2"] * (runner == 2)])
     return EngineSpec(
@@ -39,7 +42,7 @@ def switching(model: str, ranks: int, runner: int = 1, **pat: Any) -> EngineSpec
         model,
         ranks,
         IN_PLACE | pat,
-        WHOLE_PROMPTS,
+        WHOLE_PROMPTS if cached else WITHOUT_CACHE,
         model_runner_v2=runner == 2,
         without_async_scheduling=runner == 2,
     )
@@ -80,6 +83,14 @@ IN_PLACE_ENGINES = [
     # Windows, sinks, and experts with biases.
     switching("gpt_oss", 2),
     switching("gpt_oss", 4, experts="tp"),
+    # Linear attention, whose prompts the cache cuts in parts, which V1 cannot have seeded on CPU;
+    # with one KV head for two ranks, so that slots are padded at tp=4.
+    switching("qwen3_next", 2, cached=False),
+    switching("qwen3_next", 2, runner=2, experts="tp"),
+    switching("qwen3_next_few_kv", 4, cached=False, experts="tp"),
+    switching("qwen3_next_few_kv", 4, cached=False, base_tp=2, experts="ep"),
+    switching("qwen3_5_vl", 2, cached=False),
+    switching("qwen3_5_moe_vl", 4, cached=False, experts="tp"),
     # Experts of one kind, as where no rank has any whole.
     switching("qwen3_moe", 4, base_tp=2, experts="tp"),
     switching("qwen3_moe", 4, base_tp=2, experts="ep"),

@@ -19,7 +19,9 @@ def test_dense_models(name: str, base_tp: int) -> None:
 
 
 @pytest.mark.parametrize("base_tp", [1, 2])
-@pytest.mark.parametrize("name", ["gemma3_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "name", ["gemma3_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "qwen3_5_moe_vl"]
+)
 def test_vision_language_models(name: str, base_tp: int) -> None:
     with torchvision_stub():
         for rank in range(4):

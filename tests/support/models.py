@@ -38,6 +38,10 @@ GPT_OSS: dict[str, Any] = dict(
 DEEPSEEK: dict[str, Any] = dict(
     arch="deepseek_v3", hidden=128, heads=4, kv_heads=4, layers=3, gain=2.0
 )
+_LINEAR: dict[str, Any] = dict(
+    dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6
+)
+QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -86,6 +90,15 @@ SPECS: dict[str, dict[str, Any]] = {
     # Windows in every second layer, attention sinks, experts with biases.
     "gpt_oss": GPT_OSS,
     "gpt_oss_updated": dict(GPT_OSS, seed=1),
+    # Linear attention in two layers of three, in 16 bits, as vLLM's CPU kernels take it: three
+    # groups of caches, two of which have a slot for each request; experts and shared ones.
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
+    # One KV head for two ranks at tp=4, so that a block is no smaller there than at tp=2.
+    "qwen3_next_few_kv": dict(QWEN3_NEXT, kv_heads=2),
+    # Its matrices of queries, keys, values and gates cut each by itself; with experts and without.
+    "qwen3_5": dict(_LINEAR, arch="qwen3_5_text"),
+    "qwen3_5_moe": dict(_LINEAR, arch="qwen3_5_moe_text"),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).
     "repeating": dict(arch="qwen3", hidden=128, heads=8, kv_heads=4, repeat=1.2),
@@ -103,6 +116,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "repeating_gpt_oss": dict(GPT_OSS, repeat=1.2),
     # And latent attention.
     "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
+    # And linear attention: text in 16 bits goes on alike for long.
+    "repeating_next": dict(QWEN3_NEXT, gain=2.0, repeat=2.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),

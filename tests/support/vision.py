@@ -77,8 +77,18 @@ def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(text: dict[str, Any]) -> dict[str, Any]:
+    tower = _TOWER | {"depth": 1, "num_heads": 4, "out_hidden_size": text["hidden_size"]}
+    return _TOKENS | {
+        "model_type": text["model_type"].removesuffix("_text"),
+        "text_config": _with_sections(text, text["model_type"], mrope_interleaved=True),
+        "vision_config": tower | {"num_position_embeddings": 16},
+    }
+
+
 def _with_sections(text: dict[str, Any], model_type: str, **rope: Any) -> dict[str, Any]:
-    """A text model whose heads of 32 are turned by three positions: of time, row and column."""
+    """A text model whose heads of 32, or parts of them, are turned by three positions: of time, row
+    and column."""
     rope = text["rope_parameters"] | {"mrope_section": [4, 6, 6]} | rope
     return text | {"model_type": model_type, "rope_parameters": rope}
 
@@ -101,6 +111,8 @@ def _write(path: Path, make: Callable[[dict[str, Any]], dict[str, Any]], names: 
     }
     generator = torch.Generator().manual_seed(0)
     for name, meta in model.state_dict().items():
+        if ".experts." in name:
+            continue  # the text model has them one by one
         if name not in weights and not (text["tie_word_embeddings"] and name == "lm_head.weight"):
             assert "language_model" not in name, f"the text model has no {name}"
             weights[name] = torch.randn(meta.shape, generator=generator)
@@ -142,6 +154,11 @@ def qwen3_vl(path: Path) -> None:
     _write(path, _qwen3_vl, {})
 
 
+def qwen3_5(path: Path) -> None:
+    """As published, which are transformers' names."""
+    _write(path, _qwen3_5, {})
+
+
 CLASSES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "gemma3_vl": ("gemma3", "Gemma3ForConditionalGeneration", gemma3),
     "gemma3_vl_updated": ("gemma3_updated", "Gemma3ForConditionalGeneration", gemma3_of_trainer),
@@ -153,5 +170,7 @@ CLASSES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     ),
     "qwen3_vl": ("qwen3", "Qwen3VLForConditionalGeneration", qwen3_vl),
     "qwen3_vl_updated": ("qwen3_updated", "Qwen3VLForConditionalGeneration", qwen3_vl),
+    "qwen3_5_vl": ("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5),
+    "qwen3_5_moe_vl": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5),
 }
 """By name: the text model, the class, and what makes a checkpoint of it."""

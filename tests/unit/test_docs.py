@@ -184,6 +184,8 @@ def test_the_limits_list_what_is_refused() -> None:
     def title(rule: Rule) -> str:
         if rule.mixtures:
             return f"of mixtures of experts: `{rule.option}`"
+        if rule.linear:
+            return f"of models with linear attention: `{rule.option}`"
         return rule.kind or f"`{rule.option}`"
 
     table = ["| option or model | allowed |", "|---|---|"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from pat_vllm.kinds import (
     FullAttention,
     Kinds,
     LatentAttention,
+    LinearAttention,
     SlidingWindow,
     carried_tokens,
     densest,
@@ -26,6 +28,7 @@ EVERY = st.one_of(
     st.builds(LatentAttention, st.just(1), SIZES, SIZES),
     st.builds(SlidingWindow, st.just(8), SIZES, SIZES, window=st.integers(2, 20)),
     st.builds(ChunkedAttention, st.just(8), SIZES, SIZES, chunk=st.integers(1, 20)),
+    st.builds(LinearAttention, st.just(8), SIZES, slot_bytes=SIZES),
     st.builds(LaterHalf, st.just(8), SIZES, SIZES),
 )
 
@@ -36,6 +39,7 @@ def test_blocks_hold_the_last_tokens_and_none_comes_back(kind: FullAttention, to
     assert held.stop == -(-tokens // kind.block_size)
     assert held.start <= later.start <= later.stop and held.stop <= later.stop
     assert 0 <= kind.tokens_held(tokens) <= tokens
+    assert kind.bytes_held(tokens) <= len(held) * kind.block_bytes
 
 
 @given(
@@ -96,3 +100,19 @@ def test_a_latent_vector_is_whole_on_every_rank() -> None:
         assert [*latent.heads_of(layout, layout.tp - 1)] == [0]
         assert latent.ratio(layout, Layout(1, 8)) == 1
         assert full_.ratio(layout, Layout(1, 8)) == layout.tp
+
+
+def test_figures_of_a_model_with_linear_attention() -> None:
+    """Of Qwen3-Next's pattern: three layers of it for one of full attention."""
+    slots = [LinearAttention(16, 1056, slot_bytes=4000)] * 3
+    kinds = (FullAttention(2, 1056, 2), *slots)
+    assert num_blocks(kinds, 8 * 1056, room=1) == 8 + 3 * 2
+    assert num_blocks(kinds, 1000, room=1) == 1 + 3
+    # A state moves whole, however long the context is.
+    assert carried_tokens(kinds, 1) == 1 + 6000
+    assert carried_tokens(kinds, 8000) == 8000 + 6000
+    # Without prefix caching a slot is a block for the longest context.
+    (slot,) = {kind.held(5000) for kind in [LinearAttention(16, 1 << 15, slot_bytes=4000)] * 3}
+    assert slot == range(1)
+    with pytest.raises(ValueError, match="16 key heads of linear attention cannot be split"):
+        slots[0].heads_of(Layout.of(32, 32), 0)

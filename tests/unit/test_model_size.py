@@ -31,12 +31,32 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
     [
         ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
         ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
+        ({"linear_num_key_heads": 2, "full_attention_interval": 64}, "linear attention in all"),
         ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
     ],
 )
 def test_what_cannot_be_modelled_is_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ModelSize.of({**QWEN3, **fields})
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "layers"),
+    [("qwen3-next-80b-a3b", 79.67, (48, 12)), ("qwen3.5-35b-a3b", 34.66, (40, 10))],
+)
+def test_layers_with_linear_attention(name: str, billions: float, layers: tuple[int, int]) -> None:
+    """All weights but norms and what predicts several tokens, as published."""
+    size = ModelSize.of(MODEL_SHAPES[name])
+    assert size.resident_weights(1) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert (size.layers, size.attention_layers) == layers
+    assert size.divides(2) and size.divides(16) and not size.divides(32)
+    named = ["linear_attention"] * (layers[0] - layers[1]) + ["full_attention"] * layers[1]
+    assert ModelSize.of({**MODEL_SHAPES[name], "layer_types": named}) == size
+    for tp in (2, 4, 8):
+        replicated = 2 * layers[1] * size.hidden * size.head_dim * (max(1, 2 / tp) - 2 / tp)
+        shard = size.resident_weights(tp) - replicated
+        routers = layers[0] * size.hidden * (size.experts.count + 1) if size.experts else 0
+        assert shard - routers == pytest.approx((size.resident_weights(1) - routers) / tp)
 
 
 @pytest.mark.parametrize(

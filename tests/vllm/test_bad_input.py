@@ -60,6 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "GptOssForCausalLM", "gpt_oss", num_local_experts=4, num_experts_per_tok=2,
         quantization_config=dict(quant_method="mxfp4"),
     ),
+    "next": model(
+        "Qwen3NextForCausalLM", "qwen3_next", head_dim=32, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, linear_num_key_heads=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
         quant_method="compressed-tensors", format="int-quantized", config_groups={}, ignore=[]
     )),
@@ -90,6 +96,7 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),
     ("llama", "kv_offloading_size", 1.5, "None", {}),
     ("llama", "runner", "pooling", "generate", {}),
+    ("next", "prefix_match_unit", 16, "None", {}),
 ]
 # The same of options that are whole configs, and of models: what the message names.
 CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
@@ -100,7 +107,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
      "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
-    ("mamba", {}, "a hybrid, Mamba or linear-attention model", DENSE_ONLY),
+    ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet",
+     "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
      DENSE_ONLY),
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
@@ -123,6 +131,9 @@ SET: list[tuple[str, str, str, Any, str]] = [
      "ngram, ngram_gpu"),
     ("llama", "speculative_config.rejection_sample_method",
      "speculative_config.rejection_sample_method", "synthetic", "standard, block"),
+    ("next", "speculative_config", "speculative_config",
+     SimpleNamespace(method="ngram", rejection_sample_method="standard"), "None"),
+    ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
     ("mixtral", "enable_eplb", "parallel_config.enable_eplb", True, "False"),
     ("mixtral", "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 4,
      "0"),
@@ -166,6 +177,8 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["3 KV heads", "tp=2", "pat.layouts"]),
     ("llama_12_3", dict(tensor_parallel_size=4, **pat(layouts=[1, 4])),
      ["3 KV heads", "tp=4", "pat.layouts"]),
+    ("next", dict(tensor_parallel_size=4, hf_overrides=EIGHT_HEADS, **pat(layouts=[1, 4])),
+     ["2 key heads", "tp=4", "pat.layouts"]),
     ("llama", predictor(profile="no/such.json"), ["profile no/such.json", "No such file"]),
     ("llama", predictor(profile=__file__), ["test_bad_input.py is no JSON", "pat-vllm profile"]),
     ("llama", predictor(lengths_file=__file__),
@@ -174,7 +187,7 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["scheduler_cls='my.Scheduler'", "leave it unset"]),
     ("llama", dict(worker_cls="my.Worker"),
      ["worker_cls='my.Worker'", "leave it at 'auto'", "worker_extension_cls"]),
-    ("mamba", dict(enable_lora=True), ["enable_lora=True", "a hybrid, Mamba"]),
+    ("mamba", dict(enable_lora=True), ["enable_lora=True", "a hybrid or Mamba"]),
 ]
 
 # Near neighbours of what is refused.
@@ -188,6 +201,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # A sliding window, one that the model does not use, and one that is disabled.
     ("mistral", {}),
     ("qwen2", {}),
+    # Linear attention, with prefix caching and without.
+    ("next", {}),
+    ("next", dict(enable_prefix_caching=False)),
     ("mistral", dict(disable_sliding_window=True, max_model_len=128)),
     # Text alone of a class for images, by either option of vLLM's.
     ("paligemma", dict(language_model_only=True)),
@@ -277,7 +293,8 @@ def test_what_a_config_says_that_vllms_options_cannot_here(
     setattr(reduce(getattr, parts, config), last, value)
     with pytest.raises(ValueError) as error:
         Executor.get_class(config)
-    assert f" {option}={value!r} (allowed: {allowed}" in str(error.value)
+    said = getattr(value, "method", value)
+    assert f" {option}={said!r} (allowed: {allowed}" in str(error.value)
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
@@ -288,15 +305,25 @@ def test_environment_variables(
     assert f"{variable}=1 (allowed: 0" in refusal(tmp_path, "llama", {})
 
 
+def test_form_of_linear_attentions_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    assert "VLLM_SSM_CONV_STATE_LAYOUT='DS' (allowed: SD" in refusal(tmp_path, "next", {})
+    engine_config(tmp_path, "llama", {})
+
+
 def test_every_rule_has_a_case() -> None:
-    """And each of a mixture is one of mixtures only, as `RULES` says."""
+    """And each of a mixture, or of linear attention, is one of those only, as `RULES` says."""
     of_option = {option: model for model, option, *_ in (*OPTIONS, *SET)}
     of_named = {named.partition("=")[0]: model for model, _, named, _ in CONFIGS_AND_MODELS}
     models = {**of_option, **of_named, **dict.fromkeys(VARIABLES, "llama")}
+    models["VLLM_SSM_CONV_STATE_LAYOUT"] = "next"
     names = [rule.name for rule in RULES]
     assert sorted(names) == sorted(models)
     assert {rule.name for rule in RULES if rule.mixtures} == {
         name for name, model in models.items() if model == "mixtral"
+    }
+    assert {rule.name for rule in RULES if rule.linear} == {
+        name for name, model in models.items() if model == "next"
     }
 
 

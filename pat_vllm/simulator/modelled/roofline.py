@@ -88,7 +88,11 @@ class Machine:
         if batch:
             attended = seen * (1 + drafts / batch)
             attention += attended * model.attention_operations(tp, decode=True)
-        operations = 2 * (layers * tokens + head * sampled) + model.layers * attention
+        operations = 2 * (layers * tokens + head * sampled) + model.attention_layers * attention
+        if model.linear is not None:
+            # A state is read and written once for all of a request's tokens, whatever its context.
+            memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)
+            operations += 8 * model.linear.layers * model.linear.matrix / tp * tokens
         launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
             load = self.expert_load(layout, tokens)
@@ -104,21 +108,16 @@ class Machine:
         return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
 
     def moved(self, source: Layout, target: Layout) -> float:
-        """KV bytes per token that change ranks, over all ranks: what a target rank needs and does
-        not hold, averaged over the replicas that a request may come from and go to."""
+        """KV bytes per token that change ranks, over all ranks."""
         heads = self.model.kv_heads
-        total = pairs = 0
-        for old in range(source.replicas):
-            held = {
-                rank: set(source.kv_heads_of(source.tp_rank_of(rank), heads))
-                for rank in source.ranks_of(old)
-            }
-            for new in {target.replica_of(rank) for rank in held}:
-                pairs += 1
-                for rank in target.ranks_of(new):
-                    needed = set(target.kv_heads_of(target.tp_rank_of(rank), heads))
-                    total += len(needed - held.get(rank, set()))
-        return self.model.kv_bytes_per_token(1) / heads * total / pairs
+        return self.model.kv_bytes_per_token(1) / heads * _moved_heads(source, target, heads)
+
+    def moved_states(self, source: Layout, target: Layout) -> float:
+        """Bytes per request that change ranks beside its KV, over all ranks."""
+        if self.model.linear is None:
+            return 0.0
+        heads = self.model.linear.keys
+        return self.model.state_bytes(1) / heads * _moved_heads(source, target, heads)
 
     def moved_experts(self, source: Layout, target: Layout, base: Layout) -> float:
         """Weights of experts that trade places on a rank, from one layout to another.
@@ -142,13 +141,15 @@ class Machine:
         fixed: float,
         base: Layout | None = None,
     ) -> SwitchSample:
-        """Move the KV of `live` requests with `tokens` tokens in all, and permute the weights in
-        place: each rank reads and writes its target shard once, and of experts what moves.
+        """Move the KV of `live` requests with `tokens` tokens in all, and their states, and permute
+        the weights in place: each rank reads and writes its target shard once, and of experts what
+        moves.
 
         Args:
             base: the engine's base layout, where the model has experts.
         """
-        kv_bytes = int(tokens * self.moved(source, target))
+        kv_bytes = tokens * self.moved(source, target)
+        kv_bytes = int(kv_bytes + live * self.moved_states(source, target))
         senders = min(live, source.replicas) * source.tp
         receivers = min(live, target.replicas) * target.tp
         link = self.gpu.links[self.link] * EXCHANGE_EFFICIENCY
@@ -169,3 +170,20 @@ class Machine:
             kv=kv,
             weights=weights,
         )
+
+
+def _moved_heads(source: Layout, target: Layout, heads: int) -> float:
+    """Heads of a request that change ranks, over all ranks: what a target rank needs and does not
+    hold, averaged over the replicas that a request may come from and go to."""
+    total = pairs = 0
+    for old in range(source.replicas):
+        held = {
+            rank: set(source.kv_heads_of(source.tp_rank_of(rank), heads))
+            for rank in source.ranks_of(old)
+        }
+        for new in {target.replica_of(rank) for rank in held}:
+            pairs += 1
+            for rank in target.ranks_of(new):
+                needed = set(target.kv_heads_of(target.tp_rank_of(rank), heads))
+                total += len(needed - held.get(rank, set()))
+    return total / pairs

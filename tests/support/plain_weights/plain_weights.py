@@ -15,8 +15,13 @@ MODULE = "vllm.model_executor.layers.utils"
 def apply() -> None:
     """Have vLLM keep plain weights in this process. To be called before a model is loaded."""
     import vllm.model_executor.layers.utils as utils
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    from pat_vllm.patches import delta_net
 
     patch(utils)
+    # vLLM's kernels for CPU take the convolution's weights for packed ones.
+    QwenGatedDeltaNetAttention.forward_cpu = delta_net.forward
 
 
 def patch(utils: Any) -> None:

@@ -217,6 +217,20 @@ def test_base_layout_leaves_room_for_the_responses(
     assert rollouts_of(options).profile.layouts[0].tp == base_tp
 
 
+@pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-35b-a3b"])
+def test_engines_of_models_with_linear_attention(model: str) -> None:
+    """They are known by name, and states take memory beside the KV of a quarter of the layers."""
+    options = AdviseOptions(model, "H200", 8, responses=256, max_tokens=8192, iterations=2)
+    rollouts = rollouts_of(options)
+    profile = rollouts.profile
+    assert profile.kv_bytes_per_token in (2 * 10 * 2 * 256 * 2, 2 * 12 * 2 * 256 * 2)
+    assert all(tokens > 8192 for tokens in profile.kv_tokens.values())
+    config = dict(MODEL_SHAPES[model])
+    layers = [("linear_attention", "full_attention")[i % 4 == 3] for i in range(40)]
+    config |= {"layer_types": layers, "num_hidden_layers": 40}
+    assert modelled_profile(config, "H200", 8).kv_bytes_per_token == 2 * 10 * 2 * 256 * 2
+
+
 def test_prompt_and_response_fit_into_the_profiled_engine(tmp_path: Path) -> None:
     """What it was measured with bounds what is replayed, as `max_model_len` does in an engine."""
     modelled = modelled_profile("llama-3.1-8b", "H100", 2)

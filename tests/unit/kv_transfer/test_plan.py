@@ -14,6 +14,7 @@ from pat_vllm.kinds import (
     FullAttention,
     Kinds,
     LatentAttention,
+    LinearAttention,
     SlidingWindow,
     StateKind,
 )
@@ -40,6 +41,8 @@ def kinds_with(heads: int) -> st.SearchStrategy[Kinds]:
     sizes = st.integers(1, 3)
     kinds = st.one_of(
         sizes.map(lambda size: FullAttention(heads, size)),
+        # Its heads are others, which all these layouts divide.
+        sizes.map(lambda size: LinearAttention(48, size, slot_bytes=48)),
         st.builds(lambda size, window: SlidingWindow(heads, size, window=window), sizes, sizes),
         st.builds(lambda size, chunk: ChunkedAttention(heads, size, chunk=chunk), sizes, sizes),
         sizes.map(lambda size: LaterHalf(heads, size)),

@@ -151,6 +151,36 @@ def test_a_replica_holds_as_many_latent_vectors_at_any_tp() -> None:
     assert not [one for buffers in others for one in buffers if one.shared]
 
 
+def test_states_of_linear_attention() -> None:
+    """Those of Qwen3-Next, beside the KV of a quarter of its layers."""
+    model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
+    assert model.kv_bytes_per_token(1) == 12 * 2 * 2 * 256 * 2
+    assert model.kv_bytes_per_token(4) == model.kv_bytes_per_token(2), "heads are replicated"
+    of_layer = (32 * 128 * 128 + 3 * (2 * 16 + 32) * 128) * 2
+    assert model.state_bytes(1) == 36 * of_layer and model.state_bytes(8) == 36 * of_layer // 8
+    # As vLLM sizes blocks: a multiple of 16 tokens whose KV in a layer takes what a state does.
+    assert [model.block_size(tp, 16) for tp in (1, 2, 4, 8)] == [544, 544, 272, 144]
+    wide = replace(model, linear=replace(model.linear, wide=True)) if model.linear else model
+    assert [wide.block_size(tp, 16) for tp in (1, 2, 4, 8)] == [1056, 1056, 528, 272]
+    assert LLAMA_8B.block_size(8, 16) == 16 and LLAMA_8B.state_bytes(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "cost"), [("qwen3-next-80b-a3b", (0.045, 0.067)), ("qwen3.5-35b-a3b", (0.081, 0.120))]
+)
+def test_what_one_size_of_blocks_costs(name: str, cost: tuple[float, float]) -> None:
+    """Share of the contexts of 32K that a group of 4 or 8 ranks holds less of, in the same memory,
+    because its blocks are as long as those of the base layout."""
+    model = ModelShape.from_config(MODEL_SHAPES[name])
+    layouts = tuple(Layout.of(tp, 8) for tp in (2, 4, 8))
+    engine = EngineShape(layouts, max_model_len=32768, kv_cache_memory_bytes=40 << 30)
+    tokens = estimate(model, engine, H100).kv_tokens
+    for layout, lost in zip(layouts, (0.0, *cost), strict=True):
+        alone = estimate(model, static_engine(engine, layout), H100).kv_tokens[layout.tp]
+        print(f"{name}, {layout}: {tokens[layout.tp]:,} of {alone:,} tokens")
+        assert 1 - tokens[layout.tp] / alone == pytest.approx(lost, abs=0.001)
+
+
 @pytest.mark.parametrize("drafts", [0, 8])
 @pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("attention", ["FLASH_ATTN", "FLASHINFER"])
@@ -172,6 +202,18 @@ def test_what_layouts_share_is_there_once(attention: Any, runner: Any, drafts: i
     largest = [max(alike, key=lambda one: one.on_cpu) for alike in zip(*every, strict=True)]
     assert shared == [one for one in largest if one.shared]
     assert sum(one.on_cpu for one in shared) > sum(one.on_cpu for one in every[0] if one.shared)
+
+
+@pytest.mark.parametrize(("runner", "tables"), [("V1", 1), ("V2", 2)])
+def test_longer_contexts_take_longer_block_tables(runner: Any, tables: int) -> None:
+    """Too little beside the rest for engines of tests to show."""
+    layout = Layout(1, 1)
+
+    def of(tokens: int) -> int:
+        engine = EngineShape((layout,), runner=runner, max_num_seqs=64, max_model_len=tokens)
+        return sum(one.device for one in runner_buffers(LLAMA_8B, engine, layout))
+
+    assert of(8192) - of(4096) == tables * 4 * 64 * 4096 // EngineShape((layout,)).block_size
 
 
 def test_pinned_memory() -> None:
@@ -363,7 +405,9 @@ def test_simulator_advise_and_doctor_grant_what_an_engine_has(
 def test_static_engines_have_more_kv_than_pats(name: str) -> None:
     ours, alone = (modelled_profile(name, "H200", 8, static=static) for static in (False, True))
     assert ours.layouts == alone.layouts and alone.key["static"] and "static" not in ours.key
-    one = ModelShape.from_config(MODEL_SHAPES[name]).kv_heads
-    for tp in (1, 2, 4, 8):
-        assert ours.kv_tokens[tp] == pytest.approx(min(tp, one) * ours.kv_tokens[1], rel=1e-3)
+    one, base = ModelShape.from_config(MODEL_SHAPES[name]).kv_heads, ours.layouts[0].tp
+    assert base == (2 if name == "qwen3-next-80b-a3b" else 1), "where the weights fit"
+    for tp in {layout.tp for layout in ours.layouts}:
+        more = min(tp, one) / min(base, one)
+        assert ours.kv_tokens[tp] == pytest.approx(more * ours.kv_tokens[base], rel=1e-3)
         assert ours.kv_tokens[tp] < alone.kv_tokens[tp]

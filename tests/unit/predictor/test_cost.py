@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pat_vllm.kinds import SlidingWindow
+from pat_vllm.kinds import FullAttention, LinearAttention, SlidingWindow
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import CarryRates, CostModel
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
@@ -216,3 +216,16 @@ def test_of_a_window_less_moves_than_is_computed_again() -> None:
     ]
     model.fit(make_profile(samples))
     assert model.seconds(ONE, FOUR, 2.0, 2 * 4000.0) == pytest.approx(1 + 2 * 2 * 104, rel=0.1)
+
+
+def test_a_state_moves_whole_and_its_context_is_computed_whole() -> None:
+    """As 300 tokens more, so that short requests are computed again and long ones migrate."""
+    kinds = (FullAttention(2, 16, 10), LinearAttention(16, 16, slot_bytes=3000))
+    model = CostModel("auto", CarryRates(1.0, {FOUR: 2.0}), kinds)
+    assert model.choose(100, ONE, FOUR, 1) == "recompute"
+    assert model.choose(1000, ONE, FOUR, 1) == "migrate"
+    assert model.seconds(ONE, FOUR, 1, 100) == pytest.approx(200, rel=0.01)
+    assert model.seconds(ONE, FOUR, 1, 1000) == pytest.approx(1300, rel=0.01)
+    assert model.seconds(ONE, FOUR, 10, 10_000) == pytest.approx(13_000, rel=0.01)
+    always = CostModel("migrate", CarryRates(1.0, {FOUR: 2.0}), kinds)
+    assert always.seconds(ONE, FOUR, 10, 1000) == pytest.approx(4000, rel=0.01)

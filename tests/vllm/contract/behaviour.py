@@ -27,6 +27,13 @@ vllm.v1.metrics.loggers.PrometheusStatLogger.record
 vllm.distributed.kv_transfer.kv_connector.v1.metrics.KVConnectorLogging.log
     not self\.transfer_stats_accumulator\.is_empty\(\)
     log lines leave them out
+vllm.platforms.interface.Platform._align_hybrid_block_size
+    max\(min\((?s:.*?)cache_config\.block_size\)(?s:.*)
+    cache_config\.mamba_page_size_padded = attn_page_size
+    blocks are a multiple of the size that a layout is given, and slots are padded to them
+vllm.model_executor.layers.mamba.abstract.MambaBase.bind_kv_cache
+    (?s)pages\[:, offset:offset \+ nbytes\]\.view\(dtype\).*offset \+= nbytes
+    a slot has its states one after the other, as `_parts_of_slot` says
 vllm.v1.worker.utils.allocate_kv_cache
     torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)
     the one allocation that the shared buffer answers

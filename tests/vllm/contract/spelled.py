@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.config import ModelConfig, MultiModalConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, VllmConfig
 from vllm.distributed.device_communicators import flashinfer_all_reduce
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.multimodal.processing.context import BaseProcessingInfo
 from vllm.renderers.base import BaseRenderer
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,6 +29,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -122,7 +127,10 @@ def of_runners(v1: RunnerV1, v2: RunnerV2) -> tuple[Any, ...]:
 
 
 def specs_of_kinds(
-    full: FullAttentionSpec, window: SlidingWindowSpec, latent: MLAAttentionSpec
+    full: FullAttentionSpec,
+    window: SlidingWindowSpec,
+    latent: MLAAttentionSpec,
+    slot: MambaSpec,
 ) -> tuple[Any, ...]:
     """What `kinds.py`, which imports nothing of vLLM's, reads and replaces."""
     return (
@@ -130,6 +138,27 @@ def specs_of_kinds(
         *(window.block_size, window.num_kv_heads, window.num_head_slots, window.page_size_padded),
         *(window.sliding_window, window.extra_retained_tokens),
         *(latent.block_size, latent.num_head_slots, latent.page_size_padded),
+        *(slot.block_size, slot.shapes, slot.dtypes, slot.page_size_bytes, slot.page_size_padded),
+        *(slot.state_content_size_bytes, slot.mamba_cache_mode, slot.tp_replicated),
+        *(slot.num_speculative_blocks, slot.num_prefill_checkpoint_blocks),
+        *(slot.mamba_type, MambaAttentionBackendEnum.GDN_ATTN),
+    )
+
+
+def of_linear_attention(
+    layer: QwenGatedDeltaNetAttention, step: GDNAttentionMetadata, context: ForwardContext
+) -> tuple[Any, ...]:
+    """What `patches/delta_net.py` asks for and replaces, and rules name by a path."""
+    return (
+        *(layer._forward_method, layer.forward_cpu, layer.in_proj_qkvz, layer.in_proj_ba),
+        *(layer.gqa_interleaved_layout, layer.fix_query_key_value_ordering, layer.prefix),
+        *(layer._output_projection, layer.conv1d, layer.A_log, layer.dt_bias, layer.kv_cache),
+        *(layer.key_dim, layer.value_dim, layer.head_k_dim, layer.head_v_dim, layer.tp_size),
+        *(layer.num_k_heads, layer.num_v_heads, layer.tp_rank),
+        *(step.non_spec_state_indices_tensor, step.non_spec_query_start_loc),
+        *(step.num_decodes, step.num_prefills, step.has_initial_state),
+        *(context.attn_metadata, context.no_compile_layers, CacheConfig.mamba_cache_mode),
+        *(CacheConfig.prefix_match_unit, CacheConfig.user_specified_block_size),
     )
 
 

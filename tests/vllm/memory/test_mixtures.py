@@ -81,6 +81,7 @@ def test_experts_of_the_configs_that_transformers_writes() -> None:
     expected["deepseek_v2"] = ExpertSizes(8, 2, 64, 2 * 64, False, layers=1)
     expected["deepseek_v3"] = ExpertSizes(8, 2, 64, 64, False, layers=2)
     expected["gpt_oss"] = ExpertSizes(8, 2, 128, 0, False, layers=2)
+    expected["qwen3_next"] = ExpertSizes(8, 2, 64, 256, True, layers=6)
     for name, sizes in expected.items():
         size = ModelSize.of(config_of(name))
         assert size.experts == sizes, name

@@ -57,7 +57,7 @@ def test_contexts_that_fit(every: int, context: int, tp: int) -> None:
     for group in planned.kv_cache_groups:
         kind = class_of(group.kv_cache_spec)
         assert kind is not None
-        a_context += len(kind.of(group.kv_cache_spec, heads=4).held(context))
+        a_context += len(kind.of(group.kv_cache_spec, 4, layers=1).held(context))
     fits = planned.num_blocks / a_context * context
 
     model = ModelShape.from_config(

@@ -48,7 +48,7 @@ ONE = Layout.of(1, RANKS)
 WIDER = [Layout.of(tp, RANKS, kind) for tp in (2, 4) for kind in KINDS]
 LAYOUTS = [ONE, *WIDER]
 MODELS = [
-    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss"),
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next"),
     *("deepseek_v2", "deepseek_v3"),
 ]
 

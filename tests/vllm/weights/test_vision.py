@@ -21,7 +21,14 @@ def classes() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "base_tp", "rank"), [("gemma3_vl", 1, 1), ("qwen2_5_vl", 2, 3), ("qwen3_vl", 1, 2)]
+    ("name", "base_tp", "rank"),
+    [
+        ("gemma3_vl", 1, 1),
+        ("qwen2_5_vl", 2, 3),
+        ("qwen3_vl", 1, 2),
+        ("qwen3_5_vl", 1, 3),
+        ("qwen3_5_moe_vl", 2, 1),
+    ],
 )
 def test_a_whole_model(name: str, base_tp: int, rank: int) -> None:
     check_whole_model(name, [Layout.of(tp, 4) for tp in (1, 2, 4) if tp >= base_tp], rank)

@@ -185,6 +185,7 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
             "the smallest of shared buffers": {"max(alike": "min(alike"},
         },
         f"{BUFFERS}:runner_buffers": {
+            "block tables are forgotten": {"Buffer(2 * table, with_kv=True)": "Buffer(0, with_kv=True)"},
             "embeddings for each layout": {"Buffer(embeddings, embeddings, shared=True)": "Buffer(embeddings, embeddings)"},
             "an attention workspace for each layout": {"Buffer(workspace, shared=True, with_kv=True)": "Buffer(workspace, with_kv=True)"},
             "a bitmask of grammars for each layout": {"* mask, shared=True": "* mask"},
@@ -280,7 +281,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
     },
     f"{ALLOCATED}[large V2]": {
         f"{BUFFERS}:runner_buffers": {
-            "block tables are forgotten": {"Buffer(2 * table, with_kv=True)": "Buffer(0, with_kv=True)"},
             "sampling state is forgotten": {"Buffer(seqs * _SAMPLING + small)": "Buffer(small)"},
         },
     },

@@ -11,7 +11,6 @@ GPU_WORKER = "pat_vllm.worker.gpu_worker:PATGPUWorker"
 CONFIG = "pat_vllm.worker.layout_config"
 RUNTIME = "pat_vllm.worker.runtime"
 EXCHANGE = "pat_vllm.kv_transfer.exchange"
-SIDE = "pat_vllm.worker.side_stream:SideStream"
 LATE = "pat_vllm.worker.late_memory"
 RUNNERS = "pat_vllm.patches.runners"
 SUPPORT = "pat_vllm.support"
@@ -81,7 +80,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
         f"{CONFIG}:_of_code": {
             "policies have code of their own": {'name not in ("pat", CHOSEN)': "name != CHOSEN"},
             "what is said of the choice is code": {'("pat", CHOSEN)': '("pat",)'},
-            "the layout is left out of the key": {"LAYOUT: str(layout),": ""},
             "weights are left out of the key": {'"pat_weights": resolve_weights(engine),': ""},
             "the other layouts are left out of the key": {
                 '"pat_layouts": [str(one) for one in layouts_of(engine)],': ""
@@ -259,11 +257,6 @@ TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
                 "self._synchronize_device()": "pass"
             },
             "buckets: rows are in the active layout's order": {"_enter(": "_activate("},
-        },
-        f"{SIDE}.wait": {
-            "loaders: of a switch, only the current stream waits": {
-                "self._stream.synchronize()": "self._module.current_stream().wait_stream(self._stream)"
-            },
         },
         "pat_vllm.weights.model_weights:derive": {
             "loaders: shards are copied on another stream": {

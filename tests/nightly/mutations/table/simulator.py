@@ -46,7 +46,7 @@ _SIMULATOR: list[Row] = [
     ("popular experts lie on the same rank", "modelled.expert_load:_drawn", "random.permuted(popularity, axis=1)", "popularity", EXPERTS),
     ("experts of the base layout are moved", "modelled.roofline:Machine.moved_experts", ' and end != base', "", EXPERTS),
     ("experts are read whole where they are cut", "modelled.roofline:Machine.step", "memory += load.hot * model.expert_weights", "memory += load.hot * tp * model.expert_weights", HARDWARE),
-    ("KV that a rank holds is moved", "modelled.roofline:Machine.moved", "len(needed - held.get(rank, set()))", "len(needed)", HARDWARE),
+    ("KV that a rank holds is moved", "modelled.roofline:_moved_heads", "len(needed - held.get(rank, set()))", "len(needed)", HARDWARE),
     ("a turn arrives when the one before it ends", "requests:SimulatedRequests.end", "at + float(self._trace.arrivals[following])", "at", TURNS),
     ("a cache holds parts of blocks", "replica:SimulatedReplica._take_back", " // _BLOCK * _BLOCK", "", TURNS),
     ("only the turn before a turn has left something", "replica:SimulatedReplica._left_by", "while before is not None and not self.free.left_by(before):", "if before is not None and not self.free.left_by(before):\n            return None\n        while False:", TURNS),

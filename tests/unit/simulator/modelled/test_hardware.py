@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ def h100() -> Profile:
 def test_every_combination_is_a_valid_labelled_profile(
     model: str, gpu: str, ranks: int, tmp_path: Path
 ) -> None:
+    if (model, ranks) == ("qwen3-next-80b-a3b", 2) and gpu != "H200":
+        with pytest.raises(ValueError, match=f"no layout of 2 x {gpu} can hold"):
+            modelled_profile(MODEL_SHAPES[model], gpu, ranks)
+        return
     profile = modelled_profile(MODEL_SHAPES[model], gpu, ranks)
     assert profile.kind == "modelled" and profile.key["modelled"] is True
     assert "modelled" in profile.title and model in profile.title and gpu in profile.title
@@ -148,6 +153,26 @@ def test_steps_and_switches_in_milliseconds() -> None:
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
         [7.265532, 9.697137, 71.958367, 34.785837, 10.357483], rel=1e-6
     )
+
+
+def test_states_cost_by_request_and_not_by_context() -> None:
+    """Qwen3-Next's: read and written by each step, moved whole by a switch."""
+    model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
+    assert model.linear is not None
+    wide = replace(model, linear=replace(model.linear, wide=True))
+    machine, wider = (Machine(one, GPUS["H200"], "nvlink") for one in (model, wide))
+    layout = Layout(4, 2)
+    more = [
+        wider.step(layout, batch, context, 0) - machine.step(layout, batch, context, 0)
+        for batch, context in ((32, 32), (32, 320_000), (64, 64))
+    ]
+    read = 2 * (wide.state_bytes(4) - model.state_bytes(4)) / (GPUS["H200"].bandwidth * 0.8)
+    assert more[0] == pytest.approx(more[1]) == pytest.approx(32 * read, rel=0.2)
+    assert more[2] == pytest.approx(2 * more[0])
+    one, two = Layout(1, 8), Layout(2, 4)
+    moved = [machine.switch(one, two, 8, tokens, 0.0, base=one).kv_bytes for tokens in (8, 8000)]
+    assert moved[0] == int(8 * machine.moved(one, two) + 8 * model.state_bytes(1) / 2)
+    assert moved[1] - moved[0] == pytest.approx(7992 * machine.moved(one, two), abs=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Gated DeltaNet in torch, token by token and in float32: for weights that vLLM has not packed.
+
+vLLM's kernels for CPU take the convolution's weights packed, and 16 bits only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import silu, softplus
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+def forward(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Of a `QwenGatedDeltaNetAttention`, as its `forward_cpu`.
+
+    Args:
+        hidden_states: `[tokens, hidden]`.
+    """
+    mixed_qkvz, _ = layer.in_proj_qkvz(hidden_states)
+    ba, _ = layer.in_proj_ba(hidden_states)
+    if layer.gqa_interleaved_layout:
+        *qkv, z, b, a = layer.fix_query_key_value_ordering(mixed_qkvz, ba)
+        mixed_qkv = torch.cat([one.flatten(1) for one in qkv], dim=-1)
+    else:
+        z_size = layer.value_dim // layer.tp_size
+        mixed_qkv, z = mixed_qkvz.split([mixed_qkvz.shape[-1] - z_size, z_size], dim=-1)
+        z = z.unflatten(-1, (-1, layer.head_v_dim))
+        b, a = ba.chunk(2, dim=-1)
+    heads = layer.num_v_heads // layer.tp_size
+    out = hidden_states.new_zeros(len(hidden_states), heads, layer.head_v_dim)
+    torch.ops.vllm.pat_delta_net(mixed_qkv, b, a, out, layer.prefix)
+    return layer._output_projection(out, z)  # type: ignore[no-any-return]
+
+
+def _core(
+    mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, name: str
+) -> None:
+    """Fills `out` and the states of the step's requests.
+
+    Args:
+        mixed_qkv: `[tokens, queries + keys + values]`.
+        b, a: `[tokens, value heads]`.
+        out: `[tokens, value heads, value]`.
+        name: of the layer.
+    """
+    context: Any = get_forward_context()
+    if context.attn_metadata is None:
+        return
+    layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
+    convs, states = layer.kv_cache
+    slots, decodes = metadata.non_spec_state_indices_tensor.long(), metadata.num_decodes
+    decay = torch.exp(-layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float()))
+    beta, mixed_qkv = b.float().sigmoid(), mixed_qkv.float()
+    if decodes:
+        own = slots[:decodes]
+        seen = torch.cat([convs[own].float(), mixed_qkv[:decodes, None]], dim=1)
+        convs[own] = seen[:, 1:].to(convs.dtype)
+        q, k, v = _heads(layer, seen.transpose(1, 2))
+        state, o = _step(states[own].float(), q, k, v, decay[:decodes], beta[:decodes])
+        states[own], out[:decodes] = state.to(states.dtype), o.to(out.dtype)
+    starts = metadata.non_spec_query_start_loc.tolist()
+    for i in range(decodes, decodes + metadata.num_prefills):
+        slot, start, end = slots[i], starts[i], starts[i + 1]
+        conv, state = (one[slot].float() * metadata.has_initial_state[i] for one in (convs, states))
+        seen = torch.cat([conv, mixed_qkv[start:end]])
+        convs[slot] = seen[end - start :].to(convs.dtype)
+        q, k, v = _heads(layer, seen.unfold(0, len(conv) + 1, 1))
+        for t in range(end - start):
+            at = start + t
+            state, o = _step(state, q[t], k[t], v[t], decay[at], beta[at])
+            out[at] = o.to(out.dtype)
+        states[slot] = state.to(states.dtype)
+
+
+def _heads(layer: Any, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the convolution makes of tokens: q, k and v, `[tokens, value heads, head]`.
+
+    Args:
+        windows: what it sees for each, `[tokens, queries + keys + values, kernel]`.
+    """
+    x = silu((windows * layer.conv1d.weight.float().squeeze(1)).sum(-1))
+    keys, values = layer.key_dim // layer.tp_size, layer.value_dim // layer.tp_size
+    q, k, v = x.split([keys, keys, values], dim=-1)
+    q, k = (_unit(one.unflatten(-1, (-1, layer.head_k_dim))) for one in (q, k))
+    each = layer.num_v_heads // layer.num_k_heads
+    q, k = (one.repeat_interleave(each, dim=1) for one in (q, k))
+    return q * layer.head_k_dim**-0.5, k, v.unflatten(-1, (-1, layer.head_v_dim))
+
+
+def _step(
+    state: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state after a token, and what it says, of one sequence or of several.
+
+    Args:
+        state: `[..., value heads, value, key]`; of `q`, `k` and `v` the last is one head's, of
+            `decay` and `beta` the heads.
+    """
+    state = state * decay[..., None, None]
+    error = (v - torch.einsum("...vk,...k->...v", state, k)) * beta[..., None]
+    state = state + error[..., :, None] * k[..., None, :]
+    return state, torch.einsum("...vk,...k->...v", state, q)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+direct_register_custom_op("pat_delta_net", _core, mutates_args=["out"])

@@ -1,0 +1,99 @@
+"""Blocks of models with linear attention: vLLM's own sizes, and what layouts make of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from pat_vllm.kinds import LinearAttention
+from pat_vllm.layout import Layout
+from pat_vllm.memory.model import ModelShape
+from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.worker.layout_config import keep_block_size
+
+SIZES = {**MODEL_SHAPES["qwen3-next-80b-a3b"], "mamba_ssm_dtype": "float32"}
+"""With states in 32 bits, as vLLM has them on CPU."""
+
+
+class Backend:
+    """Of attention: blocks of any multiple of 16 tokens."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[Any]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def customize_spec(spec: Any) -> Any:
+        return spec
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, VllmConfig]:
+    """Of Qwen3-Next's sizes, by tp, before vLLM has looked at its layers."""
+    monkeypatch.setattr(
+        Platform, "_find_non_ssm_backends", classmethod(lambda cls, config: [Backend])
+    )
+    given = {**SIZES, "architectures": ["Qwen3NextForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    options: Any = {"dtype": "bfloat16", "max_model_len": 32768, "skip_tokenizer_init": True}
+    engine = EngineArgs(str(tmp_path), enforce_eager=True, **options).create_engine_config()
+    assert engine.cache_config.mamba_ssm_cache_dtype == "float32"
+    engine.cache_config.block_size, engine.cache_config.user_specified_block_size = 16, False
+    made = {}
+    for tp in (1, 2, 4, 8):
+        made[tp] = copy.copy(engine)
+        made[tp].parallel_config = copy.copy(engine.parallel_config)
+        made[tp].parallel_config.tensor_parallel_size = tp
+        made[tp].cache_config = copy.copy(engine.cache_config)
+    return made
+
+
+def slot(config: VllmConfig) -> MambaSpec:
+    """As a layer has it."""
+    cache = config.cache_config
+    return MambaSpec(
+        block_size=cache.mamba_block_size or 0,
+        shapes=Qwen3NextForCausalLM.get_mamba_state_shape_from_config(config),
+        dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=cache.mamba_page_size_padded,
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        mamba_cache_mode=cache.mamba_cache_mode,
+    )
+
+
+def test_vllms_own_blocks_are_as_computed(configs: dict[int, VllmConfig]) -> None:
+    model = ModelShape.from_config(SIZES)
+    for tp, config in configs.items():
+        Platform._align_hybrid_block_size(config, Backend)  # type: ignore[arg-type]
+        assert config.cache_config.block_size == model.block_size(tp, 16)
+        assert slot(config).state_content_size_bytes == model.state_bytes(tp) // 36
+    assert [one.cache_config.block_size for one in configs.values()] == [1056, 1056, 528, 272]
+
+
+def test_layouts_have_one_size_of_blocks(configs: dict[int, VllmConfig]) -> None:
+    """And slots that are padded to them, as vLLM itself does it."""
+    base, *wider = configs
+    Platform._align_hybrid_block_size(configs[base], Backend)  # type: ignore[arg-type]
+    first = slot(configs[base])
+    kind = LinearAttention.of(first, LinearAttention.heads_in(first, 2, base), layers=12)
+    for tp in wider:
+        keep_block_size(configs[tp], configs[base])
+        Platform.update_block_size_for_backend(configs[tp])
+        assert configs[tp].cache_config.block_size == 1056
+        narrow = kind.narrow(first, Layout.of(tp, 8), ratio=2)
+        assert narrow == slot(configs[tp])
+        filled = narrow.state_content_size_bytes / narrow.page_size_bytes
+        print(f"tp={tp}: a slot fills {filled:.0%} of its block")
+        assert filled == pytest.approx(2 / tp, rel=0.02)

@@ -1,0 +1,97 @@
+"""Gated DeltaNet in plain torch is what vLLM's own kernels for CPU compute, which take 16 bits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm._custom_ops as ops
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _cpu_gdn_attention_nonspec
+
+from pat_vllm.patches import delta_net
+
+KEYS, VALUES, WIDTH, KERNEL, SLOTS = 2, 4, 64, 4, 6
+COLUMNS = (2 * KEYS + VALUES) * WIDTH
+
+
+def layer(packed: bool) -> Any:
+    """As vLLM's, on one rank; slots hold what others have left in them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    weight = drawn(COLUMNS, 1, KERNEL, scale=0.5).bfloat16()
+    made = SimpleNamespace(
+        prefix="layer",
+        tp_size=1,
+        num_k_heads=KEYS,
+        num_v_heads=VALUES,
+        head_k_dim=WIDTH,
+        head_v_dim=WIDTH,
+        key_dim=KEYS * WIDTH,
+        value_dim=VALUES * WIDTH,
+        activation="silu",
+        A_log=drawn(VALUES, scale=0.5) - 3,
+        dt_bias=drawn(VALUES).bfloat16(),
+        kv_cache=(drawn(SLOTS, KERNEL - 1, COLUMNS).bfloat16(), drawn(SLOTS, VALUES, WIDTH, WIDTH)),
+    )
+    if packed and torch.cpu._is_avx512_bf16_supported():
+        weight = ops.causal_conv1d_weight_pack(weight.squeeze(1).contiguous())
+    made.conv1d = SimpleNamespace(weight=weight, bias=None)
+    rearrange: Any = QwenGatedDeltaNetAttention.rearrange_mixed_qkv
+    made.rearrange_mixed_qkv = lambda x: rearrange(made, x)
+    return made
+
+
+def step(lengths: list[int], goes_on: list[bool], decodes: int = 0) -> Any:
+    """vLLM's metadata of sequences in the slots 4, 1, 2; the first `decodes` have one token."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    return SimpleNamespace(
+        num_actual_tokens=sum(lengths),
+        num_decodes=decodes,
+        num_decode_tokens=decodes,
+        num_prefills=len(lengths) - decodes,
+        num_prefill_tokens=sum(lengths[decodes:]),
+        non_spec_state_indices_tensor=torch.tensor([4, 1, 2][: len(lengths)], dtype=torch.int32),
+        non_spec_query_start_loc=starts.to(torch.int32),
+        has_initial_state=torch.tensor(goes_on) if decodes < len(lengths) else None,
+        spec_sequence_masks=None,
+        num_accepted_tokens=None,
+    )
+
+
+def test_plain_torch_computes_what_vllms_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New prompts, parts of prompts after others, decoding, and these together."""
+    plain, own = layer(packed=False), layer(packed=True)
+    generator = torch.Generator().manual_seed(1)
+    steps = [
+        step([70, 5], [False, False]),
+        step([3, 40, 9], [True, True, False]),
+        step([1, 1, 1], [True] * 3, decodes=3),
+        step([1, 1, 30], [True] * 3, decodes=2),
+    ]
+    for metadata in steps:
+        tokens = metadata.num_actual_tokens
+        mixed = torch.randn(tokens, COLUMNS, generator=generator).bfloat16()
+        b, a = (torch.randn(tokens, VALUES, generator=generator).bfloat16() for _ in range(2))
+        found, expected = (torch.zeros(tokens, VALUES, WIDTH, dtype=mixed.dtype) for _ in range(2))
+        _cpu_gdn_attention_nonspec(own, metadata, mixed, b, a, expected)
+        context = SimpleNamespace(
+            attn_metadata={"layer": metadata}, no_compile_layers={"layer": plain}
+        )
+        monkeypatch.setattr(delta_net, "get_forward_context", lambda context=context: context)
+        delta_net._core(mixed, b, a, found, "layer")
+        apart = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+        print(f"{tokens} tokens: {apart:.2e} apart")
+        assert apart < 0.02
+    for slot in (0, 3, 5):
+        untouched = layer(packed=False).kv_cache
+        assert all(
+            map(
+                torch.equal, (one[slot] for one in plain.kv_cache), (one[slot] for one in untouched)
+            )
+        )
