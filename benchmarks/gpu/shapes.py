@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize
+from pat_vllm.model_size import ModelSize
 
 
 @dataclass(frozen=True)

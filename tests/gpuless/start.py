@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.known_models import MODEL_SHAPES
 from tests.gpuless.meta_device import note_python_operators
 from tests.gpuless.programs import answer
 

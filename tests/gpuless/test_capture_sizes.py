@@ -11,9 +11,9 @@ from vllm.config import CompilationConfig, CUDAGraphMode, SpeculativeConfig, Vll
 
 from pat_vllm.config import PATConfig, layouts_of
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.limits import limits_of
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.worker.layout_config import layout_config
 from tests.unit.simulator.modelled.test_choice import QWEN3_8B

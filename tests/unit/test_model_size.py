@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pat_vllm.model_size import MODEL_SHAPES, ModelSize, text_of
+from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.model_size import ModelSize, text_of
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 

@@ -17,8 +17,8 @@ from pat_vllm import support
 from pat_vllm.config import CHOSEN, PATConfig, layouts_of, pat_config
 from pat_vllm.doctor.arithmetic import engine_shape
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.model_size import MODEL_SHAPES
 from tests.support.models import random_model
 from tests.unit.simulator.modelled.test_choice import QWEN3_8B, QWEN3_32B
 

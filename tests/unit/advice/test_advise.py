@@ -20,8 +20,8 @@ from pat_vllm.advice.text import heading, verdict
 from pat_vllm.advice.verdict import Advice, advise
 from pat_vllm.cli import app
 from pat_vllm.config import PATConfig
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from pat_vllm.cli import app, doctor_models
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import Check, Report, Stage, without_names
-from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.known_models import MODEL_SHAPES
 
 STAGES = (
     Stage.of("environment", [Check("versions", "[vllm] $0_32$")], 3.0),

@@ -20,6 +20,7 @@ from pat_vllm.advice.rollouts import modelled_engine, rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.kv_transfer.plan import ROUNDS
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape, all_buffers, pinned_bytes, runner_buffers
@@ -34,7 +35,6 @@ from pat_vllm.memory.estimate import (
 )
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.shapes import LLAMA_8B, QWEN_14B, TINY, scale_of
 from benchmarks.gpu.timing import Stopwatch
 from pat_vllm.gpus import GPUS
-from pat_vllm.model_size import MODEL_SHAPES
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.figures import STEP_OVERHEAD
 from pat_vllm.simulator.modelled.roofline import layer_communication

@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from pat_vllm.kinds import LinearAttention
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.worker.layout_config import keep_block_size
 
 SIZES = {**MODEL_SHAPES["qwen3-next-80b-a3b"], "mamba_ssm_dtype": "float32"}

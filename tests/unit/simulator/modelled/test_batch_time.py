@@ -11,9 +11,9 @@ from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import Config, Task, replay_chain
 from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.simulator.modelled.batch_time import Load, batch_seconds
 from pat_vllm.simulator.modelled.roofline import Machine
 

@@ -12,8 +12,8 @@ from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS, Device, known_gpu
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import Choice, choose

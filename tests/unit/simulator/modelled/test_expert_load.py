@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from benchmarks.held_out import held_out_error
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.expert_load import ExpertLoad, Routing
 from pat_vllm.simulator.modelled.hardware import modelled_profile

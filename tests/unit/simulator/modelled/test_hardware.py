@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pat_vllm.gpus import GPUS
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.model_size import MODEL_SHAPES
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.hardware import modelled_profile
