@@ -136,7 +136,9 @@ def test_on_cpu_a_switch_has_room(monkeypatch: pytest.MonkeyPatch, given_bytes: 
     runner = SimpleNamespace(get_kv_cache_spec=lambda: dict.fromkeys(range(num_layers)))
     model = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
     config = SimpleNamespace(additional_config={}, model_config=model)
-    worker._runtimes = {one: SimpleNamespace(config=config, runner=runner) for one in LAYOUTS}
+    worker._runtimes = {
+        one: SimpleNamespace(config=config, runner=runner, layout=one) for one in LAYOUTS
+    }
     worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=given_bytes)
     kv = worker.determine_available_memory()
     staged = (1 + 1 / 16) / num_layers  # a layer that is sent, and a round of one both ways
