@@ -19,6 +19,8 @@ _SHAPE: dict[str, Any] = dict(hidden=128, heads=8, kv_heads=4, vocab=VOCAB)
 _OF_ARCH: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(tie=True, window=40),
     "gpt_oss": dict(layers=2, window=40, expert_intermediate=128),
+    "deepseek_v3": dict(heads=4, layers=2),
+    "qwen3_next": dict(heads=4, layers=3, head_dim=64),
 }
 
 
