@@ -152,7 +152,7 @@ def _plain_weights_in_16_bits(vllm_config: VllmConfig) -> Any:
     from vllm.platforms import current_platform
 
     plain = current_platform.is_cpu() and pat_config(vllm_config).weights == "inplace"
-    dtype = vllm_config.model_config.dtype
+    dtype: Any = vllm_config.model_config.dtype  # vLLM has made a torch.dtype of it
     return dtype if plain and dtype.itemsize < _FLOAT32_BYTES else None
 
 
