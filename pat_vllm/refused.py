@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.config import mixture_of, pat_config
+from pat_vllm.config import mixture_of
 from pat_vllm.layout import device_of
 from pat_vllm.speculation import DRAFTERS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_FLOAT32_BYTES = 4
 _PACKED_HEADS = frozenset({"ROCM_ATTN", "ROCM_SEGMENTED_ATTN", "B12X"})
 """vLLM's attention backends that pack all KV heads of a block together, so that its bytes cannot be
 divided among blocks with fewer heads. The workers refuse others like them when they see the KV."""
@@ -146,14 +145,6 @@ def _conv_state_layout(vllm_config: VllmConfig) -> Any:
 
     layout = envs.VLLM_SSM_CONV_STATE_LAYOUT
     return None if layout == "SD" else layout
-
-
-def _plain_weights_in_16_bits(vllm_config: VllmConfig) -> Any:
-    from vllm.platforms import current_platform
-
-    plain = current_platform.is_cpu() and pat_config(vllm_config).weights == "inplace"
-    dtype: Any = vllm_config.model_config.dtype  # vLLM has made a torch.dtype of it
-    return dtype if plain and dtype.itemsize < _FLOAT32_BYTES else None
 
 
 def _models(kind: str, is_refused: Callable[[ModelConfig], bool], allowed: str = _DECODERS) -> Rule:
@@ -303,13 +294,6 @@ RULES = (
         linear=True,
     ),
     Rule("VLLM_SSM_CONV_STATE_LAYOUT", _conv_state_layout, "SD", linear=True),
-    Rule(
-        "dtype",
-        _plain_weights_in_16_bits,
-        "float32 on CPU with pat.weights='inplace': in 16 bits log-probabilities are not numbers; "
-        "or leave pat.weights out",
-        linear=True,
-    ),
     # Models.
     Rule(
         "model",

@@ -62,9 +62,12 @@ def _core(
         state, o = _step(states[own].float(), q, k, v, decay[:decodes], beta[:decodes])
         states[own], out[:decodes] = state.to(states.dtype), o.to(out.dtype)
     starts = metadata.non_spec_query_start_loc.tolist()
+    continued = metadata.has_initial_state.tolist() if metadata.num_prefills else []
     for i in range(decodes, decodes + metadata.num_prefills):
         slot, start, end = slots[i], starts[i], starts[i + 1]
-        conv, state = (one[slot].float() * metadata.has_initial_state[i] for one in (convs, states))
+        # A slot that is new may hold anything, also what is no number: it is not read.
+        begin = torch.Tensor.float if continued[i] else _zeros
+        conv, state = begin(convs[slot]), begin(states[slot])
         seen = torch.cat([conv, mixed_qkv[start:end]])
         convs[slot] = seen[end - start :].to(convs.dtype)
         q, k, v = _heads(layer, seen.unfold(0, len(conv) + 1, 1))
@@ -73,6 +76,10 @@ def _core(
             state, o = _step(state, q[t], k[t], v[t], decay[at], beta[at])
             out[at] = o.to(out.dtype)
         states[slot] = state.to(states.dtype)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like, dtype=torch.float32)
 
 
 def _heads(layer: Any, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

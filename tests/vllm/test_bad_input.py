@@ -311,21 +311,12 @@ def test_form_of_linear_attentions_states(tmp_path: Path, monkeypatch: pytest.Mo
     engine_config(tmp_path, "llama", {})
 
 
-def test_linear_attention_in_16_bits_on_cpu(tmp_path: Path) -> None:
-    in_place = {"additional_config": {"pat": {"weights": "inplace"}}}
-    refused = refusal(tmp_path, "next", {"dtype": "bfloat16", **in_place})
-    assert "dtype=torch.bfloat16 (allowed: float32 on CPU" in refused
-    for model, options in (("next", {}), ("llama", in_place)):
-        engine_config(tmp_path, model, {"dtype": "bfloat16", **options})
-    engine_config(tmp_path, "next", in_place)
-
-
 def test_every_rule_has_a_case() -> None:
     """And each of a mixture, or of linear attention, is one of those only, as `RULES` says."""
     of_option = {option: model for model, option, *_ in (*OPTIONS, *SET)}
     of_named = {named.partition("=")[0]: model for model, _, named, _ in CONFIGS_AND_MODELS}
     models = {**of_option, **of_named, **dict.fromkeys(VARIABLES, "llama")}
-    models["VLLM_SSM_CONV_STATE_LAYOUT"] = models["dtype"] = "next"
+    models["VLLM_SSM_CONV_STATE_LAYOUT"] = "next"
     names = [rule.name for rule in RULES]
     assert sorted(names) == sorted(models)
     assert {rule.name for rule in RULES if rule.mixtures} == {
