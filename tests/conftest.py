@@ -74,6 +74,9 @@ def environment_is_read() -> Iterator[None]:
     if (envs := sys.modules.get("vllm.envs")) is not None:
         envs.disable_envs_cache()
     yield
+    if envs is not None:
+        kept = vars(envs).keys() & envs.environment_variables
+        assert not kept, f"set as attributes, which monkeypatch leaves in place: {kept}"
 
 
 # Or libraries that check for it at exit report leaks.

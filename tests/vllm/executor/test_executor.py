@@ -45,6 +45,12 @@ def begin(executor: Any) -> None:
     executor.rpc_broadcast_mq = Mock()
 
 
+def step_timeout(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Of vLLM's variable, which takes whole seconds only from the environment."""
+    name = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+    monkeypatch.setitem(envs.environment_variables, name, lambda: seconds)
+
+
 class Stock:
     """As much of vLLM's executor as is asked for."""
 
@@ -130,7 +136,7 @@ def test_a_rank_that_never_replies_fails_the_engine(
 ) -> None:
     executor, writers = rings
     callback = executor.failure_callback
-    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.1)
+    step_timeout(monkeypatch, 0.1)
     writers[0].enqueue((SUCCESS, "of 0"))
     with pytest.raises(TimeoutError, match=r"pat_switch timed out on the ranks \[.*1\]"):
         executor.switch(COMMAND)
@@ -337,7 +343,7 @@ def test_steps_finish_in_each_replicas_order(monkeypatch: pytest.MonkeyPatch) ->
     assert next(one.output for one in every if one.replica == 0) == "first"
     assert not any(executor._pending.values())
     executor._pending[0].append(0.0)  # was sent long ago
-    monkeypatch.setattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 0.0)
+    step_timeout(monkeypatch, 0.0)
     callback = executor.failure_callback
     with pytest.raises(TimeoutError, match="replica 0 timed out"):
         executor.finished()
