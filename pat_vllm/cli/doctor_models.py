@@ -25,7 +25,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         experts=16,
         gain=3.0,
     ),
-    # In 16 bits, as vLLM's kernels for CPU take it.
+    # In 16 bits, as vLLM's kernels for CPU take it; there a router's choice would be of rounding.
     "linear": dict(
         arch="qwen3_next",
         hidden=128,
@@ -34,7 +34,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         intermediate=256,
         vocab=512,
         linear_heads=8,
-        gain=2.0,
+        experts=16,
+        experts_per_token=16,
+        gain=0.5,
         dtype="bfloat16",
     ),
     "latent": dict(

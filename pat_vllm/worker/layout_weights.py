@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from pat_vllm.patches.latent_attention import renew_absorbed
 from pat_vllm.patches.weights import refuse_load_weights
 from pat_vllm.weights.inplace import InPlaceShards
+from pat_vllm.weights.latent import renew_absorbed
 from pat_vllm.weights.loaders import WeightStrategy, base_load_config, derived_load_config
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.worker.layout_config import resolve_weights
