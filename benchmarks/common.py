@@ -78,8 +78,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
-    # For schedulers, which only read its config.
-    "qwen3-8-heads": dict(arch="qwen3", kv_heads=8, max_position_embeddings=16_384),
 }
 
 
@@ -142,7 +140,6 @@ class Engine(EngineProcess):
         options: Mapping[str, Any],
         bind: str,
         plain: bool = False,
-        core_inside: bool = False,
     ) -> None:
         """Begin to start it.
 
@@ -150,11 +147,8 @@ class Engine(EngineProcess):
             options: of `LLM`.
             bind: `VLLM_CPU_OMP_THREADS_BIND`.
             plain: have vLLM keep plain weights, as on GPUs.
-            core_inside: have its engine core in the same process.
         """
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
-        if core_inside:
-            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if plain:
             path = [str(PLAIN_WEIGHTS), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(path)
