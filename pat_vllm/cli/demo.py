@@ -23,7 +23,6 @@ from pat_vllm.cli.demo_batch import (
     run_spec,
     schedule,
 )
-from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import RunResult, run
 from pat_vllm.mixture import Mixture
 
@@ -132,7 +131,7 @@ def drafts_of(results: Runs) -> str:
 
 
 def show(console: Console, results: Runs) -> None:
-    """Print the table and the timeline of the last contender."""
+    """Print the table, and the switches of the last contender."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("layout", min_width=10)
@@ -146,12 +145,16 @@ def show(console: Console, results: Runs) -> None:
         "spread: from the fastest to the slowest round; vs static: relative to the faster"
     )
     console.print("static layout; stall: while switching.")
-    last, runs = results[-1]
-    if any(one.run.drafts for one in runs):
+    run = typical(results[-1][1]).run
+    if run.drafts:
         console.print(drafts_of(results))
-    console.print(f"\nLive requests in run '{last.label}':")
-    for line in draw_timeline(typical(runs).run):
-        console.print(coloured(line), soft_wrap=True)
+    for s in run.switches:
+        console.print(
+            f"switch {s.source} -> {s.target} at {s.at - run.began:.2f} s: {s.num_seqs} live, "
+            f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), "
+            f"{s.seconds * 1e3:.0f} ms",
+            soft_wrap=True,
+        )
 
 
 def demo(console: Console, options: DemoOptions) -> bool:

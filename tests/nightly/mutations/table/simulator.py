@@ -44,7 +44,6 @@ MUTATIONS = mutations({
     "tests/unit/simulator/modelled/test_expert_load.py": [
         ("experts of the mean rank are read", "simulator.modelled.expert_load:_busiest", "hot.max(axis=1)", "hot.mean(axis=1)"),
         ("work does not vary between ranks", "simulator.modelled.expert_load:_busiest", "tokens**0.5 * off", "0 * off"),
-        ("popular experts lie on the same rank", "simulator.modelled.expert_load:_drawn", "random.permuted(popularity, axis=1)", "popularity"),
         ("experts of the base layout are moved", "simulator.modelled.roofline:Machine.moved_experts", " and end != base", ""),
     ],
     "tests/unit/simulator/modelled/test_hardware.py": [
