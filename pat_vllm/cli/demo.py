@@ -25,6 +25,7 @@ from pat_vllm.cli.demo_batch import (
 )
 from pat_vllm.cli.engine_run import RunResult, run
 from pat_vllm.mixture import Mixture
+from pat_vllm.reporting.text import switch_in_words
 
 _MOST_SPREAD = 0.25
 """Times of the same work that differ by more than this cannot be compared."""
@@ -148,13 +149,8 @@ def show(console: Console, results: Runs) -> None:
     run = typical(results[-1][1]).run
     if run.drafts:
         console.print(drafts_of(results))
-    for s in run.switches:
-        console.print(
-            f"switch {s.source} -> {s.target} at {s.at - run.began:.2f} s: {s.num_seqs} live, "
-            f"{s.migrated} moved with their KV ({s.kv_bytes / 1e6:.1f} MB), "
-            f"{s.seconds * 1e3:.0f} ms",
-            soft_wrap=True,
-        )
+    for one in run.switches:
+        console.print(f"switch {switch_in_words(one, run.began)}", soft_wrap=True)
 
 
 def demo(console: Console, options: DemoOptions) -> bool:
