@@ -117,6 +117,7 @@ class Engine(EngineProcess):
         options: Mapping[str, Any],
         bind: str,
         plain: bool = False,
+        core_inside: bool = False,
     ) -> None:
         """Begin to start it.
 
@@ -124,8 +125,11 @@ class Engine(EngineProcess):
             options: of `LLM`.
             bind: `VLLM_CPU_OMP_THREADS_BIND`.
             plain: have vLLM keep plain weights, as on GPUs.
+            core_inside: have its engine core in the same process.
         """
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
+        if core_inside:
+            environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if plain:
             path = [str(PLAIN_WEIGHTS), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(path)
