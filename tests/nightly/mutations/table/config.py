@@ -7,6 +7,9 @@ from tests.nightly.mutations.mutation import mutations
 
 # fmt: off
 MUTATIONS = mutations({
+    "tests/unit/simulator/modelled/test_batch_time.py": [
+        ("drafts of all responses are accepted alike", "simulator.modelled.batch_time:Load.tokens_per_step", "0 < self.acceptance < 1", "False"),
+    ],
     "tests/unit/simulator/modelled/test_choice.py": [
         ("vLLM's own limit is a load", "simulator.modelled.batch_time:Load.usual", "min(max_num_seqs, USUAL_SEQS)", "max_num_seqs"),
         ("a request need not fit", "simulator.modelled.choice:_Search.fits", ">= self.engine.max_model_len", ">= 0"),

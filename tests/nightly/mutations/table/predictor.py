@@ -12,15 +12,13 @@ MUTATIONS = mutations({
         ("acceptance of old weights counts on", "predictor.acceptance:Acceptance.weights_changed", "keep = ", "keep = 1.0 + 0 * "),
         ("accepted tokens are no hits", "predictor.acceptance:Acceptance._count", "at_least[0] + made", "at_least[0]"),
         ("a draft counts as tried though one before it failed", "predictor.acceptance:Acceptance._count", "+= at_least[:-1]", "+= at_least[0]"),
-        ("the share of tokens is taken for that of steps", "predictor.acceptance:Acceptance._tokens", "1 / (1 - shares[0] + shares[0] / per_hit)", "1 + shares[0] * (per_hit - 1)"),
-        ("nothing is hoped for", "predictor.acceptance:Acceptance.expected", "_HOPE * np.sqrt", "0 * np.sqrt"),
+        ("the share of tokens is taken for that of steps", "predictor.acceptance:Acceptance.expected", "1 / (1 - shares[0] + shares[0] / per_hit)", "1 + shares[0] * (per_hit - 1)"),
     ],
     "tests/unit/predictor/test_kept.py": [
         ("acceptance of another engine is as sure", "predictor.kept:load", "acceptance.weights_changed()", "pass"),
         ("acceptance is not kept", "predictor.kept:save", "if acceptance is not None", "if False"),
     ],
     "tests/unit/predictor/test_planner.py": [
-        ("hope does not decide draft lengths", "predictor.planner:Planner._pace", "drafting.lengths[hoped]", "drafting.lengths[best]"),
         ("time per token is that of a step without drafts", "predictor.planner:Planner._pace", "token, step = tokens[best, groups]", "token, step = steps[0], steps[0]"),
         ("what waits for a place costs nothing", "predictor.planner:Planner._pace", "turns = batch / running", "turns = 1.0"),
         ("all contexts grow alike where KV is short", "predictor.planner:Planner._pace", "running = np.where(short, queued, running)", "pass"),
