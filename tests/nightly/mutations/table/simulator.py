@@ -18,7 +18,7 @@ MUTATIONS = mutations({
         ("a replica runs one request too many", "simulator.replica:SimulatedReplica.schedule", "len(self.running) < most", "len(self.running) <= most"),
         ("a prompt is computed in a step whatever its length", "simulator.replica:SimulatedReplica.schedule", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, min(missing, budget)))", "if missing := tokens - int(computed[request]):\n                prefilling.append((request, missing))"),
         ("the context is that of one request", "simulator.steady:Steady._count", "int(tokens.sum())", "int(tokens.max(initial=0))"),
-        ("a response ends a step early", "simulator.steady:Steady.advance", "self._left <= self.made", "self._left <= self.made + 1"),
+        ("a response ends a step early", "simulator.steady:Steady.__init__", "in_all - self._begun", "np.maximum(1, in_all - self._begun - 1)"),
         ("batches share prompts", "simulator.replay:simulate_batches", "first + group for group", "group for group"),
     ],
     "tests/unit/simulator/test_expert_layouts.py": [
