@@ -1,0 +1,230 @@
+"""VeRL's own GRPO trainer on the policy and its problems, with PAT's engine, side by side.
+
+    .venv-verl/bin/python -m benchmarks.rollouts.verl_grpo --epochs 6
+
+Each side is a training of its own, from the same policy and with the same problems, one after the
+other: what they learn differs from the first rollout on, since sampling does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import ROOT, machine, ngram, table, write_results
+from benchmarks.rollouts.__main__ import POLICY
+from benchmarks.rollouts.arithmetic import problem
+from benchmarks.rollouts.learn import SIDES
+from tests.support import patient_ray
+
+EXAMPLE = ROOT / "integrations" / "verl" / "examples" / "grpo.sh"
+ENGINE = "+actor_rollout_ref.rollout.engine_kwargs.vllm"
+MOST_PROMPT_TOKENS = 256
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
+)
+"""As the policy saw questions when it was trained (`model.prompt_ids`)."""
+DRAFTS = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step.
+
+    Attributes:
+        rollout, whole: seconds of the rollout, as VeRL times it, and of the step.
+        lengths: tokens of each response.
+        accepted: draft tokens.
+    """
+
+    reward: float
+    rollout: float
+    whole: float
+    lengths: tuple[int, ...]
+    accepted: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of a response."""
+        tokens = sum(self.lengths)
+        return tokens / (tokens - self.accepted)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=768, help="of a response, at most")
+    parser.add_argument("--sides", nargs="+", default=list(SIDES)[:3], choices=list(SIDES))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    facts = machine()
+    # Ray's sockets lie in it, and their paths must be short.
+    with tempfile.TemporaryDirectory(prefix="pat-", dir="/tmp", ignore_cleanup_errors=True) as work:
+        data = write_data(Path(work), args.prompts, args.seed)
+        sides = {side: train(Path(work), data, side, args) for side in args.sides}
+    body = {"arguments": vars(args), "steps": sides}
+    write_results("rollouts-verl", facts, body, shown(sides, args))
+
+
+def write_data(work: Path, prompts: int, seed: int) -> Path:
+    """Write the problems as VeRL reads them, and the policy with its questions' form."""
+    import pandas as pd
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    rng = random.Random(f"verl/{seed}")
+    rows: list[dict[str, Any]] = []
+    while len(rows) < prompts:
+        one = problem(rng)
+        if len(tokenizer.encode(one.text)) < MOST_PROMPT_TOKENS - 2:
+            rows.append(
+                {
+                    "data_source": "arithmetic",
+                    "prompt": [{"role": "user", "content": one.text}],
+                    "reward_model": {"style": "rule", "ground_truth": str(one.answer)},
+                    "extra_info": {"index": len(rows)},
+                }
+            )
+    model = work / "policy"
+    shutil.copytree(POLICY, model)
+    tokenizer.chat_template = TEMPLATE
+    # VeRL asks for it of every Qwen3; neither it nor the policy uses it here.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.save_pretrained(model)
+    pd.DataFrame(rows).to_parquet(work / "train.parquet")
+    return work / "train.parquet"
+
+
+def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[Step]:
+    """A training with one side's engine, to its end.
+
+    Raises:
+        RuntimeError: the trainer failed.
+    """
+    dump = work / re.sub(r"\W+", "-", side)
+    pat, drafts = SIDES[side]
+    options = {f"{ENGINE}.additional_config.pat": pat, **_drafting(drafts)}
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    settings = {
+        "data.train_files": data,
+        "data.val_files": data,
+        "data.train_batch_size": args.prompts,
+        "data.max_prompt_length": MOST_PROMPT_TOKENS,
+        "data.max_response_length": args.tokens,
+        "actor_rollout_ref.model.path": work / "policy",
+        f"{actor}.optim.lr": 2e-4,
+        f"{actor}.ppo_mini_batch_size": max(1, args.prompts // 4),
+        f"{rollout}.n": args.samples,
+        f"{rollout}.max_model_len": MOST_PROMPT_TOKENS + args.tokens,
+        f"{rollout}.max_num_seqs": args.prompts * args.samples,
+        f"{rollout}.max_num_batched_tokens": 4096,
+        "reward.custom_reward_function.path": ROOT / "benchmarks" / "rollouts" / "reward.py",
+        "trainer.total_epochs": args.epochs,
+        "trainer.total_training_steps": args.epochs,
+        "trainer.rollout_data_dir": dump,
+        f"+{ENGINE}.kv_cache_memory_bytes": 768 << 20,
+        "+ray_kwargs.ray_init.address": "local",
+    }
+    command = [str(EXAMPLE), *(f"{name}={value}" for name, value in settings.items())]
+    command += [f"{name}={_hydra(value)}" for name, value in options.items()]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    own = {"PATH": path, "WORK": str(work), "RAY_TMPDIR": str(work)}
+    environment = {**os.environ, **patient_ray.ENVIRONMENT, **own}
+    output = work / f"{dump.name}.log"
+    with open(output, "w") as log:
+        done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    text = output.read_text(errors="replace")
+    if done.returncode:
+        errors = [line for line in text.splitlines() if re.search(r"Error(?!\(.No module)", line)]
+        said = "\n".join([*errors[:20], text[-3000:]])
+        raise RuntimeError(f"VeRL ended with {done.returncode}:\n{said}")
+    return _steps(text, dump, work / "policy")
+
+
+def _drafting(drafts: int) -> dict[str, dict[str, object]]:
+    """What the engine may draft, or drafts in each step."""
+    found = ngram(drafts or DRAFTS)["speculative_config"]
+    return {f"{ENGINE}.speculative_config": found}
+
+
+def _hydra(value: object) -> str:
+    """As its overrides are written."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{_hydra(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_hydra, value)) + "]"
+    return str(value)
+
+
+def _steps(text: str, dump: Path, model: Path) -> list[Step]:
+    """What VeRL logged and dumped, and what PAT said of each rollout."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lines = re.findall(r"\bstep:\d+ - .*", text)
+    accepted = re.findall(r"PAT rollout .*?(\d+) of \d+ draft tokens accepted", text)
+    steps = []
+    for number, (line, drafts) in enumerate(zip(lines, accepted, strict=False), 1):
+        found = [json.loads(one) for one in (dump / f"{number}.jsonl").read_text().splitlines()]
+        texts = [one["output"] for one in found]
+        steps.append(
+            Step(
+                reward=float(np.mean([one["score"] for one in found])),
+                rollout=_logged("timing_s/gen", line),
+                whole=_logged("timing_s/step", line),
+                lengths=tuple(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])),
+                accepted=int(drafts),
+            )
+        )
+    return steps
+
+
+def _logged(name: str, line: str) -> float:
+    found = re.search(rf"{name}:([0-9.e+-]+)", line)
+    assert found, f"VeRL did not log {name}"
+    return float(found[1])
+
+
+def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
+    """Markdown."""
+    rows = []
+    for number in range(args.epochs):
+        for side, steps in sides.items():
+            one = steps[number]
+            rows.append(
+                [
+                    number,
+                    side,
+                    f"{one.reward:.3f}",
+                    *(f"{np.percentile(one.lengths, q):.0f}" for q in (50, 90, 100)),
+                    f"{one.tokens_per_step:.2f}",
+                    f"{one.rollout:.1f}",
+                    f"{1e6 * one.rollout / sum(one.lengths):.0f}",
+                    f"{one.whole:.1f}",
+                ]
+            )
+    heads = ["epoch", "side", "reward", "median", "p90", "longest", "tokens a step", "rollout, s"]
+    return (
+        f"VeRL's GRPO, {args.prompts} problems, {args.samples} samples of each, responses of up to "
+        f"{args.tokens} tokens, temperature 1; each side is a training of its own.\n\n"
+    ) + table([*heads, "us a token", "step, s"], rows)
+
+
+if __name__ == "__main__":
+    main()
