@@ -33,6 +33,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="root of the other checkout")
+    parser.add_argument("--this", type=Path, help="another one in the place of this code")
     parser.add_argument("--model", default="qwen3-tiny")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
@@ -55,7 +56,7 @@ def main() -> None:
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 << 20,
     }
-    roots = dict(zip(SIDES, (common.ROOT, arguments.other.resolve()), strict=True))
+    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
     prompts = common.random_prompts(arguments.requests, arguments.context, seed=0)
     found: dict[str, list[Mapping[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -80,15 +81,18 @@ def main() -> None:
         ratio = paired_ratio(ours, theirs, median=True)
         medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
         rows.append([what, *medians, ratio.show(3), ratio.verdict(BAR)])
-    commit = record.machine("", roots["other"])["commit"]
+    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
     text = (
         f"{arguments.model}, {arguments.requests} requests of {arguments.context} + "
         f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.turns} turns. "
-        f"The other code is commit {commit}.\n\n"
+        f"This code is commit {commits['this']}, the other is {commits['other']}.\n\n"
     )
     head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
     common.write_results(
-        "against", facts, {"other": commit, "turns": found}, text + common.table(head, rows)
+        f"{commits['this']}-against-{commits['other']}",
+        facts,
+        {"commits": commits, "turns": found},
+        text + common.table(head, rows),
     )
 
 

@@ -1,8 +1,9 @@
 """NeMo-RL's worker extension and engine creation, with sockets in the place of its NCCL broadcast.
 
 Left out: the package of its policies, which refuses the transformers that vLLM 0.32 needs; what it
-does to the files of the installed vLLM; and the sleep mode that it always asks for, which vLLM does
-not have on CPU.
+does to the files of the installed vLLM; the extension's `synchronize_device`, a name that workers
+of vLLM's have themselves; and the sleep mode that it always asks for, which vLLM does not have on
+CPU.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ def _receive(
 # In a worker's process, for good.
 _in_place_of("nemo_rl.models.policy")
 _in_place_of("nemo_rl.distributed.stateless_process_group", StatelessProcessGroup=Group)
+torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None  # type: ignore[assignment]
 plain_weights.apply()
 
 from nemo_rl.models.generation.vllm import vllm_backend, vllm_worker  # noqa: E402
 
 vllm_backend.packed_broadcast_consumer = _receive
 Extension = vllm_backend.VllmInternalWorkerExtension
+del Extension.synchronize_device
 
 
 def engine_options(model: str, ranks: int, pat: dict[str, Any]) -> dict[str, Any]:
