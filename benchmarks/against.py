@@ -57,6 +57,7 @@ def main() -> None:
         "kv_cache_memory_bytes": 128 << 20,
     }
     roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
+    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
     prompts = common.random_prompts(arguments.requests, arguments.context, seed=0)
     found: dict[str, list[Mapping[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -81,7 +82,6 @@ def main() -> None:
         ratio = paired_ratio(ours, theirs, median=True)
         medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
         rows.append([what, *medians, ratio.show(3), ratio.verdict(BAR)])
-    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
     text = (
         f"{arguments.model}, {arguments.requests} requests of {arguments.context} + "
         f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.turns} turns. "
