@@ -78,7 +78,6 @@ PARTS: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "choice of the residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _always),
     "residual": lambda: patch(f"{_HERE}.step_time.cross_validate", _never),
     "knees": lambda: patch(f"{_HERE}.step_base.KNEES", ()),
-    "hope": lambda: patch(f"{_HERE}.acceptance._HOPE", 0.0),
     "growing contexts": lambda: patch(f"{_HERE}.course._MOST_PARTS", 1),
 }
 """What makes PAT do without each part."""

@@ -8,8 +8,8 @@ for the others. The model has two kinds of numbers, which do not depend on the d
 * for each position, the probability that its draft is accepted if all before it were.
 
 Tokens per step follow for every k, tried or not. Evidence fades with each step and nearly ends with
-new weights, so a draft length that was given up is hoped for again, and tried: a change of k costs
-nothing.
+new weights. What remains is a prior under which drafts pay, so that a draft length that was given
+up is tried again: a change of k costs nothing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ _PRIOR = 2.0
 """Observations that stand for what is not known yet. Half of them are successes, at a position
 after the first as many as at the one before."""
 
-_HOPE = 1.0
-"""Standard deviations to which one may hope that a share is better than its mean."""
-
 _KEPT_BY_NEW_WEIGHTS = 8.0
 """Observations that remain, at most, of all that were made with other weights."""
 
@@ -52,7 +49,7 @@ _NEWS = 0.1
 """Share of what is known that has to be new before it is checked whether anything has changed."""
 
 _VERSION_STEP = 0.03
-"""Relative change of the hoped tokens per step from which on they count as others."""
+"""Relative change of the tokens per step from which on they count as others."""
 
 _SKILLS = np.geomspace(8.0, 0.125, 33)
 """Exponents of the acceptance of a request that is unlike the mean, the worst first."""
@@ -81,16 +78,14 @@ class Drafting:
         lengths: the draft lengths, ascending, int64 [lengths].
         tokens: of a request per step, float64 [lengths]; at least 1, and 1 where the length is 0.
         drafts: draft tokens of a request that a step verifies, float64 [lengths].
-        hoped: `tokens` as they may be, as far as is known; not below `tokens`.
     """
 
     lengths: Ints
     tokens: Floats
     drafts: Floats
-    hoped: Floats
 
 
-PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1), np.ones(1))
+PLAIN = Drafting(np.zeros(1, np.int64), np.ones(1), np.zeros(1))
 """Decoding without drafts."""
 
 
@@ -101,8 +96,8 @@ class Acceptance:
         lengths: draft lengths that the engine keeps ready, ascending.
 
     Attributes:
-        version: grows whenever what drafts are hoped to give has changed by more than ~3 % since
-            it last did: time for a new plan.
+        version: grows whenever what drafts are expected to give has changed by more than ~3 %
+            since it last did: time for a new plan.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -115,7 +110,7 @@ class Acceptance:
         self._news = 0.0
         self._asked = 0
         self.version = 0
-        self._announced = self.expected().hoped
+        self._announced = self.expected().tokens
 
     def observe(self, length: int, requests: int, accepted: Ints) -> None:
         """Learn from a step of a replica that verified drafts, or could have had some.
@@ -160,18 +155,17 @@ class Acceptance:
 
     def _announce(self) -> None:
         self._news = 0.0
-        hoped = self.expected().hoped
-        if (abs(hoped - self._announced) > _VERSION_STEP * self._announced).any():
-            self._announced = hoped
+        tokens = self.expected().tokens
+        if (abs(tokens - self._announced) > _VERSION_STEP * self._announced).any():
+            self._announced = tokens
             self.version += 1
 
     def expected(self) -> Drafting:
         """What each draft length gives, as far as is known."""
-        mean, weight = self._mean()
-        hope = np.minimum(1.0, mean + _HOPE * np.sqrt(mean * (1 - mean) / (weight + 1)))
-        tokens, per_hit = self._tokens(mean)
-        hits = mean[0] * tokens / per_hit
-        return Drafting(self.lengths, tokens, hits * self.lengths, self._tokens(hope)[0])
+        shares = self._mean()
+        per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
+        tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
+        return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * self.lengths)
 
     @property
     def per_step(self) -> float:
@@ -193,7 +187,7 @@ class Acceptance:
         Returns:
             float64 [lengths, *shape of speeds].
         """
-        mean, _ = self._mean()
+        mean = self._mean()
         asked = self._asked or self._longest
         grid, at_asked = self._of_skills(mean, self.lengths), self._of_skills(mean, [asked])[0]
         usual = float(np.interp(0.0, -np.log(_SKILLS), at_asked))
@@ -208,18 +202,13 @@ class Acceptance:
         tokens: Floats = 1 / (1 - mean[0] + mean[0] / per_hit)
         return tokens
 
-    def _mean(self) -> tuple[Floats, Floats]:
-        """The shares as they are expected to be, and the observations behind each."""
+    def _mean(self) -> Floats:
+        """The shares as they are expected to be."""
         weight = _INDEPENDENT * self._tried + _PRIOR
         mean = (_INDEPENDENT * self._succeeded + 0.5 * _PRIOR) / weight
         for position in range(2, len(mean)):
             mean[position] += (mean[position - 1] - 0.5) * _PRIOR / weight[position]
-        return mean, weight
-
-    def _tokens(self, shares: Floats) -> tuple[Floats, Floats]:
-        """Tokens of a request per step, and per step with a hit, by draft length."""
-        per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
-        return 1 / (1 - shares[0] + shares[0] / per_hit), per_hit
+        return mean
 
     def to_json(self) -> dict[str, Any]:
         """What was learnt, as JSON values."""
@@ -246,5 +235,5 @@ class Acceptance:
         model = cls(lengths)
         known = min(len(tried), len(model._tried))
         model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]
-        model._announced = model.expected().hoped
+        model._announced = model.expected().tokens
         return model

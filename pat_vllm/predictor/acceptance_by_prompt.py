@@ -1,8 +1,8 @@
 """What drafts are worth where some requests have earlier responses to draft from. Pure.
 
 These are accepted far more often than what a request's own text suggests. So an engine learns the
-two apart: the epoch in which the prompts of the first return begins with hope, not with what the
-first has taught.
+two apart: the epoch in which the prompts of the first return begins with the prior, not with what
+the first has taught.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AcceptanceByPrompt:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Of what drafts are hoped to give."""
+        """Of what drafts are expected to give."""
         return self.of_new.version, self.of_repeated.version
 
     def expected(self) -> Drafting:
@@ -56,7 +56,6 @@ class AcceptanceByPrompt:
             new.lengths,
             self._mean(new.tokens, repeated.tokens),
             self._mean(new.drafts, repeated.drafts),
-            self._mean(new.hoped, repeated.hoped),
         )
 
     @property

@@ -209,14 +209,12 @@ class Planner:
             # Each token takes another's place, which is computed again when its request goes on.
             again = short * course.live * self._prefill_pace(layout)
             token, step = token + again, step + again * drafting.tokens[best]
-        # Later it will be known what is best. Until then, what may be best is tried.
-        hoped = (tokens * (drafting.tokens / drafting.hoped)[:, None]).argmin(axis=0)
         return _Pace(
             token=token,
             step=step,
             tokens=drafting.tokens[best],
             running=running,
-            lengths=drafting.lengths[hoped],
+            lengths=drafting.lengths[best],
         )
 
     def _fixed(

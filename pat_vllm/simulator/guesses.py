@@ -111,7 +111,12 @@ class GuessedTokens:
             self.steps_in_all(requests, k) - self.steps_made(requests, outputs, k) for k in lengths
         ]
         tokens: Floats = left / np.array([float(one.sum()) for one in steps])
-        return Drafting(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64), tokens)
+        return Drafting(np.array(lengths, np.int64), tokens, np.array(lengths, np.float64))
+
+
+def acceptance_of_each(random: np.random.Generator, mean: float, count: int) -> Floats:
+    """Of so many requests, around a mean between 0 and 1: float64 [count]."""
+    return random.beta(_ALIKE * mean, _ALIKE * (1 - mean), count)
 
 
 @lru_cache(maxsize=4)
@@ -120,5 +125,5 @@ def _drawn(lengths: tuple[int, ...], acceptance: float) -> GuessedTokens:
     total = sum(lengths)
     if not 0 < acceptance < 1:
         return GuessedTokens(lengths, np.full(total, acceptance == 1))
-    each = random.beta(_ALIKE * acceptance, _ALIKE * (1 - acceptance), len(lengths))
+    each = acceptance_of_each(random, acceptance, len(lengths))
     return GuessedTokens(lengths, random.random(total) < np.repeat(each, lengths))

@@ -6,13 +6,14 @@ beyond its memory, the last are preempted and computed again when they come back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pat_vllm.layout import Layout
-from pat_vllm.predictor.state import Floats, Ints
+from pat_vllm.predictor.state import Floats
+from pat_vllm.simulator.guesses import acceptance_of_each
 from pat_vllm.simulator.modelled.roofline import Machine
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
@@ -44,7 +45,8 @@ class Load:
         responses: of all ranks.
         lengths: tokens of responses, some or all of them.
         num_prompt_tokens: of each.
-        acceptance: probability that a draft token is accepted if those before it were.
+        acceptance: mean probability that a draft token is accepted if those before it were.
+            Responses are unlike each other, as the simulator has them.
     """
 
     responses: int
@@ -67,6 +69,15 @@ class Load:
         lengths = [trace.followed[last] for last in ends.values()]
         return cls(len(lengths), lengths, prompt, trace.acceptance)
 
+    def tokens_per_step(self, draft_lengths: Sequence[int]) -> Floats:
+        """Of each response, float64 [draft lengths, responses]."""
+        each = np.full(self.responses, self.acceptance)
+        if 0 < self.acceptance < 1:
+            random = np.random.default_rng(0)
+            each = acceptance_of_each(random, self.acceptance, self.responses)
+        reached = each ** np.arange(max(draft_lengths) + 1)[:, None]  # all before are accepted
+        return reached.cumsum(axis=0)[list(draft_lengths)]  # type: ignore[no-any-return]
+
 
 def batch_seconds(
     machine: Machine,
@@ -86,17 +97,27 @@ def batch_seconds(
         max_num_seqs: of a replica.
         draft_lengths: among which the fastest is taken.
     """
-    tokens_of = {k: sum(load.acceptance**i for i in range(k + 1)) for k in draft_lengths}
-    left = np.resize(np.asarray(load.lengths, np.int64), load.responses)
-    held = np.full(len(left), load.num_prompt_tokens, np.int64)
+    rates = load.tokens_per_step(draft_lengths)
+    left = np.resize(np.asarray(load.lengths, np.float64), load.responses)
+    held = np.full(len(left), float(load.num_prompt_tokens))
     computed = np.zeros(len(left), bool)
     again = np.zeros(len(left), bool)
-    here, seconds, apart = None, 0.0, _STEPS
+    here, seconds, apart = None, 0.0, float(_STEPS)
     while len(left):
         ends = np.cumsum(held + _STEPS // 2)  # as if in the middle of the next steps
         turns = {
-            layout: _Turn.of(
-                machine, layout, ends, kv_tokens[layout.tp], max_num_seqs(layout), tokens_of
+            layout: min(
+                _turns(
+                    machine,
+                    layout,
+                    kv_tokens[layout.tp],
+                    max_num_seqs(layout),
+                    ends,
+                    left,
+                    rates,
+                    draft_lengths,
+                ),
+                key=lambda turn: turn.token,
             )
             for layout in layouts
         }
@@ -112,58 +133,73 @@ def batch_seconds(
         fresh = runs & ~computed
         prompts = float(held[fresh & ~again].sum() + _THRASH * held[fresh & again].sum())
         seconds += prompts / here.replicas / _CHUNK * machine.step(here, 0, 0, _CHUNK)
-        apart = max(apart, int(left.sum() / turn.running / _LOOKS))
-        steps = _steps(left[: turn.running], apart)
+        needed = left / rates[turn.drafts]
+        apart = max(apart, needed.sum() / turn.running / _LOOKS)
+        steps = _steps(needed[: turn.running], apart)
         seconds += steps * turn.step
         computed, again = runs, again | runs
-        left = np.where(runs, left - steps, left)
-        held = np.where(runs, held + steps, held)
-        stays = left > 0
+        made = np.where(runs, np.minimum(left, steps * rates[turn.drafts]), 0.0)
+        left, held = left - made, held + made
+        stays = left >= 0.5
         left, held, computed, again = left[stays], held[stays], computed[stays], again[stays]
+        rates = rates[:, stays]
     return seconds
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The next steps in a layout.
+    """The next steps in a layout with a draft length.
 
     Attributes:
+        drafts: index of the draft length.
         running: requests that run.
-        step: seconds for a token of each that runs: of a step, or less with drafts.
+        step: seconds of a step.
         token: seconds until every request, also of those that wait, would have a token.
     """
 
+    drafts: int
     running: int
     step: float
     token: float
 
-    @classmethod
-    def of(
-        cls,
-        machine: Machine,
-        layout: Layout,
-        ends: Ints | Floats,
-        room: int,
-        most: int,
-        tokens_of: Mapping[int, float],
-    ) -> _Turn:
-        """With KV of the first n requests, in all, in `ends[n - 1]` tokens.
 
-        Args:
-            tokens_of: of a step, by draft length.
-        """
-        fit = int(np.searchsorted(ends, room * layout.replicas, side="right"))
-        running = max(1, min(fit, most * layout.replicas, len(ends)))
-        batch = -(-running // layout.replicas)
-        context = int(batch * ends[running - 1] / running)
-        step = min(
-            machine.step(layout, batch, context, 0, drafts=k * batch, k=k) / tokens
-            for k, tokens in tokens_of.items()
-        )
-        return cls(running, step, step * len(ends) / running)
+def _turns(
+    machine: Machine,
+    layout: Layout,
+    room: int,
+    most: int,
+    ends: Floats,
+    left: Floats,
+    rates: Floats,
+    draft_lengths: Sequence[int],
+) -> Iterator[_Turn]:
+    """With each draft length.
+
+    Args:
+        room, most: tokens of KV and requests of a replica.
+        ends: tokens of the KV of the first n requests, in all, are in `ends[n - 1]`.
+        left: tokens that each request still generates.
+        rates: tokens of each per step, [draft lengths, requests].
+    """
+    count = len(left)
+    fit = int(np.searchsorted(ends, room * layout.replicas, side="right"))
+    running = max(1, min(fit, most * layout.replicas, count))
+    batch = -(-running // layout.replicas)
+    context = ends[running - 1] / running
+    for i, k in enumerate(draft_lengths):
+        rate = rates[i, :running]
+        step = machine.step(layout, batch, int(batch * context), 0, drafts=k * batch, k=k)
+        if running < count:  # another takes the place of one that ends
+            token = step / rate.mean() * count / running
+        else:
+            # How often a step's fixed part is paid is up to the request that ends last.
+            fixed = min(step, machine.step(layout, 1, int(context), 0, drafts=k, k=k))
+            last = rate[(left / rate).argmax()]
+            token = fixed / last + (step - fixed) * float((1 / rate).mean())
+        yield _Turn(i, running, step, token)
 
 
-def _steps(left: Ints, most: int) -> int:
+def _steps(needed: Floats, most: float) -> int:
     """Steps until the next look: few of those that run end before, and they not much."""
-    soon = len(left) // _LEAVE
-    return int(np.clip(np.partition(left, soon)[soon], most // 8, most))
+    soon = len(needed) // _LEAVE
+    return max(1, int(np.clip(np.partition(needed, soon)[soon], most // 8, most)))

@@ -83,9 +83,8 @@ def test_expectations_make_sense_and_are_kept(model: Acceptance) -> None:
     drafting = model.expected()
     lengths, tokens = drafting.lengths, drafting.tokens
     assert lengths is model.lengths
-    assert tokens[0] == drafting.hoped[0] == 1 and drafting.drafts[0] == 0
+    assert tokens[0] == 1 and drafting.drafts[0] == 0
     assert (np.diff(tokens) >= 0).all() and (tokens <= 1 + lengths).all()
-    assert (drafting.hoped > tokens)[lengths > 0].all() and (drafting.hoped <= 1 + lengths).all()
     assert (drafting.drafts <= lengths).all()
     assert (tokens - 1 <= drafting.drafts + 1e-12).all(), "what is accepted was proposed"
     again = Acceptance.from_json(json.loads(json.dumps(model.to_json())), lengths.tolist())
@@ -103,7 +102,6 @@ def test_it_comes_to_the_truth_for_lengths_that_were_never_tried(
         tokens, drafts = Repeating(64, share, accepted, seed=1).tokens(length, 600)
         assert drafting.tokens[at] == pytest.approx(tokens, rel=0.06)
         assert drafting.drafts[at] == pytest.approx(drafts, rel=0.15, abs=0.03 * length)
-        assert drafting.hoped[at] == pytest.approx(drafting.tokens[at], rel=0.1)
 
 
 def test_lengths_that_other_models_lack_follow_the_ones_that_they_have() -> None:
@@ -168,7 +166,7 @@ def regret(requests: int, worlds: Sequence[tuple[float, float]], drafting: float
             if model.version != version:
                 version, expected = model.version, model.expected()
                 seconds = step_seconds(expected.drafts, expected.lengths)
-                length = LENGTHS[int((seconds / expected.hoped).argmin())]
+                length = LENGTHS[int((seconds / expected.tokens).argmin())]
             hit, taken = world.step(length)
             model.observe(length, requests, taken[hit] if length else NONE)
             time += step_seconds(length * hit.mean(), length)
@@ -217,9 +215,9 @@ def test_what_epochs_without_history_taught_does_not_bind_the_next() -> None:
     model = AcceptanceByPrompt(Acceptance(LENGTHS))
     repeated_epoch(model, 64, 0)
     watch(model.of_new, Repeating(64, 0.05, 0.2), 4, 300)
-    assert model.expected().hoped[-1] < 1.1
+    assert model.expected().tokens[-1] < 1.1
     model.end_of_batch()
-    assert model.expected().hoped[-1] < 1.1, "as the batch before"
+    assert model.expected().tokens[-1] < 1.1, "as the batch before"
     repeated_epoch(model, 64, 64)
     assert values_of(model.expected()) == values_of(Acceptance(LENGTHS).expected())
     for _ in range(300):

@@ -71,13 +71,11 @@ VERIFYING = steps({1: 0.030, 2: 0.020, 4: 0.010}, draft=1e-3)
 def drafting(
     tokens: Sequence[float],
     hits: float = 1.0,
-    hoped: Sequence[float] | None = None,
     lengths: Sequence[int] = (0, 1, 2, 4, 7),
 ) -> Drafting:
     """What draft lengths give: `tokens`, where a share of the requests has drafts."""
     each = np.array(tokens, float)
-    best = each if hoped is None else np.array(hoped, float)
-    return Drafting(np.array(lengths), each, hits * np.array(lengths), best)
+    return Drafting(np.array(lengths), each, hits * np.array(lengths))
 
 
 def batch_of(contexts: Sequence[int], remaining: Any) -> Course:
@@ -377,7 +375,7 @@ def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
     planner = make_planner(steps(*work, 1e-3, 1e-3), 0.1)
     ahead = batch_of([10] * len(remaining), remaining)
     tokens = drafts.tokens + np.array(more) * (drafts.lengths > 0)
-    better = Drafting(drafts.lengths, tokens, drafts.drafts, tokens)
+    better = Drafting(drafts.lengths, tokens, drafts.drafts)
     for layout in LAYOUTS:
         plain = plan_of(planner, layout, ahead)
         useless = plan_of(planner, layout, ahead, drafting=drafting([1.0] * 5))
@@ -387,16 +385,6 @@ def test_more_acceptance_never_takes_longer_and_none_changes_nothing(
         assert least.never <= less.never <= plain.never
         now, then = (planner.token_seconds(layout, ahead, one) for one in (drafts, better))
         assert (then <= now).all()
-
-
-def test_hope_decides_what_is_tried_and_not_what_is_expected() -> None:
-    planner = make_planner(steps(dict.fromkeys(MEMORY, 0.01), draft=1e-5), 0.05)
-    ahead = batch_of([50] * 8, np.arange(1, 9) * 20)
-    known, hopeful = drafting([1] * 5), drafting([1] * 5, hoped=[1, 1.2, 1.3, 1.4, 1.5])
-    plan, tried = (plan_of(planner, ONE, ahead, drafting=drafts) for drafts in (known, hopeful))
-    assert (tried.never, tried.go, tried.step) == (plan.never, plan.go, plan.step)
-    for made, length in ((plan, 0), (tried, 7)):
-        assert {k for table in made.drafts.values() for _, _, k in table} == {length}
 
 
 def test_a_switch_waits_for_steps_and_drops_drafts() -> None:

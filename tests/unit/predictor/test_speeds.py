@@ -148,7 +148,7 @@ def outlook_seconds(
     )
     made = np.stack((tokens if now is None else now, tokens))
     mean = 1 / (1 / made).mean(axis=1)
-    drafting = Drafting(np.array([2, 4]), mean, np.array([2.0, 4.0]), mean)
+    drafting = Drafting(np.array([2, 4]), mean, np.array([2.0, 4.0]))
     ahead = course(live_requests([10] * count), remaining[:, None], made[:, :, None])
     return planner.outlook(ahead, drafting=drafting).plan(ONE).never
 

@@ -30,6 +30,11 @@ ALLOCATED = "tests/engine/test_memory.py::test_an_engine_allocates_what_is_compu
 # Test files: functions: mistakes: what they change.
 # fmt: off
 TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
+    "tests/unit/simulator/modelled/test_batch_time.py": {
+        "pat_vllm.simulator.modelled.batch_time:Load.tokens_per_step": {
+            "drafts of all responses are accepted alike": {"0 < self.acceptance < 1": "False"},
+        },
+    },
     "tests/unit/simulator/modelled/test_choice.py": {
         "pat_vllm.simulator.modelled.batch_time:Load.usual": {
             "vLLM's own limit is a load": {"min(max_num_seqs, USUAL_SEQS)": "max_num_seqs"},

@@ -39,13 +39,10 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
             "+= at_least[:-1]": "+= at_least[0]"
         },
     },
-    (f"{PREDICTOR}.acceptance:Acceptance._tokens", ACCEPTANCE): {
+    (f"{PREDICTOR}.acceptance:Acceptance.expected", ACCEPTANCE): {
         "the share of tokens is taken for that of steps": {
             "1 / (1 - shares[0] + shares[0] / per_hit)": "1 + shares[0] * (per_hit - 1)"
         },
-    },
-    (f"{PREDICTOR}.acceptance:Acceptance.expected", ACCEPTANCE): {
-        "nothing is hoped for": {"_HOPE * np.sqrt": "0 * np.sqrt"},
     },
     (f"{PREDICTOR}.kept:load", KEPT): {
         "acceptance of another engine is as sure": {"acceptance.weights_changed()": "pass"},
@@ -54,7 +51,6 @@ _MISTAKES: dict[tuple[str, tuple[str, ...]], dict[str, dict[str, str]]] = {
         "acceptance is not kept": {"if acceptance is not None": "if False"},
     },
     (f"{PREDICTOR}.planner:Planner._pace", PLANNER): {
-        "hope does not decide draft lengths": {"drafting.lengths[hoped]": "drafting.lengths[best]"},
         "time per token is that of a step without drafts": {
             "token, step = tokens[best, groups]": "token, step = steps[0], steps[0]"
         },

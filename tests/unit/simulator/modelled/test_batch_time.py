@@ -49,6 +49,30 @@ def test_static_layouts_take_as_long_as_the_simulator_says(
         assert found == pytest.approx(run.seconds, rel=0.15), layout
 
 
+def test_with_drafts_the_slowest_of_equal_responses_ends_the_batch() -> None:
+    """As with the best fixed draft length. Were drafts accepted alike, it would take a fifth
+    less."""
+    options = AdviseOptions(
+        "qwen3-30b-a3b", "A40", 8, responses=512, shape="alike", max_tokens=16384, acceptance=0.5
+    )
+    rollouts = rollouts_of(options)
+    lengths = (0, 1, 2, 4)
+    most = rollouts.static.max_num_seqs
+    assert not isinstance(most, int)
+    for layout in rollouts.static.layouts[:2]:
+        configs = [Config(layout, f"k = {k}") for k in lengths[1:]]
+        runs = [replay_chain(rollouts, Task(one, 0, screening=True)).reports[0] for one in configs]
+        found = batch_seconds(
+            _machine("qwen3-30b-a3b", "A40"),
+            [layout],
+            rollouts.static.kv_tokens,
+            most_of(most),
+            Load.of(rollouts.chains[0][1]),
+            lengths,
+        )
+        assert found == pytest.approx(min(run.seconds for run in runs), rel=0.1), layout
+
+
 def test_a_batch_switches_where_that_saves_time() -> None:
     machine, load = _machine("llama-3.1-8b", "A40"), Load(512, [400] * 63 + [8000])
     narrow, wide = Layout(1, 8), Layout(8, 1)
