@@ -313,8 +313,8 @@ RULES = (
             (model.is_hybrid or model.has_inner_state or model.is_attention_free)
             and not _has_delta_net(model)
         ),
-        "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2 vLLM repeats groups that tp does not "
-        "divide, so that a wider layout's shards do not lie within those of a narrower one",
+        "Gated DeltaNet, of Qwen3-Next and Qwen3.5; PAT has no rules yet by which layouts cut "
+        "Mamba2's weights and states",
     ),
     _models(
         "a model with sparse attention",

@@ -25,6 +25,29 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         experts=16,
         gain=3.0,
     ),
+    # In 16 bits, as vLLM's kernels for CPU take it; there a router's choice would be of rounding.
+    "linear": dict(
+        arch="qwen3_next",
+        hidden=128,
+        layers=3,
+        head_dim=128,
+        intermediate=256,
+        vocab=512,
+        linear_heads=8,
+        experts=16,
+        experts_per_token=16,
+        gain=0.5,
+        dtype="bfloat16",
+    ),
+    "latent": dict(
+        arch="deepseek_v3",
+        hidden=128,
+        layers=2,
+        head_dim=32,
+        intermediate=256,
+        vocab=512,
+        gain=2.0,
+    ),
     # Four layers as wide as Llama-3.1-8B's, with a smaller vocabulary: 1 GB of parameters.
     "large": dict(
         arch="llama",
@@ -68,7 +91,8 @@ def sizes_of(shape: str, model: Path | None, ranks: int) -> dict[str, Any]:
     heads = sizes.get("heads", 8)
     if heads % ranks:
         sizes |= {"heads": math.lcm(heads, ranks), "kv_heads": math.lcm(heads, ranks) // 2}
-        sizes["intermediate"] = math.lcm(sizes["intermediate"], ranks)
+        for name in {"intermediate", "linear_heads"} & sizes.keys():
+            sizes[name] = math.lcm(sizes[name], ranks)
     return sizes
 
 
@@ -77,7 +101,8 @@ def _like(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     if arch not in DENSE:
         raise ValueError(
             f"--shape model makes random models of {', '.join(DENSE)}, not of {shown(arch)}; for a "
-            "mixture of experts take --shape moe"
+            "mixture of experts take --shape moe, for linear or latent attention --shape linear or "
+            "--shape latent"
         )
     size = ModelSize.of(config)
     size = replace(size, layers=min(size.layers, _LAYERS), vocab=min(size.vocab, _VOCAB))
@@ -113,4 +138,4 @@ def self_test_models(folder: Path, sizes: Mapping[str, Any], draft_length: int) 
         paths.append(path)
     powers = [2**n for n in range(draft_length.bit_length()) if 2**n <= draft_length]
     lengths = (draft_length, 0, *powers, draft_length) if draft_length else ()
-    return Models(paths[0], paths[1], sizes["vocab"], lengths)
+    return Models(paths[0], paths[1], sizes["vocab"], lengths, sizes.get("dtype"))

@@ -17,7 +17,7 @@ from pat_vllm.mixture import Mixture
 from pat_vllm.model_size import MIXTURES
 from pat_vllm.simulator.modelled.choice import Choice, choose
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", *MIXTURES)
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)
 """Whose sizes are known to `ModelShape`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GiB = 1 << 30

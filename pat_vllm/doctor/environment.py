@@ -210,9 +210,8 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
         config = EngineArgs(**engine).create_engine_config()
     except Exception as error:  # a user's mistake may be any exception of vLLM's
         return {"refused": f"vLLM: {_last(error)}" if "PAT" not in str(error) else str(error)}
-    plain = (bool, int, float, str, type(None))
     options = config.model_config.hf_text_config.to_dict().items()
-    model = {name: value for name, value in options if isinstance(value, plain)}
+    model = {name: value for name, value in options if _is_plain(value)}
     try:
         prepare(config)
     except ValueError as error:
@@ -225,14 +224,22 @@ def _choices(engine: dict[str, Any]) -> dict[str, Any]:
             made = EngineArgs(**eager).create_engine_config().compilation_config
             graphs[mode.lower()] = made.cudagraph_mode.name
     head, dtype = config.model_config.get_head_size(), config.model_config.dtype
+    kv_dtype, latent = config.cache_config.cache_dtype, config.model_config.use_mla
     with set_current_vllm_config(config):
-        backend = get_attn_backend(head, dtype, config.cache_config.cache_dtype)
+        backend = get_attn_backend(head, dtype, kv_dtype, use_mla=latent)
     return {
         "attention": str(backend.get_name()),
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "config": model,
         "graphs": graphs,
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it: a value, or a list of such as a model's kinds of layers."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None)
 
 
 def _last(error: Exception) -> str:

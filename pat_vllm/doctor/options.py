@@ -35,7 +35,11 @@ class Options(Ranged):
         typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
     ] = field(default_factory=dict)
     shape: Annotated[
-        str, typer.Option(help="Of the random model: tiny, moe, large, or model (like --model).")
+        str,
+        typer.Option(
+            help="Of the random model: tiny, moe, linear or latent (attention), large, or model "
+            "(like --model)."
+        ),
     ] = "tiny"
     dtype: Annotated[
         str | None, typer.Option(help="Of the random model; float32 on CPU, else bfloat16.")

@@ -44,12 +44,14 @@ class Models:
         first, other: checkpoints.
         vocab: ids of prompts are below it.
         draft_lengths: to go through, where the engine is to speculate.
+        dtype: that they ask for; None: any.
     """
 
     first: Path
     other: Path
     vocab: int
     draft_lengths: tuple[int, ...] = ()
+    dtype: str | None = None
 
     def speculation(self, method: str) -> dict[str, Any]:
         """A `speculative_config` for the longest of the drafts."""
@@ -62,7 +64,7 @@ class Models:
 
     def engine(self, options: Options, facts: Facts) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM` that a random model asks for."""
-        dtype = options.dtype or ("float32" if facts.on_cpu else "bfloat16")
+        dtype = options.dtype or self.dtype or ("float32" if facts.on_cpu else "bfloat16")
         return {
             "model": str(self.first),
             "dtype": dtype,

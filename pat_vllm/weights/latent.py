@@ -7,31 +7,18 @@ from torch import nn
 from vllm.model_executor.layers.attention import MLAAttention
 
 
-def is_absorbed(module: nn.Module) -> bool:
-    """Whether vLLM makes the parameters of this module of another's, when weights are loaded.
-
-    Of latent attention that are `W_UV` and `W_UK_T`, by which queries and outputs are multiplied in
-    a decode step in place of each token's keys and values. They are parts of `kv_b_proj`.
-    """
-    return isinstance(module, MLAAttention)
-
-
 @torch.no_grad()
 def renew_absorbed(model: nn.Module) -> None:
-    """Make them anew of weights that have changed, where they are no views of these.
+    """Have vLLM make `W_UV` and `W_UK_T` anew of weights that have changed, where they lie.
 
-    Of unquantized weights they are views. What a switch moves is not among these weights: a
-    layout's heads are a range of the base layout's. Copies keep their addresses, for compiled code.
+    They are parts of `kv_b_proj`, by which queries and outputs are multiplied in a decode step in
+    place of each token's keys and values. Of unquantized weights they are views of it, and nothing
+    is to be done. What a switch moves is not among these weights: a layout's heads are a range of
+    the base layout's.
     """
     for module in model.modules():
         if isinstance(module, MLAAttention) and not _is_view(module):
-            kept = dict(module.named_parameters(recurse=False))
-            module.process_weights_after_loading(next(iter(kept.values())).dtype)
-            for name, parameter in kept.items():
-                new = getattr(module, name)
-                if new is not parameter:
-                    parameter.data.copy_(new)
-                    setattr(module, name, parameter)
+            module.process_weights_after_loading(next(module.parameters(recurse=False)).dtype)
 
 
 def _is_view(module: MLAAttention) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -33,7 +34,6 @@ from vllm.model_executor.models.gpt_oss import OAIAttention
 
 from pat_vllm.layout import Place
 from pat_vllm.weights.experts import EXPERTS, check_experts, check_gates, expert_cuts, expert_place
-from pat_vllm.weights.latent import is_absorbed
 from pat_vllm.weights.shards import (
     Cut,
     EvenPartition,
@@ -126,8 +126,8 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             sizes = module.key_dim, module.key_dim, module.value_dim
             convolutions[module.conv1d] = EvenPartition(sizes)
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
-        if is_absorbed(module):
-            parameters = {}
+        if isinstance(module, MLAAttention):
+            parameters = {}  # vLLM makes them of `kv_b_proj`; see `renew_absorbed`
         layer = _layer_class(path, module) if parameters else None
         for name, parameter in parameters.items():
             full_name = f"{path}.{name}".lstrip(".")

@@ -36,11 +36,16 @@ ENGINES = {
     "test_a_layout_asked_for_after_a_batch_holds_for_the_next": [COPIES],
     "test_an_idle_engine_returns_to_its_base_layout": [COPIES],
     "test_the_layouts_take_the_memory_of_one": [MIXTURE, FOUR_RANKS, LATENT],
-    "test_one_group_is_a_stock_engine": [COPIES],
+    "test_one_group_is_a_stock_engine": [COPIES, LATENT],
+    "test_requests_stay_while_the_engine_sleeps": [LATENT],
 }
 """Tests that run on some of the engines for every change; nightly they run on many more."""
 
-AS_PACKED = ("DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+AS_PACKED = (
+    *("DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    "Qwen3_5MoeForConditionalGeneration",
+)
 """Models whose plain weights keep to `TOLERANCE`, too: over all pairs and storms they differ by up
 to 6.4e-5. Two static layouts of Mixtral are 1.3e-4 apart."""
 
@@ -317,6 +322,23 @@ def test_half_prefilled_and_waiting_requests_are_carried(case: Case) -> None:
         assert any(0 < s.migrated < s.num_seqs for s in carried), carried
 
 
+def test_requests_stay_while_the_engine_sleeps(case: Case) -> None:
+    """Some decode, and the prompt of one is not computed yet; a switch in between."""
+    llm, names, static = case
+    jobs = batch()
+    jobs["r5"] = Job(jobs["r5"].prompt, jobs["r5"].sampling, arrives=15)
+
+    def before_step(step: int) -> None:
+        at_steps(llm, {0: names[0]})(step)
+        if step == 15:
+            llm.sleep(level=0, mode="keep")
+            assert pat_vllm.switch(llm, tp=names[-1])
+            assert llm.llm_engine.is_sleeping()
+            llm.wake_up(tags=["scheduling"])
+
+    assert_same(llm, run(llm, jobs, before_step), static[names[0]], static[names[-1]])
+
+
 def test_random_switch_storm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """30 and more switches in one generation, while requests arrive and are aborted."""
     llm, names, static = case
@@ -472,7 +494,7 @@ def test_the_layouts_take_the_memory_of_one(case: Case) -> None:
 
 def test_one_group_is_a_stock_engine(case: Case, spec: EngineSpec) -> None:
     """With plain weights on both sides. A batch cut in two is rounded otherwise."""
-    _, _, static = case
+    llm, _, static = case
     stock = stock_answers(
         spec.model,
         batch(),
@@ -490,3 +512,4 @@ def test_one_group_is_a_stock_engine(case: Case, spec: EngineSpec) -> None:
         for together, halved in zip(outcome.logprobs, replicas[name].logprobs, strict=True)
     )
     print(f"log-probabilities of six requests together and of three and three: {apart:.2e} apart")
+    assert apart <= tolerance(llm)

@@ -22,9 +22,10 @@ __all__ = ["from_server"]
 EXTENSION = json.dumps({"worker_extension_cls": "tests.support.doctor_sabotage.Sabotage"})
 
 
-def test_a_mixture(from_server: None, tmp_path: Path) -> None:
-    """Both kinds of layouts are tested."""
-    report, text = doctor(tmp_path, "--shape", "moe")
+@pytest.mark.parametrize("shape", ["moe", "linear", "latent"])
+def test_a_mixture(from_server: None, shape: str, tmp_path: Path) -> None:
+    """Both kinds of layouts are tested, also of models with other kinds of attention."""
+    report, text = doctor(tmp_path, "--shape", shape)
     assert report.failed is None, text
     by_name = {stage.name: stage for stage in report.stages}
     checks = {name: [check.name for check in one.checks] for name, one in by_name.items()}

@@ -39,7 +39,7 @@ DEEPSEEK: dict[str, Any] = dict(
     arch="deepseek_v3", hidden=128, heads=4, kv_heads=4, layers=3, gain=2.0
 )
 _LINEAR: dict[str, Any] = dict(
-    dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6
+    dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6, gain=2.0
 )
 QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
 
@@ -117,7 +117,7 @@ SPECS: dict[str, dict[str, Any]] = {
     # And latent attention.
     "repeating_deepseek": dict(DEEPSEEK, repeat=2.2),
     # And linear attention: text in 16 bits goes on alike for long.
-    "repeating_next": dict(QWEN3_NEXT, gain=2.0, repeat=2.2),
+    "repeating_next": dict(QWEN3_NEXT, repeat=2.2),
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),

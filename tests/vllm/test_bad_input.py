@@ -108,7 +108,7 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
      "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
     ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet",
-     "Gated DeltaNet, of Qwen3-Next and Qwen3.5; of Mamba2"),
+     "Gated DeltaNet, of Qwen3-Next and Qwen3.5; PAT has no rules yet by which"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
      DENSE_ONLY),
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),

@@ -49,11 +49,19 @@ def test_colocated_over_ray() -> None:
         assert_trained(run, over_ray=True)
 
 
-def test_a_mixture_of_experts(tmp_path: Path) -> None:
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"layers": 2},
+    # And linear attention in two layers of three.
+    "qwen3_next": {"layers": 3, "heads": 4, "head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("arch", MIXTURES)
+def test_a_mixture_of_experts(arch: str, tmp_path: Path) -> None:
     """Experts whole in replicas, spread in the group. New weights come to both."""
     policy = {"kind": "schedule", "switch_at": {"12": "tp2dp1ep"}}
     pat = {"policy": policy, "launcher": "mp", "weights": "inplace"}
-    make_model(tmp_path / "model", arch="qwen3_moe", layers=2, gain=0.5, dtype="bfloat16")
+    make_model(tmp_path / "model", arch=arch, gain=0.5, dtype="bfloat16", **MIXTURES[arch])
     model = ("--actor.model_name_or_path", str(tmp_path / "model"))
     with training(*model, *THREE_STEPS, pat=pat) as run:
         run.succeed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_names_of_users_and_folders_are_left_out() -> None:
     ("arguments", "words"),
     [
         (("--gpu", "H100"), "name one by --model"),
-        (("--shape", "huge"), "allowed: tiny, moe, large, model"),
+        (("--shape", "huge"), "allowed: tiny, moe, linear, latent, large, model"),
         (("--shape", "model"), "name one by --model"),
         (("--engine", "[1]"), "--engine takes a JSON object"),
         (("--model", "nowhere"), "neither a config.json nor a folder"),
@@ -84,11 +85,13 @@ def test_models_of_any_number_of_ranks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(
         doctor_models.random_model, "make_model", lambda path, **sizes: made.append(sizes)
     )
-    for ranks in (2, 3, 8):
-        sizes = doctor_models.sizes_of("tiny", None, ranks)
+    for shape, ranks in itertools.product(("tiny", "linear", "latent"), (2, 3, 8)):
+        sizes = doctor_models.sizes_of(shape, None, ranks)
         models = doctor_models.self_test_models(tmp_path, sizes, 5)
         assert made[-1].get("heads", 8) % ranks == 0 == made[-1]["intermediate"] % ranks
+        assert made[-1].get("linear_heads", ranks) % ranks == 0
         assert models.draft_lengths == (5, 0, 1, 2, 4, 5)
+        assert models.dtype == ("bfloat16" if shape == "linear" else None)
     assert [one["seed"] for one in made[:2]] == [0, 1]
     assert doctor_models.self_test_models(tmp_path, sizes, 0).draft_lengths == ()
 

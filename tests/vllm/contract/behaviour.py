@@ -195,9 +195,12 @@ vllm.model_executor.layers.attention.mla_attention.MLACommonMetadataBuilder.dete
     \s\* cache_config\.block_size\), 64 \* 1024
     estimates count it
 vllm.model_executor.layers.attention.mla_attention.MLAAttention.process_weights_after_loading
-    (?s)replace_parameter\(self, 'W_UV', W_UV\.transpose\(0, 1\).*
-    replace_parameter\(self, 'W_UK_T', W_UK\.permute\(1, 2, 0\)
+    (?s)replace_parameter\(self, 'W_UV', W_UV\.transpose\(0, 1\)(, prefer_copy=True)?\).*
+    replace_parameter\(self, 'W_UK_T', W_UK\.permute\(1, 2, 0\)(, prefer_copy=True)?\)
     they are views of `kv_b_proj`
+vllm.model_executor.utils.replace_parameter
+    old_param\.(data\.)?copy_\(new_tensor\)
+    what is made anew lies where it lay, for compiled code
 vllm.model_executor.layers.attention.mla_attention.MLAAttention.get_kv_cache_spec
     (?s)num_kv_heads=1,\s*max_tp_shards=1,
     a latent vector is whole on every rank

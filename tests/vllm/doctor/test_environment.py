@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pat_vllm.child import Events
+from pat_vllm.doctor.arithmetic import ARCHITECTURES
 from pat_vllm.doctor.environment import FACTS, Facts, environment_checks, look
+from pat_vllm.memory.model import ModelShape
 from tests.support.models import random_model
 
 MISTRAL = """{
@@ -40,6 +42,19 @@ def test_an_engine_that_can_run() -> None:
     assert facts.attention == "CPU_ATTN"
     assert facts.config["num_key_value_heads"] == 4
     assert 0 < facts.free <= facts.memory
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"), [("deepseek_v3", "CPU_MLA"), ("qwen3_next", "CPU_ATTN")]
+)
+def test_latent_and_linear_attention(model: str, attention: str) -> None:
+    """And sizes are those of the config, whose kinds of layers are a list."""
+    folder = random_model(model)
+    facts = facts_of(folder)
+    assert (facts.refused, facts.attention) == (None, attention)
+    given = json.loads((folder / "config.json").read_text())
+    assert ModelShape.from_config(facts.config) == ModelShape.from_config(given)
+    assert facts.config["model_type"] in ARCHITECTURES
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,17 @@ from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from pat_vllm.kinds import LinearAttention
+from pat_vllm.gpus import Device
+from pat_vllm.kinds import LinearAttention, num_blocks
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
-from pat_vllm.worker.layout_config import keep_block_size
+from pat_vllm.worker.layout_config import keep_block_size, kinds_of, layout_kv_cache_config
+from tests.gpuless.planning import planning
 
 SIZES = {**MODEL_SHAPES["qwen3-next-80b-a3b"], "mamba_ssm_dtype": "float32"}
 """With states in 32 bits, as vLLM has them on CPU."""
@@ -97,3 +101,30 @@ def test_layouts_have_one_size_of_blocks(configs: dict[int, VllmConfig]) -> None
         filled = narrow.state_content_size_bytes / narrow.page_size_bytes
         print(f"tp={tp}: a slot fills {filled:.0%} of its block")
         assert filled == pytest.approx(2 / tp, rel=0.02)
+
+
+@pytest.mark.parametrize("base_tp", [1, 2])
+@pytest.mark.parametrize("blocks", [2, 31])
+def test_contexts_that_fit(configs: dict[int, VllmConfig], blocks: int, base_tp: int) -> None:
+    """Of whole blocks, what vLLM's plan holds of the longest contexts, in every layout."""
+    base, kv = configs[base_tp], 4 << 30
+    Platform._align_hybrid_block_size(base, Backend)  # type: ignore[arg-type]
+    size = base.cache_config.block_size
+    heads: dict[str, Any] = {"num_kv_heads": 2 // base_tp, "head_size": 256}
+    attention = FullAttentionSpec(block_size=size, dtype=torch.bfloat16, **heads)
+    specs = {f"layers.{i}": attention if i % 4 == 3 else slot(base) for i in range(48)}
+    base.cache_config.kv_cache_layout = "HND"
+    groups = planning.get_kv_cache_groups(base, specs)
+    planned = planning.get_kv_cache_config_from_groups(base, groups, kv)
+    layouts = [Layout.of(tp, 8) for tp in (1, 2, 4, 8) if tp >= base_tp]
+    kinds = kinds_of(planned, layouts[0], num_kv_heads=2)
+    model, context = ModelShape.from_config(SIZES), blocks * size
+    shape = EngineShape(
+        tuple(layouts), max_model_len=context, block_size=16, kv_cache_memory_bytes=kv
+    )
+    estimated = estimate(model, shape, Device(80 << 30)).kv_tokens
+    for layout in layouts:
+        own = layout_kv_cache_config(planned, layout, layouts[0], kinds).num_blocks
+        fits = own / num_blocks(kinds, context, room=size) * context
+        print(f"{layout}: {fits:.0f} tokens, {estimated[layout.tp]} estimated")
+        assert estimated[layout.tp] == pytest.approx(fits, rel=0.02)

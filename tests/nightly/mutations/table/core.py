@@ -150,7 +150,7 @@ _WEIGHTS: list[Row] = [
     ("a shard of the vocabulary has no padding", "shards:VocabPartition.shard", ", size=rows)", ")", WEIGHTS),
     ("spread experts are cut, too", "shards:Cut.ways", "self.experts in (None, place.experts)", "self.experts != 'ep' or place.experts == 'ep'", EXPERTS),
     ("copies of absorbed weights stay old", "latent:renew_absorbed", "not _is_view(module)", "False", LATENT),
-    ("absorbed weights are the checkpoint's", "model_weights:model_weights", "if is_absorbed(module):", "if False:", LATENT),
+    ("absorbed weights are the checkpoint's", "model_weights:model_weights", "if isinstance(module, MLAAttention):", "if False:", LATENT),
     ("padding is not written", "model_weights:derive", "weight.tensor.zero_()", "pass", WEIGHTS),
     ("plain weights are kept after all layouts are filled", "materialized:MaterializedShards.release", "self._base = None", "pass", WEIGHTS),
     ("a subclass's own weight loader is overlooked", "model_weights:_layer_class", "_weight_loaders(type(module)) == _weight_loaders(layer)", "True", WEIGHTS),

@@ -21,6 +21,7 @@ COMPARE = "tests/unit/doctor/test_compare.py"
 CHILD = "tests/unit/test_child.py"
 STAGES = "tests/unit/doctor/test_stages.py"
 ENVIRONMENT = "tests/unit/doctor/test_environment.py"
+FACTS = "tests/vllm/doctor/test_environment.py::test_latent_and_linear_attention"
 ENGINE = "tests/unit/doctor/test_engine.py"
 IPC = "tests/vllm/doctor/test_ipc.py"
 GPU = "tests/vllm/benchmarks/test_gpu.py"
@@ -70,6 +71,8 @@ _ROWS: list[tuple[str, str, str, str, str]] = [
     ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", IPC),
     ("lost weights are left lost", "doctor.engine:PATEngine._reload", 'self.llm.collective_rpc("reload_weights", kwargs=weights)', "pass", ENGINE),
     ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])", ENVIRONMENT),
+    ("lists of a model's config are lost", "doctor.environment:_is_plain", "return all(map(_is_plain, value))", "return False", FACTS),
+    ("latent attention has the backend of others", "doctor.environment:_choices", "use_mla=latent", "use_mla=False", FACTS),
     ("what a killed process has started goes on", "child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
     ("a process that hangs is waited for", "child:run_module", "hangs = process.poll() is None", "hangs = False", CHILD),
     ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass", RANDOM_MODEL),
