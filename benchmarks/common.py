@@ -20,7 +20,6 @@ from typing import Any
 from benchmarks import record
 from benchmarks.engine_process import PARK_SECONDS, EngineProcess
 from benchmarks.record import Summary
-from pat_vllm.cli.demo_batch import MODEL as DEMO
 from pat_vllm.cli.demo_batch import OWN_MODELS
 from pat_vllm.cli.results import table
 from pat_vllm.config import PATConfig
@@ -71,9 +70,6 @@ MODELS: dict[str, dict[str, Any]] = {
         dtype="bfloat16",
         max_position_embeddings=4096,
     ),
-    # The demo's shape. Its text goes through one phrase again and again, with interruptions: of
-    # n-gram drafts of 4 tokens about 0.6 are accepted.
-    "repeating": {**DEMO, "repeat": 1.5, "max_position_embeddings": 4096},
     # The demo's mixture of experts.
     "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
@@ -126,8 +122,6 @@ MODELS: dict[str, dict[str, Any]] = {
         vocab=32_000,
         dtype="bfloat16",
     ),
-    # For schedulers, which only read its config.
-    "qwen3-8-heads": dict(arch="qwen3", kv_heads=8, max_position_embeddings=16_384),
 }
 
 
@@ -158,25 +152,6 @@ def random_prompts(count: int, length: int, seed: int) -> list[dict[str, list[in
         {"prompt_token_ids": [rng.randrange(300, 4000) for _ in range(length)]}
         for _ in range(count)
     ]
-
-
-def repeating_prompts(name: str, count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Prompts that begin differently and go on with the phrase that the model `name` repeats."""
-    from pat_vllm.cli.random_model import SPECIAL_TOKENS
-
-    size, first = MODELS[name].get("phrase", 16), len(SPECIAL_TOKENS)
-    prompts = random_prompts(count, 8, seed)
-    for index, prompt in enumerate(prompts):
-        prompt["prompt_token_ids"] += [first + (seed + index + i) % size for i in range(40)]
-    return prompts
-
-
-def ngram(length: int) -> dict[str, Any]:
-    """Options by which an engine speculates."""
-    config = dict(
-        method="ngram", num_speculative_tokens=length, prompt_lookup_min=2, prompt_lookup_max=4
-    )
-    return {"speculative_config": config}
 
 
 # -------------------------------------------------------------------- engines

@@ -1,7 +1,6 @@
 """What PAT costs while it does not switch: a static layout against stock vLLM.
 
     python -m benchmarks.overhead
-    python -m benchmarks.overhead --drafts 4 --model repeating --dtype float32 --requests 8
 
 (a) PAT kept in tp=2 against stock vLLM (`mp`) with tp=2: at most 1.03 times its time.
 (b) PAT kept in tp=1, so two replicas in one engine, against two independent stock engines on one
@@ -10,18 +9,15 @@
 The engines of a comparison stay alive and take turns, batch by batch; one that waits is stopped.
 Same model, flags, prompts and lengths, and the same KV memory per core. With `--weights inplace`
 the layouts share one copy of the weights, (a) then has its rows where a switch brings them, and the
-stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise. With
-`--drafts` both sides speculate by n-grams, greedy, so that equal tokens have equal drafts.
+stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import (
@@ -30,9 +26,7 @@ from benchmarks.common import (
     awake,
     machine,
     model,
-    ngram,
     random_prompts,
-    repeating_prompts,
     stock_limits,
     table,
     write_results,
@@ -58,12 +52,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=48, help="tokens")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--drafts", type=int, default=0, help="draft tokens of a step")
     parser.add_argument("--kv-mib", type=int, default=512, help="KV memory of a core")
     args = parser.parse_args()
-    if args.drafts:
-        # At tp > 1 vLLM compiles one small function with C++: seconds of start on every side.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     facts = machine()
     body: dict[str, Any] = {"arguments": vars(args), "bars": BARS}
@@ -71,11 +61,8 @@ def main() -> None:
     for name, sides in _sides(args).items():
         if args.only not in (None, name):
             continue
-        served = _compare(sides, args)
-        seconds = {side: [batch.seconds for batch in served[side]] for side in sides}
+        seconds = _compare(sides, args)
         ratio = paired_ratio(seconds["pat"], seconds["stock"], median=True)
-        pairs = list(zip(*served.values(), strict=True))
-        unequal = sum(ours.tokens != theirs.tokens for ours, theirs in pairs)
         body[name] = {"seconds": seconds, "ratio": ratio}
         rows.append(
             [
@@ -85,20 +72,17 @@ def main() -> None:
                 ratio.show(3),
                 BARS[name],
                 ratio.verdict(BARS[name]),
-                *([served["pat"][-1].accepted, unequal] if args.drafts else []),
             ]
         )
     text = (
         f"{args.requests} requests of {args.prompt} + {args.new_tokens} tokens, {args.model}, "
-        f"{args.drafts} draft tokens; median (low-high) of {args.repeats} batches of each side, in "
+        f"median (low-high) of {args.repeats} batches of each side, in "
         "turns. The ratio is the median of those of equal batches, with its 95% interval.\n\n"
     )
     header = ["", "PAT s", "stock s", "stock ms per token of a request", "ratio", "bar", ""]
-    header += ["accepted drafts", "batches with other tokens"] if args.drafts else []
     name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
     name += f"-{args.only}" if args.only else ""
     name += "-inplace" if args.weights == "inplace" else ""
-    name += "-drafts" if args.drafts else ""
     write_results(name, facts, body, text + table(header, rows))
 
 
@@ -111,7 +95,6 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
         max_num_seqs=64,
         max_num_batched_tokens=4096,
         kv_cache_memory_bytes=args.kv_mib << 20,
-        **(ngram(args.drafts) if args.drafts else {}),
     )
     two = flags | {"tensor_parallel_size": 2}
 
@@ -127,18 +110,9 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
     }
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A batch of one side: seconds from the common start until its last engine is done."""
-
-    seconds: float
-    tokens: tuple[Any, ...]
-    accepted: str
-
-
-def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, list[Batch]]:
-    """The batches of each side."""
-    served: dict[str, list[Batch]] = {side: [] for side in sides}
+def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each side's batches, from the common start until the last engine is done."""
+    served: dict[str, list[float]] = {side: [] for side in sides}
     with ExitStack() as stack:
         running: dict[str, list[Engine]] = {side: [] for side in sides}
         for side, engines in sides.items():
@@ -151,67 +125,48 @@ def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, l
                 running[side].append(engine)
         for repeat, order in enumerate(turns([*sides], args.repeats + 1)):
             for side in order:
-                batch = _serve(running[side], args, repeat)
+                seconds = _serve(running[side], args, repeat)
                 if repeat:  # the first one warms up
-                    served[side].append(batch)
+                    served[side].append(seconds)
     return served
 
 
-def _serve(engines: Sequence[Engine], args: argparse.Namespace, seed: int) -> Batch:
+def _serve(engines: Sequence[Engine], args: argparse.Namespace, seed: int) -> float:
     prompts = random_prompts(args.requests, args.prompt, seed)
-    if args.drafts:
-        prompts = repeating_prompts(args.model, args.requests, seed)
-    temperature = 0.0 if args.drafts else 1.0
     with awake(engines):
         begin_at = time.monotonic() + _BEGIN_SECONDS
         for index, engine in enumerate(engines):
-            part = prompts[index :: len(engines)]
-            engine.start(generate, part, args.new_tokens, temperature, begin_at)
-        parts = [engine.result() for engine in engines]
-    seconds = max(ended for _, ended, *_ in parts) - min(began for began, *_ in parts)
-    tokens = tuple(parts[i % len(parts)][2][i // len(parts)] for i in range(len(prompts)))
-    return Batch(seconds, tokens, parts[0][3])
+            engine.start(generate, prompts[index :: len(engines)], args.new_tokens, begin_at)
+        times = [engine.result() for engine in engines]
+    return max(ended for _, ended in times) - min(began for began, _ in times)
 
 
 def generate(
-    llm: Any, prompts: Sequence[Any], new_tokens: int, temperature: float, begin_at: float
-) -> tuple[float, float, list[list[int]], str]:
+    llm: Any, prompts: Sequence[Any], new_tokens: int, begin_at: float
+) -> tuple[float, float]:
     """Serve a batch of fixed lengths, in the engine's process, after a short one that wakes it.
 
     Args:
         begin_at: wait for this moment, so that several engines begin together.
 
     Returns:
-        When it began and ended, on the monotonic clock; tokens of each request; and of PAT's
-        engine the share of its draft tokens that were accepted so far.
+        When it began and ended, on the monotonic clock.
     """
     from vllm import SamplingParams
 
-    def serve(prompts: Sequence[Any], tokens: int) -> list[list[int]]:
-        params = SamplingParams(
-            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
+    def serve(prompts: Sequence[Any], tokens: int) -> list[int]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([*prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [len(output.outputs[0].token_ids) for output in outputs]
 
     serve([{"prompt_token_ids": [7, 8, 9]}], 2)
     while (left := begin_at - time.monotonic()) > 0:
         time.sleep(min(left, 1e-3))
     began = time.monotonic()
-    tokens = serve(prompts, new_tokens)
+    lengths = serve(prompts, new_tokens)
     ended = time.monotonic()
-    assert all(len(one) == new_tokens for one in tokens)
-    return began, ended, tokens, _accepted(llm)
-
-
-def _accepted(llm: Any) -> str:
-    if llm.llm_engine.vllm_config.additional_config.get("pat") is None:
-        return "-"
-    import pat_vllm
-
-    drafts = pat_vllm.report(llm).drafts
-    drafted = sum(sample.drafted for sample in drafts)
-    return f"{sum(sample.accepted for sample in drafts) / drafted:.2f}" if drafted else "-"
+    assert set(lengths) == {new_tokens}
+    return began, ended
 
 
 if __name__ == "__main__":

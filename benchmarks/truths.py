@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
@@ -32,20 +29,3 @@ class ScaledTruth:
         self, source: Layout, target: Layout, live: Number, tokens: Number
     ) -> Number:
         return self.switches * self.base.switch_seconds(source, target, live, tokens)
-
-
-@dataclass(frozen=True)
-class FixedSwitches:
-    """Every switch that carries requests takes `seconds`; the way home of an idle engine takes
-    what it takes in `base`."""
-
-    base: Truth
-    seconds: float
-
-    def step_seconds(self, layout: Layout, shape: StepShape, now: float, steps: int = 1) -> float:
-        return self.base.step_seconds(layout, shape, now, steps)
-
-    def switch_seconds(self, source: Layout, target: Layout, live: Any, tokens: Any) -> Any:
-        if source == target or not np.any(live):
-            return self.base.switch_seconds(source, target, live, tokens)
-        return self.seconds

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.simulated.replay import Processes
+from benchmarks.simulated.processes import Processes
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents

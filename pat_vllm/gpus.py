@@ -33,7 +33,7 @@ class Gpu:
         bandwidth: bytes per second of its memory.
         flops: dense 16-bit tensor operations per second, without sparsity.
         link: what connects the GPUs of a node.
-        links: bytes per second and direction, by link.
+        link_bandwidth: bytes per second and direction.
         source: where the figures come from.
     """
 
@@ -41,7 +41,7 @@ class Gpu:
     bandwidth: float
     flops: float
     link: Link
-    links: Mapping[str, float]
+    link_bandwidth: float
     source: str
 
 
@@ -50,8 +50,6 @@ NODE_SIZE = 8
 
 _PCIE4 = 25e9
 """PCIe 4.0 x16 has 31.5 GB/s per direction; copies between GPUs reach about 25."""
-_PCIE5 = 50e9
-"""PCIe 5.0 x16, likewise of 63 GB/s."""
 
 GPUS: Mapping[str, Gpu] = {
     "A40": Gpu(
@@ -59,7 +57,7 @@ GPUS: Mapping[str, Gpu] = {
         696e9,
         149.7e12,
         "pcie",
-        {"pcie": _PCIE4},
+        _PCIE4,
         "NVIDIA A40 datasheet",
     ),
     "H100": Gpu(
@@ -67,7 +65,7 @@ GPUS: Mapping[str, Gpu] = {
         3.35e12,
         989e12,
         "nvlink",
-        {"nvlink": 450e9, "pcie": _PCIE5},
+        450e9,
         "NVIDIA H100 datasheet (SXM)",
     ),
     "H200": Gpu(
@@ -75,7 +73,7 @@ GPUS: Mapping[str, Gpu] = {
         4.8e12,
         989e12,
         "nvlink",
-        {"nvlink": 450e9, "pcie": _PCIE5},
+        450e9,
         "NVIDIA H200 datasheet (SXM)",
     ),
 }

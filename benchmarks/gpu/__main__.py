@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceiling, decode, kv_blocks, report, reshard
+from benchmarks.gpu import ceiling, kv_blocks, report, reshard
 from benchmarks.gpu.shapes import Scale, scale_of
 from benchmarks.gpu.timing import Stopwatch
 
@@ -23,7 +22,6 @@ Part = Callable[[Stopwatch, Scale, float], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "reshard": reshard.measure,
     "kv": kv_blocks.measure,
-    "decode": decode.measure,
 }
 """What can be measured, beside the ceilings, which all of them refer to."""
 
@@ -67,20 +65,7 @@ def main(arguments: Sequence[str]) -> Path:
         stem.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         stem.with_suffix(".md").write_text(report.markdown(results))
     print(report.markdown(results))
-    _write_profiles(stem.with_suffix(".json"), "decode" in results and device.type == "cuda")
     return stem.with_suffix(".json")
-
-
-def _write_profiles(path: Path, wanted: bool) -> None:
-    if not wanted:
-        return
-    if find_spec("pydantic") is None:
-        print(f"for profiles, with pydantic at hand: python -m benchmarks.gpu.profiles {path}")
-        return
-    from benchmarks.gpu.profiles import write_profiles
-
-    for written in write_profiles(path):
-        print(f"written: {written}")
 
 
 def _give_back() -> None:

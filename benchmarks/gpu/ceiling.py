@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,39 +14,28 @@ from pat_vllm.kernels.swap import RowSwap, prepare
 _LARGE = 256 << 20
 """Copies from this size on make the ceiling; smaller ones end before they are at full speed."""
 
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies int64 elements from one tensor to another."""
-
 
 def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
-    """Copy and swap at each size: by torch, and on a GPU by Triton.
+    """Copy and swap at each size.
 
     Returns:
         `copy_bytes_per_second`: the copy ceiling, bytes read plus bytes written per second, the
-        best way among the largest copies; `swap_bytes_per_second`: likewise of swaps of two
+        best of the largest copies; `swap_bytes_per_second`: likewise of swaps of two
         halves of a tensor; `rows`, one for each size; `gpus`, the rate of torch's largest copy on
         each GPU.
 
     Raises:
-        AssertionError: what was copied or swapped is wrong.
+        AssertionError: what was swapped is wrong.
     """
     sizes = scale.copies
-    copies: dict[str, Copy] = {"torch": lambda a, b: b.copy_(a)}
-    if stopwatch.device.type == "cuda":
-        from benchmarks.gpu import triton_ops
-
-        copies["triton"] = triton_ops.copy
     rows = []
     for size in sizes:
         source = random_like(torch.empty(size // 8, dtype=torch.int64, device=stopwatch.device))
         target = torch.empty_like(source)
         row: dict[str, Any] = {"bytes": size}
-        for name, way in copies.items():
-            target.fill_(-1)
-            timing = stopwatch.measure(partial(way, source, target))
-            assert torch.equal(source, target), f"{name} copies wrongly"
-            row[f"{name}_bytes_per_second"] = 2 * size / timing.median
-            row[name] = milliseconds(timing)
+        timing = stopwatch.measure(partial(target.copy_, source))
+        row["copy_bytes_per_second"] = 2 * size / timing.median
+        row["copy"] = milliseconds(timing)
         half = len(source) // 2
         swap = prepare([[RowSwap(source, 0, half, half)]])
         timing = stopwatch.measure(swap.run)
@@ -60,9 +48,8 @@ def measure(stopwatch: Stopwatch, scale: Scale) -> dict[str, Any]:
         rows.append(row)
     gpus = torch.cuda.device_count() if stopwatch.device.type == "cuda" else 0
     large = [row for row in rows if row["bytes"] >= min(_LARGE, sizes[-1])]
-    rates = [f"{name}_bytes_per_second" for name in copies]
     return {
-        "copy_bytes_per_second": max(row[name] for row in large for name in rates),
+        "copy_bytes_per_second": max(row["copy_bytes_per_second"] for row in large),
         "swap_bytes_per_second": max(row["swap_bytes_per_second"] for row in large),
         "rows": rows,
         "gpus": [_copy_rate(gpu, scale) for gpu in range(gpus)],

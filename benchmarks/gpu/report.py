@@ -54,8 +54,8 @@ def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
     )
     if len(part["gpus"]) > 1:
         rates = ", ".join(_rate(rate) for rate in part["gpus"])
-        yield f"Copies by torch on each GPU: {rates} GB/s.\n"
-    kinds = ("torch", "triton", "swap")
+        yield f"Copies on each GPU: {rates} GB/s.\n"
+    kinds = ("copy", "swap")
     yield _table(
         ("MiB", *(f"{kind} GB/s" for kind in kinds)),
         [
@@ -112,40 +112,6 @@ def _kv(part: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _decode(part: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        "## Decode steps of one rank's shard\n\nMilliseconds, and the share of the copy ceiling at "
-        f"which weights and KV are read. No communication is in them. Attention: "
-        f"{part['attention']}. Relative error of the kernels: {part['error_of_kernels']:.1e}.\n"
-    )
-    rows = part["rows"]
-    contexts = sorted({row["context"] for row in rows})
-    cells: dict[tuple[Any, ...], dict[int, str]] = {}
-    for row in rows:
-        key = row["model"], row["tp"], row["batch"]
-        text = f"{row['ms']:.2f} ({row['share_of_copy']:.0%})"
-        cells.setdefault(key, {})[row["context"]] = text
-    yield _table(
-        ("model", "tp", "batch", *(f"{context:,} tokens" for context in contexts)),
-        [(*key, *(found.get(context, "") for context in contexts)) for key, found in cells.items()],
-    )
-    yield "Row-parallel matrices as columns of the whole ones, as after a reshard in place:\n"
-    yield _table(
-        ("model", "tp", "batch", "own ms", "columns ms", "ratio"),
-        [
-            (
-                row["model"],
-                row["tp"],
-                row["batch"],
-                f"{row['contiguous_ms']:.2f}",
-                f"{row['strided_ms']:.2f}",
-                f"{row['strided_over_contiguous']:.3f}",
-            )
-            for row in part["strided_row_parallel"]
-        ],
-    )
-
-
 def _engines(part: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"## Engines\n\nRandom model {part['shape']}. Milliseconds between two tokens of a "
@@ -178,7 +144,6 @@ _SECTIONS = {
     "ceiling": _ceiling,
     "reshard": _reshard,
     "kv": _kv,
-    "decode": _decode,
     "engines": _engines,
 }
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,36 +13,19 @@ from pat_vllm.model_size import ModelSize
 
 @dataclass(frozen=True)
 class ModelShape(ModelSize):
-    """A dense decoder with a name; Qwen3's norms of queries and keys are part of a step."""
+    """A dense decoder with a name."""
 
     name: str
-    qk_norm: bool
 
     @classmethod
     def known(cls, name: str) -> ModelShape:
         """One of `MODEL_SHAPES`."""
-        config = MODEL_SHAPES[name]
-        qk_norm = config["model_type"] == "qwen3"
-        return cls(**vars(ModelSize.of(config)), name=name, qk_norm=qk_norm)
-
-    def config(self) -> Mapping[str, Any]:
-        """The shape as in a config.json."""
-        return {
-            "model_type": "qwen3" if self.qk_norm else "llama",
-            "num_hidden_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocab,
-            "tie_word_embeddings": self.tied,
-        }
+        return cls(**vars(ModelSize.of(MODEL_SHAPES[name])), name=name)
 
 
 LLAMA_8B = ModelShape.known("llama-3.1-8b")
 QWEN_14B = ModelShape.known("qwen3-14b")
-TINY = ModelShape(2, 64, 8, 4, 16, 128, 512, tied=False, name="tiny", qk_norm=True)
+TINY = ModelShape(2, 64, 8, 4, 16, 128, 512, tied=False, name="tiny")
 
 RANKS = 8
 """Devices of the engines whose shards are measured."""
@@ -60,8 +41,6 @@ class Scale:
         requests, tokens: what KV is moved for, and how much of each.
         wide: tensor parallelism at the far end of that move.
         kv_bytes: bound on the KV of one measurement, over all layers.
-        batches, contexts: of decode steps.
-        decode_kv_bytes: bound on their KV; None is what the device has room for.
         repeats: runs of which the median is taken.
     """
 
@@ -72,9 +51,6 @@ class Scale:
     tokens: tuple[int, ...]
     wide: tuple[int, ...]
     kv_bytes: int
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    decode_kv_bytes: int | None
     repeats: int
     tps: tuple[int, ...] = (1, 2, 4, 8)
 
@@ -92,9 +68,6 @@ _FULL = Scale(
     tokens=(2048, 8192, 32768),
     wide=(2, 8),
     kv_bytes=48 << 30,
-    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    contexts=(1024, 2048, 4096, 8192, 16384, 32768),
-    decode_kv_bytes=None,
     repeats=9,
 )
 _QUICK = Scale(
@@ -105,9 +78,6 @@ _QUICK = Scale(
     tokens=(2048, 8192),
     wide=(2,),
     kv_bytes=16 << 30,
-    batches=(1, 16, 128),
-    contexts=(1024, 8192),
-    decode_kv_bytes=None,
     repeats=5,
 )
 _TINY = Scale(
@@ -118,9 +88,6 @@ _TINY = Scale(
     tokens=(32, 64),
     wide=(2, 4),
     kv_bytes=1 << 20,
-    batches=(1, 3),
-    contexts=(32, 80),
-    decode_kv_bytes=1 << 20,
     repeats=2,
 )
 

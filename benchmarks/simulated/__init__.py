@@ -1,1 +1,1 @@
-"""Policies on synthetic responses, simulated: `python -m benchmarks.simulated NAME`."""
+"""Policies on synthetic responses, simulated: `python -m benchmarks.simulated.elimination`."""

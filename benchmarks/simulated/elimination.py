@@ -1,4 +1,4 @@
-"""Which parts of the predictor earn their place.
+"""Which parts of the predictor earn their place: `python -m benchmarks.simulated.elimination`.
 
 Backward elimination by batch time. PAT replays every workload without each of its parts; the part
 without which batches take least time is dropped, and the rest is measured again, for as long as
@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
+import typer
 
 from benchmarks.held_out import held_out_error
 from benchmarks.simulated.kernel_truth import KernelTruth
-from benchmarks.simulated.replay import Processes, scaled_steps
+from benchmarks.simulated.processes import Processes
 from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
@@ -109,6 +110,19 @@ def _truth(name: str, seed: int) -> ReplayedTruth:
     profile = engine(name)
     kind = KernelTruth if name.endswith(", kernels") else ReplayedTruth
     return kind(profile, measured_noise() if profile.kind == "modelled" else profile, seed)
+
+
+def scaled_steps(profile: Profile, layout: Layout, factor: float) -> Profile:
+    """A profile in which the steps of a layout take `factor` times as long."""
+    steps = tuple(
+        s.model_copy(
+            update={name: factor * getattr(s, name) for name in ("seconds", "low", "high")}
+        )
+        if s.layout == layout
+        else s
+        for s in profile.steps
+    )
+    return profile.model_copy(update={"steps": steps})
 
 
 @cache
@@ -351,3 +365,28 @@ def eliminate(
             print(" | ".join(row), flush=True)
     headers = ("without", "", "all, against the whole", "worst workload", "worst wrong profile")
     return table(headers, rows)
+
+
+def main(
+    engines: Annotated[
+        list[str] | None,
+        typer.Option("--engine", help="`8 x H100` for a modelled one, or a profile's file."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Per workload.")] = 10,
+    wrong_seeds: Annotated[int, typer.Option(min=0, help="Likewise, with wrong profiles.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="At once.")] = 2,
+    part: Annotated[list[str] | None, typer.Option(help="May be dropped; default: all.")] = None,
+    steps: Annotated[bool, typer.Option(help="Only how well steps are predicted.")] = False,
+) -> None:
+    """Which parts of the predictor earn their place. Everything here is simulated."""
+    if unknown := {*(part or ())} - set(PARTS):
+        raise typer.BadParameter(f"no such part: {unknown}; there are {[*PARTS]}")
+    names = engines or ["8 x H100", "8 x A40", "pat_vllm/simulator/modelled/measured.json"]
+    if steps:
+        print(held_out(names, seeds))
+    else:
+        print(eliminate(names, seeds, wrong_seeds, processes, part))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -23,9 +23,9 @@ from pat_vllm.cli.demo_batch import (
     run_spec,
     schedule,
 )
-from pat_vllm.cli.demo_timeline import coloured, draw_timeline
 from pat_vllm.cli.engine_run import RunResult, run
 from pat_vllm.mixture import Mixture
+from pat_vllm.reporting.text import switch_in_words
 
 _MOST_SPREAD = 0.25
 """Times of the same work that differ by more than this cannot be compared."""
@@ -132,7 +132,7 @@ def drafts_of(results: Runs) -> str:
 
 
 def show(console: Console, results: Runs) -> None:
-    """Print the table and the timeline of the last contender."""
+    """Print the table, and the switches of the last contender."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("layout", min_width=10)
@@ -146,12 +146,11 @@ def show(console: Console, results: Runs) -> None:
         "spread: from the fastest to the slowest round; vs static: relative to the faster"
     )
     console.print("static layout; stall: while switching.")
-    last, runs = results[-1]
-    if any(one.run.drafts for one in runs):
+    run = typical(results[-1][1]).run
+    if run.drafts:
         console.print(drafts_of(results))
-    console.print(f"\nLive requests in run '{last.label}':")
-    for line in draw_timeline(typical(runs).run):
-        console.print(coloured(line), soft_wrap=True)
+    for one in run.switches:
+        console.print(f"switch {switch_in_words(one, run.began)}", soft_wrap=True)
 
 
 def demo(console: Console, options: DemoOptions) -> bool:

@@ -62,11 +62,6 @@ class Replayed:
         """Share of the draft tokens that were accepted."""
         return float(self.accepted.sum() / max(1, self.drafted.sum()))
 
-    @property
-    def drafted_per_step(self) -> float:
-        """Draft tokens of a step."""
-        return float(self.drafted.sum() / max(1, self.steps.sum()))
-
 
 def replay(
     prompt: np.ndarray,

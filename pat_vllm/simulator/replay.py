@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
 from pat_vllm.simulator.engine import CHUNK, SimulatedEngine
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import Truth
+
+TRAINING = 60.0
+"""Seconds between two batches."""
 
 
 def simulate(
@@ -20,7 +22,6 @@ def simulate(
     truth: Truth,
     capacity: ReplicaCapacity,
     *,
-    start: Layout | None = None,
     began: float = 0.0,
     chunk: int = CHUNK,
 ) -> SimulatedReport:
@@ -33,7 +34,6 @@ def simulate(
         policy: its layouts are the engine's; it may have seen earlier runs.
         truth: what steps and switches take.
         capacity: what each replica can hold.
-        start: layout to begin in; None: the policy's home.
         began: time of the trace's beginning; must not lie before the end of an earlier run.
         chunk: most steps at once; 1 simulates step by step.
 
@@ -41,7 +41,7 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     earlier = len(policy.report().decisions)
-    engine = SimulatedEngine(trace, truth, capacity, start or policy.home, began, chunk, policy)
+    engine = SimulatedEngine(trace, truth, capacity, policy.home, began, chunk, policy)
     over = True  # and the policy was told
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:
@@ -79,10 +79,9 @@ def simulate_batches(
     truth: Truth,
     capacity: ReplicaCapacity,
     *,
-    gap: float = 60.0,
     chunk: int = CHUNK,
 ) -> list[SimulatedReport]:
-    """Replay traces one after another with the same policy, `gap` seconds (training) apart.
+    """Replay traces one after another with the same policy, `TRAINING` seconds apart.
 
     Their prompts are taken for different ones, whatever their groups are called.
     """
@@ -91,7 +90,7 @@ def simulate_batches(
     for trace in traces:
         groups = tuple(first + group for group in trace.groups)
         first = max(groups) + 1
-        began = runs[-1].back + gap if runs else 0.0
+        began = runs[-1].back + TRAINING if runs else 0.0
         apart = replace(trace, groups=groups)
         runs.append(simulate(apart, policy, truth, capacity, began=began, chunk=chunk))
     return runs

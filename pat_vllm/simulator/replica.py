@@ -18,7 +18,7 @@ from pat_vllm.predictor.state import Ints
 from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.requests import SimulatedRequests
-from pat_vllm.simulator.steady import Steady, SteadyWithDrafts
+from pat_vllm.simulator.steady import Steady
 
 if TYPE_CHECKING:
     pass
@@ -148,7 +148,7 @@ class SimulatedReplica:
     end: float = math.inf
     k: int = 0
     pace: float = 1.0
-    steady: Steady | SteadyWithDrafts | None = None
+    steady: Steady | None = None
     free: FreeMemory | None = None
 
     @property
@@ -260,16 +260,14 @@ class SimulatedReplica:
         k = draft_length(len(self.running))
         if not self.waiting and len(decoding) == len(self.running):
             decoding = self.running
-            self.steady = (
-                SteadyWithDrafts(requests, decoding, k) if k else Steady(requests, decoding)
-            )
+            self.steady = Steady(requests, decoding, k)
         least = requests.steps_left(decoding, k) if decoding else 1
         pace = requests.pace(decoding, k)
         return ScheduledStep(decoding, prefilling, context, longest, least, room, k, pace)
 
     def _still_steady(
         self, requests: SimulatedRequests, room: float, draft_length: Callable[[int], int]
-    ) -> Steady | SteadyWithDrafts | None:
+    ) -> Steady | None:
         """What runs, where the next step also does nothing but decode it."""
         steady = self.steady
         if steady is not None and (
@@ -285,7 +283,7 @@ class SimulatedReplica:
     def write(self, requests: SimulatedRequests) -> None:
         """Write the tokens that were counted in common."""
         if self.steady is not None:
-            self.steady.write(requests, self.running)
+            self.steady.write(requests)
 
     def finish(self, requests: SimulatedRequests, steps: int) -> list[int]:
         """`steps` steps of the chunk are over, and the chunk with them.

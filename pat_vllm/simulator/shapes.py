@@ -163,14 +163,3 @@ GENERATORS: Mapping[str, Generator] = {
 }
 """Synthetic workloads by name: made by (requests, or trajectories; longest response in tokens, or
 all that follows a trajectory's first prompt; seed)."""
-
-
-def generator(workload: str) -> Generator:
-    """The generator of a synthetic workload.
-
-    Raises:
-        ValueError: its name is unknown.
-    """
-    if workload not in GENERATORS:
-        raise ValueError(f"workload {workload!r} is unknown; allowed are {', '.join(GENERATORS)}")
-    return GENERATORS[workload]

@@ -5,9 +5,8 @@ Lengths are in tokens. A length equal to the trace's `max_tokens` is a response 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
@@ -25,7 +24,6 @@ from pat_vllm.files.reading import (
     read_text,
     shown,
 )
-from pat_vllm.files.writing import write_whole
 
 _SHORTEST_PROMPT, LONGEST_PROMPT = 64, 512
 """Of synthetic prompts, in tokens."""
@@ -225,10 +223,6 @@ class LengthTrace:
                 arrives, before = tool_seconds, len(columns) - 1
         lengths, arrivals, held_tokens, after = zip(*columns, strict=True)
         return cls(name, lengths, arrivals, (), held_tokens, max_tokens, after=after)
-
-    def save(self, path: Path) -> None:
-        """Write as JSON, for `load_trace`."""
-        write_whole(Path(path), json.dumps(asdict(self)) + "\n")
 
 
 def _prompts(count: int, seed: int) -> list[int]:

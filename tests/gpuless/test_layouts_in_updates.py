@@ -21,7 +21,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
 import pat_vllm.executor.executor as executor_module
-from benchmarks import without_workers
 from pat_vllm import commands
 from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutorMixin
@@ -33,6 +32,7 @@ from pat_vllm.worker.layout_config import layout_config
 from pat_vllm.worker.layout_weights import LayoutWeights
 from pat_vllm.worker.worker import PATWorkerMixin
 from tests.gpuless.replaced import replace
+from tests.vllm import without_workers
 
 RANKS = 8
 SINGLE, PAIRS = Layout.of(1, RANKS), Layout.of(2, RANKS)

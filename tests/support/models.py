@@ -121,6 +121,8 @@ SPECS: dict[str, dict[str, Any]] = {
     # For GPUs (tests/gpu): heads as wide as those of real models, in 16 bits.
     "wide": dict(WIDE, seed=0),
     "wide_updated": dict(WIDE, seed=1),
+    # For schedulers of eight ranks, which only read its config.
+    "eight_kv_heads": dict(arch="qwen3", heads=8, kv_heads=8, max_position_embeddings=16_384),
     # So few tokens that the law of sampled text can be computed. Most likely goes on in its phrase.
     "vocab16": dict(
         arch="qwen3",

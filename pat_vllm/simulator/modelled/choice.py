@@ -250,7 +250,7 @@ class _Search:
     def fastest(self, sets: Sequence[tuple[int, ...]], gpu: Gpu, load: Load) -> tuple[int, ...]:
         """The one with fewest layouts of those that are about as fast as the fastest."""
         assert self.model is not None
-        machine = Machine(self.model, gpu, gpu.link)
+        machine = Machine(self.model, gpu)
         seconds = {one: self._seconds(one, machine, load) for one in sets}
         several = [one for one in sets if len(one) > 1]
         if not several or min(seconds.values()) * (1 + _ALONE) < min(

@@ -1,12 +1,8 @@
 """Which experts a step's tokens go to: how many are hot, and what falls to the busiest rank. Pure.
 
-A token goes to `per_token` of a layer's experts. Which ones it takes does not depend on the other
-tokens: each expert has a popularity, the probability that a token goes to it. They are equal, or
-fall as a power of the expert's place among them (Zipf's law, of exponent `skew`).
-
-Where experts lie whole on the ranks, popular ones lie on any of them, others in each layer. What
-the busiest rank has is the mean over layers drawn at random, always the same ones; how much work
-falls to a rank is normally distributed there.
+A token goes to `per_token` of a layer's experts, which are equally popular, whatever the other
+tokens take. Where experts lie whole on the ranks, what the busiest rank has is the mean over layers
+drawn at random, always the same ones; how much work falls to a rank is normally distributed there.
 """
 
 from __future__ import annotations
@@ -29,26 +25,23 @@ class Routing:
     Attributes:
         count: experts.
         per_token: those that a token goes to.
-        skew: exponent of their popularity; 0: all are equal.
     """
 
     count: int
     per_token: int
-    skew: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
             raise ValueError(f"a token goes to 1 to {self.count} experts, not to {self.per_token}")
-        if not 0 <= self.skew < np.inf:
-            raise ValueError(f"skew of routing is at least 0, got {self.skew}")
 
-    def popularity(self) -> Floats:
-        """Probability that a token goes to an expert, float64 [count], descending."""
-        return _popularity(self)
+    @property
+    def popularity(self) -> float:
+        """Probability that a token goes to an expert."""
+        return self.per_token / self.count
 
     def hot(self, tokens: float) -> float:
         """Experts of a layer that at least one of so many tokens goes to, in the mean."""
-        return float((1 - (1 - self.popularity()) ** tokens).sum())
+        return self.count * (1 - (1 - self.popularity) ** tokens)
 
     def busiest(self, tokens: int, ranks: int) -> ExpertLoad:
         """What falls to the rank with most, where the experts are spread, in the mean."""
@@ -69,47 +62,26 @@ class ExpertLoad:
 
 
 @lru_cache(maxsize=64)
-def _popularity(routing: Routing) -> Floats:
-    count, per_token = routing.count, routing.per_token
-    weights = np.arange(1.0, count + 1) ** -routing.skew
-    if routing.skew == 0 or per_token == count:
-        return np.full(count, per_token / count)
-
-    def chosen(rate: float) -> Floats:
-        # Experts come in at random times, those of more weight sooner; a token takes the first.
-        return -np.expm1(-rate * weights)
-
-    low, high = 0.0, 1.0
-    while chosen(high).sum() < per_token:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chosen(middle).sum() < per_token else (low, middle)
-    return chosen(high)
-
-
-@lru_cache(maxsize=64)
-def _drawn(routing: Routing, ranks: int) -> tuple[Floats, Floats, tuple[int, ...]]:
-    """Layers whose experts lie at random: their popularities, and a uniform number for each, which
-    says how soon it is hot, float64 [layers, count]; the first expert of each rank."""
-    random = np.random.default_rng((routing.count, routing.per_token))
-    popularity = np.tile(routing.popularity(), (_LAYERS, 1))
-    popularity, uniform = random.permuted(popularity, axis=1), random.random(popularity.shape)
+def _drawn(routing: Routing, ranks: int) -> tuple[Floats, tuple[int, ...]]:
+    """Drawn layers: a uniform number for each expert, which says how soon it is hot, float64
+    [layers, count]; the first expert of each rank, and their count."""
+    uniform = np.random.default_rng((routing.count, routing.per_token)).random(
+        (_LAYERS, routing.count)
+    )
     # Ranges, as vLLM lays them: the first ranks have one more where they do not divide.
     each, more = divmod(routing.count, ranks)
-    return popularity, uniform, tuple(rank * each + min(rank, more) for rank in range(ranks))
+    return uniform, tuple(rank * each + min(rank, more) for rank in range(ranks + 1))
 
 
 @lru_cache(maxsize=4096)
 def _busiest(routing: Routing, tokens: int, ranks: int) -> ExpertLoad:
     # The same random numbers for all token counts: with more tokens no rank has less.
-    popularity, uniform, first = _drawn(routing, ranks)
-    hot = np.add.reduceat(1.0 * (uniform > (1 - popularity) ** tokens), first, axis=1)
-    mean, variance = (
-        np.add.reduceat(one, first, axis=1) for one in (popularity, popularity * (1 - popularity))
-    )
+    uniform, first = _drawn(routing, ranks)
+    share = routing.popularity
+    hot = np.add.reduceat(1.0 * (uniform > (1 - share) ** tokens), first[:-1], axis=1)
+    mean = np.diff(first) * share
     random = np.random.default_rng((routing.count, routing.per_token, ranks))
-    off = random.standard_normal(mean.shape) * np.sqrt(variance)
+    off = random.standard_normal((_LAYERS, ranks)) * np.sqrt(mean * (1 - share))
     off -= off.mean(axis=1, keepdims=True)  # every token goes to as many
     work = np.clip(tokens * mean + tokens**0.5 * off, 0.0, tokens * routing.per_token)
     return ExpertLoad(float(hot.max(axis=1).mean()), float(work.max(axis=1).mean()))

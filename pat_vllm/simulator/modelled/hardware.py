@@ -42,6 +42,11 @@ _CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PREFILLS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MIXED_BATCHES = (8, 64)
 _SWITCH_LIVE = (1, 4, 16, 64)
+_MIXTURE_NOTE = (
+    " Experts are equally popular, tokens choose them independently, and a step reads those that "
+    f"are chosen; {EXPERT_KERNELS} more small kernels a layer, of {KERNEL_OVERHEAD * 1e6:.0f} "
+    "microseconds."
+)
 
 
 def modelled_profile(
@@ -54,7 +59,6 @@ def modelled_profile(
     draft_lengths: Iterable[int] = (),
     drafting: float = 0.0,
     experts: WantedExperts = "auto",
-    skew: float = 0.0,
     static: bool = False,
 ) -> Profile:
     """A profile from public figures, labelled as such: of PAT's engine, or of static ones.
@@ -75,7 +79,6 @@ def modelled_profile(
             with none.
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
         experts: of a mixture, how they lie in layouts with tp > 1, as PAT's option.
-        skew: of its routing; an assumption.
         static: each layout has engines of its own.
 
     Raises:
@@ -84,12 +87,11 @@ def modelled_profile(
     model_config, name = named_config(model) if isinstance(model, str) else (model, "")
     gpu = gpu_named(gpu)
     figures = GPUS[gpu]
-    link = figures.link
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     name = name or _known_name(model_config)
     shape = ModelShape.from_config(model_config)
-    machine = Machine(shape, figures, link, drafting, skew)
+    machine = Machine(shape, figures, drafting)
     mixture = Mixture.from_config(model_config)
     lengths = tuple(sorted({*draft_lengths} - {0}))
     if drafting < 0 or any(length < 0 for length in lengths):
@@ -126,16 +128,16 @@ def modelled_profile(
         steps += _draft_steps(machine, layout, kv_tokens[tp], limits[tp], lengths)
     return Profile(
         kind="modelled",
-        title=f"modelled: {name} on {ranks} x {gpu} ({link})",
+        title=f"modelled: {name} on {ranks} x {gpu} ({figures.link})",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         key={
             "modelled": True,
             "model": name,
             "gpu": gpu,
             "ranks": ranks,
-            "link": link,
+            "link": figures.link,
             **({"draft_lengths": [0, *lengths], "drafting": drafting} if lengths else {}),
-            **({"experts": experts, "skew": skew} if mixture else {}),
+            **({"experts": experts} if mixture else {}),
             **({"static": True} if static else {}),
         },
         ranks=ranks,
@@ -150,25 +152,15 @@ def modelled_profile(
         note=(
             f"Modelled, not measured. Figures of the {figures.source}: "
             f"{figures.device.memory / 2**30:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
-            f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {link} "
-            f"{figures.links[link] / 1e9:.0f} GB/s per direction; shape of the model from its "
+            f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {figures.link} "
+            f"{figures.link_bandwidth / 1e9:.0f} GB/s per direction; shape of the model from its "
             f"config.json. Assumed: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
             f"{COMPUTE_EFFICIENCY:.0%} of the FLOPS, {EXCHANGE_EFFICIENCY:.0%} of the link for KV, "
             f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {SWITCH_FIXED:.3f} s per switch besides "
             "moving KV and weights."
             + (f" A drafter takes {drafting * 1e3:.1f} ms of a step." if lengths else "")
-            + (mixture_note(skew) if mixture else "")
+            + (_MIXTURE_NOTE if mixture else "")
         ),
-    )
-
-
-def mixture_note(skew: float) -> str:
-    """What is assumed of a mixture's steps."""
-    popularity = f"popular by Zipf's law of exponent {skew:g}" if skew else "equally popular"
-    return (
-        f" Experts are {popularity}, tokens choose them independently, and a step reads those that "
-        f"are chosen; {EXPERT_KERNELS} more small kernels a layer, of {KERNEL_OVERHEAD * 1e6:.0f} "
-        "microseconds."
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from pat_vllm.gpus import Gpu, Link
+from pat_vllm.gpus import Gpu
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import SwitchSample
@@ -27,15 +27,15 @@ from pat_vllm.simulator.modelled.figures import (
 )
 
 
-def layer_communication(gpu: Gpu, link: Link, tp: int, size: float) -> float:
+def _layer_communication(gpu: Gpu, tp: int, size: float) -> float:
     """Seconds that a layer's all-reduces take, of activations of `size` bytes.
 
     Ring all-reduces: latency, and 2 (tp - 1) / tp times the bytes over the link.
     """
     if tp == 1:
         return 0.0
-    fixed, per_doubling = ALL_REDUCE_LATENCY[link]
-    rate = gpu.links[link] * ALL_REDUCE_EFFICIENCY[link]
+    fixed, per_doubling = ALL_REDUCE_LATENCY[gpu.link]
+    rate = gpu.link_bandwidth * ALL_REDUCE_EFFICIENCY[gpu.link]
     one = fixed + per_doubling * log2(tp) + size * 2 * (tp - 1) / tp / rate
     return ALL_REDUCES_PER_LAYER * one
 
@@ -46,14 +46,11 @@ class Machine:
 
     Attributes:
         drafting: seconds that a drafter adds to a step in which it runs; an assumption.
-        skew: of a mixture's routing (`Routing`); an assumption.
     """
 
     model: ModelShape
     gpu: Gpu
-    link: Link
     drafting: float = 0.0
-    skew: float = 0.0
 
     def expert_load(self, layout: Layout, tokens: int) -> ExpertLoad:
         """Of a mixture: what a layer's experts are for the rank of a replica that has most to do.
@@ -61,7 +58,7 @@ class Machine:
         Cut experts are a part of an expert each, for every rank alike.
         """
         assert self.model.experts is not None
-        routing = Routing(self.model.experts.count, self.model.experts.per_token, self.skew)
+        routing = Routing(self.model.experts.count, self.model.experts.per_token)
         if layout.experts == "ep":
             return routing.busiest(tokens, layout.tp)
         return ExpertLoad(routing.hot(tokens) / layout.tp, tokens * routing.per_token / layout.tp)
@@ -101,8 +98,8 @@ class Machine:
             launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
-        communicating = model.layers * layer_communication(
-            self.gpu, self.link, tp, tokens * model.hidden * model.dtype_bytes
+        communicating = model.layers * _layer_communication(
+            self.gpu, tp, tokens * model.hidden * model.dtype_bytes
         )
         drafting = self.drafting if k else 0.0
         return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
@@ -152,7 +149,7 @@ class Machine:
         kv_bytes = int(kv_bytes + live * self.moved_states(source, target))
         senders = min(live, source.replicas) * source.tp
         receivers = min(live, target.replicas) * target.tp
-        link = self.gpu.links[self.link] * EXCHANGE_EFFICIENCY
+        link = self.gpu.link_bandwidth * EXCHANGE_EFFICIENCY
         kv = kv_bytes / max(1, min(senders, receivers)) / link
         shard = self.model.resident_weights(target.tp)
         if self.model.experts is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,3 +63,22 @@ def _lines_of(tree: ast.AST, names: list[str], whole: str) -> tuple[int, int]:
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
     assert node.end_lineno is not None
     return first - 1, node.end_lineno
+
+
+def mutations(table: Mapping[str, Sequence[tuple[str, ...]]]) -> list[Mutation]:
+    """A table's rows: the mistake, the function, and what is replaced by what, in pairs.
+
+    Args:
+        table: by the tests that must see the mistakes, with " + " between several. A
+            function is of `pat_vllm` unless it begins with another folder of the repository.
+    """
+    return [
+        Mutation(
+            name,
+            place if place.startswith(("tests.", "benchmarks.")) else f"pat_vllm.{place}",
+            dict(zip(pieces[::2], pieces[1::2], strict=True)),
+            tuple(tests.split(" + ")),
+        )
+        for tests, rows in table.items()
+        for name, place, *pieces in rows
+    ]

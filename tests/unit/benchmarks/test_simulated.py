@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.simulated import drafts, elimination, mixture, paper
-from benchmarks.simulated.__main__ import app
+from benchmarks.simulated import elimination
 from benchmarks.simulated.elimination import Elimination, Scenario
-from benchmarks.simulated.replay import Processes, Setting
+from benchmarks.simulated.processes import Processes
 from benchmarks.where_it_pays import AGENTS, TAILS, cells_of, drawn
 from benchmarks.where_it_pays import app as where_it_pays
 from pat_vllm.predictor.step_time import StepTimeModel
 
 PROFILES = Path(__file__).parents[3] / "benchmarks" / "profiles"
 PNG = b"\x89PNG"
-
-
-def test_paper() -> None:
-    setting = next(one for one, (generation, _) in paper.SETTINGS.items() if generation)
-    result = paper.run(replace(setting, requests=4), 2)
-    # Switches of the paper's cost are no choice of the clairvoyant's.
-    choices = zip(result.clairvoyant, result.ours, *result.static.values(), strict=True)
-    assert all(best <= min(others) for best, *others in choices)
-    cells = paper.row(setting, result)
-    assert "-34.6%" in cells and "1.37x" in cells
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_one_setting_by_the_command_line(processes: int) -> None:
-    options = "paper --gpu H100 --ranks 2 --requests 4 --max-tokens 64 --workload uniform --seeds 1"
-    done = CliRunner().invoke(app, [*options.split(), "--processes", str(processes)])
-    assert done.exit_code == 0, done.output
-    assert "MODELLED" in done.output and done.output.count("llama-3.1-8b, 2 x H100") == 2
-
-
-def test_drafts() -> None:
-    setting = Setting("A40", requests=8, max_tokens=128, acceptance=0.5)
-    result = drafts.run(setting, 1)
-    sides = (result.plain, result.fixed, result.tuned, result.pat_plain, result.pat)
-    assert result.clairvoyant <= min(sides)
-    # Half of all drafts are accepted.
-    assert result.pat < result.pat_plain and result.fixed < result.plain
-    assert "median" in drafts.closing([(setting, result)])
-
-
-def test_mixture() -> None:
-    setting = Setting("H200", "qwen3-30b-a3b", 32, 64, workload="grpo")
-    sides = mixture.run(setting, 1)
-    ours = [(side.name, side.layout[:3]) for side in sides if side.name != "static"]
-    assert len(sides) == 14 and {base for _, base in ours} == {"tp1", "tp2", "tp4"}
-    assert len(mixture.row(setting, sides)) == len(mixture.comparison(1).headers)
 
 
 def test_where_it_pays(tmp_path: Path) -> None:

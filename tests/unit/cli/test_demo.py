@@ -21,7 +21,6 @@ from pat_vllm.cli.demo_batch import (
     run_spec,
     schedule,
 )
-from pat_vllm.cli.demo_timeline import draw_timeline
 from pat_vllm.cli.engine_run import Batch, RunFailed, RunResult, RunSpec
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
@@ -143,13 +142,6 @@ def test_what_is_shown() -> None:
         ("replicas", "tp1dp2", "12.00", "4%", "1.20", "0", "-"),
         ("one group", "tp2dp1", "10.00", "4%", "1.00", "0", "-"),
         ("live switch", "tp1dp2, tp2dp1 at 2", "8.00", "4%", "0.80", "1", "250"),
-    ]
-    lines = draw_timeline(RESULTS[2].run, width=16)
-    assert lines[:4] == [
-        "     8 |::::::::",
-        "     4 |::::::::",
-        "     2 |::::::::####",
-        "     1 |::::::::########",
     ]
     assert disagreement(runs()) is None
     shorter = dataclasses.replace(RESULTS[2], outputs=((5,), (7, 8, 9, 10)))

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.calibration import calibration, live_at, replay, tell
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.lengths import EDGES, Collector, LengthModel, Pool, cumulative_hazard
 from pat_vllm.predictor.state import LiveRequests
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
+from tests.unit.predictor.calibration import Calibration, live_at, replay, tell
 from tests.unit.predictor.examples import live_requests
 
 
@@ -171,13 +171,12 @@ def test_empty_and_aborted_batches_change_nothing_and_single_requests_add_up() -
     ids=["uniform", "deepscaler", "drift"],
 )
 def test_calibrated_after_three_batches(batches: list[LengthTrace]) -> None:
-    predictions = [one for one in replay(batches) if one.batch >= 3 or one.batch == 0]
-    result = calibration(batches, predictions)
-    assert result.later is not None
-    assert 0.74 < result.later.coverage_80 < 0.86
-    assert 0.7 < result.later.live_coverage < 1
-    assert result.later.live_error < 0.025
-    assert result.first.live_error < 0.12
+    found = replay(batches)
+    later = Calibration.mean(found[3:])
+    assert 0.74 < later.coverage_80 < 0.86
+    assert 0.7 < later.live_coverage < 1
+    assert later.live_error < 0.025
+    assert found[0].live_error < 0.12
 
 
 # Persistence

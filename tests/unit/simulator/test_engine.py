@@ -52,7 +52,7 @@ def test_steps_of_chunks_are_summed() -> None:
 def test_switch_and_return_home() -> None:
     """Both step for 3 s; then 2 s of switch, and the other's 7 tokens at 0.75 s; then home."""
     policy = Recorder(LayoutSchedule(ONE, ((1, TWO),)))
-    runs = simulate_batches([batch(3, 10, max_tokens=10)] * 2, policy, Constant(), FREE, gap=100.0)
+    runs = simulate_batches([batch(3, 10, max_tokens=10)] * 2, policy, Constant(), FREE)
     run = runs[0]
     assert run.finished == (3.0, 3 + 2 + 7 * 0.75)
     assert run.seconds == 10.25 + 2
@@ -72,7 +72,7 @@ def test_switch_and_return_home() -> None:
         ("switched", 10.25, "tp1dp2", 0),
     ]
     # The next batch begins after the gap, and its prompts are others.
-    assert (runs[1].seconds, runs[1].began) == (12.25, 112.25)
+    assert (runs[1].seconds, runs[1].began) == (12.25, 72.25)
     assert policy.groups == {0, 1, 2, 3}
     # They are reports of the engine's kind.
     report = Report.from_json(runs[1].to_json())

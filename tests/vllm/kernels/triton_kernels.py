@@ -51,36 +51,6 @@ def in_process(module: str, variables: Mapping[str, str] | None = None) -> str:
     return done.stdout
 
 
-def hopper_code(
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> str:
-    """PTX for compute capability 9.0, with pointers that are aligned as torch's are.
-
-    Args:
-        types: of the arguments, such as "*bf16" or "i32"; for some it does not have, too.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else types[n] for n in names}
-    aligned = [["tt.divisibility", 16]]
-    attributes = {(i,): aligned for i, n in enumerate(names) if signature[n].startswith("*")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = triton.compile(
-            ASTSource(kernel, signature, dict(constants), attributes),
-            target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": num_warps, "num_stages": num_stages},
-        )
-    return str(compiled.asm["ptx"])
-
-
 @dataclass(frozen=True)
 class Code:
     """What a launch is compiled to.

@@ -16,7 +16,6 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 from vllm.v1.request import RequestStatus
 
-from benchmarks.without_workers import engine_config
 from pat_vllm import plugin
 from pat_vllm.kv_transfer.connector import PATConnector
 from pat_vllm.metrics import names
@@ -49,6 +48,7 @@ from tests.unit.metrics.test_updates import (
 from tests.unit.reporting.samples import switch_report
 from tests.vllm.metrics.exported import samples, series
 from tests.vllm.scheduler.test_scheduler import add, no_plan, scheduler, step
+from tests.vllm.without_workers import engine_config
 
 __all__ = ["scheduler"]
 

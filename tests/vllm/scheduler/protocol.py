@@ -12,11 +12,11 @@ from typing import Any
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from benchmarks.without_workers import Executor, engine_config, request
 from pat_vllm.executor import executor as executor_module
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.support.ngram import propose
+from tests.vllm.without_workers import Executor, engine_config, request
 
 PROMPT = 32
 SHORTEST, LONGEST = 2, 4

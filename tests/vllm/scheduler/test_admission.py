@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, request
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kv_transfer.plan import BlockMove, RequestBlocks, plan_moves
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.support.kinds import full
 from tests.vllm.scheduler.test_scheduler import step
+from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, request
 
 LAYOUTS = (1, 8, 2, 4, 1)
 

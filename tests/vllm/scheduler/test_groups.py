@@ -22,11 +22,11 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request
 
-from benchmarks.without_workers import BLOCK_SIZE, spec
 from pat_vllm.kinds import NULL_BLOCK
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
 from pat_vllm.worker.layout_config import kinds_of
+from tests.vllm.without_workers import BLOCK_SIZE, spec
 
 FULL = spec(FullAttentionSpec)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
-from benchmarks.without_workers import engine_config
 from pat_vllm.patches.schedulers import make_room_for_grammars
 from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.vllm.scheduler.test_scheduler import add, step
+from tests.vllm.without_workers import engine_config
 
 RANKS = 8
 SEQS = 4

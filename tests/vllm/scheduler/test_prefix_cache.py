@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.request import Request, RequestStatus
 
-from benchmarks.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, spec
 from pat_vllm import kinds
 from pat_vllm.executor.messages import SwitchCommand
 from pat_vllm.kinds import NULL_BLOCK
@@ -36,6 +35,7 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from tests.support.kinds import LaterHalf
 from tests.vllm.scheduler.later_half import LaterHalfSpec
 from tests.vllm.scheduler.test_scheduler import results_of
+from tests.vllm.without_workers import BLOCK_SIZE, EXECUTOR, engine_config, spec
 
 HEADS = 8
 TPS = (1, 2, 4, 8)

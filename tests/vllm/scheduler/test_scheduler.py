@@ -12,7 +12,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from benchmarks.without_workers import EXECUTOR, answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.policy import Policy
@@ -24,6 +23,7 @@ from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.stats import merge_outputs
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.kinds import full
+from tests.vllm.without_workers import EXECUTOR, answer, engine_config, request
 
 
 @pytest.fixture

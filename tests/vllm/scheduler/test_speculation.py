@@ -18,7 +18,6 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from benchmarks.without_workers import answer, engine_config, request
 from pat_vllm.executor.executor import StepResult
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import StepShape
@@ -34,6 +33,7 @@ from pat_vllm.speculation import Schedule, draft_lengths, every_length
 from pat_vllm.turns import Turns
 from tests.vllm.scheduler.protocol import SPECULATIVE, check_storm
 from tests.vllm.scheduler.test_scheduler import no_plan
+from tests.vllm.without_workers import answer, engine_config, request
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 

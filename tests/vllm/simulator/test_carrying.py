@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
-from benchmarks.without_workers import BLOCK_SIZE, RANKS, engine_config
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
 from pat_vllm.profiling.profile import StepShape
@@ -25,6 +24,7 @@ from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
 from tests.vllm.scheduler.test_prefix_cache import request
 from tests.vllm.scheduler.test_scheduler import results_of
+from tests.vllm.without_workers import BLOCK_SIZE, RANKS, engine_config
 
 SWITCHES = {60: 2, 120: 8, 200: 1, 260: 4, 330: 8, 420: 2}
 """Steps of the engine, and the tp to switch to then. It begins in tp=4."""

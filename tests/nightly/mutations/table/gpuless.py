@@ -3,451 +3,161 @@
 
 from __future__ import annotations
 
-from tests.nightly.mutations.mutation import Mutation
+from tests.nightly.mutations.mutation import mutations
 
-WORKER = "pat_vllm.worker.worker:PATWorkerMixin"
-UPDATES = "pat_vllm.worker.updates:WeightUpdatesMixin"
-GPU_WORKER = "pat_vllm.worker.gpu_worker:PATGPUWorker"
-CONFIG = "pat_vllm.worker.layout_config"
-RUNTIME = "pat_vllm.worker.runtime"
-EXCHANGE = "pat_vllm.kv_transfer.exchange"
-LATE = "pat_vllm.worker.late_memory"
-RUNNERS = "pat_vllm.patches.runners"
-SUPPORT = "pat_vllm.support"
-REFUSED = "pat_vllm.refused"
-DEVICE = "pat_vllm.kernels.device"
-LAYOUT_WEIGHTS = "pat_vllm.worker.layout_weights:LayoutWeights"
-EXECUTOR = "pat_vllm.executor.executor:PATExecutorMixin"
-DRAFTS = "pat_vllm.patches.drafts"
-
-ELSEWHERE = "with torch.cuda.stream(torch.cuda.Stream()): "
-POOL = "type(__import__('vllm.platforms').platforms.current_platform)._global_graph_pool"
-
-TABLE: dict[str, dict[str, dict[str, dict[str, str]]]] = {
-    "test_capture_sizes.py": {
-        f"{CONFIG}:_limit_cuda_graphs": {
-            "drafts are not counted": {" * config.uniform_decode_query_len": ""},
-        },
-        f"{CONFIG}:_resize_cuda_graphs": {
-            "the user's sizes are lost": {" and _vllm_chose_sizes(engine)": ""},
-            "the largest of the engine's sizes": {
-                ".max_cudagraph_capture_size = chosen[-1]": ".max_cudagraph_capture_size = engine.compilation_config.cudagraph_capture_sizes[-1]"
-            },
-        },
-    },
-    "test_collectives.py::test_all_ranks_make_the_same_calls_on_their_devices[4]": {
-        f"{WORKER}.pat_switch": {
-            "a switch makes its exchange": {
-                "kv_bytes = 0\n": "kv_bytes = 0; Exchange(device_world_group(), self.device)\n"
-            },
-        },
-        f"{WORKER}._devices_of_group": {
-            "devices in the order of ranks": {"device_of(rank, ranks) for": "rank for"},
-        },
-        f"{WORKER}.init_device": {
-            "a rank makes its groups in another order": {
-                "for layout in layouts\n": "for layout in layouts[:: -1 if self.rank == 1 else 1]\n"
-            },
-            "workers are known by their ranks": {
-                "device_of(self.local_rank, self.parallel_config.world_size)": "self.local_rank"
-            },
-        },
-        f"{RUNTIME}:make_tp_group": {
-            "groups are made by their members only": {
-                "in range(layout.replicas)": "in [torch.distributed.get_rank() % layout.replicas]"
-            },
-        },
-        f"{GPU_WORKER}.determine_available_memory": {
-            "a rank measures its layouts in another order": {
-                "reversed(runtimes)": "(runtimes if self.rank == 1 else reversed(runtimes))"
-            },
-        },
-        "pat_vllm.patches.groups:_change_workspaces": {
-            "a layout keeps the workspace of another": {"vars(module).update(": "dict().update("},
-        },
-        "pat_vllm.patches.groups:probe_p2p_between": {
-            "ranks taken for devices": {"if not current_platform.is_cuda()": "if True"},
-        },
-    },
-    "test_compile_keys.py": {
-        f"{CONFIG}:layout_config": {
-            "a folder of the user's for all layouts": {
-                "config.compilation_config.cache_dir:": "config.compilation_config.cache_dir and False:"
-            },
-            "replicas share": {"layout.replica_of(rank)": "0"},
-            "parts of the compiler's config are shared": {"copy.deepcopy(vllm": "copy.copy(vllm"},
-        },
-        f"{CONFIG}:_of_code": {
-            "policies have code of their own": {'name not in ("pat", CHOSEN)': "name != CHOSEN"},
-            "what is said of the choice is code": {'("pat", CHOSEN)': '("pat",)'},
-            "weights are left out of the key": {'"pat_weights": resolve_weights(engine),': ""},
-            "the other layouts are left out of the key": {
-                '"pat_layouts": [str(one) for one in layouts_of(engine)],': ""
-            },
-        },
-    },
-    "test_compiled_kernels.py::test_beyond_2_31_words": {
-        f"{DEVICE}:copy_runs_kernel": {
-            "rows are counted in 32 bits": {
-                "tl.program_id(0).to(tl.int64) * ROWS": "tl.program_id(0) * ROWS"
-            },
-        },
-        "pat_vllm.kernels.swap:_sides": {
-            "bytes of a swap are counted in 32 bits": {
-                "a * row,": "a * row % 2**32,",
-                "b * row,": "b * row % 2**32,",
-            },
-        },
-    },
-    "test_compiled_kernels.py::test_kv_kernels": {
-        f"{DEVICE}:copy_runs_kernel": {
-            "starts of runs are not known to be aligned": {"other=0), ALIGN)": "other=0), 1)"},
-        },
-    },
-    "test_compiled_kernels.py::test_swaps_of_all_models[90]": {
-        f"{DEVICE}:swap_kernel": {
-            "addresses of a swap are not known to be aligned": {
-                "a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int64)), 16)": "a = tl.load(entry).to(tl.pointer_type(tl.int64))"
-            },
-        },
-    },
-    "test_cuda_graphs.py::test_graphs[pools, offloaded]": {
-        f"{RUNNERS}:capture_on": {
-            "each capture has a stream of its own": {"lambda _: original(stream)": "original"},
-        },
-    },
-    "test_cuda_graphs.py::test_graphs[V2]": {
-        f"{WORKER}.compile_or_warm_up_model": {
-            "capture before the weights are there": {
-                "language_model += times.language_model": "language_model += times.language_model; [setattr(p, 'data', p.data.clone()) for p in runtime.runner.model.parameters()]"
-            },
-        },
-        f"{WORKER}.pat_switch": {
-            "a switch keeps the runner": {
-                "self._activate(target)": "self._activate(target); self.model_runner = source.runner"
-            },
-        },
-        f"{WORKER}.initialize_from_config": {
-            "CUDA graphs: a pool for each layout": {
-                "runtime.check_kv_cache(config)": f"runtime.check_kv_cache(config); {POOL} = None"
-            },
-        },
-        "pat_vllm.weights.inplace:InPlaceShards.refresh": {
-            "new weights stay elsewhere": {"weight.tensor.copy_(new)": "pass"},
-        },
-    },
-    "test_cuda_graphs.py::test_graphs[order]": {
-        f"{WORKER}.compile_or_warm_up_model": {
-            "a rank captures layouts in another order": {
-                "for layout, runtime in self._runtimes.items():": "for layout, runtime in sorted(self._runtimes.items(), reverse=self.rank == 3):"
-            },
-        },
-    },
-    "test_draft_graphs.py": {
-        f"{CONFIG}:_make_speculative": {
-            "layouts share a config": {"own = copy.copy(engine)": "own = engine"},
-        },
-        f"{CONFIG}:_capture_every_draft_length": {
-            "sizes for the longest drafts only": {
-                "in lengths_of(engine.speculative_config)": "in ()"
-            },
-        },
-        f"{DRAFTS}:_look_up_all": {
-            "as many lengths as requests": {
-                "max(vllm_max_batch_size, len(schedule))": "vllm_max_batch_size"
-            },
-        },
-    },
-    "test_gpu_worker.py": {
-        f"{GPU_WORKER}._in_base": {
-            "the active layout's parameters are kept": {"self._activate(self._base)": "pass"},
-            "sleep ends in the base layout": {"self._activate(active)": "pass"},
-        },
-        f"{RUNTIME}:shut_down_beside": {
-            "one runner is shut down": {"runtime.runner.shutdown()": "pass"},
-        },
-        f"{GPU_WORKER}.sleep": {
-            "buffers are kept at the wrong level": {"if level == 2": "if level == 1"},
-        },
-        f"{UPDATES}.sleep": {
-            "weights go to sleep as they lie": {"self._weights.arrange(self._base.layout)": "pass"},
-        },
-        f"{UPDATES}.pat_call_in_base": {
-            "an update finds another layout": {"self._enter_for_a_call(self._base)": "pass"},
-        },
-        f"{WORKER}.compile_or_warm_up_model": {
-            "not at home": {"self._enter_for_a_call(home)": "pass"},
-        },
-        f"{GPU_WORKER}.load_model": {
-            "freed shares stay": {"if len(self._runtimes) > 1 and": "if False and"},
-        },
-        f"{WORKER}.load_model": {
-            "nothing is shared": {"share_buffers(loaded, self._handover)": "pass"},
-        },
-        f"{WORKER}.init_device": {
-            "a model for all layouts": {
-                "self._make_runner(runtime.config)": "self._make_runner(self._base.config)"
-            },
-            "titled by the base layout": {"install_tp_group(all_ranks)": "pass"},
-        },
-        f"{LATE}:measure_buffers": {
-            "nothing is given back": {"_end_smallest_kv_cache(runtime.runner)": "pass"},
-        },
-        f"{RUNNERS}:use_attention_workspace": {
-            "the base layout's workspace is not handed on": {
-                "builder.set_workspace_buffer(workspace)": "pass"
-            },
-        },
-        f"{GPU_WORKER}.compile_or_warm_up_model": {
-            "layouts capture on a stream each": {
-                "with capture_on(self._capture_stream):": "if True:"
-            },
-        },
-        f"{LATE}:measure_graphs": {
-            "layouts are measured on a stream each": {"        capture_on(stream),\n": ""},
-            "memory beside steps: a pool for each layout": {
-                "        _kept_graph_pool(stream),\n": ""
-            },
-        },
-        f"{LATE}:_kept_graph_pool": {
-            "nothing keeps the pool": {
-                "with torch.cuda.graph(graph, pool=pool, stream=stream):": "if pool:"
-            },
-            "the pool is kept for ever": {"torch.accelerator.empty_cache()": "pass"},
-        },
-        f"{RUNNERS}:one_graph_pool": {
-            "the pool is handed out after it is gone": {
-                "torch.cuda.graph_pool_handle = original": "pass"
-            },
-        },
-        "pat_vllm.memory.estimate:kv_cache_bytes": {
-            "the buffers of every layout are counted": {" - max(buffers)": ""},
-            "activations of the base layout only": {
-                "max(one.activations for one in layouts)": "last.activations"
-            },
-        },
-        "pat_vllm.memory.estimate:staged_share": {
-            "a switch stages nothing": {"(sent + 2 / ROUNDS)": "0"},
-        },
-        f"{WORKER}.pat_switch": {
-            "a switch leaves weights as they are": {"self._weights.arrange(target.layout)": "0"},
-        },
-        "pat_vllm.kv_transfer.kv_buffer:_Allocation.__torch_function__": {
-            "CUDA graphs: a KV buffer for each layout": {
-                "if self._shared.buffer is None:": "if True:"
-            },
-        },
-    },
-    "test_happens_before.py": {
-        f"{UPDATES}.pat_call_in_base": {
-            "a call in every layout does not wait for rows": {
-                "self._enter_for_a_call(runtime)": "self._enter(runtime)"
-            },
-        },
-        f"{EXCHANGE}:CollectiveTransport.finish": {
-            "exchange: NCCL is not waited for": {"work.wait()": "pass"},
-        },
-        f"{EXCHANGE}:CollectiveTransport.begin": {
-            "exchange: two layers have one set of buffers": {
-                "self._free.popleft()": "self._free[0]"
-            },
-        },
-        f"{UPDATES}._enter_for_a_call": {
-            "loaders: neither rows nor steps are waited for": {
-                "self._synchronize_device()": "pass"
-            },
-            "buckets: rows are in the active layout's order": {"_enter(": "_activate("},
-        },
-        "pat_vllm.weights.model_weights:derive": {
-            "loaders: shards are copied on another stream": {
-                "into.copy_(": f"{ELSEWHERE}into.copy_("
-            },
-        },
-        "pat_vllm.executor.lanes:_reply_to": {
-            "outputs: are read before they are there": {
-                "output = output.get_output()": "output.sampled_token_ids.tolist(); output = output.get_output()"
-            },
-        },
-        "pat_vllm.weights.inplace:InPlaceShards.arrange": {
-            "row swaps: on another stream": {"move.run()": f"{ELSEWHERE}move.run()"},
-        },
-        "pat_vllm.weights.row_order:rounds": {
-            "row swaps: all rounds at once": {"not made or any": "not made or False and any"},
-        },
-        f"{UPDATES}.sleep": {
-            "row swaps: sleep does not wait": {"self._synchronize_device()": "pass"},
-        },
-        f"{WORKER}.pat_switch": {
-            "side stream: is not waited for": {"self._side.wait()": "pass"},
-        },
-    },
-    "test_kv_layouts.py": {
-        f"{CONFIG}:layout_kv_cache_config": {
-            "KV cache layouts are not looked at": {
-                "if tensor.block_stride != block or (": "if False and ("
-            },
-            "strides are divided by the heads": {
-                "tensor.block_stride //= ratio": "tensor.block_stride //= ratio * ratio"
-            },
-        },
-        "pat_vllm.kv_transfer.kv_buffer:SharedKVBuffer.views": {
-            "the base layout's views": {"kv_cache_config.num_blocks,": "1,"},
-        },
-        "pat_vllm.kinds:StateKind.ratio": {
-            "copied heads count": {
-                "len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))": (
-                    "layout.tp // base.tp"
-                )
-            },
-        },
-        f"{RUNTIME}:LayoutRuntime.check_kv_cache_layouts": {
-            "vLLM is offered all that backends have": {"if name in KV_LAYOUTS": "if name"},
-        },
-    },
-    "test_layouts_in_updates.py": {
-        f"{UPDATES}.update_weights": {
-            "a payload for another rank": {"update_info[self.rank]": "update_info[0]"},
-        },
-        f"{LAYOUT_WEIGHTS}.refresh": {
-            "weights are derived from what is missing": {"tensor.is_meta": "False"},
-            "rows leave the base layout's order": {
-                "return False": "self._strategy.arrange(active); return False"
-            },
-        },
-        "pat_vllm.scheduler.switch:_check": {
-            "a switch is made": {"not active.executor.refresh_weights()": "False"},
-        },
-        "pat_vllm.scheduler.replica_set:ReplicaSet.schedule": {
-            "requests run with half of the weights": {"(waits and replica.num_seqs)": "False"},
-            "a paused engine keeps gone requests": {
-                "paused = self.pause_state == PauseState.PAUSED_ALL or": "paused ="
-            },
-        },
-        "pat_vllm.executor.calls:WeightCalls.keep_weights": {
-            "buffers of layouts are discarded": {"if method in _REFUSED:": "if False:"},
-        },
-        f"{EXECUTOR}.waits_for_weights": {
-            "requests wait for ever": {"waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "True"},
-        },
-        f"{CONFIG}:layout_config": {
-            "ranks of a group count from zero in each replica": {
-                "data_parallel_index = layout.replica_of(rank)": "data_parallel_index = 0"
-            },
-        },
-        f"{EXECUTOR}.refresh_weights": {
-            "one rank speaks for all": {"not all(": "not any("},
-            "workers are asked at each step": {"and not self._missing ": ""},
-        },
-        f"{EXECUTOR}.execute_model": {
-            "a step runs with half of the weights": {"if has_tokens and not": "if False and not"},
-            "a step in flight counts as tokens": {
-                "any(step.total_num_scheduled_tokens for step in steps)": "scheduler_output.total_num_scheduled_tokens"
-            },
-        },
-    },
-    "test_platforms.py::test_kernels_are_tuned_for_each_layout[sm90]": {
-        "pat_vllm.plugin:_executor_class": {
-            "a layout's config is taken for an engine's": {
-                "if layout_name(vllm_config) is not None:": "if False:"
-            },
-        },
-    },
-    "test_start.py::test_a_start_with_defaults[sm90:Qwen3-30B-A3B]": {
-        "pat_vllm.plugin:_executor_class": {
-            "a layout's config, which vLLM copies at start, is taken for an engine's": {
-                "if layout_name(vllm_config) is not None:": "if False:"
-            },
-        },
-    },
-    "test_platforms.py::test_a_default_start_and_every_other_backend[rocm]": {
-        f"{SUPPORT}:_choose_attention_backend": {
-            "ROCm's own first choice": {"attention.backend is None": "False"},
-        },
-    },
-    "test_platforms.py::test_a_layout_compiles_for_the_ranges_of_stock_vllm[sm90]": {
-        f"{CONFIG}:layout_config": {
-            "the engine's ranges": {"_resize_compile_ranges(config, vllm_config)": "pass"},
-        },
-    },
-    "test_platforms.py::test_what_slows_experts_is_said[sm100]": {
-        "pat_vllm.weights.experts:what_slows": {
-            "another choice of vLLM's is not told": {
-                "stock is not UnquantizedMoeBackend.TRITON": "False"
-            },
-            "the experts of all layouts have one shape": {
-                "layer: Any = experts ": "layer: Any = of_layouts[0][1] "
-            },
-        },
-    },
-    "test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": {
-        f"{REFUSED}:_attention_backend": {
-            "ROCM_ATTN passes the front end": {"backend.name in _PACKED_HEADS": "False"},
-        },
-    },
-    "test_platforms.py::test_served_or_refused[rocm-TRITON_ATTN-v2]": {
-        "pat_vllm.kinds:StateKind.ratio": {
-            "one ratio too many": {
-                "len(self.heads_of(base, 0)) //": "2 * len(self.heads_of(base, 0)) //"
-            },
-        },
-    },
-    "test_platforms.py::test_served_or_refused[sm100-FLASHINFER-v2]": {
-        f"{RUNTIME}:LayoutRuntime.check_kv_cache": {
-            "alignment of blocks is compared": {
-                "replace(specs[name], block_stride_alignment=alignment)": "specs[name]"
-            },
-        },
-    },
-    "test_platforms.py::test_served_or_refused[sm90-FLASHINFER-v2]": {
-        f"{WORKER}.set_kv_cache_layout": {
-            "only the base layout hears of the KV cache layout": {
-                "self._each_layout()": "[self._base]"
-            },
-        },
-    },
-    "test_worker.py": {
-        f"{RUNNERS}:input_embeddings_of": {
-            "input embeddings: each layout has its own": {"if not same": "if True"},
-        },
-        f"{RUNNERS}:token_ids_of": {
-            "token ids for each layout": {"size[0] > most_rows": "True"},
-            "all rows for few requests": {"shared.gpu[: size[0]]": "shared.gpu"},
-        },
-        f"{RUNTIME}:largest_first": {
-            "rows of tokens for requests": {"if runtime.config.use_v2_model_runner": "if False"},
-        },
-        "pat_vllm.worker.handover:gather_states": {
-            "V2 gathers nothing": {" or not handover.keeps_states": ""},
-            "a rank decides for itself": {
-                "gathered: list": "if not mine:\n        return {}\n    gathered: list"
-            },
-        },
-    },
-}
-"""By test of `tests/gpuless`, function and name: what replaces what."""
-
-MUTATIONS = [
-    Mutation(name, function, changes, (f"tests/gpuless/{test}",))
-    for test, functions in TABLE.items()
-    for function, mistakes in functions.items()
-    for name, changes in mistakes.items()
-]
-MUTATIONS += [
-    Mutation(name, function, changes, ("tests/gpuless/test_replaced.py",))
-    for name, function, changes in [
-        (
-            "what is replaced of vLLM is not listed",
-            "tests.gpuless.rank:live",
-            {
-                'replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)': (
-                    "gpu_worker.Worker.compile_or_warm_up_model = capture"
-                )
-            },
-        ),
-        (
-            "what is listed is not replaced",
-            "tests.gpuless.communicators:_custom_all_reduce",
-            {'replace(custom_all_reduce, "custom_ar", True)': "pass"},
-        ),
-    ]
-]
+# fmt: off
+MUTATIONS = mutations({
+    "tests/gpuless/test_capture_sizes.py": [
+        ("drafts are not counted", "worker.layout_config:_limit_cuda_graphs", " * config.uniform_decode_query_len", ""),
+        ("the user's sizes are lost", "worker.layout_config:_resize_cuda_graphs", " and _vllm_chose_sizes(engine)", ""),
+        ("the largest of the engine's sizes", "worker.layout_config:_resize_cuda_graphs", ".max_cudagraph_capture_size = chosen[-1]", ".max_cudagraph_capture_size = engine.compilation_config.cudagraph_capture_sizes[-1]"),
+    ],
+    "tests/gpuless/test_collectives.py::test_all_ranks_make_the_same_calls_on_their_devices[4]": [
+        ("a switch makes its exchange", "worker.worker:PATWorkerMixin.pat_switch", "kv_bytes = 0\n", "kv_bytes = 0; Exchange(device_world_group(), self.device)\n"),
+        ("devices in the order of ranks", "worker.worker:PATWorkerMixin._devices_of_group", "device_of(rank, ranks) for", "rank for"),
+        ("a rank makes its groups in another order", "worker.worker:PATWorkerMixin.init_device", "for layout in layouts\n", "for layout in layouts[:: -1 if self.rank == 1 else 1]\n"),
+        ("workers are known by their ranks", "worker.worker:PATWorkerMixin.init_device", "device_of(self.local_rank, self.parallel_config.world_size)", "self.local_rank"),
+        ("groups are made by their members only", "worker.runtime:make_tp_group", "in range(layout.replicas)", "in [torch.distributed.get_rank() % layout.replicas]"),
+        ("a rank measures its layouts in another order", "worker.gpu_worker:PATGPUWorker.determine_available_memory", "reversed(runtimes)", "(runtimes if self.rank == 1 else reversed(runtimes))"),
+        ("a layout keeps the workspace of another", "patches.groups:_change_workspaces", "vars(module).update(", "dict().update("),
+        ("ranks taken for devices", "patches.groups:probe_p2p_between", "if not current_platform.is_cuda()", "if True"),
+    ],
+    "tests/gpuless/test_compile_keys.py": [
+        ("a folder of the user's for all layouts", "worker.layout_config:layout_config", "config.compilation_config.cache_dir:", "config.compilation_config.cache_dir and False:"),
+        ("replicas share", "worker.layout_config:layout_config", "layout.replica_of(rank)", "0"),
+        ("parts of the compiler's config are shared", "worker.layout_config:layout_config", "copy.deepcopy(vllm", "copy.copy(vllm"),
+        ("policies have code of their own", "worker.layout_config:_of_code", 'name not in ("pat", CHOSEN)', "name != CHOSEN"),
+        ("what is said of the choice is code", "worker.layout_config:_of_code", '("pat", CHOSEN)', '("pat",)'),
+        ("weights are left out of the key", "worker.layout_config:_of_code", '"pat_weights": resolve_weights(engine),', ""),
+        ("the other layouts are left out of the key", "worker.layout_config:_of_code", '"pat_layouts": [str(one) for one in layouts_of(engine)],', ""),
+    ],
+    "tests/gpuless/test_compiled_kernels.py::test_beyond_2_31_words": [
+        ("rows are counted in 32 bits", "kernels.device:copy_runs_kernel", "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS"),
+        ("bytes of a swap are counted in 32 bits", "kernels.swap:_sides", "a * row,", "a * row % 2**32,", "b * row,", "b * row % 2**32,"),
+    ],
+    "tests/gpuless/test_compiled_kernels.py::test_kv_kernels": [
+        ("starts of runs are not known to be aligned", "kernels.device:copy_runs_kernel", "other=0), ALIGN)", "other=0), 1)"),
+    ],
+    "tests/gpuless/test_compiled_kernels.py::test_swaps_of_all_models[90]": [
+        ("addresses of a swap are not known to be aligned", "kernels.device:swap_kernel", "a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int64)), 16)", "a = tl.load(entry).to(tl.pointer_type(tl.int64))"),
+    ],
+    "tests/gpuless/test_cuda_graphs.py::test_graphs[pools, offloaded]": [
+        ("each capture has a stream of its own", "patches.runners:capture_on", "lambda _: original(stream)", "original"),
+    ],
+    "tests/gpuless/test_cuda_graphs.py::test_graphs[V2]": [
+        ("capture before the weights are there", "worker.worker:PATWorkerMixin.compile_or_warm_up_model", "language_model += times.language_model", "language_model += times.language_model; [setattr(p, 'data', p.data.clone()) for p in runtime.runner.model.parameters()]"),
+        ("a switch keeps the runner", "worker.worker:PATWorkerMixin.pat_switch", "self._activate(target)", "self._activate(target); self.model_runner = source.runner"),
+        ("CUDA graphs: a pool for each layout", "worker.worker:PATWorkerMixin.initialize_from_config", "runtime.check_kv_cache(config)", "runtime.check_kv_cache(config); type(__import__('vllm.platforms').platforms.current_platform)._global_graph_pool = None"),
+        ("new weights stay elsewhere", "weights.inplace:InPlaceShards.refresh", "weight.tensor.copy_(new)", "pass"),
+    ],
+    "tests/gpuless/test_cuda_graphs.py::test_graphs[order]": [
+        ("a rank captures layouts in another order", "worker.worker:PATWorkerMixin.compile_or_warm_up_model", "for layout, runtime in self._runtimes.items():", "for layout, runtime in sorted(self._runtimes.items(), reverse=self.rank == 3):"),
+    ],
+    "tests/gpuless/test_draft_graphs.py": [
+        ("layouts share a config", "worker.layout_config:_make_speculative", "own = copy.copy(engine)", "own = engine"),
+        ("sizes for the longest drafts only", "worker.layout_config:_capture_every_draft_length", "in lengths_of(engine.speculative_config)", "in ()"),
+        ("as many lengths as requests", "patches.drafts:_look_up_all", "max(vllm_max_batch_size, len(schedule))", "vllm_max_batch_size"),
+    ],
+    "tests/gpuless/test_gpu_worker.py": [
+        ("the active layout's parameters are kept", "worker.gpu_worker:PATGPUWorker._in_base", "self._activate(self._base)", "pass"),
+        ("sleep ends in the base layout", "worker.gpu_worker:PATGPUWorker._in_base", "self._activate(active)", "pass"),
+        ("one runner is shut down", "worker.runtime:shut_down_beside", "runtime.runner.shutdown()", "pass"),
+        ("buffers are kept at the wrong level", "worker.gpu_worker:PATGPUWorker.sleep", "if level == 2", "if level == 1"),
+        ("weights go to sleep as they lie", "worker.updates:WeightUpdatesMixin.sleep", "self._weights.arrange(self._base.layout)", "pass"),
+        ("an update finds another layout", "worker.updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(self._base)", "pass"),
+        ("not at home", "worker.worker:PATWorkerMixin.compile_or_warm_up_model", "self._enter_for_a_call(home)", "pass"),
+        ("freed shares stay", "worker.gpu_worker:PATGPUWorker.load_model", "if len(self._runtimes) > 1 and", "if False and"),
+        ("nothing is shared", "worker.worker:PATWorkerMixin.load_model", "share_buffers(loaded, self._handover)", "pass"),
+        ("a model for all layouts", "worker.worker:PATWorkerMixin.init_device", "self._make_runner(runtime.config)", "self._make_runner(self._base.config)"),
+        ("titled by the base layout", "worker.worker:PATWorkerMixin.init_device", "install_tp_group(all_ranks)", "pass"),
+        ("nothing is given back", "worker.late_memory:measure_buffers", "_end_smallest_kv_cache(runtime.runner)", "pass"),
+        ("the base layout's workspace is not handed on", "patches.runners:use_attention_workspace", "builder.set_workspace_buffer(workspace)", "pass"),
+        ("layouts capture on a stream each", "worker.gpu_worker:PATGPUWorker.compile_or_warm_up_model", "with capture_on(self._capture_stream):", "if True:"),
+        ("layouts are measured on a stream each", "worker.late_memory:measure_graphs", "        capture_on(stream),\n", ""),
+        ("memory beside steps: a pool for each layout", "worker.late_memory:measure_graphs", "        _kept_graph_pool(stream),\n", ""),
+        ("nothing keeps the pool", "worker.late_memory:_kept_graph_pool", "with torch.cuda.graph(graph, pool=pool, stream=stream):", "if pool:"),
+        ("the pool is kept for ever", "worker.late_memory:_kept_graph_pool", "torch.accelerator.empty_cache()", "pass"),
+        ("the pool is handed out after it is gone", "patches.runners:one_graph_pool", "torch.cuda.graph_pool_handle = original", "pass"),
+        ("the buffers of every layout are counted", "memory.estimate:kv_cache_bytes", " - max(buffers)", ""),
+        ("activations of the base layout only", "memory.estimate:kv_cache_bytes", "max(one.activations for one in layouts)", "last.activations"),
+        ("a switch stages nothing", "memory.estimate:staged_share", "(sent + 2 / ROUNDS)", "0"),
+        ("a switch leaves weights as they are", "worker.worker:PATWorkerMixin.pat_switch", "self._weights.arrange(target.layout)", "0"),
+        ("CUDA graphs: a KV buffer for each layout", "kv_transfer.kv_buffer:_Allocation.__torch_function__", "if self._shared.buffer is None:", "if True:"),
+    ],
+    "tests/gpuless/test_happens_before.py": [
+        ("a call in every layout does not wait for rows", "worker.updates:WeightUpdatesMixin.pat_call_in_base", "self._enter_for_a_call(runtime)", "self._enter(runtime)"),
+        ("exchange: NCCL is not waited for", "kv_transfer.exchange:CollectiveTransport.finish", "work.wait()", "pass"),
+        ("exchange: two layers have one set of buffers", "kv_transfer.exchange:CollectiveTransport.begin", "self._free.popleft()", "self._free[0]"),
+        ("loaders: neither rows nor steps are waited for", "worker.updates:WeightUpdatesMixin._enter_for_a_call", "self._synchronize_device()", "pass"),
+        ("buckets: rows are in the active layout's order", "worker.updates:WeightUpdatesMixin._enter_for_a_call", "_enter(", "_activate("),
+        ("loaders: shards are copied on another stream", "weights.model_weights:derive", "into.copy_(", "with torch.cuda.stream(torch.cuda.Stream()): into.copy_("),
+        ("outputs: are read before they are there", "executor.lanes:_reply_to", "output = output.get_output()", "output.sampled_token_ids.tolist(); output = output.get_output()"),
+        ("row swaps: on another stream", "weights.inplace:InPlaceShards.arrange", "move.run()", "with torch.cuda.stream(torch.cuda.Stream()): move.run()"),
+        ("row swaps: all rounds at once", "weights.row_order:rounds", "not made or any", "not made or False and any"),
+        ("row swaps: sleep does not wait", "worker.updates:WeightUpdatesMixin.sleep", "self._synchronize_device()", "pass"),
+        ("side stream: is not waited for", "worker.worker:PATWorkerMixin.pat_switch", "self._side.wait()", "pass"),
+    ],
+    "tests/gpuless/test_kv_layouts.py": [
+        ("KV cache layouts are not looked at", "worker.layout_config:layout_kv_cache_config", "if tensor.block_stride != block or (", "if False and ("),
+        ("strides are divided by the heads", "worker.layout_config:layout_kv_cache_config", "tensor.block_stride //= ratio", "tensor.block_stride //= ratio * ratio"),
+        ("the base layout's views", "kv_transfer.kv_buffer:SharedKVBuffer.views", "kv_cache_config.num_blocks,", "1,"),
+        ("copied heads count", "kinds:StateKind.ratio", "len(self.heads_of(base, 0)) // len(self.heads_of(layout, 0))", "layout.tp // base.tp"),
+        ("vLLM is offered all that backends have", "worker.runtime:LayoutRuntime.check_kv_cache_layouts", "if name in KV_LAYOUTS", "if name"),
+    ],
+    "tests/gpuless/test_layouts_in_updates.py": [
+        ("a payload for another rank", "worker.updates:WeightUpdatesMixin.update_weights", "update_info[self.rank]", "update_info[0]"),
+        ("weights are derived from what is missing", "worker.layout_weights:LayoutWeights.refresh", "tensor.is_meta", "False"),
+        ("rows leave the base layout's order", "worker.layout_weights:LayoutWeights.refresh", "return False", "self._strategy.arrange(active); return False"),
+        ("a switch is made", "scheduler.switch:_check", "not active.executor.refresh_weights()", "False"),
+        ("requests run with half of the weights", "scheduler.replica_set:ReplicaSet.schedule", "(waits and replica.num_seqs)", "False"),
+        ("a paused engine keeps gone requests", "scheduler.replica_set:ReplicaSet.schedule", "paused = self.pause_state == PauseState.PAUSED_ALL or", "paused ="),
+        ("buffers of layouts are discarded", "executor.calls:WeightCalls.keep_weights", "if method in _REFUSED:", "if False:"),
+        ("requests wait for ever", "executor.executor:PATExecutorMixin.waits_for_weights", "waited < envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "True"),
+        ("ranks of a group count from zero in each replica", "worker.layout_config:layout_config", "data_parallel_index = layout.replica_of(rank)", "data_parallel_index = 0"),
+        ("one rank speaks for all", "executor.executor:PATExecutorMixin.refresh_weights", "not all(", "not any("),
+        ("workers are asked at each step", "executor.executor:PATExecutorMixin.refresh_weights", "and not self._missing ", ""),
+        ("a step runs with half of the weights", "executor.executor:PATExecutorMixin.execute_model", "if has_tokens and not", "if False and not"),
+        ("a step in flight counts as tokens", "executor.executor:PATExecutorMixin.execute_model", "any(step.total_num_scheduled_tokens for step in steps)", "scheduler_output.total_num_scheduled_tokens"),
+    ],
+    "tests/gpuless/test_platforms.py::test_kernels_are_tuned_for_each_layout[sm90]": [
+        ("a layout's config is taken for an engine's", "plugin:_executor_class", "if layout_name(vllm_config) is not None:", "if False:"),
+    ],
+    "tests/gpuless/test_start.py::test_a_start_with_defaults[sm90:Qwen3-30B-A3B]": [
+        ("a layout's config, which vLLM copies at start, is taken for an engine's", "plugin:_executor_class", "if layout_name(vllm_config) is not None:", "if False:"),
+    ],
+    "tests/gpuless/test_platforms.py::test_a_default_start_and_every_other_backend[rocm]": [
+        ("ROCm's own first choice", "support:_choose_attention_backend", "attention.backend is None", "False"),
+    ],
+    "tests/gpuless/test_platforms.py::test_a_layout_compiles_for_the_ranges_of_stock_vllm[sm90]": [
+        ("the engine's ranges", "worker.layout_config:layout_config", "_resize_compile_ranges(config, vllm_config)", "pass"),
+    ],
+    "tests/gpuless/test_platforms.py::test_what_slows_experts_is_said[sm100]": [
+        ("another choice of vLLM's is not told", "weights.experts:what_slows", "stock is not UnquantizedMoeBackend.TRITON", "False"),
+        ("the experts of all layouts have one shape", "weights.experts:what_slows", "layer: Any = experts ", "layer: Any = of_layouts[0][1] "),
+    ],
+    "tests/gpuless/test_platforms.py::test_served_or_refused[rocm-ROCM_ATTN-v2]": [
+        ("ROCM_ATTN passes the front end", "refused:_attention_backend", "backend.name in _PACKED_HEADS", "False"),
+    ],
+    "tests/gpuless/test_platforms.py::test_served_or_refused[rocm-TRITON_ATTN-v2]": [
+        ("one ratio too many", "kinds:StateKind.ratio", "len(self.heads_of(base, 0)) //", "2 * len(self.heads_of(base, 0)) //"),
+    ],
+    "tests/gpuless/test_platforms.py::test_served_or_refused[sm100-FLASHINFER-v2]": [
+        ("alignment of blocks is compared", "worker.runtime:LayoutRuntime.check_kv_cache", "replace(specs[name], block_stride_alignment=alignment)", "specs[name]"),
+    ],
+    "tests/gpuless/test_platforms.py::test_served_or_refused[sm90-FLASHINFER-v2]": [
+        ("only the base layout hears of the KV cache layout", "worker.worker:PATWorkerMixin.set_kv_cache_layout", "self._each_layout()", "[self._base]"),
+    ],
+    "tests/gpuless/test_worker.py": [
+        ("input embeddings: each layout has its own", "patches.runners:input_embeddings_of", "if not same", "if True"),
+        ("token ids for each layout", "patches.runners:token_ids_of", "size[0] > most_rows", "True"),
+        ("all rows for few requests", "patches.runners:token_ids_of", "shared.gpu[: size[0]]", "shared.gpu"),
+        ("rows of tokens for requests", "worker.runtime:largest_first", "if runtime.config.use_v2_model_runner", "if False"),
+        ("V2 gathers nothing", "worker.handover:gather_states", " or not handover.keeps_states", ""),
+        ("a rank decides for itself", "worker.handover:gather_states", "gathered: list", "if not mine:\n        return {}\n    gathered: list"),
+    ],
+    "tests/gpuless/test_replaced.py": [
+        ("what is replaced of vLLM is not listed", "tests.gpuless.rank:live", 'replace(gpu_worker.Worker, "compile_or_warm_up_model", capture)', "gpu_worker.Worker.compile_or_warm_up_model = capture"),
+        ("what is listed is not replaced", "tests.gpuless.communicators:_custom_all_reduce", 'replace(custom_all_reduce, "custom_ar", True)', "pass"),
+    ],
+})
+# fmt: on

@@ -3,54 +3,57 @@
 
 from __future__ import annotations
 
-from tests.nightly.mutations.mutation import Mutation
-
-SLOTS = "tests/vllm/kv_transfer/test_slots.py"
-BLOCKS = "tests/vllm/memory/test_linear_attention.py"
-KINDS = "tests/unit/test_kinds.py"
-EXPERTS = "tests/vllm/weights/test_experts.py::test_a_whole_model"
-BAD_INPUT = "tests/vllm/test_bad_input.py"
-HARDWARE = "tests/unit/simulator/modelled/test_hardware.py"
-ESTIMATE = "tests/unit/memory/test_estimate.py"
-SIZES = "tests/unit/test_model_size.py"
-ENGINE = "tests/engine/test_linear_attention.py"
-STATES = f"{ENGINE}::test_states_are_the_sources_byte_for_byte"
-DELTA_NET = "tests/vllm/patches/test_delta_net.py"
+from tests.nightly.mutations.mutation import mutations
 
 # fmt: off
-_ROWS: list[tuple[str, str, str, str, str]] = [
-    ("keys are where queries are", "kinds:LinearAttention.segments", "start + heads * sum(widths[:i])", "start", SLOTS),
-    ("rows of the convolution have queries alone", "kinds:LinearAttention.segments", "row = heads * sum(widths) if", "row = heads * width if", SLOTS),
-    ("matrices lie over the convolution", "kinds:_parts_of_slot", "(rows * row * of_conv, 1", "(0, 1", SLOTS),
-    ("a key head has one value head", "kinds:_parts_of_slot", "each = values // _key_heads(spec)", "each = 1", SLOTS),
-    ("a slot counts what one rank has", "kinds:LinearAttention.of", " * heads // _key_heads(spec)", "", SLOTS),
-    ("slots are never padded", "kinds:LinearAttention.narrow", "None if page == fills else page", "None", BLOCKS),
-    ("states of drafts are served", "kinds:LinearAttention.serves", "            and not spec.num_speculative_blocks\n", "", SLOTS),
-    ("key heads are repeated", "kinds:LinearAttention.heads_of", "self.heads % layout.tp", "False", SLOTS),
-    ("blocks follow the states", "worker.layout_config:block_ratio", "{kind.ratio(layout, base) for kind in kinds if not kind.padded}", "{kind.ratio(layout, base) for kind in kinds if kind.padded}", SLOTS),
-    ("layouts have blocks of several sizes", "worker.layout_config:keep_block_size", "config.cache_config.block_size = base.cache_config.block_size", "pass", BLOCKS),
-    ("vLLM chooses the size of blocks again", "worker.layout_config:keep_block_size", "config.cache_config.user_specified_block_size = True", "pass", BLOCKS),
-    ("states of all blocks are the request's", "kinds:LinearAttention.held", "max(0, blocks - 1)", "0", KINDS),
-    ("a state grows with its context", "kinds:LinearAttention.bytes_held", "self.slot_bytes if tokens else 0", "self.slot_bytes * tokens", KINDS),
-    ("a slot moves in one piece", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "[view]", STATES),
-    ("a segment moves for all", "kv_transfer.connector:PATConnector._views", "(view.storage_offset(), view.shape,", "(view.shape,", STATES),
-    ("the convolution is cut as one matrix", "weights.model_weights:model_weights", "sizes = module.key_dim, module.key_dim, module.value_dim", "sizes = (2 * module.key_dim + module.value_dim,)", EXPERTS),
-    ("all ranks have the first heads' decay", "weights.model_weights:_place", "return Place(module.tp_size, module.tp_rank)", "return Place(module.tp_size, 0)", EXPERTS),
-    ("parameters lose their memory while they get their shape", "weights.inplace:InPlaceShards.building", "            last = parameter", "            last = parameter\n            if last is not None:\n                last.untyped_storage().resize_(0)", EXPERTS),
-    ("a convolution does not see the tokens before", "patches.delta_net:_core", "torch.cat([conv, mixed_qkv[start:end]])", "torch.cat([0 * conv, mixed_qkv[start:end]])", DELTA_NET),
-    ("what is no number stays in a slot", "patches.delta_net:_zeros", "torch.zeros_like(like, dtype=torch.float32)", "like.float() * 0", DELTA_NET),
-    ("a request begins with what lay in its slot", "patches.delta_net:_core", "torch.Tensor.float if continued[i] else _zeros", "torch.Tensor.float", DELTA_NET),
-    ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True", BAD_INPUT),
-    ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:", BAD_INPUT),
-    ("steps read no states", "simulator.modelled.roofline:Machine.step", "memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)", "pass", HARDWARE),
-    ("states stay behind in modelled switches", "simulator.modelled.roofline:Machine.switch", "live * self.moved_states(source, target)", "0", HARDWARE),
-    ("contexts have no slots", "memory.estimate:_kv_share", "min(tokens, 2 * block_size)", "0", ESTIMATE),
-    ("each layout has blocks of its own size", "memory.estimate:estimate", "model.block_size(layouts[0].tp, engine.block_size)", "model.block_size(layouts[-1].tp, engine.block_size)", ESTIMATE),
-    ("queries have no gates", "model_size:ModelSize.layer_weights", "(2 + self.gated) * self.heads", "2 * self.heads", SIZES),
-]
+MUTATIONS = mutations({
+    "tests/vllm/kv_transfer/test_slots.py": [
+        ("keys are where queries are", "kinds:LinearAttention.segments", "start + heads * sum(widths[:i])", "start"),
+        ("rows of the convolution have queries alone", "kinds:LinearAttention.segments", "row = heads * sum(widths) if", "row = heads * width if"),
+        ("matrices lie over the convolution", "kinds:_parts_of_slot", "(rows * row * of_conv, 1", "(0, 1"),
+        ("a key head has one value head", "kinds:_parts_of_slot", "each = values // _key_heads(spec)", "each = 1"),
+        ("a slot counts what one rank has", "kinds:LinearAttention.of", " * heads // _key_heads(spec)", ""),
+        ("states of drafts are served", "kinds:LinearAttention.serves", "            and not spec.num_speculative_blocks\n", ""),
+        ("key heads are repeated", "kinds:LinearAttention.heads_of", "self.heads % layout.tp", "False"),
+        ("blocks follow the states", "worker.layout_config:block_ratio", "{kind.ratio(layout, base) for kind in kinds if not kind.padded}", "{kind.ratio(layout, base) for kind in kinds if kind.padded}"),
+    ],
+    "tests/vllm/memory/test_linear_attention.py": [
+        ("slots are never padded", "kinds:LinearAttention.narrow", "None if page == fills else page", "None"),
+        ("layouts have blocks of several sizes", "worker.layout_config:keep_block_size", "config.cache_config.block_size = base.cache_config.block_size", "pass"),
+        ("vLLM chooses the size of blocks again", "worker.layout_config:keep_block_size", "config.cache_config.user_specified_block_size = True", "pass"),
+    ],
+    "tests/unit/test_kinds.py": [
+        ("states of all blocks are the request's", "kinds:LinearAttention.held", "max(0, blocks - 1)", "0"),
+        ("a state grows with its context", "kinds:LinearAttention.bytes_held", "self.slot_bytes if tokens else 0", "self.slot_bytes * tokens"),
+    ],
+    "tests/engine/test_linear_attention.py::test_states_are_the_sources_byte_for_byte": [
+        ("a slot moves in one piece", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "[view]"),
+        ("a segment moves for all", "kv_transfer.connector:PATConnector._views", "(view.storage_offset(), view.shape,", "(view.shape,"),
+    ],
+    "tests/vllm/weights/test_experts.py::test_a_whole_model": [
+        ("the convolution is cut as one matrix", "weights.model_weights:model_weights", "sizes = module.key_dim, module.key_dim, module.value_dim", "sizes = (2 * module.key_dim + module.value_dim,)"),
+        ("all ranks have the first heads' decay", "weights.model_weights:_place", "return Place(module.tp_size, module.tp_rank)", "return Place(module.tp_size, 0)"),
+        ("parameters lose their memory while they get their shape", "weights.inplace:InPlaceShards.building", "            last = parameter", "            last = parameter\n            if last is not None:\n                last.untyped_storage().resize_(0)"),
+    ],
+    "tests/vllm/patches/test_delta_net.py": [
+        ("a convolution does not see the tokens before", "patches.delta_net:_core", "torch.cat([conv, mixed_qkv[start:end]])", "torch.cat([0 * conv, mixed_qkv[start:end]])"),
+        ("what is no number stays in a slot", "patches.delta_net:_zeros", "torch.zeros_like(like, dtype=torch.float32)", "like.float() * 0"),
+        ("a request begins with what lay in its slot", "patches.delta_net:_core", "torch.Tensor.float if continued[i] else _zeros", "torch.Tensor.float"),
+    ],
+    "tests/vllm/test_bad_input.py": [
+        ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True"),
+        ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:"),
+    ],
+    "tests/unit/simulator/modelled/test_hardware.py": [
+        ("steps read no states", "simulator.modelled.roofline:Machine.step", "memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)", "pass"),
+        ("states stay behind in modelled switches", "simulator.modelled.roofline:Machine.switch", "live * self.moved_states(source, target)", "0"),
+    ],
+    "tests/unit/memory/test_estimate.py": [
+        ("contexts have no slots", "memory.estimate:_kv_share", "min(tokens, 2 * block_size)", "0"),
+        ("each layout has blocks of its own size", "memory.estimate:estimate", "model.block_size(layouts[0].tp, engine.block_size)", "model.block_size(layouts[-1].tp, engine.block_size)"),
+    ],
+    "tests/unit/test_model_size.py": [
+        ("queries have no gates", "model_size:ModelSize.layer_weights", "(2 + self.gated) * self.heads", "2 * self.heads"),
+    ],
+})
 # fmt: on
-
-MUTATIONS = [
-    Mutation(name, f"pat_vllm.{function}", {old: new}, (tests,))
-    for name, function, old, new, tests in _ROWS
-]

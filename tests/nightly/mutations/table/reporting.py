@@ -3,91 +3,98 @@
 
 from __future__ import annotations
 
-from tests.nightly.mutations.mutation import Mutation
-
-HISTORY = "tests/unit/reporting/test_history.py"
-PLOT = "tests/unit/reporting/test_plot.py"
-REPORT = "tests/unit/reporting/test_report.py"
-ROLLOUT = "tests/unit/reporting/test_rollout.py"
-UPDATES = "tests/unit/metrics/test_updates.py"
-PROMETHEUS = "tests/vllm/metrics/test_prometheus.py"
-PROFILE = "tests/unit/profiling/test_profile.py"
-GRID = "tests/unit/profiling/test_grid.py"
-QUALITY = "tests/unit/profiling/test_quality.py"
-PROFILE_COMMAND = "tests/unit/cli/test_profile.py"
-STREAM = "tests/vllm/profiling/test_stream.py"
-KEY = "tests/vllm/profiling/test_key.py"
-COMPARE = "tests/unit/doctor/test_compare.py"
-CHILD = "tests/unit/test_child.py"
-STAGES = "tests/unit/doctor/test_stages.py"
-ENVIRONMENT = "tests/unit/doctor/test_environment.py"
-FACTS = "tests/vllm/doctor/test_environment.py::test_latent_and_linear_attention"
-ENGINE = "tests/unit/doctor/test_engine.py"
-IPC = "tests/vllm/doctor/test_ipc.py"
-GPU = "tests/vllm/benchmarks/test_gpu.py"
-RANDOM_MODEL = "tests/vllm/cli/test_random_model.py"
+from tests.nightly.mutations.mutation import mutations
 
 # fmt: off
-# The mistake, the function, what is replaced, by what, and the tests that must see it.
-_ROWS: list[tuple[str, str, str, str, str]] = [
-    ("drafts of a batch are counted again in the next", "reporting.history:History.idle", "self._counting.clear()", "pass", HISTORY),
-    ("each step with drafts is a sample of its own", "reporting.history:History.drafts", "self._counting.get(replica)", "None", HISTORY),
-    ("a report since a time begins after it", "reporting.history:Records.since", "bisect.bisect_left", "bisect.bisect_right", HISTORY),
-    ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected", HISTORY),
-    ("a printed report has lines of all that it holds", "reporting.text:describe_report", "lines = [f\"({earlier}", "_ = [f\"({earlier}", REPORT),
-    ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False", REPORT),
-    ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(one.at, 0) for one in self.savings]", "pass", PLOT),
-    ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed", PLOT),
-    ("a rollout's line has the switches of the ones before", "reporting.text:describe", "if s.at >= started and s.reason", "if s.reason", ROLLOUT),
-    ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)", UPDATES),
-    ("gauges travel though they have not changed", "metrics.updates:Updates._set", "if self._shown.get(series) != value:", "if True:", UPDATES),
-    ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)", UPDATES),
-    ("a histogram's seconds are counted as switches", "metrics.updates:Updates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1", PROMETHEUS),
-    ("events without outputs are lost", "scheduler.stats:send_metrics", "carrier is None and updates.has_events", "False", PROMETHEUS),
-    ("a cached profile of another engine is taken", "profiling.cache:find", "profile.check(key, path)", "pass", PROFILE),
-    ("a run that goes on measures everything again", "cli.profile:missing", "if not is_measured(point)", "if True", PROFILE_COMMAND),
-    ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True", PROFILE_COMMAND),
-    ("a noisy profile is good enough", "profiling.quality:problems", "MOST_UNSETTLED * len(steps)", "len(steps)", QUALITY),
-    ("outliers make a profile noisy", "profiling.quality:spread", "statistics.quantiles(times, n=4)", "(min(times), statistics.median(times), max(times))", QUALITY),
-    ("essential points with drafts are forgotten", "profiling.grid:_rows", "_Row(0, (few,), k=lengths[-1:]),", "", GRID),
-    ("drafts have no room in a step", "profiling.grid:EngineLimits.allows", "point.batch * (1 + point.drafts) + point.prefill", "point.batch + point.prefill", GRID),
-    ("all drafts are counted as wrong", "profiling.stream:Stream.finished", "1 + drafts - len(sampled)", "drafts", STREAM),
-    ("no drafts are verified", "profiling.stream:Stream.next", "drafts = self._point.drafts", "drafts = 0", STREAM),
-    ("the drafter is asked for what is verified", "profiling.stream:Stream.next", "= self._point.k", "= drafts", STREAM),
-    ("an engine with other attention kernels has the same key", "profiling.key:profile_key", '"attention_backends": list(resolved.attention),', "", KEY),
-    ("wrong log-probabilities pass", "doctor.compare:_apart", "<= tolerance", "<= 9.9", COMPARE),
-    ("wrong scores pass", "doctor.compare:Reference.compare_forced", "_apart(a, b, self.tolerance, where)", "0.0", COMPARE),
-    ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None", STAGES),
-    ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name", STAGES),
-    ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}', STAGES),
-    ("the user's policy is replaced by a static one", "doctor.tasks:as_used", "pat = dict(options.pat)", 'pat = {**options.pat, "policy": {"kind": "static", "tp": 1}}', STAGES),
-    ("the KV cache of the user's engine is of a fixed size", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("kv_cache_memory_bytes", 1 << 28)\n    if not on_cpu:', STAGES),
-    ("the user's engine has few sequences", "doctor.tasks:as_used", "    if not on_cpu:", '    engine.setdefault("max_num_seqs", 16)\n    if not on_cpu:', STAGES),
-    ("what is not the user's is not told", "doctor.tasks:_not_the_users", "if has.get(name) != given.get(name)", "if name in given and has.get(name) != given.get(name)", STAGES),
-    ("the doctor writes what it has learnt to the user's file", "doctor.tasks:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)', STAGES),
-    ("all prompts are short", "doctor.tasks:prompts", "longest > 40 and", "False and", STAGES),
-    ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True", STAGES),
-    ("outputs after an update by IPC are not compared", "doctor.engine:PATEngine.update_by_ipc", "{self._in_all_layouts(self.first)}", "none", ENGINE),
-    ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())", IPC),
-    ("lost weights are left lost", "doctor.engine:PATEngine._reload", 'self.llm.collective_rpc("reload_weights", kwargs=weights)', "pass", ENGINE),
-    ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])", ENVIRONMENT),
-    ("lists of a model's config are lost", "doctor.environment:_is_plain", "return all(map(_is_plain, value))", "return False", FACTS),
-    ("latent attention has the backend of others", "doctor.environment:_choices", "use_mla=latent", "use_mla=False", FACTS),
-    ("what a killed process has started goes on", "child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass", CHILD),
-    ("a process that hangs is waited for", "child:run_module", "hangs = process.poll() is None", "hangs = False", CHILD),
-    ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass", RANDOM_MODEL),
-]
+MUTATIONS = mutations({
+    "tests/unit/reporting/test_history.py": [
+        ("drafts of a batch are counted again in the next", "reporting.history:History.idle", "self._counting.clear()", "pass"),
+        ("each step with drafts is a sample of its own", "reporting.history:History.drafts", "self._counting.get(replica)", "None"),
+        ("a report since a time begins after it", "reporting.history:Records.since", "bisect.bisect_left", "bisect.bisect_right"),
+        ("expected refusals are errors", "reporting.history:History.refused", "not refused.expected", "refused.expected"),
+    ],
+    "tests/unit/reporting/test_report.py": [
+        ("a printed report has lines of all that it holds", "reporting.text:describe_report", 'lines = [f"({earlier}', '_ = [f"({earlier}'),
+        ("a report of any format is read", "reporting.values:Report.load", 'content["format"] != FORMAT', "False"),
+    ],
+    "tests/unit/reporting/test_plot.py": [
+        ("requests seem to go on after a batch", "reporting.run:Run.live", "counts += [(one.at, 0) for one in self.savings]", "pass"),
+        ("a saving is drawn with its sign turned", "reporting.plot:_draw_costs", "b.realised.fixed - b.realised.drafting", "b.realised.drafting - b.realised.fixed"),
+    ],
+    "tests/unit/reporting/test_rollout.py": [
+        ("a rollout's line has the switches of the ones before", "reporting.text:describe", "if s.at >= started and s.reason", "if s.reason"),
+    ],
+    "tests/unit/metrics/test_updates.py": [
+        ("replicas that are gone keep their requests", "metrics.updates:Updates.state", "range(len(num_seqs), before)", "range(0)"),
+        ("gauges travel though they have not changed", "metrics.updates:Updates._set", "if self._shown.get(series) != value:", "if True:"),
+        ("a counter may fall", "metrics.updates:Updates.saved", "max(0.0, getattr(times, way))", "getattr(times, way)"),
+    ],
+    "tests/vllm/metrics/test_prometheus.py": [
+        ("a histogram's seconds are counted as switches", "metrics.updates:Updates.switched", "(switch.reason,), switch.seconds", "(switch.reason,), 1"),
+        ("events without outputs are lost", "scheduler.stats:send_metrics", "carrier is None and updates.has_events", "False"),
+    ],
+    "tests/unit/profiling/test_profile.py": [
+        ("a cached profile of another engine is taken", "profiling.cache:find", "profile.check(key, path)", "pass"),
+    ],
+    "tests/unit/cli/test_profile.py": [
+        ("a run that goes on measures everything again", "cli.profile:missing", "if not is_measured(point)", "if True"),
+        ("a run that goes on keeps noisy steps", "cli.profile:measured_before", "if not unsettled(one)", "if True"),
+    ],
+    "tests/unit/profiling/test_quality.py": [
+        ("a noisy profile is good enough", "profiling.quality:problems", "MOST_UNSETTLED * len(steps)", "len(steps)"),
+        ("outliers make a profile noisy", "profiling.quality:spread", "statistics.quantiles(times, n=4)", "(min(times), statistics.median(times), max(times))"),
+    ],
+    "tests/unit/profiling/test_grid.py": [
+        ("essential points with drafts are forgotten", "profiling.grid:_rows", "_Row(0, (few,), k=lengths[-1:]),", ""),
+        ("drafts have no room in a step", "profiling.grid:EngineLimits.allows", "point.batch * (1 + point.drafts) + point.prefill", "point.batch + point.prefill"),
+    ],
+    "tests/vllm/profiling/test_stream.py": [
+        ("all drafts are counted as wrong", "profiling.stream:Stream.finished", "1 + drafts - len(sampled)", "drafts"),
+        ("no drafts are verified", "profiling.stream:Stream.next", "drafts = self._point.drafts", "drafts = 0"),
+        ("the drafter is asked for what is verified", "profiling.stream:Stream.next", "= self._point.k", "= drafts"),
+    ],
+    "tests/vllm/profiling/test_key.py": [
+        ("an engine with other attention kernels has the same key", "profiling.key:profile_key", '"attention_backends": list(resolved.attention),', ""),
+    ],
+    "tests/unit/doctor/test_compare.py": [
+        ("wrong log-probabilities pass", "doctor.compare:_apart", "<= tolerance", "<= 9.9"),
+        ("wrong scores pass", "doctor.compare:Reference.compare_forced", "_apart(a, b, self.tolerance, where)", "0.0"),
+    ],
+    "tests/unit/doctor/test_stages.py": [
+        ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None"),
+        ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name"),
+        ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}'),
+        ("the user's policy is replaced by a static one", "doctor.tasks:as_used", "pat = dict(options.pat)", 'pat = {**options.pat, "policy": {"kind": "static", "tp": 1}}'),
+        ("the KV cache of the user's engine is of a fixed size", "doctor.tasks:as_used", "    if not on_cpu:", "    engine.setdefault(\"kv_cache_memory_bytes\", 1 << 28)\n    if not on_cpu:"),
+        ("the user's engine has few sequences", "doctor.tasks:as_used", "    if not on_cpu:", "    engine.setdefault(\"max_num_seqs\", 16)\n    if not on_cpu:"),
+        ("what is not the user's is not told", "doctor.tasks:_not_the_users", "if has.get(name) != given.get(name)", "if name in given and has.get(name) != given.get(name)"),
+        ("the doctor writes what it has learnt to the user's file", "doctor.tasks:as_used", 'files = ("profile", "lengths_file")', 'files = ("profile",)'),
+        ("all prompts are short", "doctor.tasks:prompts", "longest > 40 and", "False and"),
+        ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True"),
+    ],
+    "tests/unit/doctor/test_engine.py": [
+        ("outputs after an update by IPC are not compared", "doctor.engine:PATEngine.update_by_ipc", "{self._in_all_layouts(self.first)}", "none"),
+        ("lost weights are left lost", "doctor.engine:PATEngine._reload", 'self.llm.collective_rpc("reload_weights", kwargs=weights)', "pass"),
+    ],
+    "tests/vllm/doctor/test_ipc.py": [
+        ("weights that came by IPC are not loaded", "doctor.in_workers:load_by_ipc", "worker.model_runner.model.load_weights(weights())", "list(weights())"),
+    ],
+    "tests/unit/doctor/test_environment.py": [
+        ("a link in one direction is enough", "doctor.environment:_device_checks", "not (reaches and facts.peers[b][a])", "not (reaches or facts.peers[b][a])"),
+    ],
+    "tests/vllm/doctor/test_environment.py::test_latent_and_linear_attention": [
+        ("lists of a model's config are lost", "doctor.environment:_is_plain", "return all(map(_is_plain, value))", "return False"),
+        ("latent attention has the backend of others", "doctor.environment:_choices", "use_mla=latent", "use_mla=False"),
+    ],
+    "tests/unit/test_child.py": [
+        ("what a killed process has started goes on", "child:_end_what_is_left", "os.killpg(process.pid, signal.SIGKILL)", "pass"),
+        ("a process that hangs is waited for", "child:run_module", "hangs = process.poll() is None", "hangs = False"),
+    ],
+    "tests/vllm/cli/test_random_model.py": [
+        ("layers write over the phrase of a model that repeats itself", "cli.random_model:_repeat", "weight[:phrase] = 0", "pass"),
+    ],
+    "tests/vllm/benchmarks/test_gpu.py": [
+        ("rows in a wrong place pass", "benchmarks.gpu.reshard:_Weights.check", "assert _same(found, expected)", "assert True"),
+    ],
+})
 # fmt: on
-
-MUTATIONS = [
-    Mutation(name, f"pat_vllm.{function}", {old: new}, (tests,))
-    for name, function, old, new, tests in _ROWS
-]
-MUTATIONS.append(
-    Mutation(
-        "rows in a wrong place pass",
-        "benchmarks.gpu.reshard:_Weights.check",
-        {"assert _same(found, expected)": "assert True"},
-        (GPU,),
-    )
-)

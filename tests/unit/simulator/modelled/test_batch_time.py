@@ -102,4 +102,4 @@ def most_of(max_num_seqs: Mapping[int, int]) -> Callable[[Layout], int]:
 
 
 def _machine(model: str, gpu: str) -> Machine:
-    return Machine(ModelShape.from_config(MODEL_SHAPES[model], 2), GPUS[gpu], GPUS[gpu].link)
+    return Machine(ModelShape.from_config(MODEL_SHAPES[model], 2), GPUS[gpu])

@@ -129,7 +129,7 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
     slopes = {}
     for name in ("deepseek-v2-lite", "llama-3.1-8b"):
         gpu = GPUS["H100"]
-        machine = Machine(ModelShape.from_config(MODEL_SHAPES[name]), gpu, gpu.link)
+        machine = Machine(ModelShape.from_config(MODEL_SHAPES[name]), gpu)
         for tp in (1, 8):
             layout = Layout.of(tp, 8)
             short, long = (machine.step(layout, 8, 8 * each, 0) for each in (16384, 65536))
@@ -140,9 +140,9 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
 
 def test_steps_and_switches_in_milliseconds() -> None:
     """As they were modelled when results were published."""
-    machine = Machine(ModelShape.from_config(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"], "nvlink")
+    machine = Machine(ModelShape.from_config(MODEL_SHAPES["llama-3.1-8b"]), GPUS["H100"])
     shape = ModelShape.from_config(MODEL_SHAPES["qwen3-30b-a3b"])
-    mixture = Machine(shape, GPUS["H200"], "nvlink", skew=1.0)
+    mixture = Machine(shape, GPUS["H200"])
     steps = [
         machine.step(Layout(1, 8), 1, 512, 0),
         machine.step(Layout(4, 2), 64, 64 * 2048, 512, drafts=128, k=4),
@@ -160,7 +160,7 @@ def test_states_cost_by_request_and_not_by_context() -> None:
     model = ModelShape.from_config(MODEL_SHAPES["qwen3-next-80b-a3b"])
     assert model.linear is not None
     wide = replace(model, linear=replace(model.linear, wide=True))
-    machine, wider = (Machine(one, GPUS["H200"], "nvlink") for one in (model, wide))
+    machine, wider = (Machine(one, GPUS["H200"]) for one in (model, wide))
     layout = Layout(4, 2)
     more = [
         wider.step(layout, batch, context, 0) - machine.step(layout, batch, context, 0)

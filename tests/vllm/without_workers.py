@@ -1,11 +1,11 @@
-"""PAT's scheduler without workers: what the engine core takes, for eight ranks and large pools."""
+"""PAT's scheduler without workers, for eight ranks and large pools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import model
+from tests.support.models import random_model
 
 RANKS = 8
 BLOCK_SIZE = 16
@@ -88,7 +88,7 @@ def engine_config(
 
     policy = policy or {"kind": "static", "tp": tp}
     config = EngineArgs(
-        model=model("qwen3-8-heads"),
+        model=str(random_model("eight_kv_heads")),
         tensor_parallel_size=RANKS,
         distributed_executor_backend="pat",
         additional_config={"pat": {"policy": policy, "layouts": [1, 2, 4, 8]}},
