@@ -74,6 +74,54 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {**OWN_MODELS["moe"], "max_position_embeddings": 4096},
     # Small enough for eight ranks on two cores.
     "qwen3-tiny": dict(arch="qwen3", heads=8, kv_heads=8, vocab=4096, max_position_embeddings=4096),
+    # Other kinds of state: windows in two layers of three, ...
+    "gemma3": dict(
+        arch="gemma3_text",
+        hidden=768,
+        layers=12,
+        heads=12,
+        kv_heads=4,
+        head_dim=64,
+        intermediate=2048,
+        vocab=32_000,
+        tie=True,
+        window=256,
+        dtype="bfloat16",
+    ),
+    # ... and in every second one, with experts, ...
+    "gpt-oss": dict(
+        arch="gpt_oss",
+        hidden=512,
+        layers=12,
+        heads=12,
+        kv_heads=4,
+        head_dim=64,
+        vocab=32_000,
+        window=128,
+        expert_intermediate=256,
+        dtype="bfloat16",
+    ),
+    # ... linear attention in two layers of three, ...
+    "qwen3-next": dict(
+        arch="qwen3_next",
+        hidden=512,
+        layers=12,
+        heads=8,
+        kv_heads=4,
+        head_dim=128,
+        vocab=32_000,
+        dtype="bfloat16",
+    ),
+    # ... and latent attention.
+    "deepseek-v3": dict(
+        arch="deepseek_v3",
+        hidden=512,
+        layers=12,
+        heads=8,
+        kv_heads=8,
+        vocab=32_000,
+        dtype="bfloat16",
+    ),
 }
 
 
@@ -126,6 +174,7 @@ class Engine(EngineProcess):
         bind: str,
         plain: bool = False,
         core_inside: bool = False,
+        code: Path | None = None,
     ) -> None:
         """Begin to start it.
 
@@ -134,6 +183,7 @@ class Engine(EngineProcess):
             bind: `VLLM_CPU_OMP_THREADS_BIND`.
             plain: have vLLM keep plain weights, as on GPUs.
             core_inside: have its engine core in the same process.
+            code: as of `EngineProcess`.
         """
         environment = {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": bind}
         if core_inside:
@@ -141,7 +191,7 @@ class Engine(EngineProcess):
         if plain:
             path = [str(PLAIN_WEIGHTS), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(path)
-        super().__init__(options, environment)
+        super().__init__(options, environment, code=code)
 
 
 @contextmanager

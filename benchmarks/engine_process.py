@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ class EngineProcess:
         options: Mapping[str, Any],
         environment: Mapping[str, str],
         log: Path | None = None,
+        code: Path | None = None,
     ) -> None:
         """Begin to start the engine.
 
@@ -46,11 +48,12 @@ class EngineProcess:
             options: of `LLM`.
             environment: all of the process's environment.
             log: file for what the engine writes; None leaves it to the terminal.
+            code: a folder whose packages go before all others, such as another `pat_vllm`.
         """
         context = multiprocessing.get_context("spawn")
         self._log = log
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, dict(environment), dict(options), log)
+        arguments = (theirs, dict(environment), dict(options), log, code)
         self._process = context.Process(target=_serve, args=arguments)
         self._process.start()
         theirs.close()
@@ -133,9 +136,15 @@ class EngineProcess:
 
 
 def _serve(
-    pipe: Any, environment: Mapping[str, str], options: dict[str, Any], log: Path | None
+    pipe: Any,
+    environment: Mapping[str, str],
+    options: dict[str, Any],
+    log: Path | None,
+    code: Path | None,
 ) -> None:
     os.setpgrp()
+    if code is not None:
+        sys.path.insert(0, str(code))
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -59,13 +59,14 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--weights", choices=["inplace", "materialized"], default="inplace")
+    kinds = ["both", "tp", "ep"]
+    parser.add_argument("--experts", choices=kinds, default="both", help="of a mixture, in place")
     parser.add_argument("--ranks", type=int, default=2, help="all ways between their layouts")
     parser.add_argument("--repeats", type=int, default=7, help="switches each way, first discarded")
     parser.add_argument("--kv-gib", type=float, default=1.5, help="KV memory of a rank")
     args = parser.parse_args()
     checkpoint = model(args.model)
-    # Copies of the weights are of one kind.
-    pat = PATConfig(experts="both" if args.weights == "inplace" else "tp")
+    pat = PATConfig(experts=args.experts if args.weights == "inplace" else "tp")
     mixture = Mixture.from_config(model_config(Path(checkpoint)))
     if mixture is None:
         pat = PATConfig()
@@ -92,6 +93,7 @@ def main() -> None:
                 "pat": {
                     "kv_transfer": "migrate",
                     "weights": args.weights,
+                    **({"experts": pat.experts} if mixture else {}),
                     "policy": {"kind": "static", "tp": 1},
                 }
             },

@@ -28,6 +28,7 @@ from tests.engine.test_switch import (  # noqa: F401
     test_single_layouts_agree_and_differ_by_request,
     test_teacher_forced_log_probabilities_after_a_switch,
     test_the_layouts_take_the_memory_of_one,
+    test_what_moves_is_what_requests_hold,
 )
 from tests.support.pool import EngineSpec
 
@@ -55,6 +56,16 @@ COPIED_MIXTURES = [
     switching("gpt_oss", 2, weights="materialized"),
     switching("deepseek_v3", 2, weights="materialized"),
 ]
+# Of these a request holds the last blocks only.
+WINDOWS = [
+    switching("gemma3", 2),
+    switching("gemma2", 2),
+    switching("mistral", 2),
+    switching("phi3", 2),
+    switching("llama4", 2),  # chunks
+    switching("gpt_oss", 2),  # sinks, and experts with biases
+    switching("gpt_oss", 4, experts="tp"),
+]
 IN_PLACE_ENGINES = [
     MIXTURE,
     FOUR_RANKS,
@@ -63,13 +74,7 @@ IN_PLACE_ENGINES = [
     GROUPED,
     switching("llama_gqa", 2),
     switching("qwen3_tied", 2),
-    # Sliding windows: in some layers or in all.
-    switching("gemma3", 2),
-    switching("gemma2", 2),
-    switching("mistral", 2),
-    switching("phi3", 2),
-    # Chunks.
-    switching("llama4", 2),
+    *WINDOWS,
     # Experts cut and spread; with shared ones, which are always cut, and six over four ranks.
     switching("qwen2_moe", 2),
     switching("qwen2_moe", 4),
@@ -80,9 +85,6 @@ IN_PLACE_ENGINES = [
     # Latent attention: experts cut and spread; queries that are not compressed.
     switching("deepseek_v3", 4),
     switching("deepseek_v2", 2),
-    # Windows, sinks, and experts with biases.
-    switching("gpt_oss", 2),
-    switching("gpt_oss", 4, experts="tp"),
     # Linear attention, whose prompts the cache cuts in parts, which V1 cannot have seeded on CPU;
     # with one KV head for two ranks, so that slots are padded at tp=4.
     switching("qwen3_next", 2, cached=False),
@@ -105,4 +107,5 @@ ENGINES = {
     "test_blocks_are_short_between_kinds_of_one_tp": BLOCKS_ARE_SHORT,
     "test_the_layouts_take_the_memory_of_one": IN_PLACE_ENGINES,
     "test_one_group_is_a_stock_engine": [GROUPED],
+    "test_what_moves_is_what_requests_hold": WINDOWS,
 }

@@ -53,6 +53,12 @@ def mixture_chat(arch: str) -> Path:
     return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 
+def windows_chat() -> Path:
+    """A Gemma 3 for the GRPO example, whose longest responses are longer than its windows."""
+    sizes = _SHAPE | {"arch": "gemma3_text"} | _OF_ARCH["gemma3_text"]
+    return _chat("windows", sizes, range(VOCAB - 40, VOCAB))
+
+
 def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int]) -> Path:
     """A model whose responses end with any of these tokens, too."""
 

@@ -44,6 +44,8 @@ RUNS: dict[str, Script] = {
     "recomputing switches": {0: 1, 3: 2, 7: 1, 13: 2},
 }
 """Run -> engine step -> tp; with the most drafts in a single layout, else with any number."""
+KEEPS_WHAT_FOLLOWS = vllm.__version__.startswith("0.31")
+"""That vLLM keeps the tokens that a step has sampled behind a stop string, without PAT, too."""
 REFUSED = ("logit_bias", "min_p")
 """vLLM refuses them beside speculation."""
 
@@ -92,12 +94,26 @@ def run_all(llm: Any, jobs: dict[str, Job]) -> dict[str, dict[str, Any]]:
             assert pat_vllm.switch(llm, tp=script[0])
             add(llm, jobs)
             outputs = drive(llm, script, at_step)
-        results[f"{name}, drafts"] = {one: pieces[-1] for one, pieces in outputs.items()}
+        last = {one: pieces[-1] for one, pieces in outputs.items()}
+        if KEEPS_WHAT_FOLLOWS:
+            cut_behind_stop_strings(last, results["tp=1"])
+        results[f"{name}, drafts"] = last
         switches = [one for one in pat_vllm.report(llm).switches[before:] if one.num_seqs]
         assert len(switches) == len(script) - 1
     costs.mode = "migrate"
     go_home(llm)
     return results
+
+
+def cut_behind_stop_strings(outputs: dict[str, Any], without_drafts: dict[str, Any]) -> None:
+    """Leave of what a stop string has ended as many tokens as come one by one."""
+    for name, output in outputs.items():
+        (completion,) = output.outputs
+        if isinstance(completion.stop_reason, str):
+            length = len(without_drafts[name].outputs[0].token_ids)
+            assert len(completion.token_ids) < length + MOST + 1
+            completion.token_ids = completion.token_ids[:length]
+            completion.logprobs = completion.logprobs and completion.logprobs[:length]
 
 
 def outcomes_of(outputs: Mapping[str, Any]) -> dict[str, Outcome]:
@@ -140,7 +156,7 @@ def test_outputs_are_those_without_drafts(
 def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: Any) -> None:
     """Pieces of several tokens."""
     names = ["plain", "logprobs", "stop string", "prompt logprobs"]
-    if vllm.__version__.startswith("0.31"):  # it keeps what a step has sampled behind the string
+    if KEEPS_WHAT_FOLLOWS:
         names.remove("stop string")
     some, expected = {name: jobs[name] for name in names}, runs["tp=1"]
     pat_vllm.speculate(llm, MOST)

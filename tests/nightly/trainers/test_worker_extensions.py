@@ -9,17 +9,20 @@ from __future__ import annotations
 import importlib.util
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from vllm.utils.network_utils import get_open_port
 
 import pat_vllm
+from tests.engine.test_ray import cluster  # noqa: F401
 from tests.engine.test_weight_updates import halves
 from tests.support.engines import Job, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
-from tests.support.weight_transfer import Trainer
+from tests.support.weight_transfer import Sockets, Trainer
 
 OLD, NEW = "qwen3", "qwen3_updated"
 
@@ -57,6 +60,23 @@ def by_skyrl(llm: Any, model: str) -> None:
     core.resume_scheduler()
 
 
+def by_nemo_rl(llm: Any, model: str) -> None:
+    """As NeMo-RL's generation worker does, with its collective: all weights in one call."""
+    weights = [weight for half in halves(model) for weight in half]
+    if not hasattr(llm, "group"):
+        port = get_open_port()
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(Sockets, "127.0.0.1", port, 0, 3, None)
+            llm.collective_rpc("init_collective", args=(0, "127.0.0.1", port, 3, 1))
+            llm.group = joined.result()
+        info = {name: (weight.shape, weight.dtype) for name, weight in weights}
+        llm.collective_rpc("prepare_refit_info", args=(info,))
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(lambda: [llm.group.broadcast(weight, 0) for _, weight in weights])
+        assert llm.collective_rpc("update_weights_from_collective") == [True, True]
+        sent.result()
+
+
 HERE = "tests.nightly.trainers"
 EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = {
     "prime_rl": (f"{HERE}.prime_rl_on_cpu.FileSystemWeightUpdateWorker", by_prime_rl, {}),
@@ -69,6 +89,7 @@ EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = 
             "distributed_executor_backend": "mp",
         },
     ),
+    "nemo_rl": (f"{HERE}.nemo_rl_on_cpu.Extension", by_nemo_rl, {}),
 }
 
 
@@ -80,7 +101,13 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed (docs/trainers.md)")
     options = {"worker_extension_cls": extension, **options}
-    with engine(OLD, 2, {"weights": "inplace", "enabled": True}, **options) as llm:
+    pat = {"weights": "inplace", "enabled": True}
+    if package == "nemo_rl":  # which also says what its engines are started with: Ray
+        from tests.nightly.trainers.nemo_rl_on_cpu import engine_options
+
+        request.getfixturevalue("cluster")
+        options = engine_options(str(random_model(OLD)), 2, pat)
+    with engine(OLD, 2, pat, **options) as llm:
         yield llm, update
 
 

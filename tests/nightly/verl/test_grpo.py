@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("verl")
 
 from tests.nightly.verl.trainer import EXAMPLE, GRPO, grpo
-from tests.verl.models import mixture_chat, repeating_chat
+from tests.verl.models import mixture_chat, repeating_chat, windows_chat
 
 pytestmark = pytest.mark.timeout(2400)
 
@@ -90,6 +90,13 @@ def test_a_mixture_of_experts() -> None:
     with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
+        run.leaves_nothing()
+
+
+def test_sliding_windows() -> None:
+    with grpo(SCHEDULE, f"actor_rollout_ref.model.path={windows_chat()}") as run:
+        run.succeed()
+        check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
 
 

@@ -16,6 +16,8 @@ _KEYS = (
     "response_length/mean",
     "training/num_turns/mean",
 )
+_VALUE = r":(?:np\.float64\()?([^\s)]+)"
+"""Some are numpy's, and print so."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class GRPO(Run):
     def steps(self) -> list[Step]:
         """The training steps that are complete."""
         return [
-            Step(*[float(re.search(rf"{key}:(\S+)", line)[1]) for key in _KEYS])  # type: ignore[index]
+            Step(*[float(re.search(key + _VALUE, line)[1]) for key in _KEYS])  # type: ignore[index]
             for line in re.findall(r"\bstep:\d+ - .*", self.output)
         ]
 

@@ -1,0 +1,155 @@
+"""Step and switch times of this code against those of another checkout, engine against engine.
+
+    git worktree add ../before COMMIT
+    python -m benchmarks.against ../before
+
+An engine of each lives; they take turns, and one that waits is stopped. In its turn an engine
+decodes a batch in each layout and takes a walk of switches with live requests. A ratio is this
+code's over the other's, turn by turn. Bar: 1.02.
+"""
+
+# Engines' processes import this file before the code that they are to run: nothing of PAT here.
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import paired_ratio, turns
+
+BAR = 1.02
+SIDES = ("this", "other")
+LAYOUTS = (1, 2)
+SWITCHES = 3
+"""Each way, in a turn."""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("other", type=Path, help="root of the other checkout")
+    parser.add_argument("--this", type=Path, help="another one in the place of this code")
+    parser.add_argument("--model", default="qwen3-tiny")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="of a response")
+    parser.add_argument("--turns", type=int, default=40, help="of each side")
+    arguments = parser.parse_args()
+
+    from benchmarks import common, record
+
+    facts = common.machine()
+    options: dict[str, Any] = {
+        "model": common.model(arguments.model),
+        "dtype": "float32",
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "pat",
+        "additional_config": {
+            "pat": {"kv_transfer": "migrate", "weights": "inplace", "policy": {"kind": "static"}}
+        },
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 128 << 20,
+    }
+    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
+    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
+    prompts = common.random_prompts(arguments.requests, arguments.context, seed=0)
+    found: dict[str, list[Mapping[str, float]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        engines: dict[str, common.Engine] = {}
+        for side, root in roots.items():
+            code = Path(folder, side)
+            code.mkdir()
+            (code / "pat_vllm").symlink_to(root / "pat_vllm")
+            engine = common.Engine(options, bind="0|1", core_inside=True, code=code)
+            engines[side] = stack.enter_context(engine)
+            engine.wait_until_ready()
+            assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+            engine.call(_turn, prompts, arguments.tokens)
+            engine.pause()
+        for order in turns(SIDES, arguments.turns):
+            for side in order:
+                with common.awake([engines[side]]):
+                    found[side].append(engines[side].call(_turn, prompts, arguments.tokens))
+    rows = []
+    for what in found["this"][0]:
+        ours, theirs = ([turn[what] for turn in found[side]] for side in SIDES)
+        ratio = paired_ratio(ours, theirs, median=True)
+        medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
+        rows.append([what, *medians, ratio.show(3), ratio.verdict(BAR)])
+    text = (
+        f"{arguments.model}, {arguments.requests} requests of {arguments.context} + "
+        f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.turns} turns. "
+        f"This code is commit {commits['this']}, the other is {commits['other']}.\n\n"
+    )
+    head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
+    common.write_results(
+        f"{commits['this']}-against-{commits['other']}",
+        facts,
+        {"commits": commits, "turns": found},
+        text + common.table(head, rows),
+    )
+
+
+def _code(llm: Any) -> str:
+    """Which code an engine runs."""
+    import pat_vllm
+
+    return str(pat_vllm.__file__)
+
+
+def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
+    """Seconds of a decode step in each layout, and of a switch each way, with its planning."""
+    import pat_vllm
+
+    seconds = {}
+    for tp in LAYOUTS:
+        pat_vllm.switch(llm, tp=tp)
+        produced = _run(llm, _begin(llm, prompts, tokens), 2)
+        begun = time.perf_counter()
+        _run(llm, produced, None)
+        seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
+    first = len(pat_vllm.report(llm).switches)
+    produced = _begin(llm, prompts, tokens)
+    for i, tp in enumerate((2, 1) * SWITCHES):
+        produced = _run(llm, produced, 3 * (i + 1))
+        pat_vllm.switch(llm, tp=tp)
+    _run(llm, produced, None)
+    made = [one for one in pat_vllm.report(llm).switches[first:] if one.reason == "forced"]
+    for source in {str(one.source): None for one in made}:
+        of_way = [one for one in made if str(one.source) == source]
+        assert len(of_way) == SWITCHES
+        stalls = [one.seconds - one.quiesce for one in of_way]
+        seconds[f"stall of a switch from {source}"] = statistics.median(stalls)
+        plans = [one.plan for one in of_way]
+        seconds[f"its planning, from {source}"] = statistics.median(plans)
+    return seconds
+
+
+def _begin(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, int]:
+    """Add the batch; how many tokens each request has."""
+    from vllm import SamplingParams
+
+    assert llm.reset_prefix_cache()
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), prompt, params)
+    return dict.fromkeys(map(str, range(len(prompts))), 0)
+
+
+def _run(llm: Any, produced: dict[str, int], tokens: int | None) -> dict[str, int]:
+    """Step until every request has so many tokens, or has ended; how many each has."""
+    engine = llm.llm_engine
+    while engine.has_unfinished_requests() and (tokens is None or min(produced.values()) < tokens):
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+    return produced
+
+
+if __name__ == "__main__":
+    main()
