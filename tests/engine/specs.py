@@ -44,7 +44,12 @@ COPIES = EngineSpec(
     "qwen3",
     2,
     MIGRATE | {"weights": "materialized", "enabled": True},
-    UPDATES | WHOLE_PROMPTS | {"distributed_executor_backend": "mp"},
+    UPDATES
+    | WHOLE_PROMPTS
+    | {
+        "distributed_executor_backend": "mp",
+        "weight_transfer_config": {"backend": "files"},  # in place of CUDA IPC
+    },
 )
 # Four groups of KV caches, three of them of sliding windows of a block and a quarter.
 # By default vLLM keeps of a window only what the prompt's end needs; here of each block's.

@@ -1,4 +1,5 @@
-"""vLLM's weight transfer over NCCL with sockets in NCCL's place: the backend "sockets".
+"""vLLM's weight transfers on CPU: over NCCL with sockets in NCCL's place, the backend "sockets"; by
+CUDA IPC with files that are mapped in its place, the backend "files".
 
 All else is vLLM's: the phases, the group of trainer and workers, the loading layer by layer.
 Importing this registers it, as trainers register their own where a worker's extension is imported.
@@ -7,19 +8,24 @@ Importing this registers it, as trainers register their own where a worker's ext
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import vllm.distributed.weight_transfer.ipc_engine as ipc_engine
 import vllm.distributed.weight_transfer.nccl_common as nccl_common
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.utils.network_utils import get_open_port
 
-BACKEND = "sockets"
+SOCKETS, FILES = "sockets", "files"
+_DEVICE = "the host"
 
 
 class Sockets:
@@ -61,8 +67,58 @@ class SocketsTransfer(NCCLWeightTransferEngine):
             super().update_weights(update_info)
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, SocketsTransfer)
+def _map_file(path: str, dtype: str, shape: Sequence[int], *_: Any) -> torch.Tensor:
+    """In place of `rebuild_cuda_tensor`, which takes seven arguments; the last is the device's."""
+    size = torch.Size(shape)
+    return torch.from_file(path, True, size.numel(), dtype=getattr(torch, dtype)).view(size)
+
+
+class FilesTransfer(ipc_engine.IPCWeightTransferEngine):
+    def receive_weights(self, update_info: Any) -> None:
+        properties = SimpleNamespace(uuid=_DEVICE)
+        with (
+            mock.patch.object(ipc_engine, "rebuild_cuda_tensor", _map_file),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda index: properties),
+        ):
+            super().receive_weights(update_info)
+
+
+for name, engine in ((SOCKETS, SocketsTransfer), (FILES, FilesTransfer)):
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, engine)
+
+
+def _described(weights: Sequence[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a call tells of weights, however they travel."""
+    return {
+        "names": [name for name, _ in weights],
+        "dtype_names": [_dtype_name(weight) for _, weight in weights],
+        "shapes": [list(weight.shape) for _, weight in weights],
+    }
+
+
+def _dtype_name(weight: torch.Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
+
+
+class FilesTrainer:
+    """A trainer on the engine's devices."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        llm.init_weight_transfer_engine({"init_info": {"packed": False}})
+
+    def send(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """An `update_weights` with these weights, between start and finish."""
+        with tempfile.TemporaryDirectory() as folder:
+            handles = []
+            for i, (_, weight) in enumerate(weights):
+                path = Path(folder, str(i))
+                path.write_bytes(weight.contiguous().view(torch.uint8).numpy().tobytes())
+                handle = (str(path), _dtype_name(weight), list(weight.shape), 0, 0, 0, 0)
+                handles.append({_DEVICE: handle})
+            info = _described(weights) | {"ipc_handles": handles}
+            self._llm.update_weights({"update_info": info})
 
 
 class Trainer:
@@ -88,13 +144,8 @@ class Trainer:
             for _, weight in weights:
                 self.group.broadcast(weight, src=0)
 
-        info = {
-            "names": [name for name, _ in weights],
-            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
-            "shapes": [list(weight.shape) for _, weight in weights],
-        }
         with self._beside(broadcast):
-            self._llm.update_weights({"update_info": info})
+            self._llm.update_weights({"update_info": _described(weights)})
 
     @staticmethod
     @contextlib.contextmanager
