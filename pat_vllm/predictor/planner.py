@@ -165,11 +165,11 @@ class Planner:
     def _pace(self, layout: Layout, course: Course, drafting: Drafting) -> _Pace:
         """How fast a layout is.
 
-        Requests are taken to be spread evenly; what a replica cannot hold at once waits, so that
-        a token of each takes longer than a step. If it waits for KV, requests are preempted.
+        Requests are taken to be spread evenly now; what a replica cannot hold at once waits, so
+        that a token of each takes longer than a step. If it waits for KV, requests are preempted.
         """
         busy = np.minimum(layout.replicas, np.ceil(course.live))
-        batch = np.maximum(1.0, course.live / busy)
+        batch = _batch(course.live, layout.replicas)
         mean_context = course.context / course.live
         room, most = self._kv_tokens[layout.tp], self._max_num_seqs[layout.tp]
         admitted = np.minimum(batch, most)
@@ -279,6 +279,17 @@ class Planner:
                     if lost.max() > 0:
                         seconds[i, j] += np.maximum(0, lost) * self._prefill_pace(target)
         return seconds.transpose(2, 0, 1).tolist()  # type: ignore[no-any-return]
+
+
+def _batch(live: Floats, replicas: int) -> Floats:
+    """Requests in the replica of a live one, in the mean, the most live ones spread evenly.
+
+    They end at random, not one in each replica in turn. So a live one has as many beside it as of
+    all others live.
+    """
+    most = live.max()
+    beside = max(0.0, most / replicas - 1)
+    return 1 + beside * (live - 1) / max(1.0, most - 1)
 
 
 def _schedule(pace: _Pace, most: int) -> Schedule:

@@ -215,15 +215,42 @@ COMPUTING = steps(dict.fromkeys(MEMORY, 0.0), prompt=1e-4)
 """1e-3 s per request, 1e-4 s per prompt token."""
 
 
+def test_ends_at_random_leave_replicas_uneven() -> None:
+    """What a live request has in its replica, against drawn ends of 8 replicas of 4 requests."""
+    asked: list[Floats] = []
+
+    def seconds(layout: Layout, batch: Any, *_: Any) -> Floats:
+        asked.append(np.asarray(batch, float))
+        return np.ones(np.shape(batch))
+
+    eight = Layout(1, 8)
+    ahead = batch_of([50] * 32, np.arange(10, 330, 10))
+    planner = Planner([eight], seconds, lambda *_: _[2], max_num_seqs={1: 64}, kv_tokens={1: 10**6})
+    planner.token_seconds(eight, ahead)
+    rng = np.random.default_rng(0)
+    replica = np.repeat(np.arange(8), 4)
+    for live, batch in zip(ahead.live, asked[0], strict=True):
+        if live == int(live):
+            seen = [
+                (np.bincount(rng.choice(replica, int(live), replace=False)) ** 2).sum() / live
+                for _ in range(1000)
+            ]
+            assert batch == pytest.approx(np.mean(seen), rel=0.03)
+    assert asked[0][0] == 1
+
+
 def test_where_memory_is_short_tokens_are_computed_again() -> None:
     """As many as are generated: by simulation it is 0.75 to 0.95 of them."""
     ahead = batch_of([50] * 8, 100)
     free = make_planner(COMPUTING).token_seconds(TWO, ahead)
     short = make_planner(COMPUTING, kv_tokens=MEMORY | {2: 300})
     queued = make_planner(COMPUTING, max_num_seqs=MAX_NUM_SEQS | {2: 2})
-    # With more than four live requests, two replicas of 300 tokens have too little.
+    # A live request has 3 beside it while all 8 are live, then in proportion to the others. With
+    # more than three live, replicas of 300 tokens have too little.
+    beside = 3 * (ahead.live - 1) / 7
     more = short.token_seconds(TWO, ahead) - free
-    expected = np.where(ahead.context > 2 * 300, 1e-4 * ahead.live / 2, 0.0)
+    too_many = (1 + beside) * ahead.context / ahead.live > 300
+    expected = np.where(too_many, 1e-4 * ahead.live / 2, 0.0)
     assert 0 < np.count_nonzero(expected) < len(expected)
     assert more[expected == 0] == pytest.approx(0)
     # Computing takes as long in whatever order; where memory is short, some groups get less of it.

@@ -19,6 +19,7 @@ MUTATIONS = mutations({
         ("acceptance is not kept", "predictor.kept:save", "if acceptance is not None", "if False"),
     ],
     "tests/unit/predictor/test_planner.py": [
+        ("responses end in each replica in turn", "predictor.planner:_batch", "1 + beside * (live - 1) / max(1.0, most - 1)", "np.maximum(1.0, live / replicas)"),
         ("time per token is that of a step without drafts", "predictor.planner:Planner._pace", "token, step = tokens[best, groups]", "token, step = steps[0], steps[0]"),
         ("what waits for a place costs nothing", "predictor.planner:Planner._pace", "turns = batch / running", "turns = 1.0"),
         ("all contexts grow alike where KV is short", "predictor.planner:Planner._pace", "running = np.where(short, queued, running)", "pass"),
