@@ -285,7 +285,8 @@ def check_storm(
                 llm.llm_engine.abort_request([name])
         if sum(len(one.token_ids) for one in seen.values()) >= due:
             due += rng.randint(3, 16)
-            assert pat_vllm.switch(llm, tp=rng.choice(names_of(llm)))
+            here = str(pat_vllm.report(llm).layout)
+            assert pat_vllm.switch(llm, tp=rng.choice([n for n in names_of(llm) if n != here]))
 
     began = len(pat_vllm.report(llm).switches)
     with kv_carried(llm, lambda: rng.choice(("migrate", "migrate", "recompute"))):
