@@ -15,14 +15,16 @@ CLOSE = 5e-5
 
 
 class Reference:
-    """What a checkpoint generates by transformers, ids beyond the tokenizer's masked."""
+    """What a checkpoint generates by transformers, ids beyond the tokenizer's `known` masked."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, known: int = KNOWN, images: bool = False) -> None:
+        """Load it. `images`: it is of a class that also takes images."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._torch, self._known = torch, known
+        auto = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        self._model = auto.from_pretrained(model, dtype=torch.float32)
 
     def logits(self, prompt: Sequence[int], response: Sequence[int]) -> Any:
         """[token, id], after each prefix; not masked."""
@@ -33,7 +35,7 @@ class Reference:
     def logprobs(self, prompt: Sequence[int], response: Sequence[int]) -> Any:
         """[token, id]."""
         logits = self.logits(prompt, response)
-        logits[:, KNOWN:] = -math.inf
+        logits[:, self._known :] = -math.inf
         return logits.log_softmax(-1)
 
     def errors(self, prompt: Sequence[int], response: Response) -> list[float]:
