@@ -22,7 +22,7 @@ from tests.support.models import random_model
 from tests.support.pool import EngineSpec, go_home
 from tests.support.same import PLAIN_TOLERANCE, TOLERANCE, assert_same
 from tests.support.stock import stock_answers
-from tests.support.weight_transfer import FILES, FilesTrainer, Trainer
+from tests.support.weight_transfer import trainer_of
 
 pytestmark = pytest.mark.engine(FOUR_RANKS, MIXTURE, COPIES, LATENT)
 
@@ -100,15 +100,6 @@ def call_function(llm: Any, model: str) -> None:
 
 def reload(llm: Any, model: str) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(random_model(model))})
-
-
-def trainer_of(llm: Any) -> Trainer | FilesTrainer:
-    """An engine joins one group, as with a trainer that lives as long."""
-    if not hasattr(llm, "trainer"):
-        by_files = llm.llm_engine.vllm_config.weight_transfer_config.backend == FILES
-        ranks = len(llm.collective_rpc("get_supported_tasks"))
-        llm.trainer = FilesTrainer(llm) if by_files else Trainer(llm, ranks)
-    return llm.trainer
 
 
 def transfer(llm: Any, model: str) -> None:

@@ -73,13 +73,20 @@ def _map_file(path: str, dtype: str, shape: Sequence[int], *_: Any) -> torch.Ten
     return torch.from_file(path, True, size.numel(), dtype=getattr(torch, dtype)).view(size)
 
 
+@contextlib.contextmanager
+def mapped_files() -> Iterator[None]:
+    """Inside, vLLM's code for transfers by CUDA IPC maps files."""
+    properties = SimpleNamespace(uuid=_DEVICE)
+    with (
+        mock.patch.object(ipc_engine, "rebuild_cuda_tensor", _map_file),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda index: properties),
+    ):
+        yield
+
+
 class FilesTransfer(ipc_engine.IPCWeightTransferEngine):
     def receive_weights(self, update_info: Any) -> None:
-        properties = SimpleNamespace(uuid=_DEVICE)
-        with (
-            mock.patch.object(ipc_engine, "rebuild_cuda_tensor", _map_file),
-            mock.patch.object(torch.cuda, "get_device_properties", lambda index: properties),
-        ):
+        with mapped_files():
             super().receive_weights(update_info)
 
 
@@ -155,3 +162,13 @@ class Trainer:
             done = pool.submit(work)
             yield done
             done.result()
+
+
+def trainer_of(llm: Any) -> Trainer | FilesTrainer:
+    """An engine joins one group, as with a trainer that lives as long."""
+    if not hasattr(llm, "trainer"):
+        backend = llm.llm_engine.vllm_config.weight_transfer_config.backend
+        ranks = len(llm.collective_rpc("get_supported_tasks"))
+        by_files = backend == FILES or backend.endswith("ipc")
+        llm.trainer = FilesTrainer(llm) if by_files else Trainer(llm, ranks)
+    return llm.trainer  # type: ignore[no-any-return]

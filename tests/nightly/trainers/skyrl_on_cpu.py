@@ -1,4 +1,4 @@
-"""SkyRL's worker extension and weight transfer, with sockets in NCCL's place."""
+"""SkyRL's worker extension and weight transfer; sockets in NCCL's place, files in CUDA IPC's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import typing
 
 import typing_extensions
 
-from tests.support.weight_transfer import without_cuda
+from tests.support.weight_transfer import mapped_files, without_cuda
 
-_on_cpu = without_cuda()
-_on_cpu.__enter__()  # in a worker's process, for good
+_on_cpu = without_cuda(), mapped_files()
+for _context in _on_cpu:
+    _context.__enter__()  # in a worker's process, for good
 # SkyRL is for Python 3.12, from which on pydantic takes this one.
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
 

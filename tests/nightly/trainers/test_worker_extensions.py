@@ -22,7 +22,7 @@ from tests.support.engines import Job, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
 from tests.support.stock import stock_answers
-from tests.support.weight_transfer import Sockets, Trainer
+from tests.support.weight_transfer import Sockets, trainer_of
 
 OLD, NEW = "qwen3", "qwen3_updated"
 
@@ -50,12 +50,11 @@ def by_prime_rl(llm: Any, model: str) -> None:
 def by_skyrl(llm: Any, model: str) -> None:
     """SkyRL's control plane makes these calls by vLLM's routes."""
     core = llm.llm_engine.engine_core.engine_core
-    if not hasattr(llm, "trainer"):
-        llm.trainer = Trainer(llm, 2)
+    trainer = trainer_of(llm)
     core.pause_scheduler("keep", clear_cache=False)
     llm.start_weight_update()
     for part in halves(model):
-        llm.trainer.send(part)
+        trainer.send(part)
     llm.finish_weight_update()
     core.resume_scheduler()
 
@@ -80,15 +79,18 @@ def by_nemo_rl(llm: Any, model: str) -> None:
 HERE = "tests.nightly.trainers"
 EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = {
     "prime_rl": (f"{HERE}.prime_rl_on_cpu.FileSystemWeightUpdateWorker", by_prime_rl, {}),
-    "skyrl": (
-        f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
-        by_skyrl,
-        {
-            "weight_transfer_config": {"backend": "skyrl_nccl"},
-            # It takes no other, and PAT is asked for by its option.
-            "distributed_executor_backend": "mp",
-        },
-    ),
+    **{
+        f"skyrl {transfer}": (
+            f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
+            by_skyrl,
+            {
+                "weight_transfer_config": {"backend": f"skyrl_{transfer}"},
+                # It takes no other, and PAT is asked for by its option.
+                "distributed_executor_backend": "mp",
+            },
+        )
+        for transfer in ("nccl", "ipc")
+    },
     "nemo_rl": (f"{HERE}.nemo_rl_on_cpu.Extension", by_nemo_rl, {}),
 }
 
@@ -96,8 +98,8 @@ EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = 
 @pytest.fixture(params=EXTENSIONS)
 def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any, str], None]]]:
     """An engine with a trainer's extension, and how that trainer updates it."""
-    package = request.param
-    extension, update, options = EXTENSIONS[package]
+    extension, update, options = EXTENSIONS[request.param]
+    package = request.param.partition(" ")[0]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed (docs/trainers.md)")
     options = {"worker_extension_cls": extension, **options}
