@@ -447,8 +447,9 @@ def test_streaming(llm: Any, kind: str, runs: dict[str, dict[str, Any]], jobs: A
 def test_aborts(llm: Any, runs: dict[str, dict[str, Any]], jobs: dict[str, Job]) -> None:
     """Aborted before, between and after switches, running or waiting; the others go on."""
     assert pat_vllm.switch(llm, tp=1)
-    # 2 x 16 requests run, the rest wait; after the switch 16 run.
-    crowd = {f"crowd {i}": Job(prompt(100 + i, 25), greedy(40)) for i in range(36)}
+    # 2 x 16 requests run, the rest wait; after the switch 16 run. None ends by itself, however
+    # many steps a replica makes while the other one makes its own.
+    crowd = {f"crowd {i}": Job(prompt(100 + i, 25), greedy(300)) for i in range(36)}
     ids = add(llm, {"plain": jobs["plain"], "seeded": jobs["seeded"], **crowd})
     script = {5: 2, 11: 1}
     aborted = {
@@ -616,7 +617,7 @@ def test_priorities(llm: Any, switch_at: int) -> None:
 
     # Of many lengths, so that places become free one by one; not before the urgent ones come.
     normal = {
-        f"n{i}": Job(prompt(200 + i, 20), sampling(60 + 2 * i), priority=5) for i in range(44)
+        f"n{i}": Job(prompt(200 + i, 20), sampling(160 + 2 * i), priority=5) for i in range(44)
     }
     urgent = {f"u{i}": Job(prompt(300 + i, 20), sampling(5)) for i in range(4)}
     started: list[str] = []

@@ -109,7 +109,8 @@ def assert_gone(processes: Iterable[psutil.Process], held: Iterable[Path] = ()) 
     for process in alive:
         process.kill()
     assert not alive
-    assert not [path for path in held if path.exists()]
+    left = [path for path in held if path.exists()]
+    assert not left, left
 
 
 def add_requests(llm: Any, count: int = 4) -> None:
