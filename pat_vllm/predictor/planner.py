@@ -282,10 +282,10 @@ class Planner:
 
 
 def _batch(live: Floats, replicas: int) -> Floats:
-    """Requests in the replica of a live one, in the mean, the most live ones spread evenly.
+    """Mean number of requests in a live request's replica, itself included, [groups].
 
-    They end at random, not one in each replica in turn. So a live one has as many beside it as of
-    all others live.
+    The most live requests are spread evenly. They then end at random, not in each replica in turn:
+    of those that a request has beside it, the same share is left as of all others.
     """
     most = live.max()
     beside = max(0.0, most / replicas - 1)
