@@ -80,6 +80,9 @@ class ProfileOptions(Ranged):
         int, typer.Option(min=1, max=1024, help="Ranks of the engine.")
     ] = 2
     dtype: Annotated[str, typer.Option(help=_AS_IN_VLLM)] = "auto"
+    load_format: Annotated[
+        str, typer.Option(help="As in vLLM; `dummy` needs no more of a checkpoint than its config.")
+    ] = "auto"
     max_model_len: Annotated[int | None, typer.Option(min=-1, max=1 << 31, help=_AS_IN_VLLM)] = None
     max_num_seqs: Annotated[int | None, typer.Option(min=1, max=1 << 31, help=_AS_IN_VLLM)] = None
     max_num_batched_tokens: Annotated[

@@ -42,7 +42,7 @@ def llm(devices: int) -> Iterator[Any]:
             from_server=False,
             dtype="bfloat16",
             enforce_eager=False,
-            gpu_memory_utilization=0.4,
+            gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=None,
             max_num_seqs=32,
             enable_sleep_mode=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.gpu.bare.receive import SITE
+from pat_vllm.known_models import MODEL_SHAPES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -37,12 +37,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
-SIZES = {
-    "0.6b": "--hidden 1024 --layers 28 --heads 16 --intermediate 3072 --tie",
-    "1.7b": "--hidden 2048 --layers 28 --heads 16 --intermediate 6144 --tie",
-    "8b": "--hidden 4096 --layers 36 --heads 32 --intermediate 12288",
-}
-"""Of Qwen3."""
 ONE_GPU = ("two", "twographs", "tests")
 """Steps whose ranks share the GPU."""
 
@@ -51,10 +45,10 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
     """The commands of a step, which begin with "pat-vllm" or "python".
 
     Args:
-        arguments: further ones; of "profile", the size of a model.
+        arguments: further ones; the first of "profile" is the name of a model.
 
     Raises:
-        ValueError: there is no such step, or size.
+        ValueError: there is no such step, or model.
     """
     # vLLM counts what the other ranks hold as its own.
     doctor = f"pat-vllm doctor --ranks {ranks} --output-dir {out / step} --engine".split()
@@ -64,15 +58,11 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
     if step == "kernels":
         return [["python", "-m", "benchmarks.gpu", "--out", str(out), *arguments]]
     if step == "profile":
-        (size,) = arguments or ["0.6b"]
-        if size not in SIZES:
-            raise ValueError(f"no size {size!r}: {', '.join(SIZES)}")
-        shape = f"{SIZES[size]} --kv-heads 8 --head-dim 128 --vocab 151936 --dtype bfloat16"
-        limits = "--max-model-len 16384 --max-num-seqs 256 --budget 240 --tensor-parallel-size 1"
-        return [
-            f"pat-vllm random-model {MODEL} {shape} --max-position-embeddings 16384".split(),
-            f"pat-vllm profile {MODEL} --output {out}/profile-{size}.json {limits}".split(),
-        ]
+        name, *more = arguments
+        write_config(name)
+        limits = "--max-model-len 16384 --max-num-seqs 256 --tensor-parallel-size 1"
+        made = f"pat-vllm profile {MODEL} --load-format dummy --output {out}/profile-{name}.json"
+        return [[*f"{made} {limits}".split(), *more]]
     if step == "two":
         return [[*doctor, json.dumps({**small, "disable_custom_all_reduce": True}), *arguments]]
     if step == "twographs":
@@ -80,6 +70,22 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
     if step == "tests":
         return [["python", "-m", "pytest", "-m", "gpu", "tests/gpu", *arguments]]
     raise ValueError(f"no step {step!r}: smoke, kernels, profile, two, twographs, tests")
+
+
+def write_config(name: str) -> None:
+    """Make `MODEL` a folder with no more than the config of a known model.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    if name not in MODEL_SHAPES:
+        raise ValueError(f"no model {name!r}: {', '.join(MODEL_SHAPES)}")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = dict(MODEL_SHAPES[name])
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    MODEL.mkdir(parents=True, exist_ok=True)
+    (MODEL / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
 
 
 def run(step: str, arguments: Sequence[str], ranks: int) -> bool:
@@ -91,7 +97,6 @@ def run(step: str, arguments: Sequence[str], ranks: int) -> bool:
     environment = {**os.environ, **ENVIRONMENT}
     if step in ONE_GPU:
         environment["PAT_ONE_GPU"] = str(ranks)
-    shutil.rmtree(MODEL, ignore_errors=True)
     OUT.mkdir(parents=True, exist_ok=True)
     log, begun = OUT / f"{step}.log", time.monotonic()
     with log.open("wb") as file:

@@ -43,6 +43,7 @@ def main() -> int:
                 folder,
                 max_model_len=512,
                 max_num_seqs=16,
+                gpu_memory_utilization=0.2,
                 kv_cache_memory_bytes=256 << 20,
                 skip_tokenizer_init=True,
                 seed=0,
