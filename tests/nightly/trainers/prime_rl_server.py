@@ -34,6 +34,11 @@ def put_back_what_moved() -> None:
         package, _, last = f"vllm.entrypoints.{old}".rpartition(".")
         setattr(importlib.import_module(package), last, module)
         sys.modules[f"{package}.{last}"] = module
+    # These are one of two kinds now, and prime-rl makes subclasses of them.
+    protocol = importlib.import_module("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    if not hasattr(protocol, "GenerateResponseChoice"):
+        protocol.GenerateResponse = protocol.GenerateTokensResponse
+        protocol.GenerateResponseChoice = protocol.GenerateTokensChoice
 
 
 def main(*arguments: str) -> None:

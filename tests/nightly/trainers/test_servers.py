@@ -1,12 +1,7 @@
-"""Servers of trainers, started by their own code: PAT's option passes, and new weights arrive.
-
-Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
-skipped where its own is missing.
-"""
+"""Servers of trainers, started by their own code: PAT's option passes, and new weights arrive."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import time
@@ -23,6 +18,7 @@ import psutil
 import pytest
 
 from tests.engine.test_weight_updates import halves
+from tests.nightly.trainers import need
 from tests.support.engines import Job, Outcome
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
@@ -138,8 +134,7 @@ DOORS = {
 @pytest.fixture(params=DOORS)
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Client, Door]]:
     package = request.param
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (docs/trainers.md)")
+    need(package)
     door = DOORS[package]
     server = Server(
         tmp_path / "serve.log",

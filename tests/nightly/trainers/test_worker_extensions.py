@@ -1,12 +1,7 @@
-"""Worker extensions of trainers, by their own methods: new weights reach each layout.
-
-Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
-skipped where its own is missing.
-"""
+"""Worker extensions of trainers, by their own methods: new weights reach each layout."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +13,7 @@ from vllm.utils.network_utils import get_open_port
 import pat_vllm
 from tests.engine.test_ray import cluster  # noqa: F401
 from tests.engine.test_weight_updates import halves
+from tests.nightly.trainers import need
 from tests.support.engines import Job, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
@@ -100,8 +96,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any
     """An engine with a trainer's extension, and how that trainer updates it."""
     extension, update, options = EXTENSIONS[request.param]
     package = request.param.partition(" ")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (docs/trainers.md)")
+    need(package)
     options = {"worker_extension_cls": extension, **options}
     pat = {"weights": "inplace", "enabled": True}
     if package == "nemo_rl":  # which also says what its engines are started with: Ray
