@@ -16,7 +16,8 @@ verl) trainer=(verl==0.9.1) ;;
 openrlhf) trainer=(openrlhf==0.11.2) ;;
 trainers)
     # prime-rl imports two of its makers' packages. SkyRL asks for Python 3.12.
-    trainer=(--ignore-requires-python trl==1.16.0 skyrl==0.4.0 renderers==0.1.12 verifiers==0.4.0)
+    trainer=(--ignore-requires-python trl==1.16.0 skyrl==0.4.0 skyrl-gym==0.4.0
+        renderers==0.1.12 verifiers==0.4.0)
     ;;
 *) echo "$usage" >&2 && exit 2 ;;
 esac

@@ -114,28 +114,27 @@ class Door(NamedTuple):
 
 
 HERE = "tests.nightly.trainers"
+SKYRL = {
+    "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # it names CUDA's by itself
+    "worker-extension-cls": f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
+    "weight-transfer-config": json.dumps({"backend": "skyrl_nccl"}),
+}
+# It takes no other than "mp" and "ray", and PAT is asked for by its option.
 DOORS = {
     "prime_rl": Door("/liveness", completed, by_prime_rl, {}),
-    "skyrl": Door(
-        "/health",
-        generated,
-        by_skyrl,
-        {
-            # It takes no other, and PAT is asked for by its option.
-            "distributed-executor-backend": "mp",
-            "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # it names CUDA's by itself
-            "worker-extension-cls": f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
-            "weight-transfer-config": json.dumps({"backend": "skyrl_nccl"}),
-        },
-    ),
+    **{
+        f"skyrl{kind}": Door(
+            "/health", generated, by_skyrl, SKYRL | {"distributed-executor-backend": backend}
+        )
+        for kind, backend in (("", "mp"), ("_ray", "ray"))
+    },
 }
 
 
 @pytest.fixture(params=DOORS)
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Client, Door]]:
-    package = request.param
-    need(package)
-    door = DOORS[package]
+    need(request.param.removesuffix("_ray"))
+    door = DOORS[request.param]
     server = Server(
         tmp_path / "serve.log",
         {
@@ -143,7 +142,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cli
             "enabled": True,
             "policy": POLICY,
         },
-        program=("-m", f"{HERE}.{package}_server"),
+        program=("-m", f"{HERE}.{request.param}_server"),
         **{"model": random_model(OLD), "speculative-config": None, **door.options},
     )
     try:
