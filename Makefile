@@ -2,7 +2,8 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# The trainers' pins clash with each other's: an environment for each, over the packages of ours.
+# VeRL's and OpenRLHF's pins clash: an environment for each, over the packages of ours. The other
+# trainers are installed without theirs, all in one.
 VERL_VENV     := .venv-verl
 OPENRLHF_VENV := .venv-openrlhf
 TRAINERS_VENV := .venv-trainers
@@ -87,8 +88,8 @@ test-openrlhf: $(OPENRLHF_VENV)/.installed ## pat-vllm under OpenRLHF's own trai
 	$< $* .venv-$* $(PYTHON) $(VENV)
 	@touch $@
 
-# None may be skipped for want of a package.
-test-trainers: $(TRAINERS_VENV)/.installed ## TRL, SkyRL, prime-rl and NeMo-RL: servers, worker extensions, engine creation (SOURCES=...: in place of GitHub)
+# With the variable no test is skipped for want of a package: it fails.
+test-trainers: $(TRAINERS_VENV)/.installed ## TRL, SkyRL, prime-rl, NeMo-RL, AReaL: servers, worker extensions (SOURCES=...: in place of GitHub)
 	PAT_TEST_TRAINERS=1 $(TRAINERS_VENV)/bin/python -m pytest tests/nightly/trainers
 
 lint: venv ## ruff, mypy and import-linter

@@ -6,8 +6,9 @@
 # BASE: an environment that has pat-vllm with its extras cpu and test (`make venv`). Its packages
 # serve here too, so that only what the trainer needs beside them is installed.
 #
-# trainers: TRL, SkyRL, prime-rl and NeMo-RL (docs/trainers.md). The last two come by git; SOURCES is
-# another place than GitHub that has their repositories as OWNER/NAME: a URL or an absolute path.
+# trainers: TRL, SkyRL, prime-rl, NeMo-RL and AReaL, without their pins (docs/trainers.md). prime-rl
+# and NeMo-RL come by git; SOURCES is a place that has their repositories as OWNER/NAME, where that is
+# not GitHub: a URL or an absolute path.
 set -euo pipefail
 
 usage="usage: install.sh verl|openrlhf|trainers DIRECTORY [PYTHON] [BASE]"
@@ -16,7 +17,7 @@ verl) trainer=(verl==0.9.1) ;;
 openrlhf) trainer=(openrlhf==0.11.2) ;;
 trainers)
     # prime-rl imports two of its makers' packages. SkyRL asks for Python 3.12.
-    trainer=(--ignore-requires-python trl==1.16.0 skyrl==0.4.0 skyrl-gym==0.4.0
+    trainer=(--ignore-requires-python trl==1.16.0 skyrl==0.4.0 skyrl-gym==0.4.0 areal==1.0.4
         renderers==0.1.12 verifiers==0.4.0)
     ;;
 *) echo "$usage" >&2 && exit 2 ;;

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.support.serve import know_the_cpu_build
 
@@ -56,7 +57,7 @@ def main(*arguments: str) -> None:
     engine.engine_init_kwargs = options
 
     support = str(ROOT / "tests/support/ray_on_cpu")
-    environment = {
+    environment: dict[str, Any] = {
         "PYTHONPATH": os.pathsep.join([support, str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
