@@ -21,7 +21,6 @@ from pat_vllm.simulator.modelled.figures import MEMORY_EFFICIENCY
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
-
 ROOT = Path(__file__).parents[4]
 
 
@@ -241,6 +240,6 @@ def test_steps_are_those_that_an_h100_was_measured_to_take() -> None:
     decodes = [abs(error) for shape, error in off.items() if not shape.prefill]
     assert max(map(abs, off.values())) < 0.06 and max(decodes) < 0.04
     assert sum(decodes) / len(decodes) < 0.01
-    limits = {"max_num_batched_tokens": 16384, "max_model_len": 16384}
-    room = estimate(machine.model, EngineShape((Layout(1, 1),), **limits), GPUS["H100"].device)
+    engine = EngineShape((Layout(1, 1),), max_num_batched_tokens=16384, max_model_len=16384)
+    room = estimate(machine.model, engine, GPUS["H100"].device)
     assert room.kv_tokens[1] == pytest.approx(measured.kv_tokens[1], rel=0.03)
