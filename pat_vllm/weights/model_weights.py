@@ -24,7 +24,11 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
+from vllm.model_executor.layers.mamba.mamba_mixer2 import (
+    MambaMixer2,
+    Mixer2RMSNormGated,
+    mamba_v2_sharded_weight_loader,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -54,6 +58,8 @@ SHARDED_LAYERS = (
     *EXPERTS,
     OAIAttention,
     QwenGatedDeltaNetAttention,
+    MambaMixer2,
+    Mixer2RMSNormGated,
 )
 # Whole on every rank, in every layout.
 REPLICATED_LAYERS = (
@@ -138,6 +144,11 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
                 cuts = _cuts(full_name, module, layer, name, parameter)
             place = _place(module) if cuts else _WHOLE
             yield Weight(full_name, parameter.data, cuts, place, module, name)
+        if isinstance(module, MambaMixer2):
+            # Its kernels read the convolution's weight by a view that vLLM has made of it.
+            cuts = _known_cuts(f"{path}.conv1d.weight", module.conv1d, "weight") or ()
+            name, view = "conv_weights", module.conv_weights
+            yield Weight(f"{path}.{name}", view, cuts, _place(module), module, name)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 full_name = f"{path}.{name}".lstrip(".")
@@ -187,9 +198,11 @@ def _has_loader_of(make: Callable[..., Any], parameter: nn.Parameter) -> bool:
 def _place(module: nn.Module) -> Place:
     if isinstance(module, RoutedExperts):
         return expert_place(module)
-    if isinstance(module, QwenGatedDeltaNetAttention):
+    if isinstance(module, QwenGatedDeltaNetAttention | Mixer2RMSNormGated):
         return Place(module.tp_size, module.tp_rank)
-    layer = module.qkv_proj if isinstance(module, OAIAttention) else module
+    layer: nn.Module = module
+    if isinstance(module, OAIAttention | MambaMixer2):
+        layer = module.qkv_proj if isinstance(module, OAIAttention) else module.in_proj
     assert isinstance(layer, LinearBase | VocabParallelEmbedding)
     return Place(layer.tp_size, layer.tp_rank)
 
@@ -225,6 +238,9 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
     if isinstance(module, QwenGatedDeltaNetAttention):
         heads = EvenPartition((module.num_v_heads,))
         return (Cut(heads),) if name in ("A_log", "dt_bias") else None
+    if isinstance(module, MambaMixer2):
+        heads = EvenPartition((module.num_heads,))
+        return (Cut(heads),) if name in ("A", "D", "dt_bias") else None
     if name not in ("weight", "bias"):
         return None
     partition = _partition(full_name, module, name)
@@ -232,6 +248,8 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
 
 
 def _partition(full_name: str, module: nn.Module, name: str) -> Partition | None:
+    if isinstance(module, Mixer2RMSNormGated):
+        return EvenPartition((module.full_hidden_size,))
     if isinstance(module, RowParallelLinear):
         return EvenPartition((module.input_size,), dim=1) if name == "weight" else None
     if isinstance(module, QKVParallelLinear):

@@ -96,6 +96,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
     # One KV head for two ranks at tp=4, so that a block is no smaller there than at tp=2.
     "qwen3_next_few_kv": dict(QWEN3_NEXT, kv_heads=2),
+    # Mamba2, whose layers alternate with MLPs and attention.
+    "nemotron_h": dict(arch="nemotron_h", hidden=128, heads=4, kv_heads=4, layers=8, gain=2.0),
     # Its matrices of queries, keys, values and gates cut each by itself; with experts and without.
     "qwen3_5": dict(_LINEAR, arch="qwen3_5_text"),
     "qwen3_5_moe": dict(_LINEAR, arch="qwen3_5_moe_text"),
