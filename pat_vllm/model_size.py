@@ -457,12 +457,11 @@ class ModelSize:
         attention = self.attention_layers * of_layer
         if self.linear is not None:
             attention += self.linear.layers * self.linear.weights(self.hidden) / tp
-        if self.experts is None:
-            matrices = 2 if self.mlps else 3
-            return attention + self.dense_layers * matrices * self.hidden * self.intermediate / tp
-        mlp = self.dense_layers * 3 * self.intermediate / tp
-        router = self.experts.count + self.experts.shared_gate
-        mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
+        matrices = 2 if self.mlps else 3
+        mlp = self.dense_layers * matrices * self.intermediate / tp
+        if self.experts is not None:
+            router = self.experts.count + self.experts.shared_gate
+            mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
         return attention + self.hidden * mlp
 
     def kv_elements(self, tp: int) -> int:

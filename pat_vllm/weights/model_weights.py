@@ -147,7 +147,7 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
         if isinstance(module, MambaMixer2):
             # Its kernels read the convolution's weight by a view that vLLM has made of it.
             cuts = _known_cuts(f"{path}.conv1d.weight", module.conv1d, "weight") or ()
-            name, view = "conv_weights", module.conv_weights
+            name, view = "conv_weights", module.get_buffer("conv_weights")
             yield Weight(f"{path}.{name}", view, cuts, _place(module), module, name)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

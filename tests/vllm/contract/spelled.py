@@ -166,7 +166,7 @@ def of_linear_attention(
 def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
     """What `model_weights.py` asks for, `patches/linear_attention.py` replaces, and rules name."""
     return (
-        *(layer.conv_weights, layer.conv1d, layer.in_proj, layer.num_heads, layer.A, layer.D),
+        *(layer.conv1d, layer.in_proj, layer.num_heads, layer.A, layer.D),
         *(layer.dt_bias, layer.get_kv_cache_spec, norm.full_hidden_size, norm.tp_size),
         *(norm.tp_rank, norm.weight, CacheConfig.use_replayssm, MambaAttentionBackendEnum.MAMBA2),
     )
