@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import EngineProcess
+from benchmarks.gpu.known import write_config
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.record import Summary
 from pat_vllm.child import environment
 from pat_vllm.cli.doctor_models import self_test_models, sizes_of
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.tasks import prompts
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
 
 REQUESTS = (1, 8)
@@ -36,14 +38,19 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
     """Start an engine of stock vLLM for each layout's tp and one with PAT, and time them.
 
     Args:
-        shape: of the random model, as in `pat-vllm doctor --shape`.
+        shape: of the random model, as in `pat-vllm doctor --shape`; or the name of a known model,
+            whose weights are vLLM's dummies.
     """
     layouts = PATConfig(base_tp=1).resolve_layouts(ranks)
     with tempfile.TemporaryDirectory(prefix="pat-vllm-engines-") as folder:
-        sizes = sizes_of(shape, None, ranks)
-        models = self_test_models(Path(folder), sizes, 0)
+        if known := MODEL_SHAPES.get(shape):
+            model, vocab = write_config(Path(folder), shape), known["vocab_size"]
+        else:
+            models = self_test_models(Path(folder), sizes_of(shape, None, ranks), 0)
+            model, vocab = models.first, models.vocab
         engine: dict[str, Any] = {
-            "model": str(models.first),
+            "model": str(model),
+            "load_format": "dummy" if known else "auto",
             "dtype": "float32" if on_cpu else "bfloat16",
             "enforce_eager": on_cpu,
             "max_model_len": 512,
@@ -59,7 +66,7 @@ def measure(ranks: int, shape: str, on_cpu: bool) -> dict[str, Any]:
         if on_cpu:
             pat["weights"] = "inplace"
         stock = {}
-        texts = prompts(models.vocab, max(REQUESTS) * ranks)
+        texts = prompts(vocab, max(REQUESTS) * ranks)
         for layout in layouts:
             tp = {"tensor_parallel_size": layout.tp}
             stock[layout.tp] = _measured({**engine, **tp}, texts, on_cpu)

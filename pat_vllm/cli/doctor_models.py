@@ -15,6 +15,7 @@ from pat_vllm.model_size import ModelSize
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tiny": dict(arch="qwen3", hidden=128, layers=3, head_dim=32, intermediate=256, vocab=512),
+    # All experts have each token: in 16 bits a router's choice would be of rounding.
     "moe": dict(
         arch="qwen3_moe",
         hidden=128,
@@ -23,9 +24,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         intermediate=256,
         vocab=512,
         experts=16,
+        experts_per_token=16,
         gain=3.0,
     ),
-    # In 16 bits, as vLLM's kernels for CPU take it; there a router's choice would be of rounding.
+    # In 16 bits, as vLLM's kernels for CPU take it.
     "linear": dict(
         arch="qwen3_next",
         hidden=128,

@@ -11,8 +11,8 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -56,6 +56,8 @@ class Task:
         sleeps: it can be put to sleep.
         graphs: it must have captured CUDA graphs.
         as_used: of an engine as its user would have it, what is not the user's; else empty.
+        wide: of stock vLLM: also ask an engine of this tensor parallelism, to know what rounding
+            does in 16-bit floats; 1: do not.
     """
 
     engine: dict[str, Any]
@@ -66,6 +68,7 @@ class Task:
     sleeps: bool = True
     graphs: bool = False
     as_used: str = ""
+    wide: int = 1
 
 
 TASK = TypeAdapter(Task)
@@ -98,22 +101,40 @@ class StockEngine:
     def __init__(self, task: Task, events: Events) -> None:
         self.task, self.events = task, events
         self.references: list[Reference] = []
+        self.rounding = 0.0
 
     def checks(self) -> Iterator[NamedCheck]:
-        """One for each of the weights."""
+        """One for each of the weights, and of the first also with tensor parallelism."""
         yield "stock vLLM", partial(self._refer, self.task.engine["model"])
+        if self.task.wide > 1:
+            yield f"stock vLLM, tensor parallelism {self.task.wide}", self._round
         yield "stock vLLM new weights", partial(self._refer, self.task.other_weights)
 
     def _refer(self, model: str) -> str:
-        from vllm import LLM
-
-        llm = LLM(**{**self.task.engine, "model": model})
-        outputs = generate(llm, self.task.prompts, likeliest=_LIKELIEST, beat=self.events.tell)
-        reference = Reference(outputs, score(llm, self.task.prompts, outputs))
-        llm.llm_engine.engine_core.shutdown()
+        with self._engine(model=model) as llm:
+            outputs = generate(llm, self.task.prompts, likeliest=_LIKELIEST, beat=self.events.tell)
+            forced = score(llm, self.task.prompts, outputs)
+        reference = Reference(outputs, forced, self.rounding)
         reference.check()
         self.references.append(reference)
         return f"{len(outputs)} requests; off itself by {reference.noise:.1e}"
+
+    def _round(self) -> str:
+        """With tensor parallelism, 16-bit sums are rounded on each rank, and their sum again."""
+        (first,) = self.references
+        with self._engine(tensor_parallel_size=self.task.wide) as llm:
+            self.rounding = first.apart(score(llm, self.task.prompts, first.outputs))
+        self.references = [replace(first, rounding=self.rounding)]
+        self.references[0].check()
+        return f"off the engine without by {self.rounding:.1e}"
+
+    @contextmanager
+    def _engine(self, **changed: Any) -> Iterator[LLM]:
+        from vllm import LLM
+
+        llm = LLM(**{**self.task.engine, **changed})
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
 
 
 class PATEngine:

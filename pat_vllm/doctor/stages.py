@@ -158,7 +158,7 @@ class _Stages:
         """Stock vLLM, unless it has been asked the same before, and PAT beside it."""
         made: list[Check] = []
         if (asked := TASK.dump_json(stock)) not in self._references:
-            made, answer = self._child("engine", asked.decode(), 1)
+            made, answer = self._child("engine", asked.decode(), stock.wide)
             if answer is None:
                 return made
             self._references[asked] = REFERENCES.validate_python(answer)
@@ -190,7 +190,8 @@ class _Stages:
         ended = run_module(f"pat_vllm.doctor.{module}", request, variables, told, SILENCE)
         self.log = ended.log
         problem = checks[-1].problem if checks else None
-        if problem is None and ended.code != 0:
+        # What has answered may end as it likes: stock vLLM's process has been seen to abort.
+        if problem is None and ended.code != 0 and ended.answer is None:
             problem = f"the process ended with exit code {ended.code}"
             if ended.code is None:
                 problem = f"it hangs: nothing for {SILENCE:.0f} s"

@@ -92,13 +92,14 @@ def engine_as_given(model: str, options: Options) -> dict[str, Any]:
 def stock_of(task: Task, **changed: Any) -> Task:
     """The same of stock vLLM with tensor parallelism 1, compiled if the engine with PAT is.
 
-    Compiled code rounds 16-bit numbers in other places than eager code.
+    Compiled code rounds 16-bit numbers in other places than eager code, and so do sums of ranks.
     """
+    wide = 1 if task.engine["dtype"] == "float32" else task.engine["tensor_parallel_size"]
     engine = {name: one for name, one in task.engine.items() if name not in _NOT_STOCK}
     additional = {k: v for k, v in engine.pop("additional_config").items() if k != "pat"}
     if additional:
         engine["additional_config"] = additional
-    return Task({**engine, **changed}, task.other_weights, task.prompts)
+    return Task({**engine, **changed}, task.other_weights, task.prompts, wide=wide)
 
 
 def self_test(

@@ -36,7 +36,7 @@ partial_json_parser==0.2.1.1.post7 prometheus_fastapi_instrumentator==8.1.0 pyba
 pydantic==2.14.3 pydantic_core==2.50.4 pydantic_extra_types==2.11.1 pydantic_settings==2.16.3
 python_dotenv==1.2.4 python_json_logger==4.2.0 python_multipart==0.0.34 pyzmq==27.3.0
 referencing==0.37.0 rpds_py==2026.9.1 setproctitle==1.3.8 sniffio==1.3.1 starlette==1.10.0
-uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
+typing_inspection==0.4.5 uvicorn==0.54.0 watchfiles==1.3.0 xgrammar==0.2.8
 execnet hypothesis iniconfig pluggy pytest>=8,<9.2 pytest-timeout>=2.3 pytest-xdist>=3.6
 sortedcontainers
 """

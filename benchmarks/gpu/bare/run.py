@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 
 from benchmarks.gpu.bare.receive import SITE
+from benchmarks.gpu.known import write_config
 from pat_vllm.known_models import MODEL_SHAPES
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +60,8 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
         return [["python", "-m", "benchmarks.gpu", "--out", str(out), *arguments]]
     if step == "profile":
         name, *more = arguments
-        write_config(name)
+        if name not in MODEL_SHAPES:
+            raise ValueError(f"no model {name!r}: {', '.join(MODEL_SHAPES)}")
         limits = "--max-model-len 16384 --max-num-seqs 256 --tensor-parallel-size 1"
         made = f"pat-vllm profile {MODEL} --load-format dummy --output {out}/profile-{name}.json"
         return [[*f"{made} {limits}".split(), *more]]
@@ -72,22 +74,6 @@ def commands(step: str, arguments: Sequence[str], out: Path, ranks: int) -> list
     raise ValueError(f"no step {step!r}: smoke, kernels, profile, two, twographs, tests")
 
 
-def write_config(name: str) -> None:
-    """Make `MODEL` a folder with no more than the config of a known model.
-
-    Raises:
-        ValueError: it is not known.
-    """
-    if name not in MODEL_SHAPES:
-        raise ValueError(f"no model {name!r}: {', '.join(MODEL_SHAPES)}")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    config = dict(MODEL_SHAPES[name])
-    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
-    MODEL.mkdir(parents=True, exist_ok=True)
-    (MODEL / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-
-
 def run(step: str, arguments: Sequence[str], ranks: int) -> bool:
     """Run the commands of a step until one fails; whether none did."""
     programs = {
@@ -98,6 +84,8 @@ def run(step: str, arguments: Sequence[str], ranks: int) -> bool:
     if step in ONE_GPU:
         environment["PAT_ONE_GPU"] = str(ranks)
     OUT.mkdir(parents=True, exist_ok=True)
+    if step == "profile":
+        write_config(MODEL, arguments[0])
     log, begun = OUT / f"{step}.log", time.monotonic()
     with log.open("wb") as file:
         call = partial(subprocess.call, cwd=ROOT, env=environment, stdout=file, stderr=file)

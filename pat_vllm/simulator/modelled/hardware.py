@@ -33,6 +33,7 @@ from pat_vllm.simulator.modelled.figures import (
     EXPERT_KERNELS,
     KERNEL_OVERHEAD,
     MEMORY_EFFICIENCY,
+    SAMPLED_TOKEN,
     STEP_OVERHEAD,
 )
 from pat_vllm.simulator.modelled.roofline import Machine
@@ -154,9 +155,10 @@ def modelled_profile(
             f"{figures.device.memory / 2**30:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
             f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {figures.link} "
             f"{figures.link_bandwidth / 1e9:.0f} GB/s per direction; shape of the model from its "
-            f"config.json. Assumed: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
+            f"config.json. By the model: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "
             f"{COMPUTE_EFFICIENCY:.0%} of the FLOPS, {EXCHANGE_EFFICIENCY:.0%} of the link for KV, "
-            f"{STEP_OVERHEAD * 1e3:.1f} ms per step, {SWITCH_FIXED:.3f} s per switch besides "
+            f"{STEP_OVERHEAD * 1e3:.2f} ms per step, {SAMPLED_TOKEN * 1e6:.1f} us per sampled "
+            f"token, {SWITCH_FIXED:.3f} s per switch besides "
             "moving KV and weights."
             + (f" A drafter takes {drafting * 1e3:.1f} ms of a step." if lengths else "")
             + (_MIXTURE_NOTE if mixture else "")

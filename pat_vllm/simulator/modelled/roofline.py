@@ -1,6 +1,7 @@
 """What a step and a switch take on given hardware, by a roofline. Pure.
 
-A step takes the longer of reading memory and computing, plus communication and overheads.
+A step takes reading memory and computing, of which the longer hides most of the other, plus
+communication and overheads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pat_vllm.simulator.modelled.figures import (
     KERNEL_OVERHEAD,
     KERNELS_PER_LAYER,
     MEMORY_EFFICIENCY,
+    OVERLAP,
+    SAMPLED_TOKEN,
     STEP_OVERHEAD,
 )
 
@@ -102,7 +105,9 @@ class Machine:
             self.gpu, tp, tokens * model.hidden * model.dtype_bytes
         )
         drafting = self.drafting if k else 0.0
-        return max(reading, computing) + communicating + launching + STEP_OVERHEAD + drafting
+        working = (reading**OVERLAP + computing**OVERLAP) ** (1 / OVERLAP)
+        overheads = launching + STEP_OVERHEAD + sampled * SAMPLED_TOKEN + drafting
+        return working + communicating + overheads
 
     def moved(self, source: Layout, target: Layout) -> float:
         """KV bytes per token that change ranks, over all ranks."""

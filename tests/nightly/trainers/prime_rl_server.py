@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 from tests.support.serve import know_the_cpu_build
 
@@ -34,6 +35,12 @@ def put_back_what_moved() -> None:
         package, _, last = f"vllm.entrypoints.{old}".rpartition(".")
         setattr(importlib.import_module(package), last, module)
         sys.modules[f"{package}.{last}"] = module
+    # From 0.32 on these are one of two kinds, and prime-rl makes subclasses of them.
+    tokens = "vllm.entrypoints.scale_out.token_in_token_out"
+    protocol: Any = importlib.import_module(f"{tokens}.protocol")
+    if not hasattr(protocol, "GenerateResponseChoice"):
+        protocol.GenerateResponse = protocol.GenerateTokensResponse
+        protocol.GenerateResponseChoice = protocol.GenerateTokensChoice
 
 
 def main(*arguments: str) -> None:

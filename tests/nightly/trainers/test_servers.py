@@ -1,12 +1,7 @@
-"""Servers of trainers, started by their own code: PAT's option passes, and new weights arrive.
-
-Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
-skipped where its own is missing.
-"""
+"""Servers of trainers, started by their own code: PAT's option passes, and new weights arrive."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import threading
 import time
@@ -23,6 +18,7 @@ import psutil
 import pytest
 
 from tests.engine.test_weight_updates import halves
+from tests.nightly.trainers import need
 from tests.support.engines import Job, Outcome
 from tests.support.models import random_model
 from tests.support.serve import PATIENCE, Server
@@ -118,29 +114,27 @@ class Door(NamedTuple):
 
 
 HERE = "tests.nightly.trainers"
+SKYRL = {
+    "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # it names CUDA's by itself
+    "worker-extension-cls": f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
+    "weight-transfer-config": json.dumps({"backend": "skyrl_nccl"}),
+}
+# It takes no other than "mp" and "ray", and PAT is asked for by its option.
 DOORS = {
     "prime_rl": Door("/liveness", completed, by_prime_rl, {}),
-    "skyrl": Door(
-        "/health",
-        generated,
-        by_skyrl,
-        {
-            # It takes no other, and PAT is asked for by its option.
-            "distributed-executor-backend": "mp",
-            "worker-cls": "vllm.v1.worker.cpu_worker.CPUWorker",  # it names CUDA's by itself
-            "worker-extension-cls": f"{HERE}.skyrl_on_cpu.NewInferenceWorkerWrap",
-            "weight-transfer-config": json.dumps({"backend": "skyrl_nccl"}),
-        },
-    ),
+    **{
+        f"skyrl{kind}": Door(
+            "/health", generated, by_skyrl, SKYRL | {"distributed-executor-backend": backend}
+        )
+        for kind, backend in (("", "mp"), ("_ray", "ray"))
+    },
 }
 
 
 @pytest.fixture(params=DOORS)
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Client, Door]]:
-    package = request.param
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (docs/trainers.md)")
-    door = DOORS[package]
+    need(request.param.removesuffix("_ray"))
+    door = DOORS[request.param]
     server = Server(
         tmp_path / "serve.log",
         {
@@ -148,7 +142,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Cli
             "enabled": True,
             "policy": POLICY,
         },
-        program=("-m", f"{HERE}.{package}_server"),
+        program=("-m", f"{HERE}.{request.param}_server"),
         **{"model": random_model(OLD), "speculative-config": None, **door.options},
     )
     try:

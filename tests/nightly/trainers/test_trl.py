@@ -1,7 +1,4 @@
-"""TRL's server and its trainer, with PAT by one word: `--distributed_executor_backend pat`.
-
-They need an environment of their own (`make test-trl`); elsewhere they are skipped.
-"""
+"""TRL's server and its trainer, with PAT by one word: `--distributed_executor_backend pat`."""
 
 from __future__ import annotations
 
@@ -16,12 +13,13 @@ from typing import Any
 import pytest
 from vllm.utils.network_utils import get_open_port
 
+from tests.nightly.trainers import need
 from tests.support.engines import Job, Outcome
 from tests.support.models import random_model
 from tests.support.serve import Server
 from tests.support.stock import stock_answers
 
-pytest.importorskip("trl", reason="TRL is not installed: integrations/install.sh trl .venv-trl")
+need("trl")
 
 SUPPORT = Path(__file__).parents[2] / "support"
 OLD, NEW = "qwen3", "qwen3_updated"

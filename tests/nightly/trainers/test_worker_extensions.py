@@ -1,23 +1,21 @@
-"""Worker extensions of trainers, by their own methods: new weights reach each layout.
-
-Their packages are in no environment of ours (docs/trainers.md says how to get them): a test is
-skipped where its own is missing.
-"""
+"""Worker extensions of trainers, by their own methods: new weights reach each layout."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+from torch.distributed import broadcast
 from vllm.utils.network_utils import get_open_port
 
 import pat_vllm
 from tests.engine.test_ray import cluster  # noqa: F401
 from tests.engine.test_weight_updates import halves
+from tests.nightly.trainers import need
 from tests.support.engines import Job, engine, run, scheduler_of
 from tests.support.models import random_model
 from tests.support.same import PLAIN_TOLERANCE, assert_same
@@ -76,7 +74,39 @@ def by_nemo_rl(llm: Any, model: str) -> None:
         sent.result()
 
 
+def by_areal_files(llm: Any, model: str) -> None:
+    """As AReaL's server does, which aborts what runs. This one has nothing in flight."""
+    path = str(random_model(model))
+    assert all(ok for ok, _ in llm.collective_rpc("areal_update_weights", args=(path,)))
+
+
+def by_areal_xccl(llm: Any, model: str) -> None:
+    """As AReaL's trainer does, with its own group; on CPU by gloo. A call for each half."""
+    from areal.engine.core.distributed import init_custom_process_group
+
+    def call(method: str, *args: Any) -> None:
+        assert all(ok for ok, _ in llm.collective_rpc(method, args=args))
+
+    name = "update_weight_group"
+    with ThreadPoolExecutor(1) as pool:
+        if not hasattr(llm, "group"):
+            host, port = "127.0.0.1", get_open_port()
+            options = {"init_method": f"tcp://{host}:{port}", "world_size": 3, "rank": 0}
+            join = partial(init_custom_process_group, "gloo", group_name=name, **options)
+            joined = pool.submit(join)
+            call("areal_init_update_weight_group", host, str(port), 1, 3, "gloo", name)
+            llm.group = joined.result()
+        for half in halves(model):
+            names, weights = zip(*half, strict=True)
+            dtypes = [str(weight.dtype).removeprefix("torch.") for weight in weights]
+            call("areal_set_weight_meta", names, dtypes, [[*w.shape] for w in weights], name)
+            sent = pool.submit(lambda ws: [broadcast(w, 0, llm.group) for w in ws], weights)
+            call("areal_update_weight_xccl")
+            sent.result()
+
+
 HERE = "tests.nightly.trainers"
+AREAL = "areal.engine.vllm_ext.vllm_worker_extension.VLLMWorkerExtension"
 EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = {
     "prime_rl": (f"{HERE}.prime_rl_on_cpu.FileSystemWeightUpdateWorker", by_prime_rl, {}),
     **{
@@ -92,6 +122,8 @@ EXTENSIONS: dict[str, tuple[str, Callable[[Any, str], None], dict[str, Any]]] = 
         for transfer in ("nccl", "ipc")
     },
     "nemo_rl": (f"{HERE}.nemo_rl_on_cpu.Extension", by_nemo_rl, {}),
+    "areal files": (AREAL, by_areal_files, {}),
+    "areal xccl": (AREAL, by_areal_xccl, {}),
 }
 
 
@@ -100,8 +132,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Callable[[Any
     """An engine with a trainer's extension, and how that trainer updates it."""
     extension, update, options = EXTENSIONS[request.param]
     package = request.param.partition(" ")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (docs/trainers.md)")
+    need(package)
     options = {"worker_extension_cls": extension, **options}
     pat = {"weights": "inplace", "enabled": True}
     if package == "nemo_rl":  # which also says what its engines are started with: Ray

@@ -32,7 +32,7 @@ SMALL = AdviseOptions("llama-3.1-8b", "A40", 2, responses=32, max_tokens=256, it
 def equal(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     file = tmp_path_factory.mktemp("lengths") / "equal.txt"
     file.write_text("400\n" * 64)
-    return advise(AdviseOptions("llama-3.1-8b", "A40", 4, responses=64, lengths=file, iterations=4))
+    return advise(AdviseOptions("llama-3.1-8b", "A40", 4, responses=16, lengths=file, iterations=4))
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,8 @@ def test_the_tolerance_follows_stock_vllms_own_noise() -> None:
     assert REFERENCE.noise == 0.0 and REFERENCE.tolerance == LEAST_TOLERANCE
     assert scored(-0.11).tolerance == pytest.approx(0.04)
     scored(-0.11).check()
+    assert dataclasses.replace(REFERENCE, rounding=0.02).tolerance == pytest.approx(0.08)
+    assert REFERENCE.apart([(-0.1, -0.5), (-1.0,)]) == pytest.approx(0.3)
     for wrong in (-5.0, math.nan):
         with pytest.raises(Differs, match="does not agree with itself"):
             scored(wrong).check()

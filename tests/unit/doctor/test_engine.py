@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from io import StringIO
 from itertools import count
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from pat_vllm.child import Events
 from pat_vllm.doctor import engine as module
 from pat_vllm.doctor.compare import Agreement, Differs
-from pat_vllm.doctor.engine import PATEngine, Task, run_checks
+from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
 from pat_vllm.layout import Layout
 from tests.unit.doctor.test_compare import REFERENCE
 
@@ -68,6 +69,25 @@ def test_lost_weights_are_replaced_before_the_kv_cache_wakes_up(
         call.reset_prefix_cache(),
         call.llm_engine.engine_core.shutdown(),
     ]
+
+
+def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of tensor parallelism 2 gives the first of stock vLLM's tokens another score."""
+    made: list[dict[str, Any]] = []
+
+    def llm(**engine: Any) -> MagicMock:
+        made.append(engine)
+        return MagicMock()
+
+    monkeypatch.setitem(sys.modules, "vllm", MagicMock(LLM=llm))
+    monkeypatch.setattr(module, "generate", lambda *_, **__: REFERENCE.outputs)
+    scores = [REFERENCE.forced, ((-0.1, -0.23), (-1.0,)), REFERENCE.forced]
+    monkeypatch.setattr(module, "score", lambda *_: scores[len(made) - 1])
+    engine = StockEngine(Task({"model": "first"}, "other", ((1, 2),), wide=2), Events())
+    assert run_checks(engine.checks(), Events())
+    assert [one["model"] for one in made] == ["first", "first", "other"]
+    assert [one.get("tensor_parallel_size") for one in made] == [None, 2, None]
+    assert [one.rounding for one in engine.references] == pytest.approx([0.03, 0.03])
 
 
 def test_the_first_check_that_fails_is_the_last() -> None:

@@ -82,7 +82,7 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
     assert pat.engine["worker_extension_cls"] == "x.Y"
-    assert pat.references == (REFERENCE, REFERENCE)
+    assert pat.references == (REFERENCE, REFERENCE) and stock.wide == 1
 
 
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,18 @@ def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.graphs for one in children.tasks] == [False, False, *[False, True] * 3]
     compiles = ["TORCHDYNAMO_DISABLE" not in one for one in children.environments]
     assert compiles == [False, False, False, *[True] * 6]
+    # What rounding does is known from an engine as wide as PAT's, but in float32.
+    assert [one.wide for one in children.tasks] == [2, 1] * 4
     last = children.tasks[5].engine
     assert last["enable_sleep_mode"] is True and last["dtype"] == "bfloat16"
+
+
+def test_stock_vllm_that_has_answered_may_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"check": {"name": "stock vLLM"}}
+    answer = REFERENCES.dump_python((REFERENCE,) * 2, mode="json")
+    for found, status in ((answer, "psspsss"), (None, "pssfsss")):
+        children = Children(ON_CPU, {1: (told, Ended(-6, "", found))})
+        assert status_of(run_with(monkeypatch, children)) == status
 
 
 def test_stock_vllm_is_asked_the_same_once(monkeypatch: pytest.MonkeyPatch) -> None:

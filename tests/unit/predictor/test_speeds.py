@@ -193,7 +193,7 @@ def test_equal_speeds_change_nothing(lengths: list[int]) -> None:
 def test_batches_of_unlike_requests_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Responses of equal lengths, of which the slowest decides; simulated on a modelled profile."""
     options = AdviseOptions(
-        "qwen3-30b-a3b", "H100", 8, responses=128, shape="alike", acceptance=0.5, iterations=3
+        "qwen3-30b-a3b", "H100", 8, responses=128, shape="alike", acceptance=0.7, iterations=3
     )
     rollouts = rollouts_of(options)
 
@@ -203,4 +203,4 @@ def test_batches_of_unlike_requests_take_less_time(monkeypatch: pytest.MonkeyPat
 
     knowing = seconds()
     monkeypatch.setattr(Speeds, "variance", 0.0)
-    assert knowing < 0.98 * seconds()
+    assert knowing < 0.99 * seconds()

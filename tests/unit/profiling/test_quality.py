@@ -42,7 +42,9 @@ def test_an_incomplete_profile_is_named_with_figures() -> None:
     assert len(problems([step(NOISY)], left_out=34, planned=64)) == 2
 
 
-@pytest.mark.parametrize("name", ["2026-11-23-two-cores", "2026-11-23-two-cores-bound"])
+@pytest.mark.parametrize(
+    "name", ["2026-11-23-two-cores", "2026-11-23-two-cores-bound", "2026-11-26-h100-qwen3-8b"]
+)
 def test_measured_profiles_are_good_enough(name: str) -> None:
     profile = Profile.load(ROOT / "benchmarks/profiles" / f"{name}.json")
     assert all(len(sample.times) >= 3 for sample in profile.steps)

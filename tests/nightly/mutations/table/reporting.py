@@ -58,9 +58,12 @@ MUTATIONS = mutations({
     ],
     "tests/unit/doctor/test_compare.py": [
         ("wrong log-probabilities pass", "doctor.compare:_apart", "<= tolerance", "<= 9.9"),
+        ("stock vLLM's rounding is none of its noise", "doctor.compare:Reference.noise", "self.rounding", "0.0"),
         ("wrong scores pass", "doctor.compare:Reference.compare_forced", "_apart(a, b, self.tolerance, where)", "0.0"),
     ],
     "tests/unit/doctor/test_stages.py": [
+        ("nobody asks what rounding does in 16 bits", "doctor.tasks:stock_of", '== "float32"', '!= "float64"'),
+        ("stock vLLM that aborts at its end has failed", "doctor.stages:_Stages._child", "and ended.answer is None", ""),
         ("stages go on after a failure", "doctor.stages:run_stages", 'failed = name if done.status == "failed" else None', "failed = None"),
         ("stock vLLM gets the options that are PAT's alone", "doctor.tasks:stock_of", "if name not in _NOT_STOCK", "if name"),
         ("compiled engines are compared with an eager one", "doctor.tasks:stock_of", "{**engine, **changed}", '{**engine, "enforce_eager": True, **changed}'),

@@ -12,11 +12,16 @@ import pytest
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layout import Layout
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
+from pat_vllm.simulator.modelled.figures import MEMORY_EFFICIENCY
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
+
+ROOT = Path(__file__).parents[4]
 
 
 def sizes(profile: Profile) -> tuple[int, ...]:
@@ -134,8 +139,8 @@ def test_latent_vectors_go_to_each_rank_that_lacks_them_and_are_read_by_all() ->
             layout = Layout.of(tp, 8)
             short, long = (machine.step(layout, 8, 8 * each, 0) for each in (16384, 65536))
             slopes[name, tp] = long - short
-    assert slopes["deepseek-v2-lite", 1] == pytest.approx(slopes["deepseek-v2-lite", 8])
-    assert slopes["llama-3.1-8b", 1] == pytest.approx(8 * slopes["llama-3.1-8b", 8])
+    assert slopes["deepseek-v2-lite", 1] == pytest.approx(slopes["deepseek-v2-lite", 8], rel=0.01)
+    assert slopes["llama-3.1-8b", 1] == pytest.approx(8 * slopes["llama-3.1-8b", 8], rel=0.01)
 
 
 def test_steps_and_switches_in_milliseconds() -> None:
@@ -151,7 +156,7 @@ def test_steps_and_switches_in_milliseconds() -> None:
         mixture.step(Layout(4, 2, "ep"), 64, 64 * 2048, 512),
     ]
     assert [1e3 * seconds for seconds in steps] == pytest.approx(
-        [7.265532, 9.697137, 71.958367, 34.785837, 10.357483], rel=1e-6
+        [6.787073, 10.659744, 65.532184, 34.395019, 10.415376], rel=1e-6
     )
 
 
@@ -166,9 +171,13 @@ def test_states_cost_by_request_and_not_by_context() -> None:
         wider.step(layout, batch, context, 0) - machine.step(layout, batch, context, 0)
         for batch, context in ((32, 32), (32, 320_000), (64, 64))
     ]
-    read = 2 * (wide.state_bytes(4) - model.state_bytes(4)) / (GPUS["H200"].bandwidth * 0.8)
-    assert more[0] == pytest.approx(more[1]) == pytest.approx(32 * read, rel=0.2)
-    assert more[2] == pytest.approx(2 * more[0])
+    read = (
+        2
+        * (wide.state_bytes(4) - model.state_bytes(4))
+        / (GPUS["H200"].bandwidth * MEMORY_EFFICIENCY)
+    )
+    assert more[0] == pytest.approx(more[1], rel=0.01) == pytest.approx(32 * read, rel=0.2)
+    assert more[2] == pytest.approx(2 * more[0], rel=0.01)
     one, two = Layout(1, 8), Layout(2, 4)
     moved = [machine.switch(one, two, 8, tokens, 0.0, base=one).kv_bytes for tokens in (8, 8000)]
     assert moved[0] == int(8 * machine.moved(one, two) + 8 * model.state_bytes(1) / 2)
@@ -211,9 +220,26 @@ def test_drafts_cost_nothing_while_a_step_reads_and_much_when_it_computes(h100: 
         alone = seconds(free, tp, 1, 2048)
         for k in lengths:
             assert seconds(free, tp, 1, 2048, k=k) == alone
-            assert seconds(free, tp, 1, 2048, k=k, drafts=k) == pytest.approx(alone, rel=0.02)
+            assert seconds(free, tp, 1, 2048, k=k, drafts=k) == pytest.approx(alone, rel=0.03)
     # 1024 tokens are more than the 200 or so for which reading the weights takes as long.
     times = [seconds(free, 1, 128, 512, k=k, drafts=k * 128) for k in (0, *lengths)]
     assert times == sorted(times) and times[-1] > 1.5 * times[0]
     # The context is read once and attended to by each token.
     assert seconds(free, 1, 8, 16384, k=1, drafts=8) < 1.1 * seconds(free, 1, 8, 16384)
+
+
+def test_steps_are_those_that_an_h100_was_measured_to_take() -> None:
+    """Qwen3-8B's, of PAT's engine with CUDA graphs; also what the engine had room for."""
+    measured = Profile.load(ROOT / "benchmarks/profiles/2026-11-26-h100-qwen3-8b.json")
+    model = MODEL_SHAPES["qwen3-8b"]
+    machine = Machine(ModelShape.from_config(model), GPUS["H100"])
+    off = {
+        s.shape: machine.step(s.layout, s.batch, s.context, s.prefill) / s.seconds - 1
+        for s in measured.steps
+    }
+    decodes = [abs(error) for shape, error in off.items() if not shape.prefill]
+    assert max(map(abs, off.values())) < 0.06 and max(decodes) < 0.04
+    assert sum(decodes) / len(decodes) < 0.01
+    engine = EngineShape((Layout(1, 1),), max_num_batched_tokens=16384, max_model_len=16384)
+    room = estimate(machine.model, engine, GPUS["H100"].device)
+    assert room.kv_tokens[1] == pytest.approx(measured.kv_tokens[1], rel=0.03)
