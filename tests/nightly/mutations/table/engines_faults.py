@@ -56,7 +56,7 @@ MUTATIONS = mutations({
         ("fixed lengths are learnt from", "scheduler.monitor:Monitor.ended", "if not tracked.exact", "if True"),
     ],
     "tests/engine/test_policy.py::test_the_metrics_say_what_was_saved": [
-        ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._saved_since = math.nextafter(batch.at, math.inf)", "pass"),
+        ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._savings_from = math.nextafter(batch.at, math.inf)", "pass"),
     ],
     "tests/engine/test_ray.py::test_the_launcher_is_chosen_by_the_placement_group": [
         ("a placement group chooses no launcher", "executor.launcher:executor_class", '"ray" if _in_placement_group(vllm_config.parallel_config) else "mp"', '"mp"'),
