@@ -267,7 +267,7 @@ def main(
     found = known(output_dir) if output_dir is not None else {}
     cells = [one for one in drawn(every, acceptance, drafts, seed) if one not in found]
     with Processes(processes) as pool:
-        for cell, one in zip(cells, pool.map(ask, cells), strict=True):
+        for cell, one in pool.as_done(ask, cells):
             found[cell] = one
             print(" | ".join((*row(cell, one), f"{one.took:.1f} s")), flush=True)
             if output_dir is not None:

@@ -25,22 +25,24 @@ _WINDOW = 1024
 class Chains:
     """The chains of ended requests, and the chance that they are asked for again.
 
-    A request that continues a chain, such as the next turn of a conversation, takes its place.
+    A request that continues a chain, such as the next turn of a conversation, removes it when it
+    arrives, and adds its own when it ends.
     """
 
     def __init__(self) -> None:
-        self._by_end: dict[bytes, Chain] = {}
+        self._by_end: dict[bytes, Chain] = {}  # by last hash, the longest ended first
         self._unused: dict[bytes, int] = {}
         self._blocks = 0
-        self._requests = self._left = self._asked = 0.0
+        self._requests = self._blocks_left = self._blocks_reused = 0.0
 
     @property
     def chance(self) -> float:
         """Share of the blocks left by ended requests that later ones ask for.
 
-        Before any were seen it is a half, which counts as much as a request.
+        It begins with a half, which weighs as much as one request.
         """
-        share = min(1.0, self._asked / self._left) if self._left else 0.0
+        left, reused = self._blocks_left, self._blocks_reused
+        share = min(1.0, reused / left) if left else 0.0
         return (self._requests * share + 0.5) / (self._requests + 1)
 
     def arrived(self, chain: Chain, unused: int | None) -> None:
@@ -49,13 +51,14 @@ class Chains:
         Args:
             chain: of its prompt.
             unused: leading blocks of it that are cached and that no request uses; None for another
-                sample of a prompt, which tells nothing of the chance.
+                sample of the same prompt (GRPO), which tells nothing of the chance.
         """
         if unused is not None:
-            # Also what a switch has not carried: else it would never be carried again.
+            # A switch may have left blocks behind, which `unused` lacks. They count all the same:
+            # else the chance would stay low, and no later switch would carry any.
             continued = [self._unused[end] for end in self._by_end.keys() & chain]
-            self._asked += max(unused, *continued, 0)
-        self._replace(chain)
+            self._blocks_reused += max(unused, *continued, 0)
+        self._forget_continued(chain)
 
     def ended(self, chain: Chain, unused: int) -> None:
         """A request has ended.
@@ -65,12 +68,12 @@ class Chains:
             unused: leading blocks of it that are cached and that no request uses any more.
         """
         self._requests += unused > 0
-        self._left += unused
+        self._blocks_left += unused
         if self._requests > _WINDOW:
-            self._requests, self._left, self._asked = (
-                one / 2 for one in (self._requests, self._left, self._asked)
+            self._requests, self._blocks_left, self._blocks_reused = (
+                one / 2 for one in (self._requests, self._blocks_left, self._blocks_reused)
             )
-        self._replace(chain)
+        self._forget_continued(chain)
         if chain:
             self._by_end[chain[-1]] = chain
             self._unused[chain[-1]] = unused
@@ -79,7 +82,7 @@ class Chains:
             self._drop(next(iter(self._by_end)))
 
     def latest(self) -> list[Chain]:
-        """The chains, the last used one first."""
+        """The chains, the last ended one first."""
         return list(reversed(self._by_end.values()))
 
     def forget(self) -> None:
@@ -88,7 +91,7 @@ class Chains:
         self._unused.clear()
         self._blocks = 0
 
-    def _replace(self, chain: Chain) -> None:
+    def _forget_continued(self, chain: Chain) -> None:
         """Forget the chains that this one continues."""
         for end in self._by_end.keys() & chain:
             self._drop(end)
@@ -123,18 +126,18 @@ def fill(
 ) -> list[list[Run[Block]]]:
     """Choose the cached blocks that each target replica gets, as far as it has room.
 
-    Of a chain it gets what a hit of its end needs, in every group.
+    Of a chain it gets the blocks that vLLM needs, in each KV cache group, to find it as a prefix.
 
     Args:
-        chains: the most wanted one first; of each what its source has, or nearly.
-        find: the blocks of a source replica with these hashes in a group; None where it has none.
-        kinds: of the groups.
+        chains: the most wanted one first. A source may lack some of a chain's blocks.
+        find: by source replica, hashes and group: the blocks; None for one that is not cached.
+        kinds: how each KV cache group attends (full attention, a sliding window, ...).
         held: hashes that each target replica has in any case, by group. What is chosen is added.
         room: blocks for which each target replica has room.
 
     Returns:
-        For each target replica its blocks, the most wanted ones first. No hash comes twice, and
-        none without what it is found with.
+        For each target replica its blocks, the most wanted ones first. No block comes twice, and
+        none that a later request could not find.
     """
     chosen: list[list[Run[Block]]] = [[] for _ in room]
     left = list(room)
@@ -160,24 +163,26 @@ def _what_fits(
     Returns:
         Hashes and their blocks, by group; nothing where nothing is cached or has room.
     """
-    blocks = len(chain) if room else 0
-    while blocks:
+    length = len(chain) if room else 0  # of the longest prefix that is cached and has room
+    while length:
         places = [
-            kind.missing(blocks, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
+            kind.missing(length, lambda place, hashes=hashes: chain[place] in hashes)  # type: ignore[misc]
             for kind, hashes in zip(kinds, held, strict=True)
         ]
         too_many = sum(map(len, places)) - room
         if too_many > 0:
-            blocks -= min(blocks, too_many)
+            # A block less of the prefix frees at most one in each group.
+            length -= min(length, -(-too_many // len(kinds)))
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
         found: Any = [find(one, group) for group, one in enumerate(names)]
         if all(map(all, found)):
             return list(zip(names, found, strict=True))
+        # What is cached ends at the first gap; vLLM finds it up to the last hit before that.
         gap = min(
             of_group[one.index(None)]
             for of_group, one in zip(places, found, strict=True)
             if not all(one)
         )
-        blocks = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
+        length = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from typing import Self, TypeVar
 
@@ -23,6 +23,15 @@ class Processes:
         if self._pool is None:
             return map(work, items)
         return self._pool.map(work, items, chunksize=chunk)
+
+    def as_done(self, work: Callable[[S], R], items: Sequence[S]) -> Iterator[tuple[S, R]]:
+        """Each item and what `work` makes of it, in the order in which they are done."""
+        if self._pool is None:
+            yield from ((item, work(item)) for item in items)
+            return
+        asked = {self._pool.submit(work, item): item for item in items}
+        for done in as_completed(asked):
+            yield asked[done], done.result()
 
     def __enter__(self) -> Self:
         return self

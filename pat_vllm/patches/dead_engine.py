@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.patches.replacing import replace
@@ -102,6 +103,24 @@ def tell_cause_of_death() -> None:
         return send
 
     replace(EngineCoreProc, "_send_engine_dead", wrap)
+
+
+def end_in_order() -> None:
+    """Have no SIGTERM and no Ctrl-C kill an engine core while it ends.
+
+    Without it: vLLM gives these signals their default action back before the core ends its workers
+    and removes its rings of messages. A front end that hears then that the engine is dead, or of a
+    Ctrl-C, asks the core to end, which kills it: a ring stays as long as Python's resource tracker
+    lives. A core that hangs is still killed (`front_end.ENDS_WITHIN`). Missing seam: what a core
+    does with signals at its end.
+    """
+    import vllm.v1.engine.core as core
+
+    def set_action(number: int, action: Any) -> Any:
+        return signal.signal(number, signal.SIG_IGN if action is signal.SIG_DFL else action)
+
+    # Later than vLLM's own call would be too late.
+    setattr(core, "signal", SimpleNamespace(**vars(signal) | {"signal": set_action}))  # noqa: B010
 
 
 def let_others_remove_rings() -> None:

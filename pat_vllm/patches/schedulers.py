@@ -1,4 +1,8 @@
-"""What PAT does to vLLM's schedulers and their block pools, in the engine core."""
+"""What PAT does to vLLM's schedulers and their block pools, in the engine core.
+
+Each docstring says what fails without the patch and, as the missing seam, what in vLLM would make
+it needless.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +43,11 @@ def linear_time_admission(scheduler: Scheduler) -> Iterator[None]:
     """Inside, the first `schedule()` of a new scheduler admits loads in linear time.
 
     Without it: a switch that carries many requests takes time that is quadratic in their number.
-    For each load that vLLM admits, it counts what all loads in flight will still need. Nothing but
-    admissions happens inside, so each load is counted once, and is kept out of vLLM's set until
-    the end. vLLM also looks at each block for a cached prefix; the pool is empty, so it has none.
-    Missing seam: admission of a batch of loads.
+    A load is a request whose KV a connector brings. For each one that vLLM admits, it sums the
+    blocks that all of them still need. Here each is counted once, since no step runs inside, and is
+    kept out of vLLM's set until the end. Missing seam: admission of a batch of loads.
     """
+    # Already inside.
     if "_inflight_prefill_reserved_blocks" in vars(scheduler):
         yield
         return
@@ -61,6 +65,7 @@ def linear_time_admission(scheduler: Scheduler) -> Iterator[None]:
     pool = scheduler.kv_cache_manager.block_pool
     caching = pool.enable_caching
     scheduler._inflight_prefill_reserved_blocks = reserved_blocks  # type: ignore[method-assign]
+    # vLLM would look at each block that it takes for a prefix to evict; a new pool has none.
     pool.enable_caching = False
     try:
         yield
@@ -82,7 +87,7 @@ def free_blocks_at_once(scheduler: Scheduler) -> None:
 
 
 def make_room_for_grammars(manager: StructuredOutputManager, max_num_seqs: int) -> None:
-    """Have vLLM's manager of grammars, as it starts, prepare for so many requests in a step.
+    """Have vLLM's manager of grammars prepare for so many requests in a step, before its first.
 
     Without it: it has bitmasks for the engine's `max_num_seqs`. A step of a layout that runs more
     requests with structured output fails. Missing seam: a manager that is told the number.
@@ -90,14 +95,15 @@ def make_room_for_grammars(manager: StructuredOutputManager, max_num_seqs: int) 
     config = manager.vllm_config
     if max_num_seqs <= config.scheduler_config.max_num_seqs:
         return
-    config = copy.copy(config)
+    config = copy.copy(config)  # the engine's own limit stays
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.max_num_seqs = max_num_seqs
+    # Others hold this object already, so a new one would not do.
     manager.__init__(config)  # type: ignore[misc]
 
 
 def queue_with_blocks(scheduler: Scheduler) -> None:
-    """Queue all that runs again, first, without taking its blocks away.
+    """Put the running requests at the head of the queue, with their blocks.
 
     Without it: requests would have to move to a new scheduler, and their KV to other blocks, for
     other workers to be told of them. Missing seam: a preemption that keeps blocks.

@@ -35,8 +35,11 @@ class Monitor:
     """Knows the unfinished requests. Every event reaches the policy and the history through it.
 
     Attributes:
+        policy: decides when to switch.
+        history: what `pat_vllm.report` shows.
         requests: the unfinished requests.
-        draft_rows: earlier responses for the drafters.
+        draft_rows: earlier responses to the same prompts, for drafts; `repeated` has the ids of
+            requests whose prompt has some.
         last_arrival: when a request arrived last, seconds on the monotonic clock.
         metrics: what happened, for Prometheus; None where vLLM keeps no statistics.
     """
@@ -59,12 +62,12 @@ class Monitor:
         self.draft_rows = draft_rows
         self.last_arrival = 0.0
         self.metrics = metrics
-        self._saved_since = -math.inf
-        self._asked: dict[int, int] = {}
-        """Draft length of each replica's last step: of the drafts that its next one verifies."""
+        self._savings_from = -math.inf
+        self._draft_length: dict[int, int] = {}
+        """By replica: the draft length of its last step, whose drafts its next one verifies."""
 
     def arrived(self, request: Request, replica: Replica, group: int) -> None:
-        """A request was routed to a replica; for `group`, see `TrackedRequest`."""
+        """A request was routed to a replica. Requests of a `group` are samples of one prompt."""
         self.last_arrival = time.monotonic()
         turn = self._turns.arrived(request.all_token_ids, request.block_hashes)
         if turn.index:
@@ -90,16 +93,28 @@ class Monitor:
             self.history.drafts(now, layout, replica.index, length, counts)
             if self.metrics is not None:
                 self.metrics.drafted(replica.index, length, counts)
-        if not self.policy.learns:
-            return
+        if self.policy.learns:
+            self._teach(now, layout, replica, step, busy, result)
+
+    def _teach(
+        self,
+        now: float,
+        layout: Layout,
+        replica: Replica,
+        step: SchedulerOutput,
+        busy: int,
+        result: StepResult,
+    ) -> None:
+        """Give the policy a step's time and, for each kind of prompt, its accepted drafts."""
         shape = step_shape(step, busy)
         replica.decode_steps += shape.batch > 0
         if self._speculates and shape.batch:
-            asked = self._asked.get(replica.index, 0)
-            self._asked[replica.index] = shape.k
+            length = self._draft_length.get(replica.index, 0)
+            self._draft_length[replica.index] = shape.k
             for repeated, count, requests in self._by_prompt(step, shape.batch):
                 of_each = accepted_drafts(step, result.output, requests)
-                self.policy.drafted(now, asked, max(count, len(of_each)), of_each, repeated)
+                # `count` is an estimate, since ids include requests that still prefill.
+                self.policy.drafted(now, length, max(count, len(of_each)), of_each, repeated)
         self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
 
     def _by_prompt(
@@ -108,15 +123,15 @@ class Monitor:
         """The step's requests by whether there are earlier responses to their prompts.
 
         Yields:
-            Whether there are, how many requests of the batch that is, and which; None: all.
+            Whether there are, about how many of them decode, and their ids; None: all.
         """
-        names = step.scheduled_cached_reqs.req_ids
-        repeated = {one for one in names if one in self.draft_rows.repeated}
-        others = len(names) - len(repeated)
+        ids = step.scheduled_cached_reqs.req_ids
+        repeated = {one for one in ids if one in self.draft_rows.repeated}
+        others = len(ids) - len(repeated)
         if repeated:
-            yield True, batch - others, repeated if others else None
+            yield True, max(0, batch - others), repeated if others else None
         if others:
-            yield False, min(others, batch), {*names} - repeated if repeated else None
+            yield False, min(others, batch), {*ids} - repeated if repeated else None
 
     def ended(self, request_id: str, reason: FinishReason) -> TrackedRequest | None:
         """A request ended; returns what was known of it, or None when it is unknown."""
@@ -140,15 +155,16 @@ class Monitor:
         self.draft_rows.idle()
         self.policy.idle(time.monotonic())
         if self.metrics is not None:
-            for batch in self.policy.report(self._saved_since).savings:
+            # A batch has ended: those that have not been exported yet, each once.
+            for batch in self.policy.report(self._savings_from).savings:
                 self.metrics.saved(batch)
-                self._saved_since = math.nextafter(batch.at, math.inf)
+                self._savings_from = math.nextafter(batch.at, math.inf)
 
     def switched(self, report: SwitchReport, replicas: Sequence[Replica]) -> None:
         """The engine has switched; its requests are in `replicas` now."""
         self.requests.move(replicas)
         self.draft_rows.moved()
-        self._asked.clear()  # drafts were dropped
+        self._draft_length.clear()  # drafts were dropped
         self.history.switch(report)
         if self.metrics is not None:
             self.metrics.switched(report)

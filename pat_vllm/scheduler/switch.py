@@ -3,7 +3,7 @@
     1. check      a reason against it that is known beforehand refuses it, and no step waits
     2. quiesce    steps in flight drain
     3. plan       requests placed, blocks allocated in B by B's own schedulers, moves listed
-                  (`Carry`); or all left in its place (`StayInPlace`)
+                  (`Carry`); or nothing moved, where every block may stay (`StayInPlace`)
     4. move KV    ]
     5. reshard    ] one call to all workers (`PATWorkerMixin.pat_switch`)
     6. activate   ]
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
-from pat_vllm.executor.messages import SwitchTimes
+from pat_vllm.executor.messages import SwitchCommand, SwitchTimes
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.scheduler.in_place import keeps_places
@@ -57,7 +57,7 @@ class PlanningFailed(Exception):
 
 @dataclass(frozen=True)
 class _Undo:
-    """What planning changes in a request."""
+    """What planning changes in a request. The old layout's queues and blocks it leaves alone."""
 
     request: Request
     status: RequestStatus
@@ -115,8 +115,7 @@ def switch(
     clock.lap("quiesce")
 
     # 3. Plan.
-    plan = _plan(active, target, costs)
-    command = plan.command(switch_id, source, target)
+    plan, command = _plan(active, target, costs, switch_id)
     clock.lap("plan")
 
     # 4. - 6. Move KV, reshard weights, activate.
@@ -132,7 +131,7 @@ def switch(
 
 
 def _check(active: ReplicaSet) -> None:
-    """Refuse a switch for what is known before a step waits for it."""
+    """Refuse a switch for reasons that are known before steps are drained."""
     if active.executor.is_sleeping:
         raise SwitchRefused("asleep", "the engine sleeps; wake it up first")
     if not active.executor.refresh_weights():
@@ -149,8 +148,13 @@ def _check(active: ReplicaSet) -> None:
                 )
 
 
-def _plan(active: ReplicaSet, target: Layout, costs: CostModel) -> SwitchPlan:
+def _plan(
+    active: ReplicaSet, target: Layout, costs: CostModel, switch_id: int
+) -> tuple[SwitchPlan, SwitchCommand]:
     """Plan the switch.
+
+    Returns:
+        The plan, and what the workers are told.
 
     Raises:
         PlanningFailed: all is as it was before.
@@ -160,14 +164,19 @@ def _plan(active: ReplicaSet, target: Layout, costs: CostModel) -> SwitchPlan:
     try:
         carried = _carried(active, target, costs)
         undo = [_Undo.of(c.request) for c in carried]
+        plan: SwitchPlan
+        # Blocks can stay only if no request is to be computed again.
         if keeps_places(active.layout, target, active.replicas) and all(
             c.migrates for c in carried if c.computed
         ):
-            return StayInPlace.of(carried, active)
-        fresh = active.make(target)
-        pays = active.chains.chance >= costs.least_chance(active.layout, target)
-        chains = active.chains.latest() if pays and active.may_carry_caches else None
-        return Carry.of(carried, chains, active, target, fresh)
+            plan = StayInPlace.of(carried, active)
+        else:
+            fresh = active.make(target)
+            # What ended requests have cached comes along if it is likely to be used again.
+            caches_pay = active.chains.chance >= costs.least_chance(active.layout, target)
+            chains = active.chains.latest() if caches_pay and active.may_carry_caches else None
+            plan = Carry.of(carried, chains, active, target, fresh)
+        return plan, plan.command(switch_id, active.layout, target)
     except Exception as error:
         for one in undo:
             one.apply()
@@ -176,14 +185,17 @@ def _plan(active: ReplicaSet, target: Layout, costs: CostModel) -> SwitchPlan:
 
 
 def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carried]:
-    """The unfinished requests, by replica, in the order in which they are to be served."""
+    """The unfinished requests in the order in which they are to be served.
+
+    A request for which computing again is cheaper than moving KV does not read carried caches.
+    """
     num_seqs = active.num_seqs
     carried = []
     for replica in active.replicas:
         scheduler = replica.scheduler
         for request in (*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting):
             computed = request.num_computed_tokens
-            takes_it = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
+            move_is_cheaper = costs.choose(computed, active.layout, target, num_seqs) == "migrate"
             carried.append(
                 Carried(
                     request=request,
@@ -191,8 +203,10 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
                     computed=computed,
                     # A worker knows what runs, and what was preempted after it had run.
                     started=request.status == RequestStatus.RUNNING or request.num_preemptions > 0,
-                    migrates=computed > 0 and takes_it and not _must_recompute(scheduler, request),
-                    reads_cache=takes_it
+                    migrates=computed > 0
+                    and move_is_cheaper
+                    and not _must_recompute(scheduler, request),
+                    reads_cache=move_is_cheaper
                     and active.may_carry_caches
                     and not request.get_skip_reading_prefix_cache(),
                 )

@@ -111,6 +111,19 @@ def test_the_most_wanted_chain_comes_first_and_whole() -> None:
     assert hashes_of(blocks) == [b"a", b"ab"]
 
 
+def test_what_has_room_is_shared_by_the_groups() -> None:
+    """Ten blocks of room are five places of each of two groups."""
+    whole = chain("aaaaaaaaaa")
+    (runs,) = fill(
+        [PlacedChain(whole, 0, 0)],
+        lambda source, hashes, group: list(hashes),
+        (FullAttention(1, 1), FullAttention(1, 1)),
+        [[set(), set()]],
+        [10],
+    )
+    assert [(run.group, run.blocks) for run in runs] == [(at, list(whole[:5])) for at in (0, 1)]
+
+
 def test_a_chain_half_live_takes_the_other_half_along() -> None:
     wanted = [PlacedChain(chain("abcd"), 0, 0), PlacedChain(chain("abcd"), 0, 1)]
     held: list[list[Hashes]] = [[{*chain("ab")}], [set()]]

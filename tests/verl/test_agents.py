@@ -25,8 +25,11 @@ from tests.verl.reference import Reference
 from tests.verl.servers import Server, server
 
 BLOCK = 32
-CLOSE = 2e-4
-"""float32: sums in another order, over hundreds of tokens. Measured: 6e-5."""
+CLOSE = 1e-4
+"""float32: sums in another order. Stock vLLM's worst of 15,360 tokens of this class: 1.7e-5.
+
+With KV of one token from the weights before, half of the tokens are off by more than 0.3.
+"""
 QUESTIONS = [f"{one} plus {3 * one} is what, and times three?" for one in (17, 28, 39, 41, 52, 64)]
 """Longer than a block, in which they differ: no first turn finds another's prefix."""
 TURNS = 3

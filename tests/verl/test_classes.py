@@ -39,7 +39,7 @@ def test_weights_pushed_between_regroups(arch: str) -> None:
 
 def test_text_of_a_vision_language_class() -> None:
     """Weights come with the names that transformers gives them, in either layout."""
-    close = 2e-4  # measured, of one token in 80: 1.1e-4; of the others 2.5e-5
+    close = 1e-3  # of stock vLLM's 3,840 tokens one in 1,000 is off by 1.8e-4, the worst by 3.1e-4
     models = [random_model(name) for name in ("qwen2_5_vl", "qwen2_5_vl_updated")]
     with (
         torchvision_stub(),

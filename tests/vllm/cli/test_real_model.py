@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from typer.testing import CliRunner
 
 from pat_vllm.cli import app
-from pat_vllm.cli.real_model import gguf_file, original, with_more_heads
+from pat_vllm.cli.real_model import gguf_file, unpadded, with_more_heads
 
 TOLERANCE = 1e-5
 
@@ -51,7 +51,7 @@ def test_the_command_writes_the_published_model(tmp_path: Path) -> None:
     )
     with torch.no_grad():
         logits = model(tokens).logits
-        assert (original(gguf_file())(tokens).logits - logits).abs().max() < TOLERANCE
+        assert (unpadded(gguf_file())(tokens).logits - logits).abs().max() < TOLERANCE
     assert "Paris" in tokenizer.decode(
         model.generate(tokens, max_new_tokens=12, do_sample=False)[0]
     )

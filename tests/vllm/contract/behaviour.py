@@ -11,6 +11,10 @@ from typing import NamedTuple
 from benchmarks.gpu.bare.one_gpu import PATCHES
 
 _TEXTS = r"""
+vllm.v1.engine.core.EngineCoreProc.run_engine_core
+    (?s)signal\.signal\(signal\.SIGTERM, signal\.SIG_DFL\)\s+
+    signal\.signal\(signal\.SIGINT, signal\.SIG_DFL\).*engine_core\.shutdown\(\)
+    a core's signals get their default action before it ends (`end_in_order`)
 vllm.v1.engine.llm_engine.LLMEngine.__init__
     StatLoggerManager\(vllm_config=vllm_config,
     its loggers are made for a config that names PAT's connector (`tell_loggers`)

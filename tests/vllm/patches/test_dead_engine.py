@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,6 +33,7 @@ from vllm.v1.engine.core_client import (
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_vllm.patches import dead_engine, front_end
+from tests.support.fork_server import context
 
 PATIENCE = 30
 
@@ -144,6 +146,48 @@ def test_the_core_tells_the_cause() -> None:
         core_says(client)
         with pytest.raises(EngineDeadError, match=cause):
             client.get_output()
+
+
+def core_that_ends(scratch: Path) -> None:
+    """An engine core that fails, and removes what it has made only after it was asked to end."""
+    import vllm.v1.engine.core as cores
+
+    def fail() -> None:
+        raise RuntimeError("no worker is left")
+
+    def shutdown() -> None:
+        (scratch / "ending").touch()
+        while not (scratch / "asked").exists():
+            time.sleep(0.01)
+        (scratch / "removed").touch()
+
+    run = EngineCoreProc.run_engine_core
+    core = SimpleNamespace(run_busy_loop=fail, shutdown=shutdown, _send_engine_dead=lambda: None)
+    cores.EngineCoreProc = lambda **_: core  # type: ignore[assignment, misc]
+    parallel = SimpleNamespace(
+        data_parallel_size=1,
+        numa_bind=False,
+        reconfigure_for_independent_dp_rank=lambda: None,
+    )
+    dead_engine.end_in_order()
+    run(vllm_config=SimpleNamespace(parallel_config=parallel, kv_transfer_config=None))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_core_that_ends_is_not_killed(number: signal.Signals, tmp_path: Path) -> None:
+    process = context().Process(target=core_that_ends, args=(tmp_path,))
+    process.start()
+    try:
+        while not (tmp_path / "ending").exists():
+            assert process.is_alive()
+            time.sleep(0.01)
+        os.kill(process.pid, number)
+        (tmp_path / "asked").touch()
+        process.join(PATIENCE)
+        assert process.exitcode == 1
+        assert (tmp_path / "removed").exists()
+    finally:
+        process.kill()
 
 
 def test_a_ring_may_be_removed_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

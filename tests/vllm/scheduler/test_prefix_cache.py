@@ -480,7 +480,7 @@ def test_the_chance_is_learned_from_blocks_that_no_request_uses(scheduler: Any) 
 
     def seen() -> tuple[float, float]:
         chains = scheduler.replica_set.chains
-        return chains._asked - begun[0], chains._left - begun[1]
+        return chains._blocks_reused - begun[0], chains._blocks_left - begun[1]
 
     begun = 0.0, 0.0
     begun = seen()

@@ -24,6 +24,9 @@ MUTATIONS = mutations({
     "tests/engine/test_faults.py::test_a_killed_worker_is_reported_to_all": [
         ("queues of killed workers stay in shared memory", "executor.leftovers:Leftovers.remove", "_remove_queue(queue)", "remove_sockets(queue)"),
     ],
+    "tests/vllm/patches/test_dead_engine.py::test_a_core_that_ends_is_not_killed": [
+        ("an engine core is killed while it ends", "patches.dead_engine:end_in_order", "signal.SIG_IGN if action is signal.SIG_DFL else action", "action"),
+    ],
     "tests/vllm/executor/test_lanes.py::test_what_killed_workers_leave_is_removed": [
         ("the file where killed workers have met stays", "executor.leftovers:Leftovers.add", 'self._rendezvous.add(Path(made.met_at.removeprefix("file://")))', "pass"),
     ],
@@ -53,7 +56,7 @@ MUTATIONS = mutations({
         ("fixed lengths are learnt from", "scheduler.monitor:Monitor.ended", "if not tracked.exact", "if True"),
     ],
     "tests/engine/test_policy.py::test_the_metrics_say_what_was_saved": [
-        ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._saved_since = math.nextafter(batch.at, math.inf)", "pass"),
+        ("a batch's saving is told twice", "scheduler.monitor:Monitor.idle", "self._savings_from = math.nextafter(batch.at, math.inf)", "pass"),
     ],
     "tests/engine/test_ray.py::test_the_launcher_is_chosen_by_the_placement_group": [
         ("a placement group chooses no launcher", "executor.launcher:executor_class", '"ray" if _in_placement_group(vllm_config.parallel_config) else "mp"', '"mp"'),
