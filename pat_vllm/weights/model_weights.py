@@ -144,14 +144,13 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
                 cuts = _cuts(full_name, module, layer, name, parameter)
             place = _place(module) if cuts else _WHOLE
             yield Weight(full_name, parameter.data, cuts, place, module, name)
-        if isinstance(module, MambaMixer2):
-            # Its kernels read the convolution's weight by a view that vLLM has made of it.
-            cuts = _known_cuts(f"{path}.conv1d.weight", module.conv1d, "weight") or ()
-            name, view = "conv_weights", module.get_buffer("conv_weights")
-            yield Weight(f"{path}.{name}", view, cuts, _place(module), module, name)
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                full_name = f"{path}.{name}".lstrip(".")
+            full_name = f"{path}.{name}".lstrip(".")
+            if isinstance(module, MambaMixer2) and name == "conv_weights":
+                # Its kernels read the convolution's weight by this view.
+                cuts = _known_cuts(full_name, module.conv1d, "weight") or ()
+                yield Weight(full_name, buffer.data, cuts, _place(module), module, name)
+            elif name not in module._non_persistent_buffers_set:
                 yield Weight(full_name, buffer.data, (), _WHOLE, module, name)
 
 

@@ -35,8 +35,8 @@ MUTATIONS = mutations({
         ("states from within a step are kept", "patches.linear_attention:end_prompts_parts_with_blocks", "isinstance(layer, MambaMixer2)", "False"),
     ],
     "tests/vllm/weights/test_weights.py": [
-        ("kernels read the convolution of another layout", "weights.model_weights:model_weights", 'yield Weight(f"{path}.{name}", view, cuts, _place(module), module, name)', "pass"),
-        ("the convolution's view is whole", "weights.model_weights:model_weights", 'cuts = _known_cuts(f"{path}.conv1d.weight", module.conv1d, "weight") or ()', "cuts = ()"),
+        ("kernels read the convolution of another layout", "weights.model_weights:model_weights", "yield Weight(full_name, buffer.data, cuts, _place(module), module, name)", "pass"),
+        ("the convolution's view is whole", "weights.model_weights:model_weights", 'cuts = _known_cuts(full_name, module.conv1d, "weight") or ()', "cuts = ()"),
         ("steps of heads have no rule", "weights.model_weights:_known_cuts", '("A", "D", "dt_bias")', '("A", "D")'),
         ("the gated norm is cut in two parts", "weights.model_weights:_partition", "EvenPartition((module.full_hidden_size,))", "EvenPartition((module.full_hidden_size // 2,) * 2)"),
         ("a convolution has no memory when it gets its shape", "weights.inplace:InPlaceShards.building", "last.nbytes <= _SMALL", "False"),
