@@ -22,7 +22,7 @@ from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.worker.layout_config import block_ratio
 
-KEYS, EACH, WIDTH, KEY, ROWS = 8, 2, 8, 16, 3
+KEYS, EACH, WIDTH, KEY, ROWS = 8, 2, 8, 24, 3
 """Key heads, value heads of each, elements of a value head and a key head, rows of the convolution.
 """
 BLOCK = 16

@@ -31,7 +31,7 @@ MUTATIONS = mutations({
         ("a slot moves in one piece", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "[view]"),
         ("a segment moves for all", "kv_transfer.connector:PATConnector._views", "(view.storage_offset(), view.shape,", "(view.shape,"),
     ],
-    "tests/engine/test_linear_attention.py::test_prompts_in_chunks_across_blocks": [
+    "tests/vllm/patches/test_mamba2.py": [
         ("states from within a step are kept", "patches.linear_attention:end_prompts_parts_with_blocks", "isinstance(layer, MambaMixer2)", "False"),
     ],
     "tests/vllm/weights/test_weights.py": [
