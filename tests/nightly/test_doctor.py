@@ -34,19 +34,23 @@ def test_a_mixture(from_server: None, shape: str, tmp_path: Path) -> None:
 
 
 _kept: dict[str, Ended] = {}
+"""By what stock vLLM was asked."""
 
 
 @pytest.fixture
 def stock_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock vLLM, which is not sabotaged, answers once for all tests."""
+    """Stock vLLM, which is not sabotaged and is eager, answers the same once for all tests."""
 
     def run(module: str, request: str, variables: Any, told: Any, *others: Any) -> Ended:
-        if not module.endswith("engine") or json.loads(request)["references"]:
+        task = json.loads(request)
+        if not module.endswith("engine") or task["references"]:
             return run_module(module, request, variables, told, *others)
-        if "stock" not in _kept:
+        if (asked := json.dumps(task["prompts"])) not in _kept:
             honest = {k: v for k, v in variables.items() if k != VARIABLE}
-            _kept["stock"] = run_module(module, request, honest, told, *others)
-        return _kept["stock"]
+            task["engine"].pop("compilation_config", None)
+            task["engine"]["enforce_eager"] = True
+            _kept[asked] = run_module(module, json.dumps(task), honest, told, *others)
+        return _kept[asked]
 
     monkeypatch.setattr(stages, "run_module", run)
 
