@@ -245,8 +245,9 @@ class ChunkedAttention(StateKind):
 class LinearAttention(StateKind):
     """A request has one state, of its last token: a slot, whatever the number of its tokens.
 
-    A head is a key head with the value heads that read it. Its part of a slot is in segments: of
-    the convolution's rows, each of which has all queries, keys and values, and of the matrices.
+    A head is a key head with the value heads that read it; of Mamba2 a group with its heads, whose
+    B, C and x are keys, queries and values. Its part of a slot is in segments: of the convolution's
+    rows, each of which has all queries, keys and values, and of the matrices.
     With prefix caching vLLM keeps a state for each block of tokens, too, where a prompt's part
     ended there: they are blocks of which a request needs the last one. Without, a block is as long
     as the longest context.
@@ -257,14 +258,14 @@ class LinearAttention(StateKind):
 
     slot_bytes: int = 0
 
-    title = "linear attention (Gated DeltaNet)"
+    title = "linear attention (Gated DeltaNet, Mamba2)"
     padded = True
 
     @classmethod
     def serves(cls, spec: Any) -> bool:
         return (
             type(spec).__name__ == "MambaSpec"
-            and spec.mamba_type.name == "GDN_ATTN"
+            and spec.mamba_type.name in _ROWS
             and spec.mamba_cache_mode in ("none", "align")
             and len(spec.shapes) == 2
             and not spec.tp_replicated
@@ -326,10 +327,13 @@ class LinearAttention(StateKind):
 
 _WORD = 8
 """Bytes that a move copies at once."""
+_ROWS = {"GDN_ATTN": ("key", "key", "value"), "MAMBA2": ("value", "key", "key")}
+"""What a row of the convolution's state has, one after the other, by vLLM's name of the kind:
+queries, keys and values; x, B and C."""
 
 
 def _key_heads(spec: Any) -> int:
-    """Those of a `MambaSpec` of Gated DeltaNet, on its rank."""
+    """Those of a `MambaSpec`, on its rank."""
     (_, row), (values, value, key) = spec.shapes
     return int((row - values * value) // (2 * key))
 
@@ -337,15 +341,15 @@ def _key_heads(spec: Any) -> int:
 def _parts_of_slot(spec: Any) -> list[tuple[int, int, tuple[int, ...]]]:
     """What a slot consists of: where it begins, its rows, and a head's width in each part of a row.
 
-    In bytes. The convolution's state is [rows, queries + keys + values], the matrices' is
+    In bytes. The convolution's state is [rows, all of `_ROWS`], the matrices' is
     [value heads, value, key].
     """
     (rows, row), (values, value, key) = spec.shapes
     of_conv, of_matrix = (dtype.itemsize for dtype in spec.dtypes)
     each = values // _key_heads(spec)
-    widths = (key * of_conv, key * of_conv, each * value * of_conv)
+    width_of = {"key": key * of_conv, "value": each * value * of_conv}
     return [
-        (0, rows, widths),
+        (0, rows, tuple(width_of[part] for part in _ROWS[spec.mamba_type.name])),
         (rows * row * of_conv, 1, (each * value * key * of_matrix,)),
     ]
 

@@ -26,8 +26,11 @@ MIXTURES = (
 """Values of `model_type` of the mixtures of experts whose layers are known here."""
 VOCAB_PADDING = 64
 """vLLM pads the vocabulary to a multiple of it."""
-_LINEAR = "linear_num_key_heads"
-"""Field of the config.json of models with Gated DeltaNet."""
+_LINEAR, _MAMBA = "linear_num_key_heads", "mamba_num_heads"
+"""Fields of the config.json of models with Gated DeltaNet, and with Mamba2 as Nemotron-H has it."""
+_ALONE = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_ALONE |= {"mamba": "linear_attention", "attention": "full_attention"}
+"""What a layer of Nemotron-H has, by how a `config.json` names it."""
 
 
 _MOST = 1 << 24
@@ -64,6 +67,30 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return tied | text
 
 
+def alone_in_layers(config: Mapping[str, Any]) -> list[str] | None:
+    """Of models whose layers have attention or linear attention or an MLP or experts: which.
+
+    Args:
+        config: contents of a Hugging Face `config.json`.
+
+    Returns:
+        "full_attention", "linear_attention", "mlp" or "moe" for each layer; None: layers have
+        attention of some kind, and an MLP or experts.
+    """
+    for name in ("hybrid_override_pattern", "layers_block_type"):
+        if isinstance(kinds := config.get(name), str | list):
+            return [_ALONE.get(kind, kind) for kind in map(str, kinds)]
+    return None
+
+
+def linear_heads(config: Mapping[str, Any]) -> int:
+    """Into how many parts linear attention can be cut: key heads, of Mamba2 groups; 0: no model
+    with linear attention that is known here."""
+    if config.get(_MAMBA):
+        return size_of(config, "n_groups")
+    return size_of(config, _LINEAR)
+
+
 def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many experts a layer has, without those that every token goes to, and how wide they are.
 
@@ -73,6 +100,8 @@ def experts_of(config: Mapping[str, Any]) -> tuple[int, int] | None:
     Returns:
         None: the model has no experts, or not one number and one width for all layers.
     """
+    if not may_have_experts(config):
+        return None
     found: list[int] = []
     for names in (_EXPERT_COUNTS, _EXPERT_WIDTHS):
         value = next((config[name] for name in names if config.get(name)), None)
@@ -117,7 +146,7 @@ class ExpertSizes:
             ValueError: it has, but is none of the `MIXTURES`.
         """
         named = next((name for name in _EXPERT_COUNTS if config.get(name)), None)
-        if named is None:
+        if named is None or not may_have_experts(config):
             return None
         found, kind = experts_of(config), config.get("model_type")
         if found is None or kind not in MIXTURES or not config.get("num_experts_per_tok"):
@@ -144,7 +173,15 @@ class ExpertSizes:
         return -(-self.count // tp)
 
 
+def may_have_experts(config: Mapping[str, Any]) -> bool:
+    """Whether some layer may, if sizes of experts are given: transformers gives them always."""
+    alone = alone_in_layers(config)
+    return alone is None or "moe" in alone
+
+
 def _layers_of(config: Mapping[str, Any]) -> int:
+    if (alone := alone_in_layers(config)) is not None:
+        return min(len(alone), _MOST_LAYERS)
     return size_of(config, "num_hidden_layers", most=_MOST_LAYERS)
 
 
@@ -216,15 +253,16 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class LinearSizes:
-    """Layers with linear attention (Gated DeltaNet) in place of attention, counted in elements.
+    """Layers with linear attention (Gated DeltaNet, Mamba2) in place of attention, in elements.
 
     Attributes:
         layers: that have it.
-        keys, values: heads.
+        keys, values: heads; of Mamba2 its groups, and its heads.
         key, value: width of a head.
         kernel: tokens that the convolution sees.
         wide: whether the states' matrices are kept in 32 bits, whatever the model's type is.
         apart: whether queries, keys, values and gates are cut each by itself.
+        gates: of a value head, one element each.
     """
 
     layers: int
@@ -235,12 +273,25 @@ class LinearSizes:
     kernel: int
     wide: bool
     apart: bool
+    gates: int = 2
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> LinearSizes | None:
         """From the contents of a `config.json`; None: the model has none."""
-        if not (keys := size_of(config, _LINEAR)):
+        if not (keys := linear_heads(config)):
             return None
+        if alone := alone_in_layers(config):
+            return cls(
+                layers=alone.count("linear_attention"),
+                keys=keys,
+                values=size_of(config, _MAMBA),
+                key=size_of(config, "ssm_state_size"),
+                value=size_of(config, "mamba_head_dim"),
+                kernel=size_of(config, "conv_kernel"),
+                wide=config.get("mamba_ssm_cache_dtype", "float32") == "float32",
+                apart=True,
+                gates=1,
+            )
         layers, kinds = _layers_of(config), config.get("layer_types")
         if isinstance(kinds, list):
             count = min(layers, sum(kind == "linear_attention" for kind in kinds))
@@ -274,7 +325,7 @@ class LinearSizes:
 
     def weights(self, hidden: int) -> int:
         """Of a layer."""
-        around = hidden * (self.rows + 2 * self.values + self.values * self.value)
+        around = hidden * (self.rows + (self.gates + self.value) * self.values)
         return around + self.columns * self.kernel
 
     def state_bytes(self, dtype_bytes: int) -> int:
@@ -295,6 +346,8 @@ class ModelSize:
             heads, and `head_dim` the width of a query.
         linear: None: every layer has attention.
         gated: whether queries come with gates of the output.
+        mlps: layers that are an MLP without a gate and nothing more, of models whose other layers
+            have none; 0: every layer has an MLP with a gate, or experts.
     """
 
     layers: int
@@ -311,6 +364,7 @@ class ModelSize:
     latent: LatentSizes | None = field(default=None, kw_only=True)
     linear: LinearSizes | None = field(default=None, kw_only=True)
     gated: bool = field(default=False, kw_only=True)
+    mlps: int = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelSize:
@@ -319,8 +373,9 @@ class ModelSize:
         Raises:
             ValueError: a size is missing or none, or the model is of another kind.
         """
+        alone = alone_in_layers(config)
         needed = (
-            "num_hidden_layers",
+            *(["num_hidden_layers"] if alone is None else []),
             "hidden_size",
             "num_attention_heads",
             "intermediate_size",
@@ -362,18 +417,26 @@ class ModelSize:
             window=size_of(config, "sliding_window"),
             window_layers=_window_layers(config),
             linear=linear,
-            gated=linear is not None and config.get("attn_output_gate") is not False,
+            gated=linear is not None
+            and alone is None
+            and config.get("attn_output_gate") is not False,
+            mlps=0 if alone is None else alone.count("mlp"),
         )
 
     @property
     def attention_layers(self) -> int:
         """Layers whose KV grows with a context."""
-        return self.layers - (self.linear.layers if self.linear else 0)
+        return self.layers - self.mlps - (self.linear.layers if self.linear else 0)
 
     @property
     def dense_layers(self) -> int:
-        """Layers without experts."""
-        return self.layers - (self.experts.layers if self.experts else 0)
+        """Layers with an MLP, and without experts."""
+        return self.mlps or self.layers - (self.experts.layers if self.experts else 0)
+
+    @property
+    def depth(self) -> float:
+        """Layers; one with attention and one with an MLP are one."""
+        return self.layers / 2 if self.mlps else self.layers
 
     def kv_share(self, context: float) -> float:
         """Share of the KV of a context of so many tokens that layers with a window leave."""
@@ -394,11 +457,11 @@ class ModelSize:
         attention = self.attention_layers * of_layer
         if self.linear is not None:
             attention += self.linear.layers * self.linear.weights(self.hidden) / tp
-        if self.experts is None:
-            return attention + self.layers * 3 * self.hidden * self.intermediate / tp
-        mlp = self.dense_layers * 3 * self.intermediate / tp
-        router = self.experts.count + self.experts.shared_gate
-        mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
+        matrices = 2 if self.mlps else 3
+        mlp = self.dense_layers * matrices * self.intermediate / tp
+        if self.experts is not None:
+            router = self.experts.count + self.experts.shared_gate
+            mlp += self.experts.layers * (router + 3 * self.experts.shared / tp)
         return attention + self.hidden * mlp
 
     def kv_elements(self, tp: int) -> int:

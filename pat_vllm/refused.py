@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import mixture_of
 from pat_vllm.layout import device_of
+from pat_vllm.model_size import linear_heads, may_have_experts
 from pat_vllm.speculation import DRAFTERS
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class Rule:
 def unsupported(vllm_config: VllmConfig) -> list[tuple[str, Any, str]]:
     """Options that PAT cannot serve, as (option, value, what is allowed)."""
     ranks = vllm_config.parallel_config.world_size
-    is_mixture = _at(vllm_config, "model_config.is_moe")
-    is_linear = _has_delta_net(vllm_config.model_config)
+    model = vllm_config.model_config
+    is_mixture = model is not None and model.is_moe and may_have_experts(_fields_of(model))
+    is_linear = model is not None and linear_heads(_fields_of(model)) > 0
     return [
         (rule.option, value, rule.allowed.format(ranks=ranks))
         for rule in RULES
@@ -131,9 +133,10 @@ def _images(vllm_config: VllmConfig) -> Any:
     return False if not only and model.supports_multimodal_inputs else None
 
 
-def _has_delta_net(model: ModelConfig | None) -> bool:
-    """Whether a model has layers of Gated DeltaNet, as Qwen3-Next and Qwen3.5 do."""
-    return model is not None and bool(getattr(model.hf_text_config, "linear_num_key_heads", 0))
+def _fields_of(model: ModelConfig) -> dict[str, Any]:
+    """Of the config.json of a model, and what transformers adds to it."""
+    fields: dict[str, Any] = model.hf_text_config.to_dict()
+    return fields
 
 
 def _drafts(vllm_config: VllmConfig) -> Any:
@@ -294,6 +297,12 @@ RULES = (
         linear=True,
     ),
     Rule("VLLM_SSM_CONV_STATE_LAYOUT", _conv_state_layout, "SD", linear=True),
+    Rule(
+        "use_replayssm",
+        _equal("cache_config.use_replayssm", True),
+        "False: layouts cannot share the inputs that it keeps beside states",
+        linear=True,
+    ),
     # Models.
     Rule(
         "model",
@@ -308,13 +317,12 @@ RULES = (
     ),
     _models("an encoder-decoder model", lambda model: model.is_encoder_decoder),
     _models(
-        "a hybrid or Mamba model, but for Gated DeltaNet",
+        "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
         lambda model: (
             (model.is_hybrid or model.has_inner_state or model.is_attention_free)
-            and not _has_delta_net(model)
+            and not linear_heads(_fields_of(model))
         ),
-        "Gated DeltaNet, of Qwen3-Next and Qwen3.5; PAT has no rules yet by which layouts cut "
-        "Mamba2's weights and states",
+        "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H",
     ),
     _models(
         "a model with sparse attention",

@@ -22,6 +22,7 @@ from pat_vllm.config import (
 from pat_vllm.gpus import Device
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.model_size import linear_heads
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.refused import unsupported
@@ -244,7 +245,7 @@ def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
     if model is None:
         return
     num_heads = model.model_arch_config.total_num_attention_heads
-    key_heads = getattr(model.hf_text_config, "linear_num_key_heads", None) or 0
+    key_heads = linear_heads(model.hf_text_config.to_dict())
     for layout in layouts:
         if num_heads % layout.tp:
             raise ValueError(
@@ -253,8 +254,9 @@ def _check_heads(vllm_config: VllmConfig, layouts: tuple[Layout, ...]) -> None:
             )
         if key_heads % layout.tp:
             raise ValueError(
-                f"layout tp={layout.tp} does not divide the {key_heads} key heads of the model's "
-                "linear attention; name only layouts that do in pat.layouts"
+                f"layout tp={layout.tp} does not divide the {key_heads} key heads (of Mamba2 "
+                "groups, which vLLM would copy) of the model's linear attention; name only layouts "
+                "that do in pat.layouts"
             )
         try:
             layout.kv_heads_per_rank(model.get_total_num_kv_heads())

@@ -131,7 +131,7 @@ class RandomModel(Ranged):
             help="qwen3, qwen2, llama; with sliding windows: mistral, phi3, gemma2, gemma3_text; "
             "chunked attention: llama4_text; "
             "mixtures of experts: qwen3_moe, qwen2_moe, mixtral, olmoe, glm4_moe; both: gpt_oss; "
-            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text; "
+            "linear attention: qwen3_next, qwen3_5_text, qwen3_5_moe_text; Mamba2: nemotron_h; "
             "latent attention and a mixture: deepseek_v2, deepseek_v3."
         ),
     ] = "qwen3"
@@ -162,7 +162,8 @@ class RandomModel(Ranged):
         64
     )
     linear_heads: Annotated[
-        int, typer.Option(min=1, max=_HEADS, help="Key heads of linear attention.")
+        int,
+        typer.Option(min=1, max=_HEADS, help="Key heads of linear attention; groups of Mamba2."),
     ] = 4
     experts: Annotated[
         int, typer.Option(min=1, max=1 << 12, help="Of a mixture, in each layer.")

@@ -53,6 +53,8 @@ ARCHS = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    # Mamba2 in two layers of four, then an MLP and attention.
+    "nemotron_h": "NemotronHForCausalLM",
 }
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
@@ -187,6 +189,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         | _heads(model)
         | _windows(model)
         | _linear_attention(model)
+        | _mamba(model)
         | _mixture(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
@@ -289,6 +292,21 @@ def _linear_attention(model: RandomModel) -> dict[str, Any]:
         "linear_key_head_dim": 64,  # vLLM's CPU kernels take no narrower ones
         "linear_value_head_dim": 64,
         "linear_conv_kernel_dim": 4,
+    }
+
+
+def _mamba(model: RandomModel) -> dict[str, Any]:
+    """What a model's config says of its layers with Mamba2, if it has some."""
+    if model.arch != "nemotron_h":
+        return {}
+    kinds = ["linear_attention", "linear_attention", "mlp", "full_attention"]
+    return {
+        "layers_block_type": [kinds[layer % 4] for layer in range(model.layers)],
+        "n_groups": model.linear_heads,
+        "mamba_num_heads": 2 * model.linear_heads,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 64,
+        "conv_kernel": 4,
     }
 
 
@@ -449,6 +467,8 @@ def _distribution(name: str, shape: Sequence[int], gain: float) -> tuple[float, 
         return 0.0, 1.0
     if name.endswith("A_log"):  # states forget slowly: they depend on the whole context
         return -3.0, 0.5
+    if name.endswith(("norm_f.weight", "mixer.D")):
+        return 1.0, NORM_STD
     if name.endswith("conv1d.weight"):
         return 0.0, 1 / math.sqrt(shape[2])
     return 0.0, gain / math.sqrt(shape[1])

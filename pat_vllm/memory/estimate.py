@@ -182,7 +182,7 @@ def estimate(model: ModelShape, engine: EngineShape, device: Device) -> RankMemo
 def _layers_by_kind(model: ModelShape) -> tuple[int, int, int]:
     """With full attention, with a window, with linear attention."""
     whole = model.attention_layers - model.window_layers
-    return whole, model.window_layers, model.layers - model.attention_layers
+    return whole, model.window_layers, model.linear.layers if model.linear else 0
 
 
 def _kv_share(model: ModelShape, tokens: int, block_size: int) -> float:
@@ -225,7 +225,7 @@ def _graph_bytes(model: ModelShape, engine: EngineShape, limits: Limits) -> int:
         return 0
     tokens = limits.max_num_seqs * (1 + engine.num_speculative_tokens)
     captured = _captures(2 * tokens) + _captures(tokens)
-    return model.layers * captured * GRAPH_BYTES
+    return int(model.depth * captured * GRAPH_BYTES)
 
 
 def _captures(most: int) -> int:

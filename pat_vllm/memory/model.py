@@ -69,7 +69,8 @@ class ModelShape(ModelSize):
             fused = (queries + 2 * self.kv_heads) // base * self.head_dim * self.attention_layers
         if self.linear is not None and self.linear.apart:
             fused += self.linear.rows // base * self.linear.layers
-        fused += 2 * self.intermediate // base * self.dense_layers
+        if not self.mlps:
+            fused += 2 * self.intermediate // base * self.dense_layers
         if (one := self.experts) is not None:
             held = one.most_on_rank(base) if layouts[0].experts == "ep" else one.count / base
             fused += int(one.layers * 2 * (one.intermediate * held + one.shared / base))

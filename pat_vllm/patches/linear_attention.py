@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 
@@ -18,3 +23,22 @@ def keep_plain_linear_attention(layer: QwenGatedDeltaNetAttention) -> None:
     from pat_vllm.patches import delta_net
 
     layer._forward_method = MethodType(delta_net.forward, layer)
+
+
+def end_prompts_parts_with_blocks(model: nn.Module) -> None:
+    """Have vLLM compute prompts of a model with Mamba2 as it does those with Gated DeltaNet.
+
+    Without it: a step keeps a state from within a part of a prompt, too, in one more block of the
+    request. vLLM's kernels for CPU do not have that state. Missing seam: an option.
+    """
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+
+    for layer in model.modules():
+        if isinstance(layer, MambaMixer2):
+            plain = partial(MambaBase.get_kv_cache_spec, layer)
+            replace(layer, "get_kv_cache_spec", partial(_instead, plain))
+
+
+def _instead(other: Callable[..., Any], original: object) -> Callable[..., Any]:
+    return other

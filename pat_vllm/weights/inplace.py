@@ -17,6 +17,10 @@ from pat_vllm.weights.model_weights import Weight, derive, matching_weights, mod
 from pat_vllm.weights.row_order import Block, RowOrder, block_of, common_unit, rounds
 from pat_vllm.weights.shards import Cut, pieces_of
 
+_SMALL = 256 << 10
+"""Bytes of a parameter whose memory is kept until its model is made: of a convolution, which gets
+its shape when other parameters are there."""
+
 
 class InPlaceShards:
     """The weights of the other layouts are views of the base layout's.
@@ -67,12 +71,16 @@ class InPlaceShards:
         """See `WeightStrategy`. Gives the memory of each parameter back when the next one is made:
         what has just made it may still give it another shape."""
         last: nn.Parameter | None = None
+        small: list[nn.Parameter] = []
 
         def give_back(module: object, name: object, parameter: nn.Parameter | None) -> None:
             nonlocal last
             if last is not None:
                 last.untyped_storage().resize_(0)
             last = parameter
+            if last is not None and last.nbytes <= _SMALL:
+                small.append(last)
+                last = None
 
         handle = register_module_parameter_registration_hook(give_back)
         try:
@@ -80,6 +88,8 @@ class InPlaceShards:
         finally:
             handle.remove()
             give_back(None, None, None)
+            for parameter in small:
+                parameter.untyped_storage().resize_(0)
 
     def fill(self, model: nn.Module) -> None:
         """Make each weight a view of the base layout's, or a copy.

@@ -24,7 +24,11 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
+from vllm.model_executor.layers.mamba.mamba_mixer2 import (
+    MambaMixer2,
+    Mixer2RMSNormGated,
+    mamba_v2_sharded_weight_loader,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -54,6 +58,8 @@ SHARDED_LAYERS = (
     *EXPERTS,
     OAIAttention,
     QwenGatedDeltaNetAttention,
+    MambaMixer2,
+    Mixer2RMSNormGated,
 )
 # Whole on every rank, in every layout.
 REPLICATED_LAYERS = (
@@ -139,8 +145,12 @@ def model_weights(model: nn.Module) -> Iterator[Weight]:
             place = _place(module) if cuts else _WHOLE
             yield Weight(full_name, parameter.data, cuts, place, module, name)
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                full_name = f"{path}.{name}".lstrip(".")
+            full_name = f"{path}.{name}".lstrip(".")
+            if isinstance(module, MambaMixer2) and name == "conv_weights":
+                # Its kernels read the convolution's weight by this view.
+                cuts = _known_cuts(full_name, module.conv1d, "weight") or ()
+                yield Weight(full_name, buffer.data, cuts, _place(module), module, name)
+            elif name not in module._non_persistent_buffers_set:
                 yield Weight(full_name, buffer.data, (), _WHOLE, module, name)
 
 
@@ -187,9 +197,11 @@ def _has_loader_of(make: Callable[..., Any], parameter: nn.Parameter) -> bool:
 def _place(module: nn.Module) -> Place:
     if isinstance(module, RoutedExperts):
         return expert_place(module)
-    if isinstance(module, QwenGatedDeltaNetAttention):
+    if isinstance(module, QwenGatedDeltaNetAttention | Mixer2RMSNormGated):
         return Place(module.tp_size, module.tp_rank)
-    layer = module.qkv_proj if isinstance(module, OAIAttention) else module
+    layer: nn.Module = module
+    if isinstance(module, OAIAttention | MambaMixer2):
+        layer = module.qkv_proj if isinstance(module, OAIAttention) else module.in_proj
     assert isinstance(layer, LinearBase | VocabParallelEmbedding)
     return Place(layer.tp_size, layer.tp_rank)
 
@@ -225,6 +237,9 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
     if isinstance(module, QwenGatedDeltaNetAttention):
         heads = EvenPartition((module.num_v_heads,))
         return (Cut(heads),) if name in ("A_log", "dt_bias") else None
+    if isinstance(module, MambaMixer2):
+        heads = EvenPartition((module.num_heads,))
+        return (Cut(heads),) if name in ("A", "D", "dt_bias") else None
     if name not in ("weight", "bias"):
         return None
     partition = _partition(full_name, module, name)
@@ -232,6 +247,8 @@ def _known_cuts(full_name: str, module: nn.Module, name: str) -> tuple[Cut, ...]
 
 
 def _partition(full_name: str, module: nn.Module, name: str) -> Partition | None:
+    if isinstance(module, Mixer2RMSNormGated):
+        return EvenPartition((module.full_hidden_size,))
     if isinstance(module, RowParallelLinear):
         return EvenPartition((module.input_size,), dim=1) if name == "weight" else None
     if isinstance(module, QKVParallelLinear):

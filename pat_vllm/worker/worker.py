@@ -37,6 +37,7 @@ from pat_vllm.patches.groups import (
     install_tp_group,
     probe_p2p_between,
 )
+from pat_vllm.patches.linear_attention import end_prompts_parts_with_blocks
 from pat_vllm.patches.runners import attention_workspace, buffers_of, use_attention_workspace
 from pat_vllm.worker.drafters import history_bytes, install_drafter
 from pat_vllm.worker.handover import Handover, gather_states, handover_for
@@ -149,6 +150,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         loaded: list[LayoutRuntime] = []
         for runtime in self._each_layout():
             super().load_model(**kwargs)
+            end_prompts_parts_with_blocks(runtime.runner.model)
             if loaded:
                 keep_block_size(runtime.config, self._base.config)
             # vLLM does so later with the engine's config, which has no attention layers.

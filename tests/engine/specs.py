@@ -71,6 +71,15 @@ LINEAR_TEXT = EngineSpec("linear text", "qwen3_5_moe_vl", 2, IN_PLACE, WITHOUT_C
 LINEAR_CACHED = EngineSpec(
     "linear, cached", "qwen3_next", 2, IN_PLACE, {"max_num_batched_tokens": 400}
 )
+# Mamba2, in float32 by vLLM's kernels, with and without.
+MAMBA = EngineSpec("Mamba2", "nemotron_h", 2, IN_PLACE, UPDATES | WITHOUT_CACHE)
+MAMBA_CACHED = EngineSpec(
+    "Mamba2, cached",
+    "nemotron_h",
+    2,
+    MIGRATE | {"weights": "materialized"},
+    {"max_num_batched_tokens": 400},
+)
 # And by vLLM's kernels, in 16 bits.
 IN_16_BITS: dict[str, Any] = WITHOUT_CACHE | {"dtype": "bfloat16"}
 LINEAR_PACKED = EngineSpec(

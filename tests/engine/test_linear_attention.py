@@ -1,7 +1,8 @@
 """Linear attention: a request has one state, which a switch carries whole.
 
-In float32 by plain torch, to the tolerances of other models; in 16 bits by vLLM's kernels: states
-are those of the source, byte for byte, and log-probabilities are apart as stock vLLM's are.
+In float32, by plain torch or of Mamba2 by vLLM's kernels, to the tolerances of other models; in 16
+bits by vLLM's kernels: states are those of the source, byte for byte, and log-probabilities are
+apart as stock vLLM's are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.engine.specs import (
     LINEAR_CACHED,
     LINEAR_PACKED,
     LINEAR_TEXT,
+    MAMBA,
+    MAMBA_CACHED,
     WITHOUT_CACHE,
 )
 from tests.engine.test_memory import arithmetic_of
@@ -46,18 +49,22 @@ from tests.engine.test_weight_updates import (  # noqa: F401
     updated,
 )
 from tests.support.engines import Job, Outcome, run, scheduler_of
-from tests.support.pool import go_home
+from tests.support.pool import EngineSpec, go_home
 from tests.support.same import assert_same
 from tests.support.stock import stock_answers
 
 pytestmark = pytest.mark.engine(LINEAR)
 ENGINES = {
-    "test_every_ordered_pair_of_layouts": [LINEAR, LINEAR_TEXT],
+    "test_every_ordered_pair_of_layouts": [LINEAR, LINEAR_TEXT, MAMBA],
+    "test_a_group_is_a_stock_engine": [LINEAR, MAMBA],
+    "test_an_update_reaches_every_layout": [LINEAR, MAMBA],
+    "test_what_moves_is_what_requests_hold": [LINEAR, MAMBA],
+    "test_the_layouts_take_the_memory_of_one": [LINEAR, MAMBA],
     "test_states_are_the_sources_byte_for_byte": [LINEAR_PACKED],
     "test_log_probabilities_are_as_far_apart_as_stock_vllms": [LINEAR_PACKED],
-    "test_prompts_in_chunks_across_blocks": [LINEAR_CACHED],
-    "test_the_next_turn_finds_its_state_after_a_switch": [LINEAR_CACHED],
-    "test_the_pools_hold_what_is_estimated": [LINEAR_CACHED],
+    "test_prompts_in_chunks_across_blocks": [LINEAR_CACHED, MAMBA_CACHED],
+    "test_the_next_turn_finds_its_state_after_a_switch": [LINEAR_CACHED, MAMBA_CACHED],
+    "test_the_pools_hold_what_is_estimated": [LINEAR_CACHED, MAMBA_CACHED],
 }
 
 
@@ -70,9 +77,9 @@ def greedy(seed: int, requests: int, prompts: tuple[int, int], tokens: int) -> d
     }
 
 
-def test_a_group_is_a_stock_engine(llm: Any) -> None:
+def test_a_group_is_a_stock_engine(llm: Any, spec: EngineSpec) -> None:
     """With plain weights on both sides."""
-    stock = stock_answers("qwen3_next", batch(), ranks=2, **PLAIN, **WITHOUT_CACHE)
+    stock = stock_answers(spec.model, batch(), ranks=2, **PLAIN, **WITHOUT_CACHE)
     assert_same(run(llm, batch(), at_steps(llm, {0: "tp2dp1"})), stock)
 
 

@@ -92,6 +92,10 @@ IN_PLACE_ENGINES = [
     switching("qwen3_next_few_kv", 4, cached=False, experts="tp"),
     switching("qwen3_next_few_kv", 4, cached=False, base_tp=2, experts="ep"),
     switching("qwen3_5_vl", 2, cached=False),
+    # Mamba2; with slots that are padded.
+    switching("nemotron_h", 2, cached=False),
+    switching("nemotron_h", 2, runner=2),
+    switching("nemotron_h_few_kv", 4, cached=False),
     switching("qwen3_5_moe_vl", 4, cached=False, experts="tp"),
     # Experts of one kind, as where no rank has any whole.
     switching("qwen3_moe", 4, base_tp=2, experts="tp"),

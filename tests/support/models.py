@@ -42,6 +42,9 @@ _LINEAR: dict[str, Any] = dict(
     dtype="bfloat16", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=6, gain=2.0
 )
 QWEN3_NEXT: dict[str, Any] = dict(_LINEAR, arch="qwen3_next")
+NEMOTRON_H: dict[str, Any] = dict(
+    arch="nemotron_h", hidden=128, heads=4, kv_heads=4, head_dim=128, layers=8, gain=2.0
+)
 
 # What each one is for: see the comment. Everything not named is `make_model`'s default.
 SPECS: dict[str, dict[str, Any]] = {
@@ -96,6 +99,10 @@ SPECS: dict[str, dict[str, Any]] = {
     "qwen3_next_updated": dict(QWEN3_NEXT, seed=1),
     # One KV head for two ranks at tp=4, so that a block is no smaller there than at tp=2.
     "qwen3_next_few_kv": dict(QWEN3_NEXT, kv_heads=2),
+    # Mamba2, whose layers alternate with MLPs and attention.
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_updated": dict(NEMOTRON_H, seed=1),
+    "nemotron_h_few_kv": dict(NEMOTRON_H, kv_heads=2),
     # Its matrices of queries, keys, values and gates cut each by itself; with experts and without.
     "qwen3_5": dict(_LINEAR, arch="qwen3_5_text"),
     "qwen3_5_moe": dict(_LINEAR, arch="qwen3_5_moe_text"),

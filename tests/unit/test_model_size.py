@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pat_vllm.known_models import MODEL_SHAPES
-from pat_vllm.model_size import ModelSize, text_of
+from pat_vllm.model_size import ModelSize, experts_of, text_of
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 
@@ -58,6 +58,44 @@ def test_layers_with_linear_attention(name: str, billions: float, layers: tuple[
         shard = size.resident_weights(tp) - replicated
         routers = layers[0] * size.hidden * (size.experts.count + 1) if size.experts else 0
         assert shard - routers == pytest.approx((size.resident_weights(1) - routers) / tp)
+
+
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "vocab_size": 131072,
+    "max_position_embeddings": 8192,
+}
+"""The shape fields of its public config.json."""
+
+
+def test_layers_with_mamba2() -> None:
+    """Each layer has one thing. All weights but norms, biases and what a head has, as published."""
+    size = ModelSize.of(NEMOTRON_H_8B)
+    assert size.resident_weights(1) / 1e9 == pytest.approx(8.10, abs=0.01)
+    assert (size.layers, size.attention_layers, size.dense_layers) == (52, 4, 24)
+    assert size.linear is not None and size.linear.layers == 24 and size.depth == 26
+    assert size.divides(2) and size.divides(8) and not size.divides(16)
+    assert size.resident_weights(8) * 8 == size.resident_weights(1)
+    # A convolution's three tokens of x, B and C in 16 bits, and a matrix for each head in 32.
+    assert size.linear.state_bytes(2) == 3 * (8192 + 2 * 1024) * 2 + 128 * 64 * 128 * 4
+    # As transformers has it, with sizes of experts that no layer has; with experts it is another.
+    kinds = {"M": "mamba", "-": "mlp", "*": "attention"}
+    named: dict[str, Any] = {**NEMOTRON_H_8B, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    named["layers_block_type"] = [kinds[one] for one in named.pop("hybrid_override_pattern")]
+    assert ModelSize.of(named) == size and experts_of(named | {"moe_intermediate_size": 64}) is None
+    with pytest.raises(ValueError, match=r"has n_routed_experts: .* 'nemotron_h' cannot be"):
+        ModelSize.of(named | {"layers_block_type": ["mamba", "moe", "attention"]})
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ MODELS: dict[str, dict[str, Any]] = {
         layer_types=["linear_attention", "full_attention"],
         linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64,
     ),
+    "nemotron": model(
+        "NemotronHForCausalLM", "nemotron_h", head_dim=32, n_groups=2, mamba_num_heads=4,
+        mamba_head_dim=64, ssm_state_size=64, hybrid_override_pattern="M-*",
+    ),
     "quantized": model("LlamaForCausalLM", "llama", quantization_config=dict(
         quant_method="compressed-tensors", format="int-quantized", config_groups={}, ignore=[]
     )),
@@ -107,8 +111,8 @@ CONFIGS_AND_MODELS: list[tuple[str, dict[str, Any], str, str]] = [
     ("quantized", dict(dtype="bfloat16"), "quantization='compressed-tensors'", "None"),
     ("mxfp4", dict(dtype="bfloat16"), "quantization='gpt_oss_mxfp4'",
      "None (unquantized weights; of gpt-oss a bfloat16 checkpoint, not MXFP4)"),
-    ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet",
-     "Gated DeltaNet, of Qwen3-Next and Qwen3.5; PAT has no rules yet by which"),
+    ("mamba", {}, "a hybrid or Mamba model, but for Gated DeltaNet and Nemotron-H's Mamba2",
+     "Gated DeltaNet, of Qwen3-Next and Qwen3.5, and Mamba2, of Nemotron-H"),
     ("deepseek", dict(hf_overrides=dict(index_topk=16)), "a model with sparse attention",
      DENSE_ONLY),
     ("paligemma", {}, "language_model_only=False", "True, of a class with a vision tower"),
@@ -134,6 +138,7 @@ SET: list[tuple[str, str, str, Any, str]] = [
     ("next", "speculative_config", "speculative_config",
      SimpleNamespace(method="ngram", rejection_sample_method="standard"), "None"),
     ("next", "mamba_cache_mode", "cache_config.mamba_cache_mode", "all", "none, align"),
+    ("next", "use_replayssm", "cache_config.use_replayssm", True, "False: layouts cannot share"),
     ("mixtral", "enable_eplb", "parallel_config.enable_eplb", True, "False"),
     ("mixtral", "num_redundant_experts", "parallel_config.eplb_config.num_redundant_experts", 4,
      "0"),
@@ -179,6 +184,8 @@ UNSUITABLE: list[tuple[str, dict[str, Any], list[str]]] = [
      ["3 KV heads", "tp=4", "pat.layouts"]),
     ("next", dict(tensor_parallel_size=4, hf_overrides=EIGHT_HEADS, **pat(layouts=[1, 4])),
      ["2 key heads", "tp=4", "pat.layouts"]),
+    ("nemotron", dict(tensor_parallel_size=4, hf_overrides=EIGHT_HEADS, **pat(layouts=[1, 4])),
+     ["2 key heads (of Mamba2 groups, which vLLM would copy)", "tp=4", "pat.layouts"]),
     ("llama", predictor(profile="no/such.json"), ["profile no/such.json", "No such file"]),
     ("llama", predictor(profile=__file__), ["test_bad_input.py is no JSON", "pat-vllm profile"]),
     ("llama", predictor(lengths_file=__file__),
@@ -204,6 +211,9 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # Linear attention, with prefix caching and without.
     ("next", {}),
     ("next", dict(enable_prefix_caching=False)),
+    # And Mamba2; sizes of experts, which transformers gives its config, are of none.
+    ("nemotron", {}),
+    ("nemotron", dict(enable_prefix_caching=False, enable_expert_parallel=True)),
     ("mistral", dict(disable_sliding_window=True, max_model_len=128)),
     # Text alone of a class for images, by either option of vLLM's.
     ("paligemma", dict(language_model_only=True)),

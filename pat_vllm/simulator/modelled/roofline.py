@@ -93,7 +93,7 @@ class Machine:
             # A state is read and written once for all of a request's tokens, whatever its context.
             memory += 2 * (batch + (prefill > 0)) * model.state_bytes(tp)
             operations += 8 * model.linear.layers * model.linear.matrix / tp * tokens
-        launching = model.layers * KERNELS_PER_LAYER * KERNEL_OVERHEAD
+        launching = model.depth * KERNELS_PER_LAYER * KERNEL_OVERHEAD
         if model.experts is not None:
             load = self.expert_load(layout, tokens)
             memory += load.hot * model.expert_weights * model.dtype_bytes
@@ -101,7 +101,7 @@ class Machine:
             launching += model.experts.layers * EXPERT_KERNELS * KERNEL_OVERHEAD
         reading = memory / (self.gpu.bandwidth * MEMORY_EFFICIENCY)
         computing = operations / (self.gpu.flops * COMPUTE_EFFICIENCY)
-        communicating = model.layers * _layer_communication(
+        communicating = model.depth * _layer_communication(
             self.gpu, tp, tokens * model.hidden * model.dtype_bytes
         )
         drafting = self.drafting if k else 0.0

@@ -38,6 +38,13 @@ vllm.platforms.interface.Platform._align_hybrid_block_size
 vllm.model_executor.layers.mamba.abstract.MambaBase.bind_kv_cache
     (?s)pages\[:, offset:offset \+ nbytes\]\.view\(dtype\).*offset \+= nbytes
     a slot has its states one after the other, as `_parts_of_slot` says
+vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.__init__
+    (?s)output_sizes=\[intermediate_size, self\.groups_ssm_state_size,
+    self\.groups_ssm_state_size\].*register_buffer\('conv_weights', conv_weights
+    a row of the convolution has x, B and C, as `_ROWS` says, and kernels read it by a view
+vllm.model_executor.layers.mamba.mamba_mixer2.MambaMixer2.get_kv_cache_spec
+    spec = super\(\)\.get_kv_cache_spec\(vllm_config\)(?s:.*)num_prefill_checkpoint_blocks=1
+    what `end_prompts_parts_with_blocks` puts in its place is what it changes
 vllm.v1.worker.utils.allocate_kv_cache
     torch\.zeros\(\w+, dtype=torch\.int8, device=\w+\)
     the one allocation that the shared buffer answers

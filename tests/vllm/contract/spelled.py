@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.multimodal.processing.context import BaseProcessingInfo
@@ -159,6 +160,15 @@ def of_linear_attention(
         *(step.num_decodes, step.num_prefills, step.has_initial_state),
         *(context.attn_metadata, context.no_compile_layers, CacheConfig.mamba_cache_mode),
         *(CacheConfig.prefix_match_unit, CacheConfig.user_specified_block_size),
+    )
+
+
+def of_mamba2(layer: MambaMixer2, norm: Mixer2RMSNormGated) -> tuple[Any, ...]:
+    """What `model_weights.py` asks for, `patches/linear_attention.py` replaces, and rules name."""
+    return (
+        *(layer.conv1d, layer.in_proj, layer.num_heads, layer.A, layer.D),
+        *(layer.dt_bias, layer.get_kv_cache_spec, norm.full_hidden_size, norm.tp_size),
+        *(norm.tp_rank, norm.weight, CacheConfig.use_replayssm, MambaAttentionBackendEnum.MAMBA2),
     )
 
 

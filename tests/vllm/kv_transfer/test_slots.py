@@ -22,17 +22,23 @@ from pat_vllm.kv_transfer.plan import RequestBlocks, plan_moves
 from pat_vllm.layout import Layout
 from pat_vllm.worker.layout_config import block_ratio
 
-KEYS, EACH, WIDTH, ROWS = 8, 2, 8, 3
-"""Key heads, value heads of each, elements of a head, rows of the convolution."""
+KEYS, EACH, WIDTH, KEY, ROWS = 8, 2, 8, 24, 3
+"""Key heads, value heads of each, elements of a value head and a key head, rows of the convolution.
+"""
 BLOCK = 16
+DELTA_NET, MAMBA2 = MambaAttentionBackendEnum.GDN_ATTN, MambaAttentionBackendEnum.MAMBA2
 
 
-def spec(tp: int, page: int = 0, **other: Any) -> MambaSpec:
+def spec(tp: int, page: int = 0, kind: Any = DELTA_NET, **other: Any) -> MambaSpec:
     """vLLM's, of a rank of a layout."""
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
-        tp, KEYS, KEYS * EACH, WIDTH, WIDTH, ROWS + 1
+        tp, KEYS, KEYS * EACH, KEY, WIDTH, ROWS + 1
     )
-    given = {"mamba_type": MambaAttentionBackendEnum.GDN_ATTN, "mamba_cache_mode": "align"} | other
+    if kind is MAMBA2:
+        shapes = MambaStateShapeCalculator.mamba2_state_shape(
+            tp, KEYS * EACH * WIDTH, KEYS, KEYS * EACH, WIDTH, KEY, ROWS + 1
+        )
+    given = {"mamba_type": kind, "mamba_cache_mode": "align"} | other
     return MambaSpec(
         block_size=BLOCK,
         shapes=shapes,
@@ -73,20 +79,22 @@ class Rank:
 def whole(ranks: list[Rank], block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A state of all heads, from the ranks of a replica in their order."""
     convs, matrices = zip(*(rank.state(block) for rank in ranks), strict=True)
-    keys, values = (heads * WIDTH // len(ranks) for heads in (KEYS, KEYS * EACH))
-    parts = zip(*(conv.split([keys, keys, values], dim=1) for conv in convs), strict=True)
+    keys, values = KEYS * KEY // len(ranks), KEYS * EACH * WIDTH // len(ranks)
+    is_mamba = ranks[0].spec.mamba_type is MAMBA2
+    sizes = [values, keys, keys] if is_mamba else [keys, keys, values]
+    parts = zip(*(conv.split(sizes, dim=1) for conv in convs), strict=True)
     conv = torch.cat([part for parts_of_one in parts for part in parts_of_one], dim=1)
     return conv, torch.cat(matrices)
 
 
-def filled(layout: Layout, base: Layout, page: int, blocks: int, seed: int) -> list[Rank]:
+def filled(layout: Layout, base: Layout, of_base: MambaSpec, blocks: int, seed: int) -> list[Rank]:
     """Ranks of a layout over pages of the base layout, with bytes that differ everywhere."""
     generator = torch.Generator().manual_seed(seed)
     ratio = base_ratio(layout, base)
-    kind = LinearAttention(KEYS, BLOCK)
-    made = kind.narrow(spec(base.tp, page), layout, ratio)
-    assert made == spec(layout.tp, made.page_size_padded or 0), "as vLLM has it"
-    size = (page or spec(base.tp).page_size_bytes) * blocks
+    made = LinearAttention(KEYS, BLOCK).narrow(of_base, layout, ratio)
+    own = spec(layout.tp, made.page_size_padded or 0, of_base.mamba_type)
+    assert made == own, "as vLLM has it"
+    size = of_base.page_size_bytes * blocks
     return [
         Rank(layout.tp, layout.tp_rank_of(rank),
              torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator), made)
@@ -102,16 +110,18 @@ def base_ratio(layout: Layout, base: Layout) -> int:
 @given(
     st.sampled_from([(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)]),
     st.sampled_from([0, 1024]),
+    st.sampled_from([DELTA_NET, MAMBA2]),
     st.integers(0, 1 << 16),
 )
 def test_states_move_whole_and_nothing_else_is_written(
-    tps: tuple[int, int], padding: int, seed: int
+    tps: tuple[int, int], padding: int, of_kind: Any, seed: int
 ) -> None:
     source, target = (Layout.of(tp, 8) for tp in tps)
     base, rng = Layout.of(1, 8), random.Random(seed)
-    page = spec(1).page_size_bytes + padding
-    before = filled(source, base, page, 6, seed)
-    after = filled(target, base, page, 6, seed + 1)
+    slot_bytes = spec(1, kind=of_kind).page_size_bytes
+    of_base = spec(1, slot_bytes + padding, of_kind)
+    before = filled(source, base, of_base, 6, seed)
+    after = filled(target, base, of_base, 6, seed + 1)
     kind, untouched = LinearAttention(KEYS, BLOCK), [rank.memory.clone() for rank in after]
     pools = [
         [iter(rng.sample(range(1, 6), 5)) for _ in range(layout.replicas)]
@@ -140,23 +150,26 @@ def test_states_move_whole_and_nothing_else_is_written(
         for one, other in zip(given, arrived, strict=True):
             assert torch.equal(one.view(torch.int8), other.view(torch.int8))
     (slot,) = {kind.of(one.spec, KEYS, 1).bytes_held(7) for one in (*before, *after)}
-    assert num_bytes == 3 * slot == 3 * spec(1).state_content_size_bytes
+    assert num_bytes == 3 * slot == 3 * slot_bytes
     for rank, count, old in zip(after, written, untouched, strict=True):
         assert count.max() <= 1, "nothing is written twice"
         assert torch.equal(rank.memory[count == 0], old[count == 0])
 
 
 def test_what_is_served() -> None:
-    """The kind of each form of state that vLLM has for Gated DeltaNet, or none."""
-    assert class_of(spec(2)) is class_of(spec(2, mamba_cache_mode="none")) is LinearAttention
-    for other in (
-        {"mamba_cache_mode": "all"},
-        {"mamba_type": MambaAttentionBackendEnum.MAMBA2},
-        {"num_speculative_blocks": 2},
-        {"tp_replicated": True},
-    ):
-        assert class_of(spec(2, **other)) is None
-    assert LinearAttention.heads_in(spec(2), 4, tp=2) == KEYS
+    """The kind of each form of state that vLLM has for Gated DeltaNet and Mamba2, or none."""
+    for kind in (DELTA_NET, MAMBA2):
+        served: list[dict[str, Any]] = [{}, {"mamba_cache_mode": "none"}]
+        assert {class_of(spec(2, kind=kind, **one)) for one in served} == {LinearAttention}
+        for other in (
+            {"mamba_cache_mode": "all"},
+            {"num_speculative_blocks": 2},
+            {"num_prefill_checkpoint_blocks": 1},
+            {"tp_replicated": True},
+        ):
+            assert class_of(spec(2, kind=kind, **other)) is None
+        assert LinearAttention.heads_in(spec(2, kind=kind), 4, tp=2) == KEYS
+    assert class_of(spec(2, kind=MambaAttentionBackendEnum.MAMBA1)) is None
     attention = FullAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16
     )

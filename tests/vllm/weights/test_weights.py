@@ -32,6 +32,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -120,7 +121,8 @@ class Case:
             tensor = torch.randn(shape, generator=generator)
             parameter = getattr(model["layer"], name)
             loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor, *([] if shard_id is None else [shard_id]))
+            with as_rank(tp, rank):
+                loader(parameter, tensor, *([] if shard_id is None else [shard_id]))
         return model
 
 
@@ -176,6 +178,12 @@ CASES = [
     ),
     # At tp=4 the third shard is mostly padding and the last one is nothing else.
     whole("ParallelLMHead-70", lambda: ParallelLMHead(70, HIDDEN, bias=True), 70),
+    Case(
+        "gated_norm",
+        lambda: Mixer2RMSNormGated(HIDDEN, 6),
+        [("weight", None, (HIDDEN,))],
+        (1, 2, 3, 6),
+    ),
     Case("rms_norm", lambda: RMSNorm(HIDDEN), [("weight", None, (HIDDEN,))]),
     Case("layer_norm", lambda: LayerNorm(HIDDEN), [(n, None, (24,)) for n in ("weight", "bias")]),
     Case("position_embedding", lambda: nn.Embedding(7, 5), [("weight", None, (7, 5))]),
@@ -438,6 +446,9 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
     for layout in [*wider, first, *reversed(wider), first]:
         strategy.arrange(layout)
         assert_same_weights(models[layout], expected[layout])
+        for layer in models[layout].modules():
+            if isinstance(layer, MambaMixer2):
+                assert layer.conv_weights.data_ptr() == layer.conv1d.weight.data_ptr()
     assert all(storages(model) == storages(base) for model in models.values())
 
 
@@ -454,6 +465,8 @@ def check_whole_model(name: str, layouts: Sequence[Layout], rank: int) -> None:
         ("mistral", 2, [3]),
         ("phi3", 1, [2]),
         ("llama4", 1, [3]),
+        ("nemotron_h", 1, [1, 2]),
+        ("nemotron_h", 2, [3]),
     ],
 )
 def test_a_whole_model(name: str, base_tp: int, ranks: list[int]) -> None:

@@ -10,6 +10,7 @@ MUTATIONS = mutations({
     "tests/vllm/kv_transfer/test_slots.py": [
         ("keys are where queries are", "kinds:LinearAttention.segments", "start + heads * sum(widths[:i])", "start"),
         ("rows of the convolution have queries alone", "kinds:LinearAttention.segments", "row = heads * sum(widths) if", "row = heads * width if"),
+        ("x comes after B and C", "kinds:_parts_of_slot", "_ROWS[spec.mamba_type.name]", '_ROWS["GDN_ATTN"]'),
         ("matrices lie over the convolution", "kinds:_parts_of_slot", "(rows * row * of_conv, 1", "(0, 1"),
         ("a key head has one value head", "kinds:_parts_of_slot", "each = values // _key_heads(spec)", "each = 1"),
         ("a slot counts what one rank has", "kinds:LinearAttention.of", " * heads // _key_heads(spec)", ""),
@@ -30,6 +31,17 @@ MUTATIONS = mutations({
         ("a slot moves in one piece", "kv_transfer.connector:PATConnector.register_kv_caches", "kind.segments(spec, view)", "[view]"),
         ("a segment moves for all", "kv_transfer.connector:PATConnector._views", "(view.storage_offset(), view.shape,", "(view.shape,"),
     ],
+    "tests/vllm/patches/test_mamba2.py": [
+        ("states from within a step are kept", "patches.linear_attention:end_prompts_parts_with_blocks", "isinstance(layer, MambaMixer2)", "False"),
+    ],
+    "tests/vllm/weights/test_weights.py": [
+        ("kernels read the convolution of another layout", "weights.model_weights:model_weights", "yield Weight(full_name, buffer.data, cuts, _place(module), module, name)", "pass"),
+        ("the convolution's view is whole", "weights.model_weights:model_weights", 'cuts = _known_cuts(full_name, module.conv1d, "weight") or ()', "cuts = ()"),
+        ("steps of heads have no rule", "weights.model_weights:_known_cuts", '("A", "D", "dt_bias")', '("A", "D")'),
+        ("the gated norm is cut in two parts", "weights.model_weights:_partition", "EvenPartition((module.full_hidden_size,))", "EvenPartition((module.full_hidden_size // 2,) * 2)"),
+        ("a convolution has no memory when it gets its shape", "weights.inplace:InPlaceShards.building", "last.nbytes <= _SMALL", "False"),
+        ("convolutions keep memory that nobody uses", "weights.inplace:InPlaceShards.building", "            for parameter in small:\n                parameter.untyped_storage().resize_(0)\n", ""),
+    ],
     "tests/vllm/weights/test_experts.py::test_a_whole_model": [
         ("the convolution is cut as one matrix", "weights.model_weights:model_weights", "sizes = module.key_dim, module.key_dim, module.value_dim", "sizes = (2 * module.key_dim + module.value_dim,)"),
         ("all ranks have the first heads' decay", "weights.model_weights:_place", "return Place(module.tp_size, module.tp_rank)", "return Place(module.tp_size, 0)"),
@@ -42,6 +54,8 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/test_bad_input.py": [
         ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True"),
+        ("groups of Mamba2 can be copied", "model_size:linear_heads", "if config.get(_MAMBA):", "if False:"),
+        ("dense models are mixtures", "refused:unsupported", " and may_have_experts(_fields_of(model))", ""),
         ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:"),
     ],
     "tests/unit/simulator/modelled/test_hardware.py": [
@@ -53,6 +67,8 @@ MUTATIONS = mutations({
         ("each layout has blocks of its own size", "memory.estimate:estimate", "model.block_size(layouts[0].tp, engine.block_size)", "model.block_size(layouts[-1].tp, engine.block_size)"),
     ],
     "tests/unit/test_model_size.py": [
+        ("experts that no layer has count", "model_size:may_have_experts", 'alone is None or "moe" in alone', "True"),
+        ("MLPs of Nemotron-H have gates", "model_size:ModelSize.layer_weights", "matrices = 2 if self.mlps else 3", "matrices = 3"),
         ("queries have no gates", "model_size:ModelSize.layer_weights", "(2 + self.gated) * self.heads", "2 * self.heads"),
     ],
 })
