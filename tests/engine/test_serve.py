@@ -120,6 +120,7 @@ def test_vllm_serve(server: Server) -> None:
     # Of one or two replicas; 0 once the engine went home.
     assert server.metric("vllm:pat_num_speculative_tokens_by_replica") in (0, 4, 8)
 
+    assert server.most_pieces > 1
     assert len(server.family) == 4  # front end, engine core, two workers
     assert server.stop() == 0
     _, left = psutil.wait_procs(server.family, timeout=PATIENCE)
