@@ -140,5 +140,23 @@ MODEL_SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 262144,
         "tie_word_embeddings": False,
     },
+    "nemotron-nano-9b-v2": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        "hidden_size": 4480,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 15680,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 80,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "mamba_ssm_cache_dtype": "float32",
+        "vocab_size": 131072,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+    },
 }
 """The shape fields of the models' public config.json."""

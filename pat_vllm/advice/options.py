@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from pat_vllm.gpus import NODE_SIZE
+from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.ranges import Ranged
 
 _MOST_TOKENS = 1 << 24
@@ -26,8 +27,7 @@ class AdviseOptions(Ranged):
     model: Annotated[
         str | None,
         typer.Option(
-            help="Checkpoint's directory or config.json; llama-3.1-8b, qwen3-8b, qwen3-14b, "
-            "qwen3-30b-a3b, deepseek-v2-lite, qwen3-next-80b-a3b, qwen3.5-35b-a3b."
+            help=f"Checkpoint's directory or config.json; or one of {', '.join(MODEL_SHAPES)}."
         ),
     ] = None
     gpu: Annotated[str | None, typer.Option(help="Modelled GPU: A40, H100, H200.")] = None

@@ -105,6 +105,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "nemotron_h_few_kv": dict(NEMOTRON_H, kv_heads=2),
     # Its matrices of queries, keys, values and gates cut each by itself; with experts and without.
     "qwen3_5": dict(_LINEAR, arch="qwen3_5_text"),
+    "qwen3_5_updated": dict(_LINEAR, arch="qwen3_5_text", seed=1),
     "qwen3_5_moe": dict(_LINEAR, arch="qwen3_5_moe_text"),
     # Greedy and sampled text goes through one phrase again and again, with interruptions: n-gram
     # drafts are accepted, but not all (see `tests/support/ngram.py`).

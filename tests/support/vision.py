@@ -171,6 +171,7 @@ CLASSES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
     "qwen3_vl": ("qwen3", "Qwen3VLForConditionalGeneration", qwen3_vl),
     "qwen3_vl_updated": ("qwen3_updated", "Qwen3VLForConditionalGeneration", qwen3_vl),
     "qwen3_5_vl": ("qwen3_5", "Qwen3_5ForConditionalGeneration", qwen3_5),
+    "qwen3_5_vl_updated": ("qwen3_5_updated", "Qwen3_5ForConditionalGeneration", qwen3_5),
     "qwen3_5_moe_vl": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", qwen3_5),
 }
 """By name: the text model, the class, and what makes a checkpoint of it."""

@@ -24,6 +24,7 @@ _OF_ARCH: dict[str, dict[str, Any]] = {
     "gpt_oss": dict(layers=2, window=40, expert_intermediate=128),
     "deepseek_v3": dict(heads=4, layers=2),
     "qwen3_next": dict(heads=4, layers=3, head_dim=64),
+    "nemotron_h": dict(heads=4, layers=4, head_dim=64),
 }
 
 

@@ -217,6 +217,14 @@ def test_base_layout_leaves_room_for_the_responses(
     assert rollouts_of(options).profile.layouts[0].tp == base_tp
 
 
+def test_an_engine_of_a_model_with_mamba2() -> None:
+    """KV is that of its four layers with attention; its eight groups allow 8 ranks."""
+    options = AdviseOptions("nemotron-nano-9b-v2", "H100", 8, responses=256, iterations=2)
+    profile = rollouts_of(options).profile
+    assert profile.kv_bytes_per_token == 4 * 2 * 8 * 128 * 2
+    assert max(layout.tp for layout in profile.layouts) == 8
+
+
 @pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-35b-a3b"])
 def test_engines_of_models_with_linear_attention(model: str) -> None:
     """They are known by name, and states take memory beside the KV of a quarter of the layers."""

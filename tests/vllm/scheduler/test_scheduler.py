@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
@@ -394,6 +395,31 @@ def test_blocks_are_freed_as_without_a_connector() -> None:
             config = replica.scheduler.vllm_config
             assert config.max_concurrent_batches > 1 and config.kv_transfer_config.is_kv_consumer
             assert not replica.scheduler.defer_block_free
+
+
+def test_a_half_computed_request_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Model Runner V2 and overlapping steps, vLLM says in which step it may go on. Each
+    scheduler counts its own, and a new one has made none."""
+    config, stock = engine_config(8, max_num_batched_tokens=512)
+    config.scheduler_config.async_scheduling = True
+    # A config of its own would ask for Triton, which schedulers do not need.
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler.controller.costs.mode = "recompute"
+    scheduler.add_request(live := request("r0", 0, prompt=8000))
+
+    def tokens_of_a_step() -> int:
+        output = scheduler.schedule()
+        results = results_of(output)
+        for one in results:
+            one.output.sampled_token_ids = [[] if live.is_prefill_chunk else [7]]
+        scheduler.update_from_output(output, results)
+        return sum(one.total_num_scheduled_tokens for one in output.steps.values())
+
+    assert [tokens_of_a_step() for _ in range(30)][-10:] == [1] * 10
+    assert live.next_decode_eligible_step >= 30
+    assert scheduler.controller.request(2)
+    assert all([tokens_of_a_step() > 1 for _ in range(8000 // (2 * 512))])
 
 
 def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:

@@ -15,7 +15,6 @@ MUTATIONS = mutations({
         ("KV comes to other rows of the block table", "kv_transfer.connector:PATConnector.update_state_after_alloc", "tuple(ids[: -(-tokens // size)])", "tuple(reversed(ids[: -(-tokens // size)]))"),
         ("V2: log-probabilities of half-computed prompts are not computed again", "scheduler.switch:_must_recompute", "scheduler.use_v2_model_runner", "False"),
         ("the step in flight hands out the token before", "scheduler.replica_set:ReplicaSet.drain", "self.finish(self.executor.finished(wait_for_all=True))", "results = self.executor.finished(wait_for_all=True)\n        for one in results:\n            requests = self.replicas[one.replica].scheduler.requests\n            for name, tokens in zip(one.output.req_ids, one.output.sampled_token_ids, strict=True):\n                tokens[:] = [requests[name].all_token_ids[-1] for _ in tokens if name in requests]\n        self.finish(results)"),
-        ("requests wait until a new scheduler has made as many steps", "scheduler.switch_plan:_rewind", "request.next_decode_eligible_step = 0", "pass"),
         ("a second step starts beside one with grammars", "scheduler.replica:Replica.may_step", "step.has_structured_output_requests for", "False for"),
     ],
     "tests/engine/speculation/test_law.py::test_the_law_holds_across_switches_and_changes_of_the_draft_length": [
