@@ -110,7 +110,7 @@ def replay(rollouts: Rollouts, processes: int = 1) -> list[Record]:
             if record.config.layout is None:
                 records.append(record)
             else:
-                first[record.config] = record.reports[0].seconds
+                first[record.config] = record.reports[0].generation_seconds
         kinds = [own, plain, static]
         if rollouts.all_layouts:
             kinds += [[one for one in static if one.layout == layout] for layout in layouts]
@@ -208,7 +208,7 @@ def reports_of(records: Iterable[Record], config: Config) -> tuple[SimulatedRepo
 
 def seconds_of(records: Iterable[Record], config: Config) -> tuple[float, ...]:
     """Seconds of each reported batch in a configuration."""
-    return tuple(report.seconds for report in reports_of(records, config))
+    return tuple(report.generation_seconds for report in reports_of(records, config))
 
 
 def best(records: Sequence[Record], configs: Iterable[Config]) -> Config:

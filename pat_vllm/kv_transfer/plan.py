@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pat_vllm.kinds import Kinds, StateKind
 from pat_vllm.layout import Layout
@@ -72,9 +73,10 @@ class BlockMove:
     group: int = 0
 
 
+@lru_cache(maxsize=1024)
 def head_routes(
     source: Layout, source_replica: int, target: Layout, target_replica: int, kind: StateKind
-) -> list[HeadRoute]:
+) -> tuple[HeadRoute, ...]:
     """Routes that fill every head of every rank of the target replica exactly once.
 
     Where several source ranks hold a head (replicated ones), the target rank itself is
@@ -100,7 +102,7 @@ def head_routes(
                 HeadRoute(source_rank, rank, range(first, first + end - start), range(start, end))
             )
             start = end
-    return routes
+    return tuple(routes)
 
 
 def _pick_holder(holders: Sequence[int], target_rank: int) -> int:

@@ -154,12 +154,16 @@ def quiet_pool_resets() -> Iterator[None]:
     that a user asked for. Missing seam: a reset without a log line.
     """
     logger = logging.getLogger("vllm.v1.core.block_pool")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+
+    # A level would do, but each change of one makes all loggers forget what they let through.
+    def matters(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+    logger.addFilter(matters)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(matters)
 
 
 def quiet_connectors() -> None:
