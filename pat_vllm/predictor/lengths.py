@@ -22,8 +22,9 @@ from pat_vllm.predictor.state import Bools, Floats, Ints, LiveRequests
 _SINGLE = 16
 """Up to this length each length has its own bin."""
 
-_PER_OCTAVE = 8
-"""Bins per doubling above: each spans 9%. 2^17 tokens take 120 bins."""
+_PER_OCTAVE = 32
+"""Bins per doubling above: each spans 2%. With wider ones, responses of a batch that are nearly
+alike are expected to go on beyond its longest."""
 
 _SHAPES = (1.0, 1.5, 2.0, 3.0)
 """Shapes of the prior: standard deviations of the log-length of 1.8, 1.2, 0.9 and 0.6."""
@@ -41,9 +42,11 @@ _LOWEST_SURVIVAL = 1e-12
 _OCTAVES_OF_BINS = 18
 """So the grid ends at 2^22 tokens. Longer responses count as that long."""
 
-EDGES: Floats = np.append(
-    np.arange(_SINGLE),
-    np.round(_SINGLE * 2 ** (np.arange(_OCTAVES_OF_BINS * _PER_OCTAVE + 1) / _PER_OCTAVE)),
+EDGES: Floats = np.unique(
+    np.append(
+        np.arange(_SINGLE),
+        np.round(_SINGLE * 2 ** (np.arange(_OCTAVES_OF_BINS * _PER_OCTAVE + 1) / _PER_OCTAVE)),
+    )
 )
 """Bin edges 0, 1, 2, ...: bin b holds the lengths above edge b up to edge b + 1."""
 
@@ -62,7 +65,7 @@ _PRIOR_MEDIAN = 1 / 8
 _SEED = 0
 """Of the sampled futures."""
 
-_FORMAT = 1
+_FORMAT = 2
 
 MOST = 1e15
 """Of what is counted: more than any engine sees."""
@@ -75,7 +78,7 @@ class _Learnt(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[1]
+    format: Literal[2]
     bound: int = Field(ge=1, le=2**31)
     batches: int = Field(ge=0, le=MOST)
     responses: int = Field(ge=0, le=MOST)
