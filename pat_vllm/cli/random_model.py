@@ -307,6 +307,7 @@ def _mamba(model: RandomModel) -> dict[str, Any]:
         "mamba_head_dim": 64,
         "ssm_state_size": 64,
         "conv_kernel": 4,
+        "time_step_min": 1e-9,  # transformers takes no shorter steps, vLLM does
     }
 
 

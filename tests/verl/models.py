@@ -57,10 +57,11 @@ def mixture_chat(arch: str) -> Path:
     return _chat("mixture", sizes, range(VOCAB - 8, VOCAB))
 
 
-def windows_chat() -> Path:
-    """A Gemma 3 for the GRPO example, whose longest responses are longer than its windows."""
-    sizes = _SHAPE | {"arch": "gemma3_text"} | _OF_ARCH["gemma3_text"]
-    return _chat("windows", sizes, range(VOCAB - 40, VOCAB))
+def small_chat(arch: str) -> Path:
+    """A model of `few_tokens`' shape for the GRPO example. Its longest responses are longer than
+    windows, where it has some."""
+    sizes = _SHAPE | {"arch": arch} | _OF_ARCH[arch]
+    return _chat("small", sizes, range(VOCAB - 40, VOCAB))
 
 
 def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int]) -> Path:

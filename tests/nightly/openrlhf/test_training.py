@@ -72,6 +72,16 @@ def test_a_mixture_of_experts(arch: str, tmp_path: Path) -> None:
         run.leaves_nothing()
 
 
+@pytest.mark.parametrize("arch", ["nemotron_h", "qwen3_5_text"])
+def test_linear_attention(arch: str, tmp_path: Path) -> None:
+    """Dense models: Mamba2, and Gated DeltaNet of a text model alone."""
+    shape = {"arch": arch, "layers": 4, "heads": 4, "head_dim": 128}
+    make_model(tmp_path / "model", gain=0.5, dtype="bfloat16", **shape)
+    model = ("--actor.model_name_or_path", str(tmp_path / "model"))
+    with training(*model, *THREE_STEPS, pat={**SWITCHING, "weights": "inplace"}) as run:
+        assert_trained(run, steps=3, over_ray=True)
+
+
 def test_separated_over_multiprocessing_then_a_killed_worker() -> None:
     """Killed in a rollout: the trainer fails, says why, and leaves nothing behind."""
     # Steps enough for a rollout to follow, also where the trainer runs ahead of this process.
