@@ -65,10 +65,13 @@ class Training(Run):
 
 
 @contextlib.contextmanager
-def training(*arguments: str, pat: Mapping[str, Any] = SWITCHING) -> Iterator[Training]:
-    """Start the example with further arguments of OpenRLHF and options of PAT."""
+def training(
+    *arguments: str, pat: Mapping[str, Any] = SWITCHING, **environment: str
+) -> Iterator[Training]:
+    """Start the example with further arguments of OpenRLHF, options of PAT, and variables."""
     options = ("--vllm.pat", json.dumps(pat))
-    with example(Training, EXAMPLE, *options, *arguments, **_ENVIRONMENT) as run:
+    variables = {**_ENVIRONMENT, **environment}
+    with example(Training, EXAMPLE, *options, *arguments, **variables) as run:
         yield run
 
 

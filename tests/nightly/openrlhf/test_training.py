@@ -12,6 +12,7 @@ import pytest
 
 from pat_vllm.cli.random_model import make_model
 from tests.openrlhf.training import COLOCATED, IN_SYNC, SWITCHING, assert_trained, training
+from tests.support.vision import STUB
 
 pytest.importorskip("openrlhf", reason="make test-openrlhf")
 pytestmark = pytest.mark.timeout(2400)
@@ -78,7 +79,9 @@ def test_linear_attention(arch: str, tmp_path: Path) -> None:
     shape = {"arch": arch, "layers": 4, "heads": 4, "head_dim": 128}
     make_model(tmp_path / "model", gain=0.5, dtype="bfloat16", **shape)
     model = ("--actor.model_name_or_path", str(tmp_path / "model"))
-    with training(*model, *THREE_STEPS, pat={**SWITCHING, "weights": "inplace"}) as run:
+    pat = {**SWITCHING, "weights": "inplace"}
+    # vLLM imports torchvision with each class of Qwen3.5.
+    with training(*model, *THREE_STEPS, pat=pat, PYTHONPATH=str(STUB)) as run:
         assert_trained(run, steps=3, over_ray=True)
 
 

@@ -87,19 +87,27 @@ def test_a_mixture_of_experts() -> None:
     """Experts whole in replicas, spread in the group. New weights come to both."""
     schedule = f"{PAT}.policy={{kind:schedule,switch_at:{{4:tp2dp1ep}}}}"
     model = f"actor_rollout_ref.model.path={mixture_chat('olmoe')}"
-    with grpo(schedule, f"{PAT}.weights=inplace", model) as run:
+    with grpo(schedule, *IN_PLACE, model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False, wide="tp2dp1ep")
         run.leaves_nothing()
 
 
-@pytest.mark.parametrize("arch", ["gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h"])
+IN_PLACE = (f"{PAT}.weights=inplace",)
+KINDS = {
+    "gemma3_text": (),
+    "gpt_oss": IN_PLACE,
+    "qwen3_next": IN_PLACE,
+    "nemotron_h": IN_PLACE,
+    "deepseek_v3": IN_PLACE,
+}
+"""Sliding windows, linear and latent attention. Copies of experts cannot be updated on CPU."""
+
+
+@pytest.mark.parametrize("arch", KINDS)
 def test_kinds_of_state(arch: str) -> None:
-    """Sliding windows and linear attention."""
-    # Copies of experts cannot be updated on CPU, where vLLM packs them.
-    with grpo(
-        SCHEDULE, f"{PAT}.weights=inplace", f"actor_rollout_ref.model.path={small_chat(arch)}"
-    ) as run:
+    model = f"actor_rollout_ref.model.path={small_chat(arch)}"
+    with grpo(SCHEDULE, *KINDS[arch], model) as run:
         run.succeed()
         check_steps(run, tolerance=1e-4, long_tail=False)
         run.leaves_nothing()
