@@ -61,14 +61,22 @@ def small_chat(arch: str) -> Path:
     """A model of `few_tokens`' shape for the GRPO example. Its longest responses are longer than
     windows, where it has some."""
     sizes = _SHAPE | {"arch": arch} | _OF_ARCH[arch]
-    return _chat("small", sizes, range(VOCAB - 40, VOCAB))
+    eos = _EOS.get(arch)
+    ends = range(VOCAB - 40, VOCAB)
+    return _chat("small-own-end", sizes, ends, eos) if eos else _chat("small", sizes, ends)
 
 
-def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int]) -> Path:
+_EOS = {"deepseek_v3": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+"""Which verl looks for in tokenizers of the class."""
+
+
+def _chat(name: str, sizes: dict[str, Any], ends: Sequence[int], eos: str = "<eos>") -> Path:
     """A model whose responses end with any of these tokens, too."""
 
     def with_ends(model: Path) -> None:
         config = json.dumps({"eos_token_id": [1, *ends]})
         (model / "generation_config.json").write_text(config)
+        for file in model.glob("*token*"):
+            file.write_text(file.read_text().replace("<eos>", eos))
 
     return kept_model(cache_dir(), f"verl-{name}-chat-{len(ends)}", sizes, with_ends)
