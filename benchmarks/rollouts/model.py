@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.rollouts.arithmetic import problem, solution
-from pat_vllm.cli.random_model import ARCHS, CHAT_TEMPLATE, SPECIAL_TOKENS
+from pat_vllm.cli.random_config import ARCHS
+from pat_vllm.cli.random_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     import torch

@@ -17,54 +17,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pat_vllm.cli import random_config, random_tokenizer
 from pat_vllm.cli.command_options import RandomModel
+from pat_vllm.cli.random_config import ARCHS, LINEAR, fields_of
+from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
 from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
 from pat_vllm.model_size import MIXTURES
 
 if TYPE_CHECKING:
     import torch
-    from tokenizers import Tokenizer
     from transformers import PretrainedConfig
 
-ARCHS = {
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    # Sliding windows: in all layers, in every second one, in two of three.
-    "mistral": "MistralForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    # Mixtures of experts.
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    # Chunked attention in three layers of four; without experts.
-    "llama4_text": "Llama4ForCausalLM",
-    # Both: windows in every second layer.
-    "gpt_oss": "GptOssForCausalLM",
-    # Latent attention, and a mixture whose first layer is dense.
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    # Linear attention in two layers of three; with experts, but for one.
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    # Mamba2 in two layers of four, then an MLP and attention.
-    "nemotron_h": "NemotronHForCausalLM",
-}
-LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
-LATENT = ("deepseek_v2", "deepseek_v3")
-KV_RANK, ROPE_DIM = 512, 64
-"""Of latent attention. vLLM has no kernel on CPU for others."""
 DTYPES = ("float32", "bfloat16", "float16")
-SPECIAL_TOKENS = ("<bos>", "<eos>", "<pad>")
-MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
-"""One token for every byte, and the special tokens."""
 
 _MOST_PARAMETERS = 20e9
 
@@ -72,23 +37,6 @@ NORM_STD = 0.1
 BIAS_STD = 0.5
 _EMBEDDING = 0.3
 """Standard deviation of what Gemma's embeddings add to the residual stream; norms add 1 each."""
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ message['role'] + ': ' + message['content'] + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-)
-
-TOKENIZER_TEXT = """\
-In a synchronous step every response of the batch must finish before training can go on. Lengths
-are skewed: most responses are short, a few are long, and the long ones run alone at the end.
-Many small replicas serve the full batch best, because no layer waits for another device; one wide
-group serves the last sequences best, because every device reads only a part of the weights.
-The question is therefore not which layout is best, but when to change from one to the next.
-Write a short story about a river. What is the sum of 12 and 30? The answer is 42. Explain why the
-sky is blue, step by step, and then list three numbers: 1, 2, 3. Let x be the number of apples.
-If Anna has three times as many apples as Ben, and together they have 24, how many has each of them?
-"""
 
 
 def make_model(path: str | Path, **sizes: Any) -> int:
@@ -106,7 +54,7 @@ def kept_model(
     sizes: Mapping[str, Any],
     finish: Callable[[Path], object] = lambda path: None,
 ) -> Path:
-    """A random checkpoint that is made on the first call, and again when this module changes.
+    """A random checkpoint that is made on the first call, and again when its modules change.
 
     Several processes may ask for the same one at once.
 
@@ -120,7 +68,9 @@ def kept_model(
         The checkpoint's directory.
     """
     model = RandomModel(**sizes)
-    key = json.dumps([vars(model), finish.__qualname__]).encode() + Path(__file__).read_bytes()
+    key = json.dumps([vars(model), finish.__qualname__]).encode()
+    for module in (__file__, random_config.__file__, random_tokenizer.__file__):
+        key += Path(module).read_bytes()
     target = directory.resolve() / f"{name}-{hashlib.sha256(key).hexdigest()[:12]}"
     if target.is_dir():
         return target
@@ -185,12 +135,7 @@ def write_model(path: Path, model: RandomModel) -> int:
         eos_token_id=eos,
         pad_token_id=pad,
         dtype=model.dtype,
-        **{"intermediate_size": model.intermediate}
-        | _heads(model)
-        | _windows(model)
-        | _linear_attention(model)
-        | _mamba(model)
-        | _mixture(model),
+        **fields_of(model),
     )
     weights = dict(_random_weights(config, getattr(torch, model.dtype), model.seed, model.gain))
     if model.repeat:
@@ -202,7 +147,7 @@ def write_model(path: Path, model: RandomModel) -> int:
     except SafetensorError as error:
         raise OSError(f"the weights cannot be written: {error}") from error
     config.save_pretrained(path)
-    _save_tokenizer(path, model.vocab, model.max_position_embeddings)
+    save_tokenizer(path, model.vocab, model.max_position_embeddings)
     return sum(weight.numel() for weight in weights.values())
 
 
@@ -239,125 +184,6 @@ def _check(path: Path, model: RandomModel) -> None:
             f"a model of these sizes has about {parameters / 1e9:.0f} billion parameters; at most "
             f"{_MOST_PARAMETERS / 1e9:.0f} are made: take smaller sizes"
         )
-
-
-def _heads(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its heads beside their number."""
-    if model.arch not in LATENT:
-        return {"head_dim": model.head_dim}
-    longest = model.max_position_embeddings
-    scaled = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 0.707}
-    scaled |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": max(1, longest // 2)}
-    return {
-        "q_lora_rank": None if model.arch == "deepseek_v2" else max(1, model.hidden // 2),
-        "kv_lora_rank": KV_RANK,
-        "qk_rope_head_dim": ROPE_DIM,
-        "qk_nope_head_dim": model.head_dim,
-        "v_head_dim": model.head_dim,
-        # With plain positions, what vLLM computes of a token on CPU depends on the others of its
-        # step, and on how they are batched.
-        "rope_parameters": scaled,
-    }
-
-
-def _windows(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its sliding windows or chunks, if it has some."""
-    if model.arch == "llama4_text":
-        return {
-            "attention_chunk_size": model.window,
-            "intermediate_size_mlp": model.intermediate,
-            "moe_layers": [],
-            "interleave_moe_layer_step": model.layers + 1,
-        }
-    if model.arch not in WINDOWS:
-        return {}
-    config: dict[str, Any] = {"sliding_window": model.window}
-    if every := {"gemma2": 2, "gemma3_text": 3, "gpt_oss": 2}.get(model.arch):
-        kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
-        config["layer_types"] = [kinds[layer % every] for layer in range(model.layers)]
-    if model.arch.startswith("gemma"):
-        config["query_pre_attn_scalar"] = model.head_dim
-    return config
-
-
-def _linear_attention(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its layers with linear attention, if it has some."""
-    if model.arch not in LINEAR:
-        return {}
-    kinds = ["linear_attention"] * 2 + ["full_attention"]
-    return {
-        "layer_types": [kinds[layer % 3] for layer in range(model.layers)],
-        "linear_num_key_heads": model.linear_heads,
-        "linear_num_value_heads": 2 * model.linear_heads,
-        "linear_key_head_dim": 64,  # vLLM's CPU kernels take no narrower ones
-        "linear_value_head_dim": 64,
-        "linear_conv_kernel_dim": 4,
-    }
-
-
-def _mamba(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its layers with Mamba2, if it has some."""
-    if model.arch != "nemotron_h":
-        return {}
-    kinds = ["linear_attention", "linear_attention", "mlp", "full_attention"]
-    return {
-        "layers_block_type": [kinds[layer % 4] for layer in range(model.layers)],
-        "n_groups": model.linear_heads,
-        "mamba_num_heads": 2 * model.linear_heads,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 64,
-        "conv_kernel": 4,
-        "time_step_min": 1e-9,  # transformers takes no shorter steps, vLLM does
-    }
-
-
-def _mixture(model: RandomModel) -> dict[str, Any]:
-    """What a model's config says of its experts, if it has some."""
-    experts, width = model.experts, model.expert_intermediate
-    common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
-    # In two groups, of which a token goes to one.
-    deepseek = common | {"n_routed_experts": experts, "moe_intermediate_size": width}
-    deepseek |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-    return {
-        "qwen3_moe": common
-        | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},
-        "qwen2_moe": common
-        | {"num_experts": experts, "moe_intermediate_size": width}
-        | {"shared_expert_intermediate_size": model.intermediate},
-        "qwen3_next": common
-        | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True}
-        | {"shared_expert_intermediate_size": model.intermediate},
-        "qwen3_5_moe_text": common
-        | {"num_experts": experts, "moe_intermediate_size": width}
-        | {"shared_expert_intermediate_size": model.intermediate},
-        "mixtral": common | {"num_local_experts": experts, "intermediate_size": width},
-        "olmoe": common | {"num_experts": experts, "intermediate_size": width},
-        "glm4_moe": common
-        | {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": 1}
-        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-        "deepseek_v2": deepseek
-        | {"n_shared_experts": 2, "topk_method": "group_limited_greedy"}
-        | {"scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 2.0},
-        "deepseek_v3": deepseek
-        | {"n_shared_experts": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
-        | {"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5},
-        "gpt_oss": common
-        | {"num_local_experts": experts, "intermediate_size": width}
-        | {"rope_parameters": _yarn(model.max_position_embeddings)},
-    }.get(model.arch, {})
-
-
-def _yarn(longest: int) -> dict[str, Any]:
-    """Of a model that was trained with contexts of half the length."""
-    return {
-        "rope_type": "yarn",
-        "rope_theta": 150000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": max(1, longest // 2),
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    }
 
 
 def _as_published(
@@ -495,64 +321,3 @@ def _of_linear(name: str, mean: float, std: float) -> tuple[float, float]:
     if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return 0.0, std
     return mean, std
-
-
-def _save_tokenizer(path: Path, vocab: int, max_length: int) -> None:
-    """Write a tokenizer with exactly `vocab` tokens: of bytes, or of words if bytes don't fit."""
-    from transformers import PreTrainedTokenizerFast
-
-    bos, eos, pad = SPECIAL_TOKENS
-    PreTrainedTokenizerFast(
-        tokenizer_object=(_byte_tokenizer if vocab >= MIN_VOCAB else _word_tokenizer)(vocab),
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(path)
-
-
-def _byte_tokenizer(vocab: int) -> Tokenizer:
-    """Byte-level BPE.
-
-    About 500 tokens are learnt from `TOKENIZER_TEXT`; the rest are words that no merge produces:
-    text is never encoded to them, but whatever id the model samples decodes to text.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    def byte_level(model: models.BPE) -> Tokenizer:
-        tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        return tokenizer
-
-    learnt = byte_level(models.BPE())
-    learnt.train_from_iterator(
-        [TOKENIZER_TEXT],
-        trainers.BpeTrainer(
-            vocab_size=min(vocab, 512),
-            special_tokens=list(SPECIAL_TOKENS),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    trained: dict[str, Any] = json.loads(learnt.to_str())["model"]
-    ids: dict[str, int] = trained["vocab"]
-    # "Ġ" is byte-level BPE's way to write a space.
-    ids |= {f"Ġw{index}": index for index in range(len(ids), vocab)}
-    tokenizer = byte_level(models.BPE(vocab=ids, merges=[tuple(m) for m in trained["merges"]]))
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
-
-
-def _word_tokenizer(vocab: int) -> Tokenizer:
-    """The words "w3", "w4" and so on, divided by spaces; every other word is padding."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = [*SPECIAL_TOKENS, *(f"w{index}" for index in range(len(SPECIAL_TOKENS), vocab))]
-    ids = {word: index for index, word in enumerate(words)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=SPECIAL_TOKENS[-1]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer

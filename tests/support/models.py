@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.cli import random_model as builder
+from pat_vllm.cli.random_config import LATENT as LATENT_ARCHS
 from tests.support import vision
 
 WIDE: dict[str, Any] = dict(
@@ -146,7 +147,7 @@ SPECS: dict[str, dict[str, Any]] = {
         phrase=8,
     ),
 }
-LATENT = [name for name, spec in SPECS.items() if spec["arch"] in builder.LATENT]
+LATENT = [name for name, spec in SPECS.items() if spec["arch"] in LATENT_ARCHS]
 REPEATING = [name for name, spec in SPECS.items() if "repeat" in spec]
 
 

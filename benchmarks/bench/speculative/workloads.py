@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.bench.serve import Request, requests_of
 from benchmarks.bench.speculative.models import REPEATING, SCATTERED, SPECS
 from benchmarks.bench.workloads import Workload
-from pat_vllm.cli.random_model import SPECIAL_TOKENS
+from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.traces import LengthTrace
 

@@ -12,7 +12,7 @@ from pat_vllm import __version__
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.cli import app
 from pat_vllm.cli.command_options import DemoOptions, ProfileOptions, RandomModel
-from pat_vllm.cli.random_model import ARCHS
+from pat_vllm.cli.random_config import ARCHS
 from pat_vllm.doctor.options import Options
 
 

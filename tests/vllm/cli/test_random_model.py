@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from pat_vllm.cli import app
-from pat_vllm.cli import random_model as builder
+from pat_vllm.cli import app, random_config
 from pat_vllm.cli.random_model import make_model
 from tests.support import ngram
 from tests.support.models import LATENT, SPECS, random_model
@@ -32,11 +31,11 @@ def test_a_model_is_as_its_spec_and_looks_back_to_its_first_token(name: str) -> 
     head_dim = spec.get("head_dim", 32)
     heads, kv_heads = spec["heads"] * head_dim, spec["kv_heads"] * head_dim
     if name in LATENT:
-        of_head = head_dim + builder.ROPE_DIM, 2 * head_dim
+        of_head = head_dim + random_config.ROPE_DIM, 2 * head_dim
         queries, keys_and_values = (spec["heads"] * width for width in of_head)
         own = attention.q_proj if config.q_lora_rank is None else attention.q_b_proj
         assert own.out_features == queries
-        assert attention.kv_b_proj.weight.shape == (keys_and_values, builder.KV_RANK)
+        assert attention.kv_b_proj.weight.shape == (keys_and_values, random_config.KV_RANK)
     elif hasattr(attention, "qkv_proj"):
         assert attention.qkv_proj.weight.shape == (heads + 2 * kv_heads, config.hidden_size)
     else:
