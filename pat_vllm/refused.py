@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import mixture_of
+from pat_vllm.layer_sizes import linear_heads, may_have_experts
 from pat_vllm.layout import device_of
-from pat_vllm.model_size import linear_heads, may_have_experts
 from pat_vllm.speculation import DRAFTERS
 
 if TYPE_CHECKING:

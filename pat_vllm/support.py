@@ -20,9 +20,9 @@ from pat_vllm.config import (
     pat_config,
 )
 from pat_vllm.gpus import Device
+from pat_vllm.layer_sizes import linear_heads
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
-from pat_vllm.model_size import linear_heads
 from pat_vllm.policy_config import PolicyConfig, PredictorPolicyConfig, SchedulePolicyConfig
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.refused import unsupported

@@ -13,9 +13,9 @@ from pat_vllm.cli import random_model
 from pat_vllm.cli.engine_run import Batch, RunSpec
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import name_of, read_json_object
+from pat_vllm.layer_sizes import size_of
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
-from pat_vllm.model_size import size_of
 
 # On a CPU all ranks share the memory, so replicas gain nothing while reading weights is what takes
 # the time; they gain at sampling, which each rank of a TP group does for the whole batch. With a

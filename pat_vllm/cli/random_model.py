@@ -23,7 +23,7 @@ from pat_vllm.cli.random_config import ARCHS, LINEAR, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
 from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
-from pat_vllm.model_size import MIXTURES
+from pat_vllm.layer_sizes import MIXTURES
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,11 @@ from pat_vllm.advice.load import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import Device
+from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
-from pat_vllm.model_size import MIXTURES
 from pat_vllm.simulator.modelled.choice import Choice, choose
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pat_vllm.layer_sizes import size_of
 from pat_vllm.layout import Layout
-from pat_vllm.model_size import ModelSize, size_of
+from pat_vllm.model_size import ModelSize
 
 SWAP_CHUNK_BYTES = 64 << 10
 """Bytes that one row of a table of swaps moves (`kernels/swap.py`)."""

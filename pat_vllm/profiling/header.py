@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import layouts_of
+from pat_vllm.layer_sizes import routing_of
 from pat_vllm.limits import limits_by_tp
-from pat_vllm.model_size import routing_of
 from pat_vllm.profiling.grid import EngineLimits
 from pat_vllm.profiling.key import by_name, profile_key, title
 from pat_vllm.worker.layout_config import block_ratio, kinds_of, lengths_of

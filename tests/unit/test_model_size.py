@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pat_vllm.known_models import MODEL_SHAPES
-from pat_vllm.model_size import ModelSize, experts_of, text_of
+from pat_vllm.layer_sizes import experts_of, text_of
+from pat_vllm.model_size import ModelSize
 
 QWEN3 = {**MODEL_SHAPES["qwen3-30b-a3b"]}
 

@@ -18,13 +18,13 @@ from typing import Any
 from pat_vllm.files.reading import read_json_object, shown
 from pat_vllm.gpus import GPUS, NODE_SIZE, Device, gpu_named
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.layer_sizes import routing_of, text_of
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate, static_engine
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture, WantedExperts
-from pat_vllm.model_size import routing_of, text_of
 from pat_vllm.profiling.profile import Profile, StepSample, StepShape, SwitchSample
 from pat_vllm.simulator.modelled.batch_time import SWITCH_FIXED
 from pat_vllm.simulator.modelled.figures import (

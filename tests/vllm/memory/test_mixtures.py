@@ -15,9 +15,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.layer_sizes import ExpertSizes
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.mixture import Mixture
-from pat_vllm.model_size import ExpertSizes, ModelSize
+from pat_vllm.model_size import ModelSize
 from tests.support.models import random_model
 from tests.vllm.weights.test_experts import LAYOUTS, MODELS
 from tests.vllm.weights.test_weights import build, vllm_config_for

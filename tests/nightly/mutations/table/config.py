@@ -118,9 +118,9 @@ MUTATIONS = mutations({
         ("windows are forgotten", "memory.estimate:_kv_share", "min(tokens, model.window + block_size)", "tokens"),
     ],
     "tests/unit/test_model_size.py": [
-        ("what makes latent vectors is cut", "model_size:LatentSizes.weights", "return replicated +", "return heads / 16 * replicated +"),
+        ("what makes latent vectors is cut", "layer_sizes:LatentSizes.weights", "return replicated +", "return heads / 16 * replicated +"),
         ("decode steps make keys and values", "model_size:ModelSize.attention_operations", "elif decode:", "elif not decode:"),
-        ("every layer has experts", "model_size:_has_experts", 'layer % (size_of(config, "moe_layer_freq") or 1)', "False"),
+        ("every layer has experts", "layer_sizes:_has_experts", 'layer % (size_of(config, "moe_layer_freq") or 1)', "False"),
     ],
     "tests/unit/advice/test_advise.py": [
         ("layouts are chosen for the usual load", "advice.rollouts:_chosen", ", load=Load.of(first)", ""),

@@ -54,7 +54,7 @@ MUTATIONS = mutations({
     ],
     "tests/vllm/test_bad_input.py": [
         ("rules about linear attention hold for all", "refused:unsupported", "(is_linear or not rule.linear)", "True"),
-        ("groups of Mamba2 can be copied", "model_size:linear_heads", "if config.get(_MAMBA):", "if False:"),
+        ("groups of Mamba2 can be copied", "layer_sizes:linear_heads", "if config.get(_MAMBA):", "if False:"),
         ("dense models are mixtures", "refused:unsupported", " and may_have_experts(_fields_of(model))", ""),
         ("key heads that do not divide are noticed by vLLM", "support:_check_heads", "if key_heads % layout.tp:", "if False:"),
     ],
@@ -67,7 +67,7 @@ MUTATIONS = mutations({
         ("each layout has blocks of its own size", "memory.estimate:estimate", "model.block_size(layouts[0].tp, engine.block_size)", "model.block_size(layouts[-1].tp, engine.block_size)"),
     ],
     "tests/unit/test_model_size.py": [
-        ("experts that no layer has count", "model_size:may_have_experts", 'alone is None or "moe" in alone', "True"),
+        ("experts that no layer has count", "layer_sizes:may_have_experts", 'alone is None or "moe" in alone', "True"),
         ("MLPs of Nemotron-H have gates", "model_size:ModelSize.layer_weights", "matrices = 2 if self.mlps else 3", "matrices = 3"),
         ("queries have no gates", "model_size:ModelSize.layer_weights", "(2 + self.gated) * self.heads", "2 * self.heads"),
     ],
