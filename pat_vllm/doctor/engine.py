@@ -260,14 +260,18 @@ class PATEngine:
         """Go through the draft lengths while requests are in flight."""
         from pat_vllm.api import report, speculate
 
+        def counts() -> tuple[int, int]:
+            # Of all time: drafts are counted by the second.
+            drafts = report(self.llm).drafts
+            return sum(d.accepted for d in drafts), sum(d.drafted for d in drafts)
+
         lengths = self.task.draft_lengths
         switch_to(self.llm, self.layouts[-1])
-        began = time.monotonic()
+        before = counts()
         after = {n: partial(speculate, self.llm, k) for n, k in enumerate(lengths, start=1)}
         agreement = self.first.compare_outputs(self.generate(after))
-        drafts = report(self.llm, since=began).drafts
-        counts = f"{sum(d.accepted for d in drafts)} of {sum(d.drafted for d in drafts)} accepted"
-        return f"k = {', '.join(map(str, lengths))}: {counts}; {agreement}"
+        accepted, drafted = (now - then for now, then in zip(counts(), before, strict=True))
+        return f"k = {', '.join(map(str, lengths))}: {accepted} of {drafted} accepted; {agreement}"
 
     # ---------------------------------------------------------------- sleep and weights
 
