@@ -23,8 +23,8 @@ _SINGLE = 16
 """Up to this length each length has its own bin."""
 
 _PER_OCTAVE = 32
-"""Bins per doubling above: each spans 2%. With wider ones, responses of a batch that are nearly
-alike are expected to go on beyond its longest."""
+"""Bins per doubling above: each spans 2%. In wider ones, lengths at which many responses end are
+mixed with lengths at which none does."""
 
 _SHAPES = (1.0, 1.5, 2.0, 3.0)
 """Shapes of the prior: standard deviations of the log-length of 1.8, 1.2, 0.9 and 0.6."""
