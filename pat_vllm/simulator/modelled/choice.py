@@ -256,10 +256,17 @@ class _Search:
         if not several or min(seconds.values()) * (1 + _ALONE) < min(
             seconds[one] for one in several
         ):
-            return min(sets, key=lambda one: seconds[one])
+            enough = min(seconds.values()) * (1 + _EARNS)
+            near = [one for one in sets if one not in several and seconds[one] <= enough]
+            # KV is short then, and room for more tokens is the safer choice.
+            return max(near, key=self._room)
         enough = min(seconds[one] for one in several) * (1 + _EARNS)
         near = [one for one in several if seconds[one] <= enough]
         return min(near, key=lambda one: (len(one), seconds[one]))
+
+    def _room(self, sizes: Sequence[int]) -> int:
+        """Tokens whose KV all replicas of the base layout hold."""
+        return self.memory(sizes).kv_tokens[sizes[0]] * (self.ranks // sizes[0])
 
     def _seconds(self, sizes: Sequence[int], machine: Machine, load: Load) -> float:
         layouts, room = self.resolve(sizes), self.memory(sizes).kv_tokens

@@ -17,6 +17,7 @@ from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import Choice, choose
+from pat_vllm.simulator.shapes import GENERATORS
 
 A40, H100, H200 = (GPUS[name].device for name in ("A40", "H100", "H200"))
 UNKNOWN = Device(48 << 30, "8.9")
@@ -196,3 +197,9 @@ def test_a_layout_alone_where_others_would_take_its_memory() -> None:
     search = choice._Search(PATConfig(), EngineShape((), max_model_len=16384), 8, None, None, H100)
     assert (8,) in list(search.sets())
     assert len(sizes(QWEN3_32B, A40, load=load, max_model_len=16384)) == 1
+
+
+def test_of_layouts_alone_that_are_as_fast_the_one_with_more_room() -> None:
+    """KV is short then. Which of them is faster is predicted to a few percent only."""
+    load = Load.of(GENERATORS["uniform"](512, 16384, 0))
+    assert sizes(QWEN3_32B, A40, load=load, max_model_len=16896) == [8]
