@@ -34,7 +34,7 @@ MAX_TOKENS = 48
 """That each request generates."""
 SWITCH_AFTER = 4
 """Answers of the engine after which a switch is asked for; half as many at each further try."""
-_TRIES = 5
+_TRIES = 6
 """To switch before the last response has ended."""
 _LIKELIEST = 5
 Prompts = tuple[tuple[int, ...], ...]
@@ -237,7 +237,7 @@ class PATEngine:
                 # With many right drafts a response ends in a few steps.
                 speculate(self.llm, int(attempt == 0))
             began = time.monotonic()
-            after = max(1, SWITCH_AFTER >> attempt)
+            after = SWITCH_AFTER >> attempt  # in the end before the first answer
             outputs = self.generate({after: partial(switch_to, self.llm, target)})
             agreement = self.first.compare_outputs(outputs)
             forced = [
@@ -266,11 +266,14 @@ class PATEngine:
             return sum(d.accepted for d in drafts), sum(d.drafted for d in drafts)
 
         lengths = self.task.draft_lengths
-        switch_to(self.llm, self.layouts[-1])
-        before = counts()
         after = {n: partial(speculate, self.llm, k) for n, k in enumerate(lengths, start=1)}
-        agreement = self.first.compare_outputs(self.generate(after))
-        accepted, drafted = (now - then for now, then in zip(counts(), before, strict=True))
+        for _ in range(_TRIES):
+            switch_to(self.llm, self.layouts[-1])
+            before = counts()
+            agreement = self.first.compare_outputs(self.generate(after))
+            accepted, drafted = (now - then for now, then in zip(counts(), before, strict=True))
+            if drafted:
+                break  # else the engine was done before it was asked for any
         return f"k = {', '.join(map(str, lengths))}: {accepted} of {drafted} accepted; {agreement}"
 
     # ---------------------------------------------------------------- sleep and weights
@@ -343,7 +346,7 @@ def generate(
     """Serve the requests, greedily.
 
     Args:
-        after: what to call after so many of the engine's answers.
+        after: what to call after so many of the engine's answers; 0: when all was sent.
         likeliest: tokens whose log-probabilities to keep at each position.
         beat: called at each answer of the engine.
 
@@ -365,6 +368,8 @@ def generate(
     for number, prompt in enumerate(prompts):
         request = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
         engine.add_request(str(number), request, params)
+    if after and 0 in after:
+        after[0]()
     outputs: dict[int, Output] = {}
     answers = 0
     while engine.has_unfinished_requests():
