@@ -35,7 +35,7 @@ MAX_TOKENS = 48
 SWITCH_AFTER = 4
 """Answers of the engine after which a switch is asked for; half as many at each further try."""
 _TRIES = 6
-"""To switch before the last response has ended."""
+"""To switch, or to draft, before the last response has ended."""
 _LIKELIEST = 5
 Prompts = tuple[tuple[int, ...], ...]
 """Token ids, by request."""

@@ -53,8 +53,9 @@ def test_a_healthy_machine(from_server: None, tmp_path: Path) -> None:
     ]
     found = {check.name: check.found for check in by_name["eager"].checks}
     assert [*found] == [*start, *in_layouts, "sleep and wake-up", "weight update", "shutdown"]
-    # On a busy machine some have ended before the switch, or the switch comes before they begin.
-    assert re.match(r"([1-6]) in flight, (\1|0) migrated", found[in_layouts[2]])
+    # On a busy machine some have ended before a switch, or it comes before they begin.
+    switches = [found[name] for name in in_layouts[2:4]]
+    assert any(re.match(r"([1-6]) in flight, \1 migrated", one) for one in switches), switches
     assert " 0 of " not in found["draft length changes with requests in flight"]
     assert "576 tokens" in found["layout tp1dp2"]
     as_used = {check.name: check.found for check in by_name["as used"].checks}
