@@ -67,21 +67,30 @@ def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | Non
     parts += ["Seconds of the rollout (tokens a step; microseconds a token; switches):\n"]
     parts += [table(["epoch", *sides], rows)]
     if picture is not None:
-        _draw_learning(epochs, picture)
+        curves: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
+        for epoch in epochs:
+            for side, one in epoch.rollouts.items():
+                curves[side].append((one.tokens_per_step, 1e6 * one.seconds / one.tokens))
+        draw_epochs(curves, picture)
     return "\n".join(parts)
 
 
-def _draw_learning(epochs: Sequence[Epoch], picture: Path) -> None:
+def draw_epochs(sides: Mapping[str, Sequence[tuple[float, float]]], picture: Path) -> None:
+    """Draw tokens a step and microseconds a token, by epoch and side.
+
+    Args:
+        sides: of each side, both in each epoch.
+        picture: the PNG to write.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for side in epochs[0].rollouts:
-        of_side = [epoch.rollouts[side] for epoch in epochs]
-        left.plot([one.tokens_per_step for one in of_side], marker="o", label=side)
-        right.plot([1e6 * one.seconds / one.tokens for one in of_side], marker="o", label=side)
+    for side, epochs in sides.items():
+        left.plot([tokens for tokens, _ in epochs], marker="o", label=side)
+        right.plot([microseconds for _, microseconds in epochs], marker="o", label=side)
     left.set(xlabel="epoch", ylabel="tokens a step")
     right.set(xlabel="epoch", ylabel="rollout, microseconds a token", ylim=(0, None))
     for axes in (left, right):

@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, machine, ngram, table, write_results
+from benchmarks.common import RESULTS, ROOT, machine, ngram, table, write_results
+from benchmarks.paired import paired_ratio
 from benchmarks.rollouts.__main__ import POLICY
 from benchmarks.rollouts.arithmetic import problem
 from benchmarks.rollouts.learn import SIDES
+from benchmarks.rollouts.report import draw_epochs
 from tests.support import patient_ray
 
 EXAMPLE = ROOT / "integrations" / "verl" / "examples" / "grpo.sh"
@@ -62,6 +64,11 @@ class Step:
         tokens = sum(self.lengths)
         return tokens / (tokens - self.accepted)
 
+    @property
+    def microseconds(self) -> float:
+        """Of the rollout, for each token."""
+        return 1e6 * self.rollout / sum(self.lengths)
+
 
 def main() -> None:
     """Command line."""
@@ -77,9 +84,17 @@ def main() -> None:
     # Ray's sockets lie in it, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="pat-", dir="/tmp", ignore_cleanup_errors=True) as work:
         data = write_data(Path(work), args.prompts, args.seed)
-        sides = {side: train(Path(work), data, side, args) for side in args.sides}
+        sides: dict[str, list[Step]] = {}
+        for side in args.sides:
+            sides[side] = train(Path(work), data, side, args)
+            print(side, sides[side], flush=True)
     body = {"arguments": vars(args), "steps": sides}
     write_results("rollouts-verl", facts, body, shown(sides, args))
+    curves = {
+        side: [(one.tokens_per_step, one.microseconds) for one in steps]
+        for side, steps in sides.items()
+    }
+    draw_epochs(curves, RESULTS / f"{facts['date'][:10]}-rollouts-verl.png")
 
 
 def write_data(work: Path, prompts: int, seed: int) -> Path:
@@ -144,7 +159,7 @@ def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[S
     command = [str(EXAMPLE), *(f"{name}={value}" for name, value in settings.items())]
     command += [f"{name}={_hydra(value)}" for name, value in options.items()]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    own = {"PATH": path, "WORK": str(work), "RAY_TMPDIR": str(work)}
+    own = {"PATH": path, "WORK": str(work), "RAY_TMPDIR": str(work), "BIND": "0|1"}
     environment = {**os.environ, **patient_ray.ENVIRONMENT, **own}
     output = work / f"{dump.name}.log"
     with open(output, "w") as log:
@@ -215,15 +230,26 @@ def shown(sides: Mapping[str, Sequence[Step]], args: argparse.Namespace) -> str:
                     *(f"{np.percentile(one.lengths, q):.0f}" for q in (50, 90, 100)),
                     f"{one.tokens_per_step:.2f}",
                     f"{one.rollout:.1f}",
-                    f"{1e6 * one.rollout / sum(one.lengths):.0f}",
+                    f"{one.microseconds:.0f}",
                     f"{one.whole:.1f}",
                 ]
             )
     heads = ["epoch", "side", "reward", "median", "p90", "longest", "tokens a step", "rollout, s"]
-    return (
-        f"VeRL's GRPO, {args.prompts} problems, {args.samples} samples of each, responses of up to "
-        f"{args.tokens} tokens, temperature 1; each side is a training of its own.\n\n"
-    ) + table([*heads, "us a token", "step, s"], rows)
+    first, *others = sides
+    ratios = []
+    for other in others:
+        ours, theirs = ([one.microseconds for one in sides[side]] for side in (first, other))
+        ratio = paired_ratio(ours, theirs).show()
+        ratios.append([f"{first} / {other}", ratio, f"{ours[0] / theirs[0]:.2f}"])
+    return "\n".join(
+        [
+            f"VeRL's GRPO, {args.prompts} problems, {args.samples} samples of each, responses of "
+            f"up to {args.tokens} tokens, temperature 1; each side is a training of its own.\n",
+            table([*heads, "us a token", "step, s"], rows),
+            "Time of a token, epoch by epoch (geometric mean, 95% interval), and in the first:\n",
+            table(["", "ratio", "epoch 0"], ratios),
+        ]
+    )
 
 
 if __name__ == "__main__":
