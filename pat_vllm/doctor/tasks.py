@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.config import PATConfig
-from pat_vllm.doctor.engine import MAX_TOKENS, Prompts, Task
+from pat_vllm.doctor.engine import Task
 from pat_vllm.doctor.environment import Facts
 from pat_vllm.doctor.options import Options
+from pat_vllm.doctor.serving import MAX_TOKENS, Prompts
 
 POSITIONS = 4096
 """Of the random models: as many tokens as a request may have."""

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from pat_vllm.doctor.compare import Differs, Reference
-from pat_vllm.doctor.engine import generate, score
+from pat_vllm.doctor.serving import generate, score
 from pat_vllm.doctor.tasks import prompts
 
 PAT = {
