@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pat_vllm.advice.options import AdviseOptions
-from pat_vllm.advice.replay import OWN_WORK, Config, Gain, Task, gain, replay_chain
+from pat_vllm.advice.replay import OWN_WORK, Config, Gain, Task, gain, replay_chain, seconds_of
 from pat_vllm.advice.rollouts import Rollouts, engine_of, rollouts_of
 from pat_vllm.advice.settings import pat_options, settings
 from pat_vllm.advice.text import heading, verdict
@@ -97,6 +97,15 @@ def test_accepted_drafts_are_advised(accepted: Advice) -> None:
         left *= 1 - source.gain.mean
     whole = gain(accepted.seconds(accepted.pat), accepted.seconds(accepted.own))
     assert left == pytest.approx(1 - whole.mean)
+
+
+def test_seconds_count_to_the_last_response(tail: Advice) -> None:
+    """While a trainer trains, an engine has gone home."""
+    reports = tail.reports(tail.ours)
+    last = [max(report.finished) for report in reports]
+    assert any(report.back > end for report, end in zip(reports, last, strict=True))
+    counted = [end - report.began for report, end in zip(reports, last, strict=True)]
+    assert seconds_of(tail.records, tail.ours) == pytest.approx(counted)
 
 
 def seconds_in(rollouts: Rollouts, config: Config) -> tuple[float, ...]:
