@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.metrics.stats import PrefixCacheStats
+    from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
@@ -30,6 +30,12 @@ def add_hits_by_source(into: PrefixCacheStats, other: PrefixCacheStats) -> None:
     """Add the hits of `other` to `into`, by the cache that had them. 0.31 does not count them."""
     if hits := getattr(other, "hits_by_source", None):
         vars(into)["hits_by_source"] = dict(Counter(vars(into)["hits_by_source"]) + Counter(hits))
+
+
+def clear_kv_fetches(stats: SchedulerStats) -> None:
+    """Have statistics name no request whose KV is fetched. 0.31 counts none."""
+    if fetches := getattr(stats, "num_kv_fetch_reqs_by_stage", None):
+        fetches.clear()
 
 
 def forget_kv_fetch(scheduler: Scheduler, request: Request) -> None:

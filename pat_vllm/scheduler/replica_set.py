@@ -94,13 +94,19 @@ class ReplicaSet:
     # ---------------------------------------------------------------- requests
 
     def add(self, request: Request) -> None:
-        """Route a request to a replica: prefix affinity first, then least load."""
+        """Route a request to a replica: prefix affinity first, then least load.
+
+        What comes later of a streaming-input session goes where the session is.
+        """
         replica = self._monitor.requests.replica_of(request.request_id)
         if replica is None:
             prompt = prompt_key(request)
             replica = self._route(request, prompt)
             self._monitor.arrived(request, replica, prompt)
         replica.scheduler.add_request(request)
+        if request.request_id not in replica.scheduler.requests:
+            # The word that no more comes of a streaming-input session, which vLLM then ends.
+            self._ended(request.request_id, FinishReason.ABORT)
 
     def _route(self, request: Request, prompt: int) -> Replica:
         if self._cached_with is None:
@@ -219,7 +225,10 @@ class ReplicaSet:
     def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client in outputs.values():
             for output in client.outputs:
-                if output.finish_reason is not None:
+                # A streaming-input session has a reason for the end of each of its parts.
+                if output.finish_reason is not None and self._monitor.requests.is_over(
+                    output.request_id
+                ):
                     self._ended(output.request_id, output.finish_reason)
         merge_outputs(self._outputs, outputs)
 

@@ -64,6 +64,11 @@ class RequestTable:
         tracked = self._tracked.get(request_id)
         return None if tracked is None else tracked.replica
 
+    def is_over(self, request_id: str) -> bool:
+        """Whether a request is known, and vLLM has ended it."""
+        tracked = self._tracked.get(request_id)
+        return tracked is not None and tracked.request.is_finished()
+
     def add(self, request: Request, replica: Replica, group: int, turn: Turn) -> TrackedRequest:
         """Enter a request; for `group` and `turn`, see `TrackedRequest`."""
         params = request.sampling_params

@@ -42,8 +42,7 @@ class DraftLengths:
         self._of_policy = of_policy
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._requested: int | None = None
-        self._written: tuple[int | None, Mapping[Layout, Schedule], Sequence[Replica]]
-        self._written = None, {}, ()
+        self._written: tuple[object, ...] = ()
 
     def request(self, length: int | None) -> None:
         """Use this draft length from the next step on; None: what holds without a request.
@@ -73,9 +72,11 @@ class DraftLengths:
         while not self._asked.empty():
             self._requested = self._asked.get()
         requested, of_policy = self._requested, self._of_policy()
-        if self._config is None or self._written == (requested, of_policy, replicas):
+        # A switch in place keeps the replicas.
+        now = layout, requested, of_policy, replicas
+        if self._config is None or self._written == now:
             return
-        self._written = requested, of_policy, replicas
+        self._written = now
         for replica in replicas:
             scheduler = replica.scheduler
             most = scheduler.scheduler_config.max_num_seqs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.engine import EngineCoreOutputs
 
-from pat_vllm.patches.compat import add_hits_by_source
+from pat_vllm.patches.compat import add_hits_by_source, clear_kv_fetches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,7 +21,8 @@ def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> Sche
     """Turn the gauges of one replica's `stats` into those of all.
 
     What counts events since the last time (prefix-cache hits, evictions) stays the replica's own,
-    for each replica reports its own. KV cache usage is the mean, as the pools are equally large.
+    for each replica reports its own. What a GPU computed is the mean over all GPUs. KV cache usage
+    is the mean, as the pools are equally large.
     """
     running = waiting = deferred = 0
     usage = 0.0
@@ -35,9 +36,17 @@ def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> Sche
     stats.num_waiting_reqs = waiting - deferred
     stats.num_skipped_waiting_reqs = deferred
     stats.kv_cache_usage = usage / len(schedulers)
-    # Only switches use the schedulers' KV connector; it is no cache.
+    # Only switches use the schedulers' KV connector; it is no cache, and nothing is fetched.
     stats.connector_prefix_cache_stats = None
+    clear_kv_fetches(stats)
+    if (perf := stats.perf_stats) is not None:
+        # A replica tells what each of its own GPUs has done.
+        for name in _OF_EACH_GPU:
+            setattr(perf, name, getattr(perf, name) // len(schedulers))
     return stats
+
+
+_OF_EACH_GPU = ("num_flops_per_gpu", "num_read_bytes_per_gpu", "num_write_bytes_per_gpu")
 
 
 def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> None:
@@ -59,7 +68,11 @@ def merge_stats(into: SchedulerStats, other: SchedulerStats) -> None:
     add_prefix_cache_stats(into.prefix_cache_stats, other.prefix_cache_stats)
     into.kv_cache_eviction_events += other.kv_cache_eviction_events
     into.cudagraph_stats = into.cudagraph_stats or other.cudagraph_stats
-    into.perf_stats = into.perf_stats or other.perf_stats
+    if into.perf_stats is None:
+        into.perf_stats = other.perf_stats
+    elif (perf := other.perf_stats) is not None:
+        for name in _OF_EACH_GPU:
+            setattr(into.perf_stats, name, getattr(into.perf_stats, name) + getattr(perf, name))
     if into.spec_decoding_stats is None:
         into.spec_decoding_stats = other.spec_decoding_stats
     elif other.spec_decoding_stats is not None:

@@ -185,7 +185,8 @@ def _plan(
 
 
 def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carried]:
-    """The unfinished requests in the order in which they are to be served.
+    """The unfinished requests in the order in which they are to be served: what has begun comes
+    first, wherever it was, then what arrived first.
 
     A request for which computing again is cheaper than moving KV does not read carried caches.
     """
@@ -211,6 +212,7 @@ def _carried(active: ReplicaSet, target: Layout, costs: CostModel) -> list[Carri
                     and not request.get_skip_reading_prefix_cache(),
                 )
             )
+    carried.sort(key=lambda c: (0, 0.0) if c.started else (1, c.request.arrival_time))
     return carried
 
 

@@ -279,7 +279,8 @@ def _rewind(one: Carried) -> None:
 
 
 def _enqueue(replica: Replica, request: Request) -> None:
-    """Add a request that was queued before: its events were reported."""
-    events, request.events = request.events, []
+    """Add a request that was queued before: its events were reported, its drafts counted."""
+    drafts, events = request.spec_decode_metrics, request.events
+    request.events = []
     replica.scheduler.add_request(request)
-    request.events = events
+    request.events, request.spec_decode_metrics = events, drafts

@@ -120,7 +120,7 @@ def engine_config(
     )
 
 
-def request(request_id: str, seed: int, prompt: int = 32) -> Any:
+def request(request_id: str, seed: int, prompt: int = 32, max_tokens: int = 8000) -> Any:
     """A request of `prompt` tokens, unlike those of other seeds."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -129,7 +129,7 @@ def request(request_id: str, seed: int, prompt: int = 32) -> Any:
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-    params = SamplingParams(max_tokens=8000, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     tokens = [seed // 400 + 3, seed % 400 + 3] * (prompt // 2)
     return Request(request_id, tokens, params, None, block_hasher=hasher)
 

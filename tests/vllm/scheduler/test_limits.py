@@ -54,6 +54,30 @@ def test_what_finds_no_place_after_a_switch_waits_with_its_kv() -> None:
     assert counts(scheduler) == (RANKS * SEQS, 0)
 
 
+def test_what_has_begun_is_served_before_what_has_not() -> None:
+    """Wherever it was, and also where it is computed again."""
+    scheduler = scheduler_in(1, limits_per="replica")
+    scheduler.controller.costs.mode = "recompute"
+    add(scheduler, RANKS * SEQS + 2 * RANKS)
+    assert counts(scheduler) == (RANKS * SEQS, 2 * RANKS)
+    assert scheduler.controller.request(8) is True
+    (replica,) = scheduler.replica_set.replicas
+    queue = [one.num_preemptions for one in replica.scheduler.waiting]
+    assert queue == [1] * RANKS * SEQS + [0] * 2 * RANKS
+    rest = [one.arrival_time for one in replica.scheduler.waiting][RANKS * SEQS :]
+    assert rest == sorted(rest)
+
+
+def test_no_switch_counts_as_kv_that_is_fetched() -> None:
+    scheduler = scheduler_in(1, limits_per="replica")
+    add(scheduler, RANKS * SEQS)
+    step(scheduler)
+    assert scheduler.controller.request(8) is True
+    for _ in range(2):
+        assert not scheduler.make_stats().num_kv_fetch_reqs_by_stage
+        step(scheduler)
+
+
 def test_a_layout_runs_no_more_than_the_policy_enters_it_with() -> None:
     policy = {"kind": "schedule", "switch_at": {"20": 4, "2": 8}}
     scheduler = scheduler_in(1, policy=policy)

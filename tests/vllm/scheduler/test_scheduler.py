@@ -183,6 +183,58 @@ def test_a_known_reason_refuses_before_a_step_waits(
     assert drained == [True]
 
 
+@pytest.mark.parametrize("queued", [False, True], ids=["when it waits", "before it waits"])
+def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) -> None:
+    """vLLM gives a reason for the end of each part, under the session's one id."""
+    config, stock = engine_config(1, num_blocks=80)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+
+    def part(seed: int) -> Any:
+        one = request("session", seed, max_tokens=2)
+        one.resumable = True
+        return one
+
+    def holders() -> list[Any]:
+        replicas = scheduler.replica_set.replicas
+        return [one for one in replicas if "session" in one.scheduler.requests]
+
+    scheduler.add_request(part(0))
+    if queued:
+        scheduler.add_request(part(1))
+    (holder,) = holders()
+    for _ in range(2):
+        step(scheduler)
+    if not queued:
+        scheduler.add_request(part(1))
+    assert holders() == [holder]
+    session = holder.scheduler.requests["session"]
+    # Of the first part's output the last token was not computed.
+    assert list(session.prompt_token_ids) == [
+        *part(0).prompt_token_ids,
+        7,
+        *part(1).prompt_token_ids,
+    ]
+    for _ in range(2):
+        step(scheduler)
+    assert holders() == [holder] and list(scheduler.monitor.requests) == ["session"]
+    # The word that nothing more comes.
+    scheduler.add_request(request("session", 2))
+    assert not holders() and not list(scheduler.monitor.requests)
+    assert scheduler.controller.request(2) is True
+
+
+def test_a_streaming_input_session_that_waits_can_be_aborted() -> None:
+    config, stock = engine_config(1, num_blocks=80)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    session = request("session", 0, max_tokens=1)
+    session.resumable = True
+    scheduler.add_request(session)
+    step(scheduler)
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    scheduler.finish_requests(["session"], RequestStatus.FINISHED_ABORTED)
+    assert session.is_finished() and not list(scheduler.monitor.requests)
+
+
 def test_a_switch_whose_caller_has_given_up_is_not_made_later(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

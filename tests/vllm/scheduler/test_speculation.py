@@ -124,6 +124,24 @@ def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
     assert drafts_of(scheduler) == [[]] * 4
 
 
+def test_a_request_keeps_its_counts_of_drafts_through_switches() -> None:
+    config, stock = engine_config(
+        8,
+        num_blocks=80,
+        speculative_config=SPECULATIVE,
+        per_request_spec_decode_metrics="summary",
+    )
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    add(scheduler)
+    step(scheduler, [])
+    (replica,) = scheduler.replica_set.replicas
+    held = list(replica.scheduler.requests.values())
+    counts = [one.spec_decode_metrics for one in held]
+    assert scheduler.controller.request(2)
+    assert None not in counts
+    assert all(one.spec_decode_metrics is c for one, c in zip(held, counts, strict=True))
+
+
 def test_steps_without_tokens_draft_nothing() -> None:
     """A worker is told of requests that were given up; that is no step of any draft length."""
     scheduler = make()
@@ -187,6 +205,15 @@ def written(lengths: DraftLengths, layout: Layout, active: list[Any]) -> list[in
     table: list[int] = active[0].scheduler.dynamic_sd_lookup
     assert all(one.scheduler.dynamic_sd_lookup == table for one in active)
     return table
+
+
+def test_draft_lengths_of_a_layout_with_the_same_replicas() -> None:
+    """As after a switch between cut and spread experts."""
+    spread = Layout(2, 1, "ep")
+    of_policy: dict[Layout, Schedule] = {TWO: ((1, 1, 0),), spread: ((1, 1, 2),)}
+    lengths, one = DraftLengths(config(), lambda: of_policy), replicas(1)
+    assert written(lengths, TWO, one) == [0] * 7
+    assert written(lengths, spread, one) == [0] + [2] * 6
 
 
 def test_draft_lengths_through_requests_switches_and_ends_of_work() -> None:

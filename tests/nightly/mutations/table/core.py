@@ -22,7 +22,7 @@ MUTATIONS = mutations({
         ("workers do not hear what has ended", "scheduler.replica:is_empty_step", "        or step.finished_req_ids\n", ""),
         ("0 is no draft length", "scheduler.speculation:DraftLengths._table", "requested is not None", "requested"),
         ("the policy's draft lengths are not heard", "scheduler.speculation:DraftLengths._table", "planned or self", "self"),
-        ("draft lengths are not written after a plan", "scheduler.speculation:DraftLengths.write", "self._written == (requested, of_policy, replicas)", "self._written[::2] == (requested, replicas)"),
+        ("draft lengths are not written after a plan", "scheduler.speculation:DraftLengths.write", "self._written == now", "self._written[::3] == now[::3] and self._written[1] == requested"),
         ("a requested draft length holds for ever", "scheduler.speculation:DraftLengths.release", "self._requested = None", "pass"),
         ("a draft length is in use before a step", "scheduler.speculation:DraftLengths.request", "self._asked.put(length)", "self._requested = length"),
         ("what was not sampled counts as rejected", "scheduler.requests:counted_drafts", "- sum(map(bool, generated))", "- len(generated)"),
