@@ -120,8 +120,10 @@ def _kv_events(vllm_config: VllmConfig) -> Any:
 
 
 def _attention_backend(vllm_config: VllmConfig) -> Any:
+    """`HPC_ATTN` finds its buffers by a layer's name, which the models of all layouts have."""
     backend = vllm_config.attention_config.backend
-    return backend.name if backend is not None and backend.name in _PACKED_HEADS else None
+    refused = {*_PACKED_HEADS, "HPC_ATTN"}
+    return backend.name if backend is not None and backend.name in refused else None
 
 
 def _images(vllm_config: VllmConfig) -> Any:

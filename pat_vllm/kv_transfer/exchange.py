@@ -80,8 +80,7 @@ class CollectiveTransport:
         self._group = group
         self._device = device
         # NCCL takes its memory at its first call. Make it now, before vLLM counts what is left.
-        one_each = torch.zeros(dist.get_world_size(group), device=device)
-        dist.all_to_all_single(torch.empty_like(one_each), one_each, group=group)
+        _meet(group, device)
         self._send_counts: list[int] = []
         self._receive_counts: list[int] = []
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -306,13 +305,11 @@ class Exchange:
         """Bytes per second, over all ranks, when each of them sends `num_bytes` to each."""
         ranks = dist.get_world_size(self._group)
         memory = torch.ones(num_bytes * ranks, dtype=torch.uint8, device=self._device)
-        flag = torch.zeros(1, device=self._device)
         best = float("inf")
         for _ in range(repeats):
             counts = [num_bytes] * ranks
             self._transport.prepare(counts, counts, memory.dtype, room=0)
-            # Not a barrier, for which torch may choose the device by the rank.
-            dist.all_reduce(flag, group=self._group)
+            _meet(self._group, self._device)
             self._synchronize()
             start = time.perf_counter()
             self._transport.send.copy_(memory)
@@ -328,6 +325,16 @@ class Exchange:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Wait for all ranks by a call of the kind that moves KV.
+
+    NCCL takes more memory for the first of another kind; and for a barrier torch may choose the
+    device by the rank.
+    """
+    one_each = torch.zeros(dist.get_world_size(group), device=device)
+    dist.all_to_all_single(torch.empty_like(one_each), one_each, group=group)
 
 
 def _largest(counts: Sequence[Sequence[int]]) -> list[int]:

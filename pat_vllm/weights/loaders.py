@@ -9,15 +9,15 @@ the parameters for its kernels and free the plain ones (it does on CPU).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.config.utils import replace
+from vllm.config.utils import replace, update_config
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -85,6 +85,17 @@ def derived_load_config(user: LoadConfig, strategy: WeightStrategy) -> LoadConfi
     return _load_config(DERIVED_FORMAT, user, strategy)
 
 
+def change_user_config(config: LoadConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of a load configuration of PAT's that change, within it, the user's.
+
+    Args:
+        overrides: values by field, as vLLM's `update_config` takes them.
+    """
+    extra = config.model_loader_extra_config
+    user = update_config(extra["user"], overrides)
+    return {"model_loader_extra_config": {**extra, "user": user}}
+
+
 def _load_config(load_format: str, user: LoadConfig, strategy: WeightStrategy) -> LoadConfig:
     extra = {"strategy": strategy, "user": user}
     return replace(user, load_format=load_format, model_loader_extra_config=extra)
@@ -118,8 +129,18 @@ class BaseLayoutLoader(BaseModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """For vLLM's `reload_weights`; a loader that cannot read weights again lacks it."""
-        return self.loader.get_all_weights(model_config, model)  # type: ignore[attr-defined]
+        """For vLLM's `reload_weights`.
+
+        Raises:
+            NotImplementedError: the user's loader cannot read weights again.
+        """
+        if not hasattr(self.loader, "get_all_weights"):
+            load_format = self.loader.load_config.load_format
+            raise NotImplementedError(
+                f"Model reloading with `{load_format}` format. Choose another load_format first, "
+                'by update_config({"load_config": {"load_format": "auto"}}).'
+            )
+        return self.loader.get_all_weights(model_config, model)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         # An unsupported model should fail before its weights are read, which may take minutes.

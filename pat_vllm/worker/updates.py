@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from pat_vllm.executor.messages import CallFailed
+from pat_vllm.weights.loaders import change_user_config
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Base
@@ -109,6 +110,13 @@ class WeightUpdatesMixin(_Base):
         self._weights.arrange(self._base.layout)
         self._synchronize_device()
         super().sleep(*args, **kwargs)
+
+    def update_config(self, overrides: dict[str, Any]) -> None:
+        """As in vLLM. What is said of loading is said of the user's loader, not of PAT's."""
+        if (of_loading := overrides.get("load_config")) is not None:
+            changed = change_user_config(self.vllm_config.load_config, of_loading)
+            overrides = {**overrides, "load_config": changed}
+        super().update_config(overrides)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         self._weights.refuse_if_packed()

@@ -99,6 +99,8 @@ def call_function(llm: Any, model: str) -> None:
 
 
 def reload(llm: Any, model: str) -> None:
+    """By another loader than that of the start, as where that made weights up."""
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": "safetensors"}},))
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(random_model(model))})
 
 

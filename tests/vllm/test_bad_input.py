@@ -98,6 +98,7 @@ OPTIONS: list[tuple[str, str, Any, str, dict[str, Any]]] = [
     ("llama", "quantization", "fp8", "None", dict(dtype="bfloat16")),
     ("llama", "kv_cache_dtype", "fp8", "auto, float16, bfloat16, float32", {}),
     ("llama", "attention_backend", "ROCM_ATTN", "TRITON_ATTN", {}),
+    ("llama", "attention_backend", "HPC_ATTN", "TRITON_ATTN", {}),
     ("llama", "kv_offloading_size", 1.5, "None", {}),
     ("llama", "runner", "pooling", "generate", {}),
     ("next", "prefix_match_unit", 16, "None", {}),

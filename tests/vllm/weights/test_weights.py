@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from vllm.config import LoadConfig, ParallelConfig, VllmConfig
+from vllm.config.utils import update_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
@@ -44,7 +45,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from pat_vllm.layout import Layout, Place
 from pat_vllm.patches.weights import keep_plain_weights
 from pat_vllm.weights.inplace import InPlaceShards
-from pat_vllm.weights.loaders import base_load_config, derived_load_config
+from pat_vllm.weights.loaders import (
+    BASE_FORMAT,
+    base_load_config,
+    change_user_config,
+    derived_load_config,
+)
 from pat_vllm.weights.materialized import MaterializedShards
 from pat_vllm.weights.model_weights import model_weights
 from pat_vllm.worker.layout_config import layout_config
@@ -566,3 +572,16 @@ def test_a_head_that_the_checkpoint_of_a_tied_model_has(
         rows = new[: len(new) // tp]
         assert torch.equal(model.model.embed_tokens.weight, rows)
         assert torch.equal(model.lm_head.weight, rows) == (not change)
+
+
+def test_another_loader_reads_again_what_was_made_up() -> None:
+    """As trainers do, which start with random weights."""
+    made_up = base_load_config(LoadConfig(load_format="dummy"), MaterializedShards())
+    first: Any = get_model_loader(made_up)
+    with pytest.raises(NotImplementedError, match="`dummy` format.*update_config"):
+        first.get_all_weights(None, None)
+    asked = {"load_format": "safetensors"}
+    changed = update_config(made_up, change_user_config(made_up, asked))
+    second: Any = get_model_loader(changed)
+    assert changed.load_format == BASE_FORMAT and second.strategy is first.strategy
+    assert second.loader.load_config.load_format == "safetensors"

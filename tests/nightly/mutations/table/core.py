@@ -9,6 +9,7 @@ from tests.nightly.mutations.mutation import mutations
 MUTATIONS = mutations({
     "tests/vllm/scheduler/test_limits.py": [
         ("a switch loses requests that wait with their KV", "scheduler.switch:_carried", "*scheduler.kv_holding_waiting, ", ""),
+        ("requests are served replica by replica", "scheduler.switch:_carried", "carried.sort(key=lambda c: (0, 0.0) if c.started else (1, c.request.arrival_time))", "pass"),
         ("new schedulers are not told of the KV that has arrived", "scheduler.switch_plan:Carry.hand_over", "finished_recving=set(load.blocks)", "finished_recving=set()"),
         ("a layout's replicas have the engine's limit", "worker.layout_config:_scheduler_config", "config.max_num_seqs = limits.max_num_seqs", "pass"),
         ("bitmasks have the engine's size", "patches.schedulers:make_room_for_grammars", "config.scheduler_config.max_num_seqs = max_num_seqs", "pass"),
@@ -36,6 +37,8 @@ MUTATIONS = mutations({
         ("a failed plan leaves requests preempted", "scheduler.switch:_plan", "            one.apply()", "            pass"),
         ("a failed plan keeps its block pools", "scheduler.switch:_plan", "active.factory.discard(fresh)", "pass"),
         ("steps are drained before a switch is refused", "scheduler.switch:switch", "    _check(active)\n\n    # 2. Quiesce.\n    active.drain()\n", "    active.drain()\n    _check(active)\n"),
+        ("the end of a session's part is the end of the session", "scheduler.requests:RequestTable.is_over", "tracked.request.is_finished()", "True"),
+        ("the word that ends a session is not noticed", "scheduler.replica_set:ReplicaSet.add", "self._ended(request.request_id, FinishReason.ABORT)", "pass"),
         ("streaming-input sessions are carried", "scheduler.switch:_check", "request.resumable or ", ""),
         ("requests stay in place between layouts of different tp", "scheduler.in_place:keeps_places", "source.shares_kv(target) and all(", "all("),
         ("requests stay only where blocks are left over", "scheduler.in_place:keeps_places", "<= replica", "< replica"),
