@@ -122,8 +122,9 @@ def _kv_events(vllm_config: VllmConfig) -> Any:
 def _attention_backend(vllm_config: VllmConfig) -> Any:
     """`HPC_ATTN` finds its buffers by a layer's name, which the models of all layouts have."""
     backend = vllm_config.attention_config.backend
-    refused = {*_PACKED_HEADS, "HPC_ATTN"}
-    return backend.name if backend is not None and backend.name in refused else None
+    if backend is not None and (backend.name in _PACKED_HEADS or backend.name == "HPC_ATTN"):
+        return backend.name
+    return None
 
 
 def _images(vllm_config: VllmConfig) -> Any:

@@ -578,7 +578,7 @@ def test_another_loader_reads_again_what_was_made_up() -> None:
     """As trainers do, which start with random weights."""
     made_up = base_load_config(LoadConfig(load_format="dummy"), MaterializedShards())
     first: Any = get_model_loader(made_up)
-    with pytest.raises(NotImplementedError, match="`dummy` format.*update_config"):
+    with pytest.raises(NotImplementedError, match=r"`dummy` format.*update_config"):
         first.get_all_weights(None, None)
     asked = {"load_format": "safetensors"}
     changed = update_config(made_up, change_user_config(made_up, asked))
