@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pat_vllm.commands import REPORT_COMMAND, SPECULATE_COMMAND, SWITCH_COMMAND
 from pat_vllm.config import runs_pat
-from pat_vllm.patches.front_end import serialize_sends
 from pat_vllm.reporting import Report
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ def switch(llm: LLM, tp: int | str) -> bool:
             engine's process this arrives as vLLM's exception for a failed call).
     """
     _check_runs_pat(llm.llm_engine.vllm_config)
-    serialize_sends(llm)
     return llm.collective_rpc(SWITCH_COMMAND, args=(tp,))[0]
 
 
@@ -60,7 +58,6 @@ def speculate(llm: LLM, num_speculative_tokens: int | None) -> None:
             engine's process this arrives as vLLM's exception for a failed call).
     """
     _check_runs_pat(llm.llm_engine.vllm_config)
-    serialize_sends(llm)
     llm.collective_rpc(SPECULATE_COMMAND, args=(num_speculative_tokens,))
 
 
@@ -80,7 +77,6 @@ def report(llm: LLM, since: float = -math.inf) -> Report:
         ValueError: the engine runs without PAT.
     """
     _check_runs_pat(llm.llm_engine.vllm_config)
-    serialize_sends(llm)
     return Report.from_json(llm.collective_rpc(REPORT_COMMAND, args=(since,))[0])
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
 
 from pat_vllm.text_only import SAFE_PATH, command_of
 
@@ -69,11 +72,31 @@ class Events:
     def __init__(self, path: str | None = None) -> None:
         """`path`: the file to append to; None keeps the lines in memory."""
         self.file: TextIO = StringIO() if path is None else open(path, "a")  # noqa: SIM115
+        if path is not None:
+            _end_with(os.getppid())
 
     def tell(self, **event: Any) -> None:
         """Append an event. One without keys is a sign of life."""
         self.file.write(json.dumps(event) + "\n")
         self.file.flush()
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and what it has started, when its parent was killed and cannot do so."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        started = psutil.Process().children(recursive=True)
+        for process in started:
+            with suppress(psutil.Error):
+                process.terminate()
+        for process in psutil.wait_procs(started, timeout=_GRACE)[1]:
+            with suppress(psutil.Error):
+                process.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="PATParentWatch").start()
 
 
 @dataclass(frozen=True)

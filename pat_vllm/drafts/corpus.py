@@ -13,6 +13,8 @@ BETWEEN_ROWS = -1
 """Before each row; no token has this id, so no match reaches over it and no draft goes beyond."""
 TAIL_TOKENS = 8
 """Of the prompt, before each response, so that its first tokens are found, too."""
+MOST_ROWS = 128
+"""Of a request: short responses to one prompt may be many."""
 _TOKEN_BYTES = 4
 
 Key = bytes
@@ -22,7 +24,8 @@ KEY_BYTES = 16
 def key_of(prompt: Sequence[int], salt: str | None = None) -> Key:
     """What a prompt is known by; `salt` is vLLM's `cache_salt`, which keeps users apart."""
     text = np.asarray(prompt, np.int32).tobytes()
-    return hashlib.blake2b(text, digest_size=KEY_BYTES, key=(salt or "").encode()[:64]).digest()
+    apart = hashlib.blake2b(salt.encode(), digest_size=32).digest() if salt else b""
+    return hashlib.blake2b(text, digest_size=KEY_BYTES, key=apart).digest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +102,12 @@ class Corpus:
             if not rows:
                 del self._rows[key]
 
-    def latest(self, key: Key, max_tokens: int) -> tuple[Row, ...]:
-        """The latest responses to a prompt that have at most so many tokens, the latest last."""
+    def latest(self, key: Key, max_tokens: int, max_rows: int = MOST_ROWS) -> tuple[Row, ...]:
+        """The latest responses to a prompt, with at most so many tokens, the latest last."""
         rows: list[Row] = []
         for row in reversed(self._rows.get(key, ())):
             max_tokens -= len(row.tokens)
-            if max_tokens < 0:
+            if max_tokens < 0 or len(rows) == max_rows:
                 break
             rows.append(row)
         return tuple(reversed(rows))

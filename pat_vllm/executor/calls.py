@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
@@ -22,6 +22,8 @@ RECHECK_SECONDS = 0.02
 """Longest sleep between looks at replies, should an announcement get lost."""
 _SPIN_SECONDS = 1.0
 """How long to look for the replies to a switch without sleep, as vLLM's own wait does."""
+_ARRIVES_WITHIN = 60.0
+"""Seconds in which a reply that is announced has come."""
 
 _DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
 """Worker methods of vLLM after which weights may be gone, in all layouts alike."""
@@ -167,7 +169,10 @@ class Deferred(Future):
 
 
 def read_together(
-    method: str, response_mqs: Sequence[Any], raise_if_failed: Callable[[], None]
+    method: str,
+    response_mqs: Sequence[Any],
+    raise_if_failed: Callable[[], None],
+    timeout: float = math.inf,
 ) -> list[Any]:
     """The reply of each rank to a call in which ranks wait for each other; results by rank.
 
@@ -176,25 +181,50 @@ def read_together(
 
     Raises:
         RuntimeError: a worker failed.
-        TimeoutError: it took longer than `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        TimeoutError: it took longer than `timeout` seconds.
     """
-    give_up = time.perf_counter() + envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    begun = time.perf_counter()
     waiting = {rank: reader_of(mq) for rank, mq in enumerate(response_mqs)}
     results: dict[int, Any] = {}
     while waiting:
-        left = give_up - time.perf_counter()
-        if left > envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS - _SPIN_SECONDS:
+        taken = time.perf_counter() - begun
+        if taken < _SPIN_SECONDS:
             os.sched_yield()
         else:
             wait_for_any(waiting.values(), RECHECK_SECONDS)
         raise_if_failed()
-        if left <= 0:
+        if taken >= timeout:
             raise TimeoutError(f"{method} timed out on the ranks {sorted(waiting)}")
         for rank in [rank for rank, reader in waiting.items() if reader.ready()]:
-            status, results[rank] = waiting.pop(rank).dequeue(timeout=left)
+            status, results[rank] = waiting.pop(rank).dequeue(timeout=_ARRIVES_WITHIN)
             if status != WorkerProc.ResponseStatus.SUCCESS:
                 raise RuntimeError(
                     f"{method} failed on rank {rank} with error '{results[rank]}', please "
                     "check the stack trace above for the root cause"
                 )
     return [results[rank] for rank in sorted(results)]
+
+
+def drop_until(
+    answer: str,
+    response_mqs: Sequence[Any],
+    raise_if_failed: Callable[[], None],
+    timeout: float,
+) -> None:
+    """Read each rank's replies up to `answer`, the last one. Nobody waits for those before it.
+
+    Raises:
+        RuntimeError: a worker has ended.
+        TimeoutError: it took longer than `timeout` seconds.
+    """
+    give_up = time.perf_counter() + timeout
+    for rank, mq in enumerate(response_mqs):
+        reader, reply = reader_of(mq), None
+        while not (isinstance(reply, str) and reply == answer):
+            raise_if_failed()
+            if reader.ready():
+                _, reply = reader.dequeue(timeout=_ARRIVES_WITHIN)
+            elif time.perf_counter() > give_up:
+                raise TimeoutError(f"rank {rank} is still busy with a call that has timed out")
+            else:
+                wait_for_any([reader], RECHECK_SECONDS)

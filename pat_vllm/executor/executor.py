@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -25,6 +28,7 @@ from pat_vllm.executor.calls import (
     checked,
     completed,
     discards_weights,
+    drop_until,
     read_together,
 )
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
@@ -115,6 +119,8 @@ class PATExecutorMixin(_Base):
     """Whether the base layout's weights are incomplete since the last such call."""
     _weights_called = 0.0
     """When the last such call came."""
+    _unread = False
+    """Whether replies may be left of calls that failed or timed out."""
 
     # ---------------------------------------------------------------- start and stop
 
@@ -138,7 +144,10 @@ class PATExecutorMixin(_Base):
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
-        super().compile_or_warm_up_model()
+        times = self._call_together("compile_or_warm_up_model", timeout=math.inf)
+        compilation = self.vllm_config.compilation_config
+        compilation.compilation_time = max(one.language_model for one in times)
+        compilation.encoder_compilation_time = max(one.encoder for one in times)
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
         replies = self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
@@ -229,26 +238,69 @@ class PATExecutorMixin(_Base):
             options["non_block"] = True
         if unique_reply_rank is not None:
             options["unique_reply_rank"] = unique_reply_rank
-        send = super().collective_rpc
         if self._lanes is None or self._weight_calls.keep_weights(method):
-            return send(method, timeout, args, kwargs, **options)
+            return self._ask(method, timeout, args, kwargs, **options)
         self._stale, self._missing = True, False
         self._weights_called = time.monotonic()
         self.weights_version += 1
         if discards_weights(method):
-            return send(method, timeout, args, kwargs, **options)
+            return self._ask(method, timeout, args, kwargs, **options)
         call = method if isinstance(method, str) else cloudpickle.dumps(method)
-        return checked(send(commands.CALL_IN_BASE, timeout, (call, args, kwargs or {}), **options))
+        asked = commands.CALL_IN_BASE, timeout, (call, args, kwargs or {})
+        return checked(self._ask(*asked, **options))
 
-    def _call_together(self, method: str, *args: Any) -> list[Any]:
-        """Call a worker method in which ranks wait for each other; see `read_together`."""
+    def _ask(self, *args: Any, **options: Any) -> Any:
+        """vLLM's `collective_rpc`, which reads no further reply when one is an error or late.
+
+        Those that it leaves would be taken for the replies to the next call.
+        """
+        self._drop_unread()
+        try:
+            replies = super().collective_rpc(*args, **options)
+        except Exception:
+            self._unread = True
+            raise
+        if isinstance(replies, Future):
+            replies.add_done_callback(self._note_unread)
+        return replies
+
+    def _note_unread(self, replies: Future[Any]) -> None:
+        self._unread = self._unread or replies.exception() is not None
+
+    def _drop_unread(self) -> None:
+        """Read what calls that failed or timed out have left.
+
+        Raises:
+            RuntimeError: a worker has ended.
+            TimeoutError: such a call still runs after `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        """
+        if not self._unread:
+            return
+        self._raise_if_failed()
+        self._read_earlier_replies()
+        assert self.rpc_broadcast_mq is not None
+        last = uuid.uuid4().hex
+        self.rpc_broadcast_mq.enqueue((commands.ECHO, (last,), {}, None))
+        patience = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        drop_until(last, self.response_mqs, self._raise_if_failed, patience)
+        self._unread = False
+
+    def _call_together(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a worker method in which ranks wait for each other; see `read_together`.
+
+        Args:
+            timeout: seconds; None: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        """
         self._raise_if_failed()
         self._leave_lanes()
         self._read_earlier_replies()
+        self._drop_unread()
         # Not in a variable: a shutdown by another thread removes what nobody refers to.
         assert self.rpc_broadcast_mq is not None
         self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
-        return read_together(method, self.response_mqs, self._raise_if_failed)
+        if timeout is None:
+            timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        return read_together(method, self.response_mqs, self._raise_if_failed, timeout)
 
     def _read_earlier_replies(self) -> None:
         """Have the calls that did not block get their replies before others are read."""

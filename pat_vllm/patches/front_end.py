@@ -15,7 +15,7 @@ from pat_vllm.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-    from vllm.entrypoints.llm import LLM
+    from vllm.v1.engine.core_client import SyncMPClient
 
 
 def patch_get_class(executor: type, resolve: Callable[[Any, Callable[[Any], type]], type]) -> None:
@@ -54,16 +54,13 @@ def inspect_models_without_vision_and_audio() -> None:
     registry._SUBPROCESS_COMMAND = command_without_vision_and_audio(registry.__name__)
 
 
-def serialize_sends(llm: LLM) -> None:
-    """Put a lock around the sends of an `LLM`'s client.
+def serialize_sends(client: SyncMPClient) -> None:
+    """Put a lock around the sends of an `LLM`'s client, before anything is sent.
 
     Without it: two threads write to one ZMQ socket, which is not made for that. vLLM's synchronous
     client is made for one thread. `generate` runs in that one, and may abort requests just when
     another thread asks for a switch. Missing seam: a client that several threads may use.
     """
-    client = llm.llm_engine.engine_core
-    if not hasattr(client, "_send_input"):
-        return  # the engine runs in this process
     lock = threading.Lock()
 
     def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +84,7 @@ def let_engine_cores_end() -> None:
 
     Then it ends what is left of the workers, which it has noted when the engine had started.
 
-    Without it: vLLM kills the core and its workers after 5 s, where nothing else is asked for. The
+    Without it: vLLM kills the core and its workers after 5 s, and where a server ends at once. The
     core alone gives workers 4 s before it sends them a signal, and 4 s more. So on a busy machine
     engines are killed while they end, and shared memory stays, some of it until the machine is
     started again. And a worker that is stopped (SIGSTOP) outlives a core that was killed. Missing
@@ -108,7 +105,7 @@ def let_engine_cores_end() -> None:
 
     def wrap(shutdown: Callable[..., None]) -> Callable[..., None]:
         def shut_down(processes: Sequence[Any], timeout: float | None = None) -> None:
-            shutdown(processes, timeout=ENDS_WITHIN if timeout is None else timeout)
+            shutdown(processes, timeout=max(ENDS_WITHIN, timeout or 0.0))
             left = [worker for process in processes for worker in workers.pop(process.pid, ())]
             _, left = psutil.wait_procs(left, timeout=_WORKERS_END_WITHIN)
             for worker in left:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from pat_vllm.predictor.acceptance import Acceptance, Drafting
 from pat_vllm.predictor.state import Floats, Ints
 
+_KEEP = 0.98
+"""Of the requests that were counted, after those of each further step."""
+
 
 class AcceptanceByPrompt:
     """As `Acceptance`, of a batch in which a share of the requests has earlier responses.
@@ -24,16 +27,30 @@ class AcceptanceByPrompt:
         self.of_new = of_new
         self.of_repeated = Acceptance(of_new.lengths.tolist())
         self._arrived = [0, 0]
+        self._decoded = [0.0, 0.0]
         self._share = 0.0
 
     def arrived(self, repeated: bool) -> None:
         """A request has arrived."""
         self._arrived[repeated] += 1
-        self._share = self._arrived[1] / sum(self._arrived)
+        if not any(self._decoded):
+            self._share = self._arrived[1] / sum(self._arrived)
+
+    def decoded(self, requests: int, repeated: bool) -> None:
+        """So many requests of a kind have decoded in a step.
+
+        A request of the one kind becomes one of the other when a sibling ends.
+        """
+        self._decoded = [_KEEP * one for one in self._decoded]
+        self._decoded[repeated] += requests
+        if any(self._decoded):
+            self._share = self._decoded[1] / sum(self._decoded)
 
     def end_of_batch(self) -> None:
-        """No request is left. The next ones are expected to be such as these."""
-        self._arrived = [0, 0]
+        """No request is left. The next ones are expected to arrive such as these did."""
+        if any(self._arrived):
+            self._share = self._arrived[1] / sum(self._arrived)
+        self._arrived, self._decoded = [0, 0], [0.0, 0.0]
 
     def observe(self, length: int, requests: int, accepted: Ints, repeated: bool) -> None:
         """Learn from a step of a replica; see `Acceptance.observe`."""

@@ -120,7 +120,8 @@ class AdaptivePolicy(Policy):
         self._next_plan = -math.inf
         self._review = -math.inf
         self._next_observation = -math.inf
-        self._next_drafts = -math.inf
+        self._next_drafts = [-math.inf, -math.inf]
+        """By whether there are earlier responses: both are told of the same steps."""
         self._begun: float | None = None
         self._last_switch: SwitchReport | None = None
         self._probed: Layout | None = None  # of the last decision that fired, a probe
@@ -175,12 +176,18 @@ class AdaptivePolicy(Policy):
         self, now: float, length: int, requests: int, accepted: Ints, repeated: bool = False
     ) -> None:
         self._savings.drafted(length)
-        if self._acceptance is None or now < self._next_drafts:
+        if self._acceptance is None:
+            return
+        self._acceptance.decoded(requests, repeated)
+        if now < self._next_drafts[repeated]:
             return
         started = self._timer()
         self._acceptance.observe(length, requests, accepted, repeated)
         took = self._timer() - started
-        self._next_drafts = now + took / _OBSERVING_SHARE
+        self._next_drafts[repeated] = now + took / _OBSERVING_SHARE
+
+    def interrupted(self) -> None:
+        self._savings.interrupted()
 
     def weights_changed(self) -> None:
         if self._acceptance is not None:
@@ -217,7 +224,8 @@ class AdaptivePolicy(Policy):
         self._keeper.save(self._lengths, learnt)
         self._planned = None
         if self._begun is not None:
-            self._worked_before += min(now, self._last_step) - self._begun
+            # Without a step, where all requests were aborted before one, it did no work.
+            self._worked_before += max(0.0, min(now, self._last_step) - self._begun)
         self._begun = None
         self._last_switch = None
         self._prober.stop()

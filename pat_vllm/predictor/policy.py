@@ -64,6 +64,9 @@ class Policy:
         and once for the others.
         """
 
+    def interrupted(self) -> None:
+        """The engine is paused while requests are unfinished."""
+
     def weights_changed(self) -> None:
         """The model's weights may be others than before."""
 

@@ -106,7 +106,7 @@ class Savings:
         self._stall = 0.0
         self._drafts = False
         self._arrivals = 0
-        self._forced = False
+        self._uncounted = False
 
     # What happens
 
@@ -123,12 +123,16 @@ class Savings:
         """A step ended whose drafter was asked for `length` tokens a request."""
         self._drafts |= length > 0
 
+    def interrupted(self) -> None:
+        """Time passes in which no layout generates."""
+        self._uncounted = True
+
     def switched(self, report: SwitchReport) -> None:
         """The engine has switched."""
         self._layout = report.target
         self._stall += report.seconds - report.quiesce
         # A layout that was asked for holds, and nobody looks until the batch has ended.
-        self._forced |= report.reason == "forced"
+        self._uncounted |= report.reason == "forced"
 
     def planned(
         self,
@@ -230,7 +234,7 @@ class Savings:
                 seconds=now.at - begin.at,
                 stall=self._stall,
                 drafts=self._drafts,
-                counts=0 < made >= prompts and not self._forced,
+                counts=0 < made >= prompts and not self._uncounted,
                 tokens=tokens,
                 live=live,
                 context=live * (begin.context / begin.num_seqs + 0.5 * tokens),

@@ -35,6 +35,10 @@ _MOST_TURNS = 16
 """Later turns are not looked at."""
 _MOMENTS = 64
 """Moments at which a future is looked at."""
+_FAR = 16.0
+"""From so many times the longest live turn on, what lies behind it has moments of its own."""
+_MOST_WAITING = 4096
+"""Trajectories that wait, of those that are likeliest to return, whose futures are sampled."""
 _PARTS = 16
 """Parts of a course."""
 
@@ -176,10 +180,11 @@ class Trajectories:
         """
         random = np.random.default_rng(self._seed)
         gaps, appended = np.array(self._gaps), np.array(self._appended)
-        index, since, waiting = self._columns()
+        likely = np.argsort(-self._returning(now), kind="stable")[:_MOST_WAITING]
+        index, since, waiting = (one[likely] for one in self._columns())
         count, futures = len(live) + len(index), remaining.shape[1]
         share = self._share()
-        back = random.random((len(index), futures)) < self._returning(now)[:, None]
+        back = random.random((len(index), futures)) < self._returning(now)[likely, None]
 
         time = np.concatenate((remaining, np.zeros(back.shape))).astype(np.float64)
         held = np.concatenate((live.context, waiting))[:, None] + time
@@ -210,10 +215,19 @@ class Trajectories:
 
 
 def course_of_turns(futures: Futures) -> Course:
-    """What lies ahead, in parts that follow each other in time; the last one first."""
-    horizon = float(futures.over.max())
+    """What lies ahead, in parts that follow each other in time; the last one first.
+
+    Args:
+        futures: with a turn that is live now, in each of them.
+    """
+    near, horizon = float(futures.end[futures.begin == 0].max()), float(futures.over.max())
     # The moments are in the middle of stretches that grow with their distance.
-    edges = horizon * np.linspace(0, 1, _MOMENTS + 1) ** 2
+    if horizon > _FAR * near:
+        # Or none might be near enough to meet the turns that are live.
+        half = np.linspace(0, 1, _MOMENTS // 2 + 1) ** 2
+        edges = np.append(near * half, near + (horizon - near) * half[1:])
+    else:
+        edges = horizon * np.linspace(0, 1, _MOMENTS + 1) ** 2
     middle, width = 0.5 * (edges[1:] + edges[:-1]), np.diff(edges)
     live, context, longest, waiting = np.zeros((4, _MOMENTS, futures.over.shape[1]))
     for i in range(live.shape[1]):

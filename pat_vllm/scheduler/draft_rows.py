@@ -58,6 +58,8 @@ class DraftRows:
         self._siblings: dict[Key, set[str]] = {}
         self._changed: set[str] = set()
         self._of_trajectory: OrderedDict[int, Key] = OrderedDict()
+        self._found: dict[Key, tuple[Row, ...]] = {}
+        self._found_at = 0
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +85,16 @@ class DraftRows:
         self._keys[request.request_id] = key
         if params.sampling_type != SamplingType.RANDOM_SEED:
             self._siblings.setdefault(key, set()).add(request.request_id)
-            self._give(request.request_id, self._corpus.latest(key, self._most_tokens))
+            self._give(request.request_id, self._latest(key))
+
+    def _latest(self, key: Key) -> tuple[Row, ...]:
+        """The same tuple for all siblings."""
+        if self._found_at != self._corpus.num_added:
+            self._found_at = self._corpus.num_added
+            self._found.clear()
+        if key not in self._found:
+            self._found[key] = self._corpus.latest(key, self._most_tokens)
+        return self._found[key]
 
     def _give(self, request_id: str, rows: tuple[Row, ...]) -> None:
         if rows:
@@ -103,7 +114,7 @@ class DraftRows:
         prompt, response = request.prompt_token_ids, request.output_token_ids
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and prompt and response:
             self._corpus.add(key, prompt, response)
-            rows = self._corpus.latest(key, self._most_tokens) if running else ()
+            rows = self._latest(key) if running else ()
             for request_id in running:
                 self._give(request_id, rows)
 
@@ -134,7 +145,10 @@ class DraftRows:
             return None
         self._changed -= due
         shelves, here = [self._shelves[rank] for rank in ranks], set(requests)
-        rows = {row.id: row for one in due for row in self._rows[one]}
+        # Siblings have the same rows.
+        different = {id(rows): rows for rows in map(self._rows.__getitem__, due)}
+        ids = {name: tuple(row.id for row in rows) for name, rows in different.items()}
+        rows = {row.id: row for some in different.values() for row in some}
         update = RowUpdate(
             tuple(sorted({one for shelf in shelves for one in shelf if one not in here})),
             {
@@ -142,7 +156,7 @@ class DraftRows:
                 for row in rows.values()
                 if not all(row.id in shelf for shelf in shelves)
             },
-            {one: tuple(row.id for row in self._rows[one]) for one in sorted(due)},
+            {one: ids[id(self._rows[one])] for one in sorted(due)},
         )
         for shelf in shelves:
             shelf.take(update)

@@ -87,6 +87,7 @@ class LayoutController:
         vLLM's in-process engine makes no step after the last output of a batch, and none makes
         steps while nothing comes, so a batch may still have to be ended.
         """
+        self._engine_thread = threading.get_ident()
         if self._was_busy:
             self.finish_work()
         self._was_busy, self._was_reset = True, False
@@ -132,7 +133,10 @@ class LayoutController:
         num_seqs = sum(by_replica)
         several = by_replica if len(by_replica) > 1 else ()
         self._monitor.history.live(active.layout, num_seqs, several)
-        if num_seqs == 0 or self._forced or active.pause_state != PauseState.UNPAUSED:
+        if num_seqs == 0 or self._forced:
+            return
+        if active.pause_state != PauseState.UNPAUSED:
+            self._monitor.policy.interrupted()
             return
         now = time.monotonic()
         if now < self._back_off_until:
@@ -153,7 +157,7 @@ class LayoutController:
 
     @property
     def on_engine_thread(self) -> bool:
-        """Whether the caller may change the engine: no other thread has made a step."""
+        """Whether the caller may change the engine: no other thread has used it last."""
         return self._engine_thread in (None, threading.get_ident())
 
     def request(self, wanted: int | str) -> bool:

@@ -86,7 +86,9 @@ class Monitor:
     ) -> None:
         """A replica finished a step, while `busy` replicas had steps in flight."""
         now = time.monotonic()
-        self.history.step(layout, result.seconds)
+        # With asynchronous scheduling a step is sent while another runs.
+        seconds = replica.cadence(now, result.seconds)
+        self.history.step(layout, seconds)
         if self._speculates and step.total_num_scheduled_tokens:
             length = step.num_spec_tokens_to_schedule
             counts = counted_drafts(step, result.output, self.draft_rows.repeated)
@@ -94,7 +96,7 @@ class Monitor:
             if self.metrics is not None:
                 self.metrics.drafted(replica.index, length, counts)
         if self.policy.learns:
-            self._teach(now, layout, replica, step, busy, result)
+            self._teach(now, layout, replica, step, busy, result, seconds)
 
     def _teach(
         self,
@@ -104,6 +106,7 @@ class Monitor:
         step: SchedulerOutput,
         busy: int,
         result: StepResult,
+        seconds: float,
     ) -> None:
         """Give the policy a step's time and, for each kind of prompt, its accepted drafts."""
         shape = step_shape(step, busy)
@@ -115,7 +118,7 @@ class Monitor:
                 of_each = accepted_drafts(step, result.output, requests)
                 # `count` is an estimate, since ids include requests that still prefill.
                 self.policy.drafted(now, length, max(count, len(of_each)), of_each, repeated)
-        self.policy.stepped(now, layout, shape, replica.cadence(now, result.seconds))
+        self.policy.stepped(now, layout, shape, seconds)
 
     def _by_prompt(
         self, step: SchedulerOutput, batch: int
@@ -146,7 +149,9 @@ class Monitor:
         self._turns.ended(
             turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
         )
-        self.policy.ended(now, turn, request.num_tokens)
+        if reason != FinishReason.ABORT:
+            # Or a request that goes on with what was aborted would seem to be a tool's next turn.
+            self.policy.ended(now, turn, request.num_tokens)
         return tracked
 
     def idle(self) -> None:

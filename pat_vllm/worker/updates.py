@@ -71,12 +71,12 @@ class WeightUpdatesMixin(_Base):
         Returns:
             The result in the base layout, or `CallFailed`.
         """
-        if isinstance(method, str):
-            function = getattr(self, method)
-        else:
-            function = functools.partial(cloudpickle.loads(method), self)
         active = self._active
         try:
+            if isinstance(method, str):
+                function = getattr(self, method)
+            else:
+                function = functools.partial(cloudpickle.loads(method), self)
             if method in _IN_EVERY_LAYOUT:
                 for runtime in self._runtimes.values():
                     if runtime is not self._base:

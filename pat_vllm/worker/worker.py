@@ -280,6 +280,10 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         """Take earlier responses up, for the drafters of all layouts."""
         self._shelf.take(update)
 
+    def pat_echo(self, text: str) -> str:
+        """The same: what was replied before it is no reply to what comes after."""
+        return text
+
     def pat_serve_lane(self) -> None:
         """Run the steps of the active layout's lane, until asked to leave it."""
         self._lanes.serve(self._active.layout, self)

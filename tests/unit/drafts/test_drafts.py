@@ -72,7 +72,7 @@ def test_a_corpus_forgets_the_oldest_and_stays_within_its_bytes(
         kept.append((n, response))
     for n, prompt in enumerate(prompts):
         mine = [response for m, response in reversed(kept) if m == n]
-        rows = corpus.latest(key_of(prompt), 1 << 20)
+        rows = corpus.latest(key_of(prompt), 1 << 20, 1 << 10)
         assert [row.tokens.tolist() for row in rows] == [
             [BETWEEN_ROWS, *prompt[-TAIL_TOKENS:], *response] for response in mine
         ]
@@ -83,7 +83,8 @@ def test_a_corpus_takes_at_most_five_bytes_a_token_of_usual_responses() -> None:
     for _ in range(100):
         corpus.add(key_of(prompt), prompt, list(range(100)))
     assert corpus.num_bytes <= 5 * 100 * 100
-    assert len(corpus.latest(key_of(prompt), 1 << 20)) == 100
+    assert len(corpus.latest(key_of(prompt), 1 << 20, 1 << 10)) == 100
+    assert len(corpus.latest(key_of(prompt), 1 << 20, 7)) == 7
 
 
 def test_the_latest_rows_are_those_for_which_there_is_room() -> None:
@@ -96,7 +97,8 @@ def test_the_latest_rows_are_those_for_which_there_is_room() -> None:
 
 
 def test_who_brings_a_salt_shares_with_nobody_else() -> None:
-    assert len({key_of([1, 2]), key_of([1, 2], "a"), key_of([1, 2], "b"), key_of([1])}) == 4
+    salts = (None, "a", "b", "a" * 64, "a" * 65)
+    assert len({key_of([1, 2], salt) for salt in salts} | {key_of([1])}) == 6
 
 
 def test_the_first_token_is_drafted_from_the_end_of_the_prompt() -> None:

@@ -226,6 +226,23 @@ def test_what_epochs_without_history_taught_does_not_bind_the_next() -> None:
     assert model.of_new.expected().tokens[3] < 1.1 and model.version[1] > 0
 
 
+def test_requests_whose_siblings_have_ended_count_as_repeated() -> None:
+    model = AcceptanceByPrompt(Acceptance(LENGTHS))
+    repeated_epoch(model, 8, 0)
+    watch(model.of_repeated, Repeating(64, 0.9, 0.9), 4, 100)
+    before = model.expected().tokens[3]
+    for _ in range(200):
+        model.decoded(6, repeated=True)
+        model.decoded(2, repeated=False)
+    new, repeated = (one.expected() for one in (model.of_new, model.of_repeated))
+    assert model.expected().tokens == pytest.approx(
+        0.25 * new.tokens + 0.75 * repeated.tokens, rel=0.02
+    )
+    assert model.expected().tokens[3] > before
+    model.end_of_batch()
+    assert model.expected().tokens[3] == before, "the next ones arrive as these did"
+
+
 def test_a_batch_of_both_is_their_mean() -> None:
     model = AcceptanceByPrompt(Acceptance(LENGTHS))
     watch(model.of_new, Repeating(64, 0.3, 0.5), 4, 100)

@@ -223,3 +223,10 @@ def test_a_switch_that_comes_too_soon_is_made_as_soon_as_it_may(
     assert (decision.why, decision.target) == ("hysteresis", GROUP)
     assert choice(soonest) == GROUP
     assert observed and all(requests is live for requests in observed)
+
+
+def test_a_batch_whose_requests_were_all_aborted_at_once_is_no_work() -> None:
+    policy = policy_of(PROFILE)
+    policy.arrived(1e6, Turn(0, 0, 0), 100)
+    policy.idle(1e6 + 1)
+    assert policy._worked_before == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from pat_vllm.layout import Layout
@@ -79,3 +81,18 @@ def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:
     one = Driven((0,))
     one.steps(70, 4, 4)
     assert one.plan() == {} == one.policy.drafts
+
+
+def test_both_kinds_of_requests_of_a_step_are_learnt_from() -> None:
+    """They are told of one after the other, however long learning from the first takes."""
+    ticks = itertools.count()
+    profile = modelled_profile("llama-3.1-8b", "H100", 4, draft_lengths=LENGTHS[1:], drafting=1e-3)
+    policy = AdaptivePolicy(
+        profile, bound=BOUND, draft_lengths=LENGTHS, timer=lambda: 1e-4 * next(ticks)
+    )
+    assert policy._acceptance is not None
+    for step in range(20):
+        policy.drafted(float(step), 4, 4, np.full(4, 4), True)
+        policy.drafted(float(step), 4, 4, np.full(0, 0), False)
+    assert policy._acceptance.of_repeated.expected().tokens[-1] > 3
+    assert policy._acceptance.of_new.expected().tokens[-1] < 2

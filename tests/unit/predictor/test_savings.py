@@ -187,6 +187,12 @@ def test_what_is_not_counted() -> None:
             savings.arrived()
         savings.end(3.0, 800)
         assert (savings.since()[-1].realised.fixed != 1.75) == counts
+    # The engine was paused.
+    savings.look(Look(1.0, ONE, 8, 800, 100, 0))
+    switch()
+    savings.interrupted()
+    savings.end(5.0, 800)
+    assert savings.since()[-1].realised == BatchTimes(3.75, 4.0, 4.0)
     # Everybody was aborted before the next step ended.
     savings.look(Look(5.0, ONE, 8, 800, 100, 0))
     savings.end(3.0, 0)

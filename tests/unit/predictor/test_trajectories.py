@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pat_vllm.predictor import trajectories
 from pat_vllm.predictor.state import Floats, Ints, LiveRequests, Turn
 from pat_vllm.predictor.trajectories import Futures, Trajectories, course_of_turns
 from tests.unit.predictor.examples import live_requests
@@ -177,6 +178,28 @@ def test_all_that_is_decoded_lies_ahead(some: list[tuple[float, float]]) -> None
     )
     assert ahead.steps.sum() <= end.max() * 1.001
     assert (ahead.longest <= 50 + end.max()).all()
+
+
+@given(st.floats(1, 40), st.floats(0, 1e7), st.integers(1, 3))
+def test_what_is_live_lies_ahead_however_far_the_next_turns_are(
+    left: float, gap: float, others: int
+) -> None:
+    """A user comes back on the next day, and the responses of today are about to end."""
+    begin = np.array([0.0, *[left + gap] * others])[:, None]
+    end = begin + left
+    futures = Futures(begin, end, 0 * begin + 50, np.full((1, 1), float(end.max())))
+    ahead = course_of_turns(futures)
+    assert len(ahead.live) and ahead.steps[-1] > 0 and ahead.longest[-1] <= 50 + end.max()
+    assert ahead.steps.sum() >= 0.5 * left
+
+
+def test_of_many_that_wait_the_likeliest_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = Trajectories()
+    now = batch(known, [2] * 8 + [1] * 64)
+    monkeypatch.setattr(trajectories, "_MOST_WAITING", 16)
+    futures = sample(known, now, NOBODY, NOTHING)
+    assert futures.over.shape == (16, FUTURES)
+    assert (futures.end > futures.begin).any()
 
 
 def test_alone_a_trajectory_counts_by_the_time_in_which_it_decodes() -> None:

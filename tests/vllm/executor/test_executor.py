@@ -178,6 +178,65 @@ def test_a_failure_of_the_one_rank_that_replies(rings: Any) -> None:
         executor.collective_rpc(CALL, unique_reply_rank=1, non_block=True).result()
 
 
+@pytest.mark.parametrize("switches", [False, True], ids=["refresh", "switch"])
+@pytest.mark.parametrize("late", [False, True], ids=["it fails", "it is late"])
+def test_what_a_failed_call_leaves_is_no_reply_to_the_next(
+    rings: Any, late: bool, switches: bool
+) -> None:
+    """vLLM reads no further than the first error. Its own "profile" is sent as it is."""
+    executor, writers = rings
+
+    def workers(call: Any) -> None:
+        method, args, *_ = call
+        if method == "profile":
+            if not late:
+                for writer in writers:
+                    writer.enqueue((FAILURE, "no profiler"))
+            return
+        for writer in writers:
+            if method == "pat_echo" and late:
+                writer.enqueue((SUCCESS, None))  # of the call that was late
+            writer.enqueue((SUCCESS, args[0] if method == "pat_echo" else True))
+
+    executor.rpc_broadcast_mq.enqueue = workers
+    with pytest.raises(TimeoutError if late else RuntimeError, match=r"timed out|no profiler"):
+        executor.collective_rpc("profile", timeout=0.05 if late else None)
+    if switches:
+        assert executor.switch(COMMAND) == [True, True]
+    else:
+        executor._stale = True
+        assert executor.refresh_weights()
+    executor.failure_callback.assert_not_called()
+    assert not any(mq_is_ready(mq) for mq in executor.response_mqs)
+
+
+def test_a_call_that_does_not_block_and_fails_leaves_nothing_either(rings: Any) -> None:
+    executor, writers = rings
+    replies = executor.collective_rpc("profile", non_block=True)
+    for writer in writers:
+        writer.enqueue((FAILURE, "no profiler"))
+    with pytest.raises(RuntimeError, match="no profiler"):
+        replies.result()
+
+    def workers(call: Any) -> None:
+        for writer in writers:
+            writer.enqueue((SUCCESS, call[1][0] if call[0] == "pat_echo" else "later"))
+
+    executor.rpc_broadcast_mq.enqueue = workers
+    assert executor.switch(COMMAND) == ["later", "later"]
+
+
+def mq_is_ready(mq: Any) -> bool:
+    return bool(reader_of(mq).ready())
+
+
+def test_a_rank_that_fails_at_start_is_heard_while_the_other_waits_for_it(rings: Any) -> None:
+    executor, writers = rings
+    writers[1].enqueue((FAILURE, "no memory left"))
+    with pytest.raises(RuntimeError, match="rank 1 with error 'no memory left'"):
+        executor.compile_or_warm_up_model()
+
+
 @pytest.mark.parametrize("switches", [False, True], ids=["call", "switch"])
 def test_replies_to_earlier_calls_are_not_lost(rings: Any, switches: bool) -> None:
     """Which a later call, or a switch, has read."""
@@ -240,8 +299,11 @@ def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.Monke
     lanes = SimpleNamespace(handles=list, connect=list, wait_until_ready=released.wait)
     monkeypatch.setattr(executor_module, "Lanes", lambda *args: lanes)
     monkeypatch.setattr(executor_module, "layouts_of", lambda config: [])
-    executor = Executor()
+    executor: Any = Executor()
     executor._lanes = None
+    executor.vllm_config = Mock()
+    times = [SimpleNamespace(language_model=rank, encoder=0) for rank in range(2)]
+    executor._call_together = lambda method, timeout: times
     died: Future[Any] = Future()
     died.set_exception(RuntimeError("cancelled"))
     monkeypatch.setattr(

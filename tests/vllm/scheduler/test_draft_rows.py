@@ -133,6 +133,19 @@ def test_rows_are_bounded_for_a_request_and_for_all_of_them() -> None:
         assert got[-1][-1] == 11 and len(got) == most // (15_000 + len(PROMPT) + 1)
 
 
+def test_many_short_responses_to_one_prompt_are_few_rows() -> None:
+    rows = rows_for()
+    for number in range(500):
+        end(rows, arrive(rows, new_request(str(number))), 5)
+    names = [f"live {number}" for number in range(64)]
+    for name in names:
+        arrive(rows, new_request(name))
+    step = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(names, 1))
+    update = rows.update(step, names, [0])
+    assert update is not None and len(update.rows) <= 128
+    assert len({id(ids) for ids in update.of_requests.values()}) == 1, "all have the same"
+
+
 def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
     """Requests come, end and move with the layout; each rank's shelf goes by the updates alone."""
     draws, rows = random.Random(1), rows_for(max_bytes=6_000)

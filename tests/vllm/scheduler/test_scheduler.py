@@ -259,6 +259,21 @@ def test_a_switch_whose_caller_has_given_up_is_not_made_later(
     assert scheduler.replica_set.layout == before
 
 
+def test_a_switch_that_another_thread_asks_for_waits_for_the_first_step(scheduler: Any) -> None:
+    """While requests are added, which the plan would miss."""
+    add(scheduler, 2)
+    made: list[bool] = []
+    asking = threading.Thread(target=lambda: made.append(scheduler.controller.request(2)))
+    asking.start()
+    asking.join(0.2)
+    assert not made and scheduler.replica_set.layout.tp == 8
+    add(scheduler, 2, first=2)
+    step(scheduler)
+    asking.join(60)
+    assert made == [True] and scheduler.replica_set.layout.tp == 2
+    assert len(scheduler.monitor.requests) == 4
+
+
 def test_a_failed_hand_over_fails_the_engine(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

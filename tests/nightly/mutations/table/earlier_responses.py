@@ -14,7 +14,7 @@ MUTATIONS = mutations({
         ("what ended so once goes on for ever", "drafts.suffix:draft", "(count < period or best >= period)", "True"),
         ("a corpus grows", "drafts.corpus:Corpus._append", "self.forget_to(self._max_bytes)", "pass"),
         ("the oldest rows are given", "drafts.corpus:Corpus.latest", "reversed(self._rows.get(key, ()))", "self._rows.get(key, ())"),
-        ("salts are not looked at", "drafts.corpus:key_of", '(salt or "")', '("")'),
+        ("salts are not looked at", "drafts.corpus:key_of", 'if salt else b""', 'if False else b""'),
         ("a shelf keeps what nobody needs", "drafts.shelf:Shelf.take", "if row in kept", ""),
         ("a request's new rows are beside its old text", "drafts.shelf:Shelf.take", "self._of.update(update.of_requests)", "self._of = {**update.of_requests, **self._of}"),
     ],
