@@ -193,9 +193,10 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     lines = re.findall(r"\bstep:\d+ - .*", text)
-    accepted = re.findall(r"PAT rollout .*?(\d+) of \d+ draft tokens accepted", text)
+    rollouts = re.findall(r"PAT rollout .*", text)
     steps = []
-    for number, (line, drafts) in enumerate(zip(lines, accepted, strict=False), 1):
+    for number, (line, rollout) in enumerate(zip(lines, rollouts, strict=True), 1):
+        drafts = re.search(r"(\d+) of \d+ draft tokens accepted", rollout)
         found = [json.loads(one) for one in (dump / f"{number}.jsonl").read_text().splitlines()]
         texts = [one["output"] for one in found]
         steps.append(
@@ -204,7 +205,7 @@ def _steps(text: str, dump: Path, model: Path) -> list[Step]:
                 rollout=_logged("timing_s/gen", line),
                 whole=_logged("timing_s/step", line),
                 lengths=tuple(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])),
-                accepted=int(drafts),
+                accepted=int(drafts[1]) if drafts else 0,
             )
         )
     return steps
