@@ -214,3 +214,25 @@ def test_switches_that_are_refused(llm: Any) -> None:
             request.resumable = False
 
     run(llm, jobs(requests=1, tokens=30), before_step=before_step)
+
+
+@pytest.mark.engine(SMALL_KV)
+def test_calls_that_fail_or_are_late_do_not_disturb_what_comes_after(llm: Any) -> None:
+    """vLLM leaves some replies to them unread, which no other call may take for its own."""
+    work = jobs()
+    expected = texts(llm, work)
+
+    def before_step(step: int) -> None:
+        if step in (3, 6):
+            with pytest.raises(Exception, match="no_such_method"):
+                llm.collective_rpc("no_such_method")
+            with pytest.raises(Exception, match="Profiling is not enabled"):
+                llm.start_profile()
+            assert pat_vllm.switch(llm, tp=2 if step == 3 else 1)
+        if step == 9:
+            with pytest.raises(TimeoutError):
+                llm.collective_rpc(lambda worker: time.sleep(1.0), timeout=0.1)
+
+    assert texts(llm, work, before_step=before_step) == expected
+    assert pat_vllm.switch(llm, tp=2)
+    assert texts(llm, work) == expected
