@@ -144,10 +144,7 @@ class PATExecutorMixin(_Base):
 
     def compile_or_warm_up_model(self) -> None:
         """Warm every layout up, then open the lanes: from here on there are steps."""
-        times = self._call_together("compile_or_warm_up_model", timeout=math.inf)
-        compilation = self.vllm_config.compilation_config
-        compilation.compilation_time = max(one.language_model for one in times)
-        compilation.encoder_compilation_time = max(one.encoder for one in times)
+        super().compile_or_warm_up_model()
         lanes = Lanes(layouts_of(self.vllm_config), self._network)
         replies = self.collective_rpc(commands.OPEN_LANES, args=(lanes.handles(),))
         lanes.connect([handle for handle, _ in replies])
@@ -233,6 +230,9 @@ class PATExecutorMixin(_Base):
             result = self._commands[method](*args, **(kwargs or {}))
             reply = result if unique_reply_rank is not None else [result]
             return completed(reply) if non_block else reply
+        if method == "compile_or_warm_up_model":
+            # Ranks wait for each other in it, and one may find no memory.
+            return self._call_together(method, timeout=math.inf)
         self._leave_lanes()
         if non_block:
             options["non_block"] = True

@@ -298,11 +298,8 @@ def test_a_worker_that_dies_while_the_lanes_are_opened(monkeypatch: pytest.Monke
     lanes = SimpleNamespace(handles=list, connect=list, wait_until_ready=released.wait)
     monkeypatch.setattr(executor_module, "Lanes", lambda *args: lanes)
     monkeypatch.setattr(executor_module, "layouts_of", lambda config: [])
-    executor: Any = Executor()
+    executor = Executor()
     executor._lanes = None
-    executor.vllm_config = Mock()
-    times = [SimpleNamespace(language_model=rank, encoder=0) for rank in range(2)]
-    executor._call_together = lambda method, timeout: times
     died: Future[Any] = Future()
     died.set_exception(RuntimeError("cancelled"))
     monkeypatch.setattr(
