@@ -55,19 +55,21 @@ def test_verl_finds_the_entry_point() -> None:
     assert RolloutReplicaRegistry._registry == before
 
 
+@pytest.mark.parametrize("max_num_seqs", [16, 2000])
 @pytest.mark.parametrize(("name", "asked"), [("pat", True), ("vllm", True), ("vllm", False)])
-def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool) -> None:
+def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool, max_num_seqs: int) -> None:
     from pat_verl.server import PatHttpServer
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    rollout = config(name=name, max_num_seqs=2000, tensor_model_parallel_size=4)
+    rollout = config(name=name, max_num_seqs=max_num_seqs, tensor_model_parallel_size=4)
     if asked and name == "vllm":
         with_pats_executor(rollout)
     replica = get_rollout_replica_class(name)(0, rollout, None, 8)
     base = replica.server_class.__ray_metadata__.modified_class.__mro__[1]
     assert base is (PatHttpServer if asked else vLLMHttpServer)
-    # max_num_seqs is of each inner replica
-    assert replica.max_concurrency == (4 if asked else 1) * 2000 + 16
+    # Of each inner replica, which stands for a server of verl's: what it runs, or Ray's calls.
+    servers = 4 if asked else 1
+    assert replica.max_concurrency == max(servers * max_num_seqs + 16, servers * 1000)
     assert replica._get_server_name_prefix() == f"{name}_"
     if asked:
         with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
