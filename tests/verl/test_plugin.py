@@ -209,8 +209,31 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
         assert asked[0].stream_interval is not None
         assert outputs == [([5], 1, False), ([5, 6, 7], 3, True)]
     else:
-        assert asked[0].stream_interval is None
+        assert asked[0].stream_interval is None and asked[0].detokenize
         assert outputs == [([5], 1, False), ([6, 7], 2, True)]
+
+
+@pytest.mark.parametrize("stop", [None, "end", ["end", "."]])
+def test_only_stop_strings_need_text(stop: Any) -> None:
+    """verl reads none, and vLLM refuses to seek them without."""
+    from pat_verl.server import _send_first_and_last_outputs
+    from vllm import SamplingParams
+
+    asked: list[SamplingParams] = []
+
+    class Engine:
+        async def generate(self, prompt: Any, sampling_params: Any) -> Any:
+            asked.append(sampling_params)
+            yield "an output"
+
+    async def outputs() -> list[Any]:
+        return [one async for one in engine.generate([1], SamplingParams(stop=stop))]
+
+    engine: Any = Engine()
+    _send_first_and_last_outputs(engine)
+    assert asyncio.run(outputs()) == ["an output"]
+    assert asked[0].detokenize == (stop is not None)
+    asked[0].clone()._verify_args()
 
 
 @pytest.mark.parametrize("alive", [True, False])

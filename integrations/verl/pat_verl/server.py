@@ -160,6 +160,9 @@ def _send_first_and_last_outputs(engine: AsyncLLM) -> None:
 
     verl looks at the first output, by which it knows that the request is in the engine, and at the
     last. vLLM would make one for each token, with a copy of all tokens so far, and wake the caller.
+
+    They have no text. verl reads token ids and log-probabilities, and this process would detokenize
+    what all ranks generate. Only stop strings are sought in the text.
     """
     original = engine.generate
 
@@ -170,6 +173,8 @@ def _send_first_and_last_outputs(engine: AsyncLLM) -> None:
         if joined:
             sampling_params.output_kind = RequestOutputKind.DELTA
             sampling_params.stream_interval = _NEVER
+            if not sampling_params.stop:
+                sampling_params.detokenize = False
         whole: RequestOutput | None = None
         outputs = original(prompt, sampling_params, *args, **kwargs)
         async with contextlib.aclosing(outputs):
