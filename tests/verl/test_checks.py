@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +127,24 @@ def test_tp_that_does_not_match_the_gpus(
     config = rollout(tensor_model_parallel_size=tp)
     with pytest.raises(ValueError, match=message):
         check_rollout(config, gpus_per_node=per_node, world_size=world)
+
+
+def test_heads_that_do_not_divide(tmp_path: Path) -> None:
+    """Of Qwen2.5-7B; vLLM would refuse them when a trainer has loaded the model."""
+    loaded = SimpleNamespace(num_attention_heads=28)
+    text = SimpleNamespace(text_config=loaded, num_attention_heads=8)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 28}')
+    on_disk = {"path": str(tmp_path), "hf_config_path": None}
+    message = r"size=8 with a model of 28 attention heads .*allowed \[1, 2, 4\], best 4"
+    for model in ({"hf_config": loaded}, {"hf_config": text}, on_disk):
+        with pytest.raises(ValueError, match=message):
+            check_rollout(rollout(tensor_model_parallel_size=8), model, gpus_per_node=8)
+        with pytest.raises(ValueError, match=r"size=3 on nodes.*allowed \[1, 2, 4\], best 4"):
+            check_rollout(rollout(tensor_model_parallel_size=3), model, gpus_per_node=8)
+        check_rollout(rollout(tensor_model_parallel_size=4), model, gpus_per_node=8)
+    (tmp_path / "config.json").write_text("no JSON")
+    for unknown in (on_disk, {"path": "Qwen/Qwen2.5-7B"}, {"hf_config": object()}):
+        check_rollout(rollout(tensor_model_parallel_size=8), unknown, gpus_per_node=8)
 
 
 def test_adapters_are_refused_unless_merged() -> None:

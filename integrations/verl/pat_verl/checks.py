@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import read_json_object
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.speculation import DRAFTERS
 
@@ -75,7 +77,7 @@ def check_rollout(
     problems = [
         f"{option}={_shown(value)} ({way_out})" for option, value, way_out in _found(rollout, model)
     ]
-    problems += _gpu_problems(rollout, gpus_per_node, world_size)
+    problems += _gpu_problems(rollout, _num_heads(model), gpus_per_node, world_size)
     if problems:
         asked = f"rollout.name={NAME}"
         if _get(rollout, "name") != NAME:
@@ -224,23 +226,48 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _gpu_problems(rollout: Any, gpus_per_node: int | None, world_size: int | None) -> list[str]:
+def _gpu_problems(
+    rollout: Any, heads: int | None, gpus_per_node: int | None, world_size: int | None
+) -> list[str]:
     option = "rollout.tensor_model_parallel_size"
     tp = _number(rollout, "tensor_model_parallel_size")
     if tp < 1:
         return [f"{option}={tp} (it must be at least 1)"]
+    widths = _widths(gpus_per_node, heads)
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
         return [
             f"{option}={tp} on nodes with {gpus_per_node} GPUs (an engine stays inside a node: "
-            f"allowed {_divisors(gpus_per_node)}, best {gpus_per_node}; more nodes get more PAT "
-            "engines)"
+            f"allowed {widths}, best {widths[-1]}; more nodes get more PAT engines)"
+        ]
+    if heads is not None and heads % tp:
+        return [
+            f"{option}={tp} with a model of {heads} attention heads (each rank has as many of "
+            f"them: allowed {widths}, best {widths[-1]}; a node gets more PAT engines)"
         ]
     if world_size is not None and world_size % tp:
         return [
             f"{option}={tp} on {world_size} GPUs (each must belong to an engine: "
-            f"allowed {_divisors(world_size)})"
+            f"allowed {_widths(world_size, heads)})"
         ]
     return []
+
+
+def _num_heads(model: Any) -> int | None:
+    """Attention heads of a model, where they are known: its config is loaded, or on this disk."""
+    config = _get(model, "hf_config")
+    path = _get(model, "hf_config_path") or _get(model, "path")
+    if config is None and isinstance(path, str) and os.path.isdir(path):
+        with contextlib.suppress(ValueError):  # verl says what is wrong with it
+            config = read_json_object(os.path.join(path, "config.json"))
+    for place in ("text_config.num_attention_heads", "num_attention_heads"):
+        if isinstance(heads := _get(config, place), int) and heads > 0:
+            return heads
+    return None
+
+
+def _widths(*numbers: int | None) -> list[int]:
+    """Tensor-parallel sizes that divide all of these numbers that are known, ascending."""
+    return _divisors(math.gcd(*(number or 0 for number in numbers)))
 
 
 def _backend(rollout: Any) -> Any:
