@@ -79,6 +79,11 @@ def test_configs_that_pass() -> None:
         ({VLLM + "tensor_parallel_size": 2}, "vllm.tensor_parallel_size=2", "leave it out"),
         ({VLLM + "distributed_executor_backend": "mp"}, "_backend=mp", "rollout.name=vllm"),
         (
+            {VLLM + "additional_config": {"pat": {"enabled": False}}},
+            "additional_config.pat.enabled=False",
+            "set rollout.name=vllm and the rollout.tensor_model_parallel_size that you want",
+        ),
+        (
             {VLLM + "additional_config": {"pat": {"launcher": "ray"}}},
             "additional_config.pat.launcher=ray",
             "leave it out",
@@ -152,15 +157,29 @@ def test_adapters_are_refused_unless_merged() -> None:
         check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0}})
 
 
-def test_both_ways_to_ask_for_pat() -> None:
-    """The error names the one that was used."""
-    asked = rollout(name="vllm", **{VLLM + "distributed_executor_backend": "pat"})
-    assert asks_for_pat(rollout()) and asks_for_pat(asked)
-    assert not asks_for_pat(rollout(name="vllm"))
-    backend = "rollout.engine_kwargs.vllm.distributed_executor_backend=pat"
-    for config, option in ((rollout(), "rollout.name=pat"), (asked, backend)):
+def test_all_ways_to_ask_for_pat() -> None:
+    """The error names the one that was used. `enabled` is as in an engine: vLLM's classes of verl
+    would else run with PAT's executor."""
+    backend = {VLLM + "distributed_executor_backend": "pat"}
+    enabled, disabled = (
+        {VLLM + "additional_config": {"pat": {"enabled": value}}} for value in (True, False)
+    )
+    kwargs = "rollout.engine_kwargs.vllm"
+    for config, option in (
+        (rollout(), "rollout.name=pat"),
+        (rollout(name="vllm", **backend), f"{kwargs}.distributed_executor_backend=pat"),
+        (rollout(name="vllm", **enabled), f"{kwargs}.additional_config.pat.enabled=true"),
+    ):
+        assert asks_for_pat(config)
+        check_rollout(config)
         with pytest.raises(ValueError, match=f"^{option} "):
             check_rollout(config | {"data_parallel_size": 2})
+    for changes in ({}, disabled, backend | disabled):
+        assert not asks_for_pat(rollout(name="vllm", **changes))
+    text = rollout(name="vllm", **{VLLM + "additional_config": '{"pat": {"enabled": true}}'})
+    assert asks_for_pat(text)
+    with pytest.raises(ValueError, match=r"must be a mapping, got .*enabled"):
+        check_rollout(text)
 
 
 def test_options_as_hydra_gives_them() -> None:

@@ -24,6 +24,7 @@ ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VERL"
 """Environment variable that lets it run with another verl when set to 1."""
 
 _KWARGS = "engine_kwargs.vllm"
+_ENABLED = f"{_KWARGS}.additional_config.pat.enabled"
 _SPECULATE = (
     f"+actor_rollout_ref.rollout.{_KWARGS}.speculative_config="
     "'{method:ngram,num_speculative_tokens:4,prompt_lookup_max:4}'"
@@ -31,8 +32,11 @@ _SPECULATE = (
 
 
 def asks_for_pat(rollout: Any) -> bool:
-    """Whether a rollout config names PAT, as `rollout.name` or as vLLM's executor backend."""
-    return _get(rollout, "name") == NAME or _backend(rollout) == NAME
+    """Whether a rollout config asks for PAT: as `rollout.name`, as vLLM's executor backend, or by
+    PAT's option `enabled`, which counts for more than the backend."""
+    enabled = _enabled(rollout)
+    by_vllm = _backend(rollout) == NAME if enabled is None else enabled is True
+    return _get(rollout, "name") == NAME or by_vllm
 
 
 def check_verl_version(version: str) -> None:
@@ -82,6 +86,8 @@ def check_rollout(
         asked = f"rollout.name={NAME}"
         if _get(rollout, "name") != NAME:
             asked = f"rollout.{_KWARGS}.distributed_executor_backend={NAME}"
+            if _enabled(rollout):
+                asked = f"rollout.{_ENABLED}=true"
         raise ValueError(f"{asked} does not work with " + "; ".join(problems))
     pat_options(rollout).check_layouts(_number(rollout, "tensor_model_parallel_size"))
 
@@ -107,11 +113,7 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
     Raises:
         ValueError: it is neither.
     """
-    given = _get(rollout, f"{_KWARGS}.speculative_config")
-    if isinstance(given, str):
-        # As wrong as any other text.
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            given = json.loads(given)
+    given = _parsed(_get(rollout, f"{_KWARGS}.speculative_config"))
     if given is not None and not hasattr(given, "items"):
         raise ValueError(
             f"rollout.{_KWARGS}.speculative_config must be a mapping, got {given!r}; write "
@@ -161,8 +163,14 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     )
     refuse(
         f"{_KWARGS}.distributed_executor_backend",
-        f"leave it out, or choose rollout.name=vllm: rollout.name={NAME} sets it",
+        "leave it out, since PAT sets it, or choose rollout.name=vllm without PAT's options",
         _backend(rollout) not in (None, NAME),
+    )
+    refuse(
+        _ENABLED,
+        "set rollout.name=vllm and the rollout.tensor_model_parallel_size that you want without "
+        "PAT",
+        pat_options(rollout).enabled is False,
     )
     refuse(
         f"{_KWARGS}.additional_config.pat.launcher",
@@ -272,6 +280,18 @@ def _widths(*numbers: int | None) -> list[int]:
 
 def _backend(rollout: Any) -> Any:
     return _get(rollout, f"{_KWARGS}.distributed_executor_backend")
+
+
+def _enabled(rollout: Any) -> Any:
+    return _get(_parsed(_get(rollout, f"{_KWARGS}.additional_config")), "pat.enabled")
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a JSON text, as vLLM takes one; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _number(config: Any, path: str, default: int = 1) -> int:
