@@ -12,6 +12,7 @@ pytest.importorskip("pat_verl")
 
 from pat_verl.checks import (
     ALLOW_UNTESTED,
+    advice_on_width,
     asks_for_pat,
     check_rollout,
     check_verl_version,
@@ -121,9 +122,11 @@ def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:
     ("tp", "per_node", "world", "message"),
     [
         (16, 8, 16, "tensor_model_parallel_size=16 on nodes with 8 GPUs .*more PAT engines"),
-        (3, 8, 8, r"tensor_model_parallel_size=3 on nodes with 8 GPUs .*allowed \[1, 2, 4, 8\]"),
-        (4, None, 6, r"tensor_model_parallel_size=4 on 6 GPUs .*allowed \[1, 2, 3, 6\]"),
-        (0, 8, 8, "tensor_model_parallel_size=0 .*at least 1"),
+        (3, 8, 8, r"tensor_model_parallel_size=3 on nodes with 8 GPUs .*allowed \[2, 4, 8\]"),
+        (2, 1, 8, "tensor_model_parallel_size=2 on nodes with 1 GPUs .*rollout.name=vllm"),
+        (4, None, 6, r"tensor_model_parallel_size=4 on 6 GPUs .*allowed \[2, 3, 6\]"),
+        (1, 8, 8, "size=1 .*at least 2.*name all GPUs of a node, or set rollout.name=vllm"),
+        (0, 8, 8, "tensor_model_parallel_size=0 .*at least 2"),
     ],
 )
 def test_tp_that_does_not_match_the_gpus(
@@ -140,16 +143,25 @@ def test_heads_that_do_not_divide(tmp_path: Path) -> None:
     text = SimpleNamespace(text_config=loaded, num_attention_heads=8)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 28}')
     on_disk = {"path": str(tmp_path), "hf_config_path": None}
-    message = r"size=8 with a model of 28 attention heads .*allowed \[1, 2, 4\], best 4"
+    message = r"size=8 with a model of 28 attention heads .*allowed \[2, 4\], best 4"
     for model in ({"hf_config": loaded}, {"hf_config": text}, on_disk):
         with pytest.raises(ValueError, match=message):
             check_rollout(rollout(tensor_model_parallel_size=8), model, gpus_per_node=8)
-        with pytest.raises(ValueError, match=r"size=3 on nodes.*allowed \[1, 2, 4\], best 4"):
+        with pytest.raises(ValueError, match=r"size=3 on nodes.*allowed \[2, 4\], best 4"):
             check_rollout(rollout(tensor_model_parallel_size=3), model, gpus_per_node=8)
         check_rollout(rollout(tensor_model_parallel_size=4), model, gpus_per_node=8)
     (tmp_path / "config.json").write_text("no JSON")
     for unknown in (on_disk, {"path": "Qwen/Qwen2.5-7B"}, {"hf_config": object()}):
         check_rollout(rollout(tensor_model_parallel_size=8), unknown, gpus_per_node=8)
+
+
+def test_advice_on_narrow_engines() -> None:
+    """As wide as a node, or as the model's heads allow there."""
+    heads = {"hf_config": SimpleNamespace(num_attention_heads=28)}
+    for tp, model, best in ((8, None, None), (4, heads, None), (2, heads, 4), (4, None, 8)):
+        said = advice_on_width(rollout(tensor_model_parallel_size=tp), model, 8)
+        assert said is None if best is None else said and f"over {tp} of the 8 GPUs" in said
+        assert best is None or str(said).endswith(f"Best is {best}")
 
 
 def test_adapters_are_refused_unless_merged() -> None:

@@ -76,7 +76,9 @@ def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool, max_num_se
             get_rollout_replica_class(name)(0, rollout, None, 2)
 
 
-def test_a_trainers_config_is_checked_before_anything_starts() -> None:
+def test_a_trainers_config_is_checked_before_anything_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from verl.trainer import main_ppo
 
     def check(**changes: Any) -> None:
@@ -87,6 +89,9 @@ def test_a_trainers_config_is_checked_before_anything_starts() -> None:
 
     check(name="vllm", tensor_model_parallel_size=3)  # not PAT's business
     check(name="pat", tensor_model_parallel_size=8)
+    assert "GPUs of a node" not in caplog.text
+    check(name="pat", tensor_model_parallel_size=4)
+    assert caplog.text.count("a PAT engine over 4 of the 8 GPUs of a node") == 1
     with pytest.raises(ValueError, match="tensor_model_parallel_size=3 on nodes with 8 GPUs"):
         check(name="pat", tensor_model_parallel_size=3)
 

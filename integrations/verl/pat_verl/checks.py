@@ -239,25 +239,40 @@ def _gpu_problems(
 ) -> list[str]:
     option = "rollout.tensor_model_parallel_size"
     tp = _number(rollout, "tensor_model_parallel_size")
-    if tp < 1:
-        return [f"{option}={tp} (it must be at least 1)"]
-    widths = _widths(gpus_per_node, heads)
+    if tp < 2:
+        return [
+            f"{option}={tp} (it must be at least 2, since PAT makes replicas of the GPUs of one "
+            "engine: name all GPUs of a node, or set rollout.name=vllm)"
+        ]
+    allowed = _allowed(_widths(gpus_per_node, heads))
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
         return [
             f"{option}={tp} on nodes with {gpus_per_node} GPUs (an engine stays inside a node: "
-            f"allowed {widths}, best {widths[-1]}; more nodes get more PAT engines)"
+            f"{allowed}; more nodes get more PAT engines)"
         ]
     if heads is not None and heads % tp:
         return [
             f"{option}={tp} with a model of {heads} attention heads (each rank has as many of "
-            f"them: allowed {widths}, best {widths[-1]}; a node gets more PAT engines)"
+            f"them: {allowed}; a node gets more PAT engines)"
         ]
     if world_size is not None and world_size % tp:
         return [
             f"{option}={tp} on {world_size} GPUs (each must belong to an engine: "
-            f"allowed {_widths(world_size, heads)})"
+            f"{_allowed(_widths(world_size, heads))})"
         ]
     return []
+
+
+def advice_on_width(rollout: Any, model: Any, gpus_per_node: int) -> str | None:
+    """What to say of engines that are narrower than a node could have; None: nothing."""
+    tp = _number(rollout, "tensor_model_parallel_size")
+    best = max(_widths(gpus_per_node, _num_heads(model)), default=tp)
+    if tp >= best:
+        return None
+    return (
+        f"rollout.tensor_model_parallel_size={tp}: a PAT engine over {tp} of the {gpus_per_node} "
+        f"GPUs of a node chooses among layouts of {tp}. Best is {best}"
+    )
 
 
 def _num_heads(model: Any) -> int | None:
@@ -274,8 +289,14 @@ def _num_heads(model: Any) -> int | None:
 
 
 def _widths(*numbers: int | None) -> list[int]:
-    """Tensor-parallel sizes that divide all of these numbers that are known, ascending."""
-    return _divisors(math.gcd(*(number or 0 for number in numbers)))
+    """Tensor-parallel sizes of PAT's engines that divide all of these numbers that are known,
+    ascending; none where nothing is known."""
+    common = math.gcd(*(number or 0 for number in numbers))
+    return [tp for tp in range(2, common + 1) if common % tp == 0]
+
+
+def _allowed(widths: list[int]) -> str:
+    return f"allowed {widths}, best {widths[-1]}" if widths else "none, set rollout.name=vllm"
 
 
 def _backend(rollout: Any) -> Any:
@@ -309,10 +330,6 @@ def _get(config: Any, path: str) -> Any:
         else:
             config = getattr(config, name, None)
     return config
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _shown(value: Any) -> str:
