@@ -357,7 +357,9 @@ def test_settings_with_pat_are_what_pat_reads(tail: Advice) -> None:
     assert given["distributed_executor_backend"] == "pat" and given["max_num_seqs"] == 256
     assert "speculative_config" not in given
     assert option(forms["vllm serve"], "--additional-config") == {"pat": pat}
-    assert option(forms["OpenRLHF"], "--vllm.pat") == pat
+    note, _, command = forms["OpenRLHF"].partition("\n")
+    assert option(command, "--vllm.pat") == pat and "max_num_seqs" not in command
+    assert note.startswith("# WITHOUT max_num_seqs=256") and "leaves a GPU vLLM's 128" in note
     assert "actor_rollout_ref.rollout.name=pat" in forms["VeRL"]
     assert "policy='{kind:predictor,lengths_file:/PATH/lengths.json}'" in forms["VeRL"]
 
@@ -368,6 +370,7 @@ def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
     for name, text in settings(equal, "MODEL", 256).items():
         assert "pat" not in text.lower(), name
         assert str(layout.tp) in text
+        assert "max_num_seqs" in text.replace("-", "_"), name
 
 
 def test_settings_with_drafts(accepted: Advice) -> None:
