@@ -65,6 +65,8 @@ MUTATIONS = mutations({
         ("what is being written is removed", "files.writing:forgotten", "now - _FORGOTTEN", "now + _FORGOTTEN"),
         ("an open directory stays open", "files.writing:make_private", "os.fchmod(descriptor, 0o700)", "pass"),
         ("a link is followed", "files.writing:make_private", " | os.O_NOFOLLOW", ""),
+        ("a directory of the user's is renamed", "files.aside:set_aside", "if os.path.isfile(path):", "if True:"),
+        ("a lengths file that cannot be read ends an engine", "predictor.kept:Keeper.load", "except FileError as error:", "except KeyError as error:"),
         ("another user's directory is taken", "files.writing:make_private", "status.st_uid != os.geteuid()", "False"),
         ("a pipe is read", "files.reading:read_bytes", "if not stat.S_ISREG(status.st_mode):", "if False:"),
         ("another user's file is taken", "files.reading:read_bytes", "own and status.st_uid != os.geteuid()", "False"),
@@ -153,7 +155,7 @@ MUTATIONS = mutations({
         ("limits of 0 do not count as text alone", "refused:_images", " and model.supports_multimodal_inputs", ""),
         ("an all-reduce of one group in a process is not refused", "refused:_variable", "getattr(envs, name)", "False"),
         ("NUMA binding is refused where ranks are in order", "refused:_numa_bind", "parallel.numa_bind and any(device_of(rank, ranks) != rank for rank in range(ranks))", "parallel.numa_bind"),
-        ("bad files are found by the scheduler", "support:prepare", "_check_files(pat_config(vllm_config).policy)", "pass"),
+        ("bad files are found by the scheduler", "support:prepare", "_check_profile(pat_config(vllm_config).policy)", "pass"),
         ("packed copies of both kinds of experts", "support:_choose_experts", 'if (experts := pat_config(vllm_config).experts) == "auto":', 'if (experts := pat_config(vllm_config).experts) == "none":'),
     ],
     "tests/vllm/test_plugin.py": [
