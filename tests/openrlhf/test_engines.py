@@ -154,6 +154,32 @@ def test_a_tokenizer_is_sent_and_unpacked_once() -> None:
     assert [reference.unpacked for reference in references] == [1, 1]
 
 
+def test_each_engine_keeps_what_it_learns_in_a_file_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pat_openrlhf import engines
+    from pat_openrlhf.options import EngineOptions
+
+    made: list[dict[str, Any]] = []
+
+    def start(**arguments: Any) -> Any:
+        made.append(arguments["pat"])
+        return SimpleNamespace(ready=SimpleNamespace(remote=lambda: None))
+
+    actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=start))
+    ray = SimpleNamespace(remote=lambda cls: actor_class, get=lambda references: None)
+    monkeypatch.setattr(engines, "ray", ray)
+    monkeypatch.setattr(engines, "check_nodes", lambda group, bundles: None)
+    monkeypatch.setattr(engines, "get_bundle_indices", lambda group, index, ranks: [index])
+    placed = {"scheduling_strategy": SimpleNamespace(placement_group=None)}
+    policy = {"kind": "predictor", "lengths_file": "/kept/lengths.json", "profile": "/p.json"}
+    of_all = engines.PatEngines(EngineOptions({"policy": policy}, num_engines=2))
+    for _ in range(2):
+        of_all.options(**placed).remote(tensor_parallel_size=2)
+    second = {**policy, "lengths_file": "/kept/lengths.1.json"}
+    assert made == [{"policy": policy}, {"policy": second}]
+
+
 def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends each tokenizer once, and is its actor's otherwise."""
     from pat_openrlhf import handle

@@ -121,7 +121,8 @@ def test_where_it_cannot_be_used(
     assert "rollout.name=pat cannot be used with this verl" in caplog.text
 
 
-def test_pat_options_survive_the_command_line() -> None:
+@pytest.mark.parametrize("replica", [0, 1])
+def test_pat_options_survive_the_command_line(replica: int) -> None:
     """verl turns the engine's options into command-line arguments, which vLLM parses again."""
     from pat_verl.server import PatHttpServer
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
@@ -130,9 +131,13 @@ def test_pat_options_survive_the_command_line() -> None:
 
     from pat_vllm.config import PATConfig
 
-    pat = {"policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}}, "layouts": [1, 2]}
+    pat = {
+        "policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}},
+        "layouts": [1, 2],
+        "draft_history_file": "/kept/history.npz",
+    }
     server = object.__new__(PatHttpServer)
-    server.config = config(name="pat")
+    server.config, server.replica_rank = config(name="pat"), replica
     drafts = {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -150,7 +155,9 @@ def test_pat_options_survive_the_command_line() -> None:
     assert arguments.additional_config["mine"] == 1
     assert arguments.speculative_config == drafts
     parsed = PATConfig.parse(json.loads(json.dumps(arguments.additional_config))["pat"])
-    assert parsed == PATConfig.parse({**pat, "launcher": "mp"})
+    # What an engine keeps is in a file of its own.
+    own = {"draft_history_file": f"/kept/history{'.1' if replica else ''}.npz", "launcher": "mp"}
+    assert parsed == PATConfig.parse({**pat, **own})
 
 
 def test_pause_generation_in_both_spellings() -> None:

@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, speculate_async, switch_async
+from pat_vllm.config import with_own_files
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class PatHttpServer(vLLMHttpServer):
             if name in engine_kwargs:
                 engine_kwargs[name] = plain(engine_kwargs[name])
         additional = engine_kwargs.get("additional_config") or {}
+        pat = with_own_files(additional.get("pat") or {}, self.replica_rank)
         # verl's weight push and its GPUs are in this process's environment, which children share.
-        pat = {**(additional.get("pat") or {}), "launcher": "mp"}
+        pat["launcher"] = "mp"
         engine_kwargs["additional_config"] = {**additional, "pat": pat}
 
     def _get_worker_extension_cls(self) -> str:

@@ -30,6 +30,7 @@ MUTATIONS = mutations({
         ("of two values for one number, one is lost", "policy_config:_each_once", "count > 1", "count > 2"),
         ("a value is printed whole", "config:_describe", "value {shown(error['input'])}: ", "value {error['input']!r}: "),
         ("layouts need not be multiples of the base layout", "config:PATConfig._sizes", "if tp % self.base:", "if tp % 1:"),
+        ("a file's folder takes the number of an engine", "config:with_own_files", "os.path.splitext(file)", "file.split('.', 1)"),
         ("the base layout is not kept ready", "config:PATConfig._sizes", "{*self.layouts, self.base}", "{*self.layouts}"),
         ("all ranks in one group only if they are a power of two", "config:PATConfig._sizes", "sizes = {world_size}", "sizes = set()"),
         ("the base layout has a limit, too", "config:PATConfig.largest_batch", " or layout.tp == self.base", ""),
