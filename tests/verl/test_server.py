@@ -219,7 +219,8 @@ def test_stop_strings(pat: Server, old: Reference) -> None:
     assert text
     (stopped,) = pat.generate_all(PROMPTS[:1], max_tokens=24, stop=[text])
     assert stopped.stop_reason == "completed"
-    assert stopped.token_ids == whole.token_ids[:6]
+    # Its last character may be whole one token later.
+    assert stopped.token_ids in (whole.token_ids[:6], whole.token_ids[:7])
     old.check([stopped], PROMPTS[:1])
 
 
