@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
@@ -244,6 +245,28 @@ class PATConfig(StrictModel):
                 return (*policy.switch_at.values(), *policy.num_speculative_tokens)
             case _:
                 return ()
+
+
+def with_own_files(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The options of one of several engines that a trainer makes with the same ones. What engines
+    keep is in a file for each, or they would overwrite one another's.
+
+    Args:
+        options: raw, as `PATConfig.parse` takes them.
+        number: of the engine, from 0 on. Of the first, files have the names that are given; those
+            of number 1 are `NAME.1.json` in place of `NAME.json`.
+    """
+
+    def own(values: Mapping[str, Any], option: str) -> dict[str, Any]:
+        if number == 0 or not isinstance(file := values.get(option), str):
+            return dict(values)
+        stem, suffix = os.path.splitext(file)
+        return {**values, option: f"{stem}.{number}{suffix}"}
+
+    policy = options.get("policy")
+    if isinstance(policy, Mapping):
+        options = {**options, "policy": own(policy, "lengths_file")}
+    return own(options, "draft_history_file")
 
 
 def runs_pat(vllm_config: Any) -> bool:

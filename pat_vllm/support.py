@@ -6,7 +6,6 @@ Runs in the front end before any worker starts, so that a mistake is a clear err
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,7 @@ def prepare(vllm_config: VllmConfig) -> None:
             )
         )
     _choose_experts(vllm_config)
-    _check_files(pat_config(vllm_config).policy)
+    _check_profile(pat_config(vllm_config).policy)
     _choose_layouts(vllm_config)
     _check_heads(vllm_config, layouts_of(vllm_config))
     _check_draft_lengths(vllm_config)
@@ -197,17 +196,14 @@ def _device(vllm_config: VllmConfig) -> tuple[Device | None, str]:
         return None, ""
 
 
-def _check_files(policy: PolicyConfig) -> None:
-    """Check that files that the policy reads are whole, where the user hears of it at once."""
-    if not isinstance(policy, PredictorPolicyConfig):
-        return
-    if policy.profile is not None:
+def _check_profile(policy: PolicyConfig) -> None:
+    """Check that a profile that the policy names is whole, where the user hears of it at once.
+
+    What engines keep themselves stops none: what cannot be read is set aside by the engine core.
+    """
+    if isinstance(policy, PredictorPolicyConfig) and policy.profile is not None:
         # The scheduler checks that it is this engine's.
         Profile.load(Path(policy.profile))
-    if policy.lengths_file is not None and os.path.exists(policy.lengths_file):
-        from pat_vllm.predictor import kept
-
-        kept.load(Path(policy.lengths_file))
 
 
 def _platform_worker() -> str:

@@ -13,6 +13,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import cut, read_text, shown
 from pat_vllm.gpus import GPUS, NODE_SIZE, gpu_named
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import choose
@@ -163,7 +164,31 @@ def engine_of(options: AdviseOptions) -> Profile:
             f"8, and {options.gpus} GPUs leave only groups of 1, nothing to switch between; name "
             "an even number"
         )
+    _check_heads(options.model, options.gpus)
     return modelled_engine(options, static=True)
+
+
+def _check_heads(model: str, gpus: int) -> None:
+    """Check that vLLM can run the model with a tensor parallelism of all GPUs.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    config, name = named_config(model)
+    shape = ModelShape.from_config(config)
+    if shape.divides(gpus):
+        return
+    allowed = [tp for tp in range(2, NODE_SIZE + 1, 2) if shape.divides(tp)]
+    way_out = "an engine on one GPU is all that it can have"
+    if allowed:
+        way_out = (
+            f"name --gpus {' or '.join(map(str, allowed))}, for one of several engines, and its "
+            "share of the responses (--responses)"
+        )
+    raise ValueError(
+        f"--gpus is {gpus}, but vLLM cannot split {name} over {gpus} ranks, with its {shape.heads} "
+        f"attention heads, {shape.kv_heads} KV heads and MLPs of {shape.intermediate}; {way_out}"
+    )
 
 
 def modelled_engine(options: AdviseOptions, **more: Any) -> Profile:

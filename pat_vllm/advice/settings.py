@@ -19,6 +19,8 @@ PLACEHOLDERS = {
 
 _VERL = "actor_rollout_ref.rollout"
 _VLLM_IN_VERL = f"{_VERL}.engine_kwargs.vllm"
+_OF_OPENRLHF = "128 requests and 2048 tokens a step"
+"""vLLM's own limits for engines that are made as OpenRLHF 0.11.2 makes them."""
 
 
 def settings(
@@ -131,6 +133,12 @@ def _openrlhf(options: Mapping[str, Any], engines: int) -> str:
         words.append(f"--vllm.speculative_config '{json.dumps(drafts)}'")
     elif drafts:
         notes += "# WITHOUT the drafts of the other forms: OpenRLHF has no option for them\n"
+    if "max_num_seqs" in options:
+        of = "a GPU" if pat else "an engine"
+        notes += (
+            f"# WITHOUT max_num_seqs={options['max_num_seqs']} of the other forms, which was "
+            f"simulated: OpenRLHF has no option for it, and leaves {of} vLLM's {_OF_OPENRLHF}\n"
+        )
     if pat:
         words.append(f"--vllm.pat '{json.dumps(pat)}'")
     return notes + _joined(words)

@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from pat_vllm.drafts.corpus import BETWEEN_ROWS, KEY_BYTES, Corpus, Key, Row
+from pat_vllm.files.aside import set_aside
 from pat_vllm.files.reading import FileError, name_of, read_bytes
 from pat_vllm.files.writing import write_whole
 
 logger = logging.getLogger(__name__)
-
-SET_ASIDE = ".unreadable"
-"""What is added to the name of a file that cannot be read."""
 
 _OPTION = "pat.draft_history_file"
 _MOST_BYTES = 8 << 30
@@ -50,13 +48,7 @@ class HistoryFile:
         try:
             rows = read_rows(self._path)
         except FileError as error:
-            aside = self._path.with_name(self._path.name + SET_ASIDE)
-            try:
-                os.replace(self._path, aside)
-                done = f"it is now {name_of(aside)}"
-            except OSError as failure:
-                done = f"it cannot be renamed ({failure.strerror})"
-            logger.warning("%s: %s; %s, and the engine starts without it", _OPTION, error, done)
+            set_aside(self._path, _OPTION, error)
             return
         for key, tokens in rows:
             corpus.restore(key, tokens)

@@ -75,15 +75,12 @@ class AdaptivePolicy(Policy):
             bound: longest possible response, tokens.
             costs: the engine's cost model, which the engine tells of its switches. None makes one
                 of the policy's own, which the policy tells of them.
-            lengths_file: what is learnt about lengths and drafts is read from here if it exists,
-                and kept here between engines.
+            lengths_file: what is learnt about lengths and drafts is read from here if it exists and
+                can be read, and kept here between engines.
             draft_lengths: among which it chooses, ascending. With 0 alone it plans as if no draft
                 was accepted, and leaves draft lengths to the engine's configuration.
             timer: measures this policy's own work, which is bounded; a simulator that wants
                 reproducible runs passes one that stands still.
-
-        Raises:
-            ValueError: `lengths_file` cannot be read.
         """
         layouts = profile.layouts
         self.home = layouts[0]

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pat_vllm.files.aside import set_aside
 from pat_vllm.files.digest import with_digest
 from pat_vllm.files.reading import FileError, name_of, read_json, without_digest
 from pat_vllm.files.writing import write_whole
@@ -16,6 +17,7 @@ from pat_vllm.predictor.lengths import LengthModel
 
 logger = logging.getLogger(__name__)
 
+_OPTION = "pat.policy.lengths_file"
 _MOST_BYTES = 4 << 20
 _ACCEPTANCE = "acceptance"
 
@@ -28,9 +30,13 @@ class Keeper:
         self._failed: str | None = None
 
     def load(self, bound: int, draft_lengths: Sequence[int]) -> tuple[LengthModel, Acceptance]:
-        """What the file holds, or models that have learnt nothing; otherwise like `load`."""
+        """What the file holds, or models that have learnt nothing; otherwise like `load`. What
+        cannot be read is set aside, and the log says so."""
         if self._path is not None and os.path.exists(self._path):
-            return load(self._path, bound, draft_lengths)
+            try:
+                return load(self._path, bound, draft_lengths)
+            except FileError as error:
+                set_aside(self._path, _OPTION, error)
         return LengthModel(bound), Acceptance(draft_lengths)
 
     def save(self, lengths: LengthModel, acceptance: Acceptance | None) -> None:
@@ -45,8 +51,9 @@ class Keeper:
             if self._failed != reason:
                 self._failed = reason
                 logger.warning(
-                    "pat.policy.lengths_file=%s cannot be written (%s): what is learnt about "
-                    "lengths and drafts will be lost when this engine ends",
+                    "%s=%s cannot be written (%s): what is learnt about lengths and drafts will be "
+                    "lost when this engine ends",
+                    _OPTION,
                     name_of(self._path),
                     reason,
                 )
@@ -75,14 +82,10 @@ def load(
             as with other weights: those of another engine are.
 
     Raises:
-        ValueError: the file cannot be read, or was not written by `save`.
+        FileError: the file cannot be read, or was not written by `save`.
     """
     named = f"the lengths file {name_of(path)}"
-    advice = "delete it to start afresh, or name another in pat.policy.lengths_file"
-    try:
-        content = without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
-    except FileError as error:
-        raise FileError(f"{error}; {advice}") from error
+    content = without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
     try:
         learnt = content.pop(_ACCEPTANCE, None)  # not where there were no drafts
         lengths = LengthModel.from_json(content, bound)
@@ -91,5 +94,5 @@ def load(
             acceptance = Acceptance.from_json(learnt, draft_lengths)
             acceptance.weights_changed()
     except ValueError as error:
-        raise FileError(f"{named} holds no length history ({error}); {advice}") from error
+        raise FileError(f"{named} holds no length history ({error})") from error
     return lengths, acceptance

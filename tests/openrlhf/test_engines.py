@@ -45,7 +45,7 @@ class Executor:
         return "a response"
 
 
-def actor_over(engine: Engine, executor: Executor) -> Any:
+def actor_over(engine: Engine, executor: Any) -> Any:
     from pat_openrlhf.engines import PatRolloutActor
 
     actor: Any = object.__new__(PatRolloutActor)
@@ -79,6 +79,37 @@ def test_vllm_is_asked_for_the_last_output_alone() -> None:
     assert params.output_kind == RequestOutputKind.FINAL_ONLY
     assert (params.max_tokens, params.logprobs) == (7, 1)
     assert given.output_kind == RequestOutputKind.CUMULATIVE
+
+
+@pytest.mark.parametrize("stop", [None, "end"])
+@pytest.mark.parametrize("kind", ["single turns", "a reward of its own", "agents", "its own"])
+def test_text_is_made_where_somebody_may_read_it(kind: str, stop: str | None) -> None:
+    """OpenRLHF's executor for single turns reads none; stop strings are sought in it."""
+    from openrlhf.utils.agent import MultiTurnAgentExecutor, SingleTurnAgentExecutor
+    from vllm import SamplingParams
+
+    class Rewarding(SingleTurnAgentExecutor):  # type: ignore[misc]
+        async def _fetch_rewards_via_func(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    class Reading(SingleTurnAgentExecutor):  # type: ignore[misc]
+        async def execute(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    executors: dict[str, Any] = {
+        "single turns": SingleTurnAgentExecutor,
+        "a reward of its own": Rewarding,
+        "agents": MultiTurnAgentExecutor,
+        "its own": Reading,
+    }
+    engine = Engine()
+    actor = actor_over(engine, object.__new__(executors[kind]))
+    given = SamplingParams(stop=stop)
+    asyncio.run(actor.generate([1, 2], given))
+    (params,) = engine.params
+    assert params.detokenize == (stop is not None or kind in ("agents", "its own"))
+    params._verify_args()
+    assert given.detokenize
 
 
 class Reference:
@@ -121,6 +152,32 @@ def test_a_tokenizer_is_sent_and_unpacked_once() -> None:
     asyncio.run(rollouts())
     assert executor.tokenizers == ["one"] * 3 + ["another"] * 3
     assert [reference.unpacked for reference in references] == [1, 1]
+
+
+def test_each_engine_keeps_what_it_learns_in_a_file_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pat_openrlhf import engines
+    from pat_openrlhf.options import EngineOptions
+
+    made: list[dict[str, Any]] = []
+
+    def start(**arguments: Any) -> Any:
+        made.append(arguments["pat"])
+        return SimpleNamespace(ready=SimpleNamespace(remote=lambda: None))
+
+    actor_class = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=start))
+    ray = SimpleNamespace(remote=lambda cls: actor_class, get=lambda references: None)
+    monkeypatch.setattr(engines, "ray", ray)
+    monkeypatch.setattr(engines, "check_nodes", lambda group, bundles: None)
+    monkeypatch.setattr(engines, "get_bundle_indices", lambda group, index, ranks: [index])
+    placed = {"scheduling_strategy": SimpleNamespace(placement_group=None)}
+    policy = {"kind": "predictor", "lengths_file": "/kept/lengths.json", "profile": "/p.json"}
+    of_all = engines.PatEngines(EngineOptions({"policy": policy}, num_engines=2))
+    for _ in range(2):
+        of_all.options(**placed).remote(tensor_parallel_size=2)
+    second = {**policy, "lengths_file": "/kept/lengths.1.json"}
+    assert made == [{"policy": policy}, {"policy": second}]
 
 
 def test_the_handle(monkeypatch: pytest.MonkeyPatch) -> None:

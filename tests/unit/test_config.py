@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pat_vllm.config import PATConfig, home_layout
+from pat_vllm.config import PATConfig, home_layout, with_own_files
 from pat_vllm.layout import Layout
 from pat_vllm.mixture import Mixture
 from pat_vllm.predictor.cost import CostModel
@@ -243,3 +244,21 @@ def test_static_policy_stays_at_its_layout() -> None:
     assert policy.choose(state(2, 1)).tp == 2
     assert policy.choose(state(4, 1)).tp == 4, "a forced switch holds until the engine is idle"
     assert str(policy_of(static("tp2dp2ep"), MIXTURE).home) == "tp2dp2ep"
+
+
+def test_each_of_several_engines_keeps_files_of_its_own() -> None:
+    """What they only read is the same."""
+    policy = {"kind": "predictor", "lengths_file": "kept.d/lengths", "profile": "p.json"}
+    options = {"policy": policy, "draft_history_file": "/h.npz", "base_tp": 1}
+    before = copy.deepcopy(options)
+    assert with_own_files(options, 0) == before
+    assert with_own_files(options, 12) == {
+        "policy": {**policy, "lengths_file": "kept.d/lengths.12"},
+        "draft_history_file": "/h.12.npz",
+        "base_tp": 1,
+    }
+    assert options == before
+    assert with_own_files({"policy": "wrong", "draft_history_file": None}, 1) == {
+        "policy": "wrong",
+        "draft_history_file": None,
+    }

@@ -23,8 +23,11 @@ from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.cli.doctor_models import sizes_of
 from pat_vllm.cli.profile import measured_before
 from pat_vllm.doctor.report import names_of_this_machine
+from pat_vllm.drafts.corpus import Corpus, key_of
+from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
+from pat_vllm.files.aside import SET_ASIDE
 from pat_vllm.files.digest import with_digest
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor import kept
@@ -139,7 +142,7 @@ def test_no_damage_to_lengths_is_taken(
         flipped = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
         for damaged in (whole[:at], flipped):
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match="delete it"):
+            with pytest.raises(ValueError, match=r"lengths\.json"):
                 kept.load(path)
     # Nor what no engine can have seen, by whomever it was written.
     content = {**lengths.to_json(), "acceptance": Acceptance((0, 2)).to_json()}
@@ -150,8 +153,69 @@ def test_no_damage_to_lengths_is_taken(
     wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}, {"format": 9}]
     for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
         path.write_text(json.dumps(with_digest({**content, **fields})))
-        with pytest.raises(ValueError, match="delete it"):
+        with pytest.raises(ValueError, match=r"lengths\.json"):
             kept.load(path)
+
+
+def keep_lengths(path: Path) -> bool:
+    """As an engine: read, and write what is learnt; whether nothing was found."""
+    keeper = kept.Keeper(path)
+    model, acceptance = keeper.load(1000, (0, 2))
+    keeper.save(some_lengths(), acceptance)
+    return model.responses == 0
+
+
+def keep_responses(path: Path) -> bool:
+    file, corpus = HistoryFile(path), Corpus(1 << 20)
+    file.load(corpus)
+    found = corpus.num_bytes
+    corpus.add(key_of([1]), [7, 8], [9])
+    file.close(corpus)
+    return found == 0
+
+
+KEEPERS = {"lengths_file": keep_lengths, "draft_history_file": keep_responses}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("option", KEEPERS)
+@pytest.mark.parametrize("kind", [*KINDS, *WORDS])
+def test_what_an_engine_cannot_read_of_its_own_is_set_aside(
+    kind: str, option: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It starts afresh and keeps what it learns. What no engine has made stays as it is."""
+    path, aside = tmp_path / "kept", tmp_path / f"kept{SET_ASIDE}"
+    make(kind, path)
+    is_file = path.is_file()
+    assert KEEPERS[option](path)
+    first = caplog.records[0].message
+    assert option in first and "the engine starts without it" in first
+    assert aside.exists() == is_file == (SET_ASIDE in first)
+    assert is_file or "cannot be written" in caplog.text
+    caplog.clear()
+    assert KEEPERS[option](path) != is_file
+    assert path.exists() and bool(caplog.records) != is_file
+
+
+@pytest.mark.parametrize("option", KEEPERS)
+def test_no_permission_stops_no_engine(
+    option: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither to read its own file, nor to rename it. Imitated, as tests may run as root."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    path = tmp_path / "kept"
+    path.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr(os, "replace", refuse)
+        assert KEEPERS[option](path)
+    read, written = (record.message for record in caplog.records)
+    assert "cannot be read: Permission denied; it cannot be renamed (Permission denied)" in read
+    assert "cannot be written" in written
+    assert os.listdir(tmp_path) == ["kept"]
 
 
 # ---------------------------------------------------------------- the user's alone

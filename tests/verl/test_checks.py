@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("pat_verl")
 
 from pat_verl.checks import (
     ALLOW_UNTESTED,
+    advice_on_width,
     asks_for_pat,
     check_rollout,
     check_verl_version,
@@ -77,6 +80,11 @@ def test_configs_that_pass() -> None:
         ({VLLM + "tensor_parallel_size": 2}, "vllm.tensor_parallel_size=2", "leave it out"),
         ({VLLM + "distributed_executor_backend": "mp"}, "_backend=mp", "rollout.name=vllm"),
         (
+            {VLLM + "additional_config": {"pat": {"enabled": False}}},
+            "additional_config.pat.enabled=False",
+            "set rollout.name=vllm and the rollout.tensor_model_parallel_size that you want",
+        ),
+        (
             {VLLM + "additional_config": {"pat": {"launcher": "ray"}}},
             "additional_config.pat.launcher=ray",
             "leave it out",
@@ -114,9 +122,11 @@ def test_refused(changes: dict[str, Any], option: str, way_out: str) -> None:
     ("tp", "per_node", "world", "message"),
     [
         (16, 8, 16, "tensor_model_parallel_size=16 on nodes with 8 GPUs .*more PAT engines"),
-        (3, 8, 8, r"tensor_model_parallel_size=3 on nodes with 8 GPUs .*allowed \[1, 2, 4, 8\]"),
-        (4, None, 6, r"tensor_model_parallel_size=4 on 6 GPUs .*allowed \[1, 2, 3, 6\]"),
-        (0, 8, 8, "tensor_model_parallel_size=0 .*at least 1"),
+        (3, 8, 8, r"tensor_model_parallel_size=3 on nodes with 8 GPUs .*allowed \[2, 4, 8\]"),
+        (2, 1, 8, "tensor_model_parallel_size=2 on nodes with 1 GPUs .*rollout.name=vllm"),
+        (4, None, 6, r"tensor_model_parallel_size=4 on 6 GPUs .*allowed \[2, 3, 6\]"),
+        (1, 8, 8, "size=1 .*at least 2.*name all GPUs of a node, or set rollout.name=vllm"),
+        (0, 8, 8, "tensor_model_parallel_size=0 .*at least 2"),
     ],
 )
 def test_tp_that_does_not_match_the_gpus(
@@ -127,20 +137,61 @@ def test_tp_that_does_not_match_the_gpus(
         check_rollout(config, gpus_per_node=per_node, world_size=world)
 
 
+def test_heads_that_do_not_divide(tmp_path: Path) -> None:
+    """Of Qwen2.5-7B; vLLM would refuse them when a trainer has loaded the model."""
+    loaded = SimpleNamespace(num_attention_heads=28)
+    text = SimpleNamespace(text_config=loaded, num_attention_heads=8)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 28}')
+    on_disk = {"path": str(tmp_path), "hf_config_path": None}
+    message = r"size=8 with a model of 28 attention heads .*allowed \[2, 4\], best 4"
+    for model in ({"hf_config": loaded}, {"hf_config": text}, on_disk):
+        with pytest.raises(ValueError, match=message):
+            check_rollout(rollout(tensor_model_parallel_size=8), model, gpus_per_node=8)
+        with pytest.raises(ValueError, match=r"size=3 on nodes.*allowed \[2, 4\], best 4"):
+            check_rollout(rollout(tensor_model_parallel_size=3), model, gpus_per_node=8)
+        check_rollout(rollout(tensor_model_parallel_size=4), model, gpus_per_node=8)
+    (tmp_path / "config.json").write_text("no JSON")
+    for unknown in (on_disk, {"path": "Qwen/Qwen2.5-7B"}, {"hf_config": object()}):
+        check_rollout(rollout(tensor_model_parallel_size=8), unknown, gpus_per_node=8)
+
+
+def test_advice_on_narrow_engines() -> None:
+    """As wide as a node, or as the model's heads allow there."""
+    heads = {"hf_config": SimpleNamespace(num_attention_heads=28)}
+    for tp, model, best in ((8, None, None), (4, heads, None), (2, heads, 4), (4, None, 8)):
+        said = advice_on_width(rollout(tensor_model_parallel_size=tp), model, 8)
+        assert said is None if best is None else said and f"over {tp} of the 8 GPUs" in said
+        assert best is None or str(said).endswith(f"Best is {best}")
+
+
 def test_adapters_are_refused_unless_merged() -> None:
     with pytest.raises(ValueError, match=r"model.lora_rank=8 .*model.lora.merge=true"):
         check_rollout(rollout(), {"lora_rank": 8, "lora": {"rank": 0}})
 
 
-def test_both_ways_to_ask_for_pat() -> None:
-    """The error names the one that was used."""
-    asked = rollout(name="vllm", **{VLLM + "distributed_executor_backend": "pat"})
-    assert asks_for_pat(rollout()) and asks_for_pat(asked)
-    assert not asks_for_pat(rollout(name="vllm"))
-    backend = "rollout.engine_kwargs.vllm.distributed_executor_backend=pat"
-    for config, option in ((rollout(), "rollout.name=pat"), (asked, backend)):
+def test_all_ways_to_ask_for_pat() -> None:
+    """The error names the one that was used. `enabled` is as in an engine: vLLM's classes of verl
+    would else run with PAT's executor."""
+    backend = {VLLM + "distributed_executor_backend": "pat"}
+    enabled, disabled = (
+        {VLLM + "additional_config": {"pat": {"enabled": value}}} for value in (True, False)
+    )
+    kwargs = "rollout.engine_kwargs.vllm"
+    for config, option in (
+        (rollout(), "rollout.name=pat"),
+        (rollout(name="vllm", **backend), f"{kwargs}.distributed_executor_backend=pat"),
+        (rollout(name="vllm", **enabled), f"{kwargs}.additional_config.pat.enabled=true"),
+    ):
+        assert asks_for_pat(config)
+        check_rollout(config)
         with pytest.raises(ValueError, match=f"^{option} "):
             check_rollout(config | {"data_parallel_size": 2})
+    for changes in ({}, disabled, backend | disabled):
+        assert not asks_for_pat(rollout(name="vllm", **changes))
+    text = rollout(name="vllm", **{VLLM + "additional_config": '{"pat": {"enabled": true}}'})
+    assert asks_for_pat(text)
+    with pytest.raises(ValueError, match=r"must be a mapping, got .*enabled"):
+        check_rollout(text)
 
 
 def test_options_as_hydra_gives_them() -> None:

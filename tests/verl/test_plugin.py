@@ -55,26 +55,30 @@ def test_verl_finds_the_entry_point() -> None:
     assert RolloutReplicaRegistry._registry == before
 
 
+@pytest.mark.parametrize("max_num_seqs", [16, 2000])
 @pytest.mark.parametrize(("name", "asked"), [("pat", True), ("vllm", True), ("vllm", False)])
-def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool) -> None:
+def test_both_ways_to_ask_for_pat_and_neither(name: str, asked: bool, max_num_seqs: int) -> None:
     from pat_verl.server import PatHttpServer
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    rollout = config(name=name, max_num_seqs=2000, tensor_model_parallel_size=4)
+    rollout = config(name=name, max_num_seqs=max_num_seqs, tensor_model_parallel_size=4)
     if asked and name == "vllm":
         with_pats_executor(rollout)
     replica = get_rollout_replica_class(name)(0, rollout, None, 8)
     base = replica.server_class.__ray_metadata__.modified_class.__mro__[1]
     assert base is (PatHttpServer if asked else vLLMHttpServer)
-    # max_num_seqs is of each inner replica
-    assert replica.max_concurrency == (4 if asked else 1) * 2000 + 16
+    # Of each inner replica, which stands for a server of verl's: what it runs, or Ray's calls.
+    servers = 4 if asked else 1
+    assert replica.max_concurrency == max(servers * max_num_seqs + 16, servers * 1000)
     assert replica._get_server_name_prefix() == f"{name}_"
     if asked:
         with pytest.raises(ValueError, match="tensor_model_parallel_size=4 on nodes with 2 GPUs"):
             get_rollout_replica_class(name)(0, rollout, None, 2)
 
 
-def test_a_trainers_config_is_checked_before_anything_starts() -> None:
+def test_a_trainers_config_is_checked_before_anything_starts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from verl.trainer import main_ppo
 
     def check(**changes: Any) -> None:
@@ -85,6 +89,9 @@ def test_a_trainers_config_is_checked_before_anything_starts() -> None:
 
     check(name="vllm", tensor_model_parallel_size=3)  # not PAT's business
     check(name="pat", tensor_model_parallel_size=8)
+    assert "GPUs of a node" not in caplog.text
+    check(name="pat", tensor_model_parallel_size=4)
+    assert caplog.text.count("a PAT engine over 4 of the 8 GPUs of a node") == 1
     with pytest.raises(ValueError, match="tensor_model_parallel_size=3 on nodes with 8 GPUs"):
         check(name="pat", tensor_model_parallel_size=3)
 
@@ -114,7 +121,8 @@ def test_where_it_cannot_be_used(
     assert "rollout.name=pat cannot be used with this verl" in caplog.text
 
 
-def test_pat_options_survive_the_command_line() -> None:
+@pytest.mark.parametrize("replica", [0, 1])
+def test_pat_options_survive_the_command_line(replica: int) -> None:
     """verl turns the engine's options into command-line arguments, which vLLM parses again."""
     from pat_verl.server import PatHttpServer
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
@@ -123,9 +131,13 @@ def test_pat_options_survive_the_command_line() -> None:
 
     from pat_vllm.config import PATConfig
 
-    pat = {"policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}}, "layouts": [1, 2]}
+    pat = {
+        "policy": {"kind": "schedule", "switch_at": {4: 2, 8: 1}},
+        "layouts": [1, 2],
+        "draft_history_file": "/kept/history.npz",
+    }
     server = object.__new__(PatHttpServer)
-    server.config = config(name="pat")
+    server.config, server.replica_rank = config(name="pat"), replica
     drafts = {
         "method": "ngram",
         "num_speculative_tokens": 4,
@@ -143,7 +155,9 @@ def test_pat_options_survive_the_command_line() -> None:
     assert arguments.additional_config["mine"] == 1
     assert arguments.speculative_config == drafts
     parsed = PATConfig.parse(json.loads(json.dumps(arguments.additional_config))["pat"])
-    assert parsed == PATConfig.parse({**pat, "launcher": "mp"})
+    # What an engine keeps is in a file of its own.
+    own = {"draft_history_file": f"/kept/history{'.1' if replica else ''}.npz", "launcher": "mp"}
+    assert parsed == PATConfig.parse({**pat, **own})
 
 
 def test_pause_generation_in_both_spellings() -> None:
@@ -207,8 +221,31 @@ def test_only_cumulative_outputs_are_joined(kind: str) -> None:
         assert asked[0].stream_interval is not None
         assert outputs == [([5], 1, False), ([5, 6, 7], 3, True)]
     else:
-        assert asked[0].stream_interval is None
+        assert asked[0].stream_interval is None and asked[0].detokenize
         assert outputs == [([5], 1, False), ([6, 7], 2, True)]
+
+
+@pytest.mark.parametrize("stop", [None, "end", ["end", "."]])
+def test_only_stop_strings_need_text(stop: Any) -> None:
+    """verl reads none, and vLLM refuses to seek them without."""
+    from pat_verl.server import _send_first_and_last_outputs
+    from vllm import SamplingParams
+
+    asked: list[SamplingParams] = []
+
+    class Engine:
+        async def generate(self, prompt: Any, sampling_params: Any) -> Any:
+            asked.append(sampling_params)
+            yield "an output"
+
+    async def outputs() -> list[Any]:
+        return [one async for one in engine.generate([1], SamplingParams(stop=stop))]
+
+    engine: Any = Engine()
+    _send_first_and_last_outputs(engine)
+    assert asyncio.run(outputs()) == ["an output"]
+    assert asked[0].detokenize == (stop is not None)
+    asked[0].clone()._verify_args()
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -209,6 +209,21 @@ def test_weights_lost_in_sleep(pat: Server, old: Reference) -> None:
     old.check(regrouped(pat), PROMPTS)
 
 
+def test_stop_strings(pat: Server, old: Reference) -> None:
+    """They are sought in text, which is not made of other requests."""
+    from transformers import AutoTokenizer
+
+    (whole, *_) = in_layout(pat, 1)
+    tokenizer = AutoTokenizer.from_pretrained(few_tokens(ARCH, 0))
+    text = tokenizer.decode(whole.token_ids[:6], skip_special_tokens=True)
+    assert text
+    (stopped,) = pat.generate_all(PROMPTS[:1], max_tokens=24, stop=[text])
+    assert stopped.stop_reason == "completed"
+    # Its last character may be whole one token later.
+    assert stopped.token_ids in (whole.token_ids[:6], whole.token_ids[:7])
+    old.check([stopped], PROMPTS[:1])
+
+
 def test_drafts(pat: Server, old: Reference) -> None:
     """Drafts are verified with the weights that were pushed last, whatever layout is active."""
     repeating = few_tokens(ARCH, 0, repeat=1.2)

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from openrlhf.trainer.ray.vllm_engine import RolloutRayActor
+from openrlhf.utils.agent import SingleTurnAgentExecutor
 from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -22,6 +23,7 @@ from pat_openrlhf.handle import EngineHandle, TokenizerAtHand
 from pat_openrlhf.options import EngineOptions
 from pat_openrlhf.placement import check_nodes, gpus_of_bundles
 from pat_vllm.api import report_async
+from pat_vllm.config import with_own_files
 from pat_vllm.reporting import Report, describe_awaited
 
 logger = init_logger("vllm.pat_openrlhf")  # a child of vLLM's logger, which has the handlers
@@ -80,8 +82,16 @@ class PatRolloutActor(RolloutRayActor.__ray_actor_class__):
         params = copy.copy(sampling_params)
         # Or vLLM makes an output of each token, and wakes the request's task for it.
         params.output_kind = RequestOutputKind.FINAL_ONLY
+        # Or this process would detokenize what all ranks generate. Stop strings are sought in text.
+        if not (params.stop or self._reads_text()):
+            params.detokenize = False
         with _death_told_plainly():
             return await super().generate(prompt_token_ids, params, *args, **kwargs)
+
+    def _reads_text(self) -> bool:
+        """Whether the executor may read the text of outputs. OpenRLHF's for single turns does not;
+        agents do."""
+        return type(self.executor).execute is not SingleTurnAgentExecutor.execute
 
     async def generate_responses(self, *args: Any, **kwargs: Any) -> Any:
         """As OpenRLHF's. The last responses of a rollout also log what the engine did in it."""
@@ -157,7 +167,7 @@ class PatEngines:
         calls = _CALLS_OF_RAY * ranks
         actor_class = ray.remote(PatRolloutActor)
         actor = actor_class.options(**ray_options, max_concurrency=calls).remote(
-            pat=self._options.pat,
+            pat=with_own_files(self._options.pat, len(self._starting)),
             speculative_config=self._options.speculative_config,
             **arguments,
         )

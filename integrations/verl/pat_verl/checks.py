@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from pat_vllm.config import PATConfig
+from pat_vllm.files.reading import read_json_object
 from pat_vllm.policy_config import StaticPolicyConfig
 from pat_vllm.speculation import DRAFTERS
 
@@ -22,6 +24,7 @@ ALLOW_UNTESTED = "PAT_ALLOW_UNTESTED_VERL"
 """Environment variable that lets it run with another verl when set to 1."""
 
 _KWARGS = "engine_kwargs.vllm"
+_ENABLED = f"{_KWARGS}.additional_config.pat.enabled"
 _SPECULATE = (
     f"+actor_rollout_ref.rollout.{_KWARGS}.speculative_config="
     "'{method:ngram,num_speculative_tokens:4,prompt_lookup_max:4}'"
@@ -29,8 +32,11 @@ _SPECULATE = (
 
 
 def asks_for_pat(rollout: Any) -> bool:
-    """Whether a rollout config names PAT, as `rollout.name` or as vLLM's executor backend."""
-    return _get(rollout, "name") == NAME or _backend(rollout) == NAME
+    """Whether a rollout config asks for PAT: as `rollout.name`, as vLLM's executor backend, or by
+    PAT's option `enabled`, which counts for more than the backend."""
+    enabled = _enabled(rollout)
+    by_vllm = _backend(rollout) == NAME if enabled is None else enabled is True
+    return _get(rollout, "name") == NAME or by_vllm
 
 
 def check_verl_version(version: str) -> None:
@@ -75,11 +81,13 @@ def check_rollout(
     problems = [
         f"{option}={_shown(value)} ({way_out})" for option, value, way_out in _found(rollout, model)
     ]
-    problems += _gpu_problems(rollout, gpus_per_node, world_size)
+    problems += _gpu_problems(rollout, _num_heads(model), gpus_per_node, world_size)
     if problems:
         asked = f"rollout.name={NAME}"
         if _get(rollout, "name") != NAME:
             asked = f"rollout.{_KWARGS}.distributed_executor_backend={NAME}"
+            if _enabled(rollout):
+                asked = f"rollout.{_ENABLED}=true"
         raise ValueError(f"{asked} does not work with " + "; ".join(problems))
     pat_options(rollout).check_layouts(_number(rollout, "tensor_model_parallel_size"))
 
@@ -105,11 +113,7 @@ def speculative_config(rollout: Any) -> dict[str, Any] | None:
     Raises:
         ValueError: it is neither.
     """
-    given = _get(rollout, f"{_KWARGS}.speculative_config")
-    if isinstance(given, str):
-        # As wrong as any other text.
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):
-            given = json.loads(given)
+    given = _parsed(_get(rollout, f"{_KWARGS}.speculative_config"))
     if given is not None and not hasattr(given, "items"):
         raise ValueError(
             f"rollout.{_KWARGS}.speculative_config must be a mapping, got {given!r}; write "
@@ -159,8 +163,14 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     )
     refuse(
         f"{_KWARGS}.distributed_executor_backend",
-        f"leave it out, or choose rollout.name=vllm: rollout.name={NAME} sets it",
+        "leave it out, since PAT sets it, or choose rollout.name=vllm without PAT's options",
         _backend(rollout) not in (None, NAME),
+    )
+    refuse(
+        _ENABLED,
+        "set rollout.name=vllm and the rollout.tensor_model_parallel_size that you want without "
+        "PAT",
+        pat_options(rollout).enabled is False,
     )
     refuse(
         f"{_KWARGS}.additional_config.pat.launcher",
@@ -224,27 +234,85 @@ def _found(rollout: Any, model: Any) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _gpu_problems(rollout: Any, gpus_per_node: int | None, world_size: int | None) -> list[str]:
+def _gpu_problems(
+    rollout: Any, heads: int | None, gpus_per_node: int | None, world_size: int | None
+) -> list[str]:
     option = "rollout.tensor_model_parallel_size"
     tp = _number(rollout, "tensor_model_parallel_size")
-    if tp < 1:
-        return [f"{option}={tp} (it must be at least 1)"]
+    if tp < 2:
+        return [
+            f"{option}={tp} (it must be at least 2, since PAT makes replicas of the GPUs of one "
+            "engine: name all GPUs of a node, or set rollout.name=vllm)"
+        ]
+    allowed = _allowed(_widths(gpus_per_node, heads))
     if gpus_per_node is not None and (tp > gpus_per_node or gpus_per_node % tp):
         return [
             f"{option}={tp} on nodes with {gpus_per_node} GPUs (an engine stays inside a node: "
-            f"allowed {_divisors(gpus_per_node)}, best {gpus_per_node}; more nodes get more PAT "
-            "engines)"
+            f"{allowed}; more nodes get more PAT engines)"
+        ]
+    if heads is not None and heads % tp:
+        return [
+            f"{option}={tp} with a model of {heads} attention heads (each rank has as many of "
+            f"them: {allowed}; a node gets more PAT engines)"
         ]
     if world_size is not None and world_size % tp:
         return [
             f"{option}={tp} on {world_size} GPUs (each must belong to an engine: "
-            f"allowed {_divisors(world_size)})"
+            f"{_allowed(_widths(world_size, heads))})"
         ]
     return []
 
 
+def advice_on_width(rollout: Any, model: Any, gpus_per_node: int) -> str | None:
+    """What to say of engines that are narrower than a node could have; None: nothing."""
+    tp = _number(rollout, "tensor_model_parallel_size")
+    best = max(_widths(gpus_per_node, _num_heads(model)), default=tp)
+    if tp >= best:
+        return None
+    return (
+        f"rollout.tensor_model_parallel_size={tp}: a PAT engine over {tp} of the {gpus_per_node} "
+        f"GPUs of a node chooses among layouts of {tp}. Best is {best}"
+    )
+
+
+def _num_heads(model: Any) -> int | None:
+    """Attention heads of a model, where they are known: its config is loaded, or on this disk."""
+    config = _get(model, "hf_config")
+    path = _get(model, "hf_config_path") or _get(model, "path")
+    if config is None and isinstance(path, str) and os.path.isdir(path):
+        with contextlib.suppress(ValueError):  # verl says what is wrong with it
+            config = read_json_object(os.path.join(path, "config.json"))
+    for place in ("text_config.num_attention_heads", "num_attention_heads"):
+        if isinstance(heads := _get(config, place), int) and heads > 0:
+            return heads
+    return None
+
+
+def _widths(*numbers: int | None) -> list[int]:
+    """Tensor-parallel sizes of PAT's engines that divide all of these numbers that are known,
+    ascending; none where nothing is known."""
+    common = math.gcd(*(number or 0 for number in numbers))
+    return [tp for tp in range(2, common + 1) if common % tp == 0]
+
+
+def _allowed(widths: list[int]) -> str:
+    return f"allowed {widths}, best {widths[-1]}" if widths else "none, set rollout.name=vllm"
+
+
 def _backend(rollout: Any) -> Any:
     return _get(rollout, f"{_KWARGS}.distributed_executor_backend")
+
+
+def _enabled(rollout: Any) -> Any:
+    return _get(_parsed(_get(rollout, f"{_KWARGS}.additional_config")), "pat.enabled")
+
+
+def _parsed(value: Any) -> Any:
+    """The value of a JSON text, as vLLM takes one; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _number(config: Any, path: str, default: int = 1) -> int:
@@ -262,10 +330,6 @@ def _get(config: Any, path: str) -> Any:
         else:
             config = getattr(config, name, None)
     return config
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _shown(value: Any) -> str:

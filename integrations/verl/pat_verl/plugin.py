@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pat_verl.checks import NAME, asks_for_pat, check_rollout, check_verl_version
+from pat_verl.checks import NAME, advice_on_width, asks_for_pat, check_rollout, check_verl_version
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ def _check_before_ray() -> None:
         if asks_for_pat(rollout):
             _check_versions()
             check_rollout(rollout, model, gpus_per_node=rollout.n_gpus_per_node)
+            # Here, where a training comes once.
+            if said := advice_on_width(rollout, model, rollout.n_gpus_per_node):
+                logger.warning(said)
         return original(config, *args, **kwargs)
 
     verl_config.validate_config = validate_config

@@ -11,6 +11,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 from pat_verl.checks import asks_for_pat, check_rollout
 from pat_verl.server import PatHttpServer
 
+_CALLS_OF_RAY = 1000
+"""Calls that Ray lets an async actor run at once, unless told otherwise."""
+
 
 class PatReplica(vLLMReplica):
     """verl's replica for vLLM, with a PAT server. Without PAT it is verl's own."""
@@ -33,14 +36,21 @@ class PatReplica(vLLMReplica):
 
     @property
     def max_concurrency(self) -> int:
-        """Requests that the server's actor takes at once.
+        """Calls that the server's actor takes at once.
 
-        In the base layout, `max_num_seqs` for each of the N ranks; no layout takes more in all.
+        Where verl has N servers, each takes Ray's 1000 calls or what its engine runs. This one
+        stands for all N. Calls above the limit would wait behind rollouts, weight pushes and
+        aborts among them. In the base layout an engine runs `max_num_seqs` for each of the N
+        ranks; no layout takes more in all.
         """
         if not self._pat:
             return super().max_concurrency
         running = self.config.max_num_seqs * self.world_size
-        return max(super().max_concurrency, running + CONTROL_METHOD_CONCURRENCY)
+        return max(
+            super().max_concurrency,
+            _CALLS_OF_RAY * self.world_size,
+            running + CONTROL_METHOD_CONCURRENCY,
+        )
 
     def _get_server_name_prefix(self) -> str:
         # What the adapters look for.

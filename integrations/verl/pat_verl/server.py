@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pat_verl.checks import NAME, check_rollout, plain
 from pat_vllm import report_async, speculate_async, switch_async
+from pat_vllm.config import with_own_files
 from pat_vllm.reporting import Report, describe_awaited
 
 if TYPE_CHECKING:
@@ -51,8 +52,9 @@ class PatHttpServer(vLLMHttpServer):
             if name in engine_kwargs:
                 engine_kwargs[name] = plain(engine_kwargs[name])
         additional = engine_kwargs.get("additional_config") or {}
+        pat = with_own_files(additional.get("pat") or {}, self.replica_rank)
         # verl's weight push and its GPUs are in this process's environment, which children share.
-        pat = {**(additional.get("pat") or {}), "launcher": "mp"}
+        pat["launcher"] = "mp"
         engine_kwargs["additional_config"] = {**additional, "pat": pat}
 
     def _get_worker_extension_cls(self) -> str:
@@ -160,6 +162,9 @@ def _send_first_and_last_outputs(engine: AsyncLLM) -> None:
 
     verl looks at the first output, by which it knows that the request is in the engine, and at the
     last. vLLM would make one for each token, with a copy of all tokens so far, and wake the caller.
+
+    They have no text. verl reads token ids and log-probabilities, and this process would detokenize
+    what all ranks generate. Only stop strings are sought in the text.
     """
     original = engine.generate
 
@@ -170,6 +175,8 @@ def _send_first_and_last_outputs(engine: AsyncLLM) -> None:
         if joined:
             sampling_params.output_kind = RequestOutputKind.DELTA
             sampling_params.stream_interval = _NEVER
+            if not sampling_params.stop:
+                sampling_params.detokenize = False
         whole: RequestOutput | None = None
         outputs = original(prompt, sampling_params, *args, **kwargs)
         async with contextlib.aclosing(outputs):

@@ -234,6 +234,30 @@ def test_an_engine_of_a_model_with_mamba2() -> None:
     assert max(layout.tp for layout in profile.layouts) == 8
 
 
+@pytest.mark.parametrize(
+    ("heads", "gpus", "way_out"),
+    [
+        (28, 8, "name --gpus 2 or 4, for one of several engines"),
+        (12, 8, "name --gpus 2 or 4, for one"),
+        (14, 4, "name --gpus 2, for one"),
+        (9, 2, "an engine on one GPU is all"),
+    ],
+)
+def test_heads_that_vllm_cannot_split_over_all_gpus(
+    heads: int, gpus: int, way_out: str, tmp_path: Path
+) -> None:
+    """Of Qwen2.5-7B, 1.5B and 0.5B, and SmolLM2-135M: no advice names such an engine."""
+    shape = {"num_attention_heads": heads, "num_key_value_heads": 1}
+    config = {**MODEL_SHAPES["llama-3.1-8b"], **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = replace(SMALL, model=str(tmp_path), gpus=gpus)
+    with pytest.raises(ValueError, match=f"--gpus is {gpus}, .* {heads} attention heads") as error:
+        rollouts_of(options)
+    assert way_out in str(error.value)
+    if "--gpus" in way_out:
+        assert max(sizes(rollouts_of(replace(options, gpus=2)).profile)) == 2
+
+
 @pytest.mark.parametrize("model", ["qwen3-next-80b-a3b", "qwen3.5-35b-a3b"])
 def test_engines_of_models_with_linear_attention(model: str) -> None:
     """They are known by name, and states take memory beside the KV of a quarter of the layers."""
@@ -333,7 +357,9 @@ def test_settings_with_pat_are_what_pat_reads(tail: Advice) -> None:
     assert given["distributed_executor_backend"] == "pat" and given["max_num_seqs"] == 256
     assert "speculative_config" not in given
     assert option(forms["vllm serve"], "--additional-config") == {"pat": pat}
-    assert option(forms["OpenRLHF"], "--vllm.pat") == pat
+    note, _, command = forms["OpenRLHF"].partition("\n")
+    assert option(command, "--vllm.pat") == pat and "max_num_seqs" not in command
+    assert note.startswith("# WITHOUT max_num_seqs=256") and "leaves a GPU vLLM's 128" in note
     assert "actor_rollout_ref.rollout.name=pat" in forms["VeRL"]
     assert "policy='{kind:predictor,lengths_file:/PATH/lengths.json}'" in forms["VeRL"]
 
@@ -344,6 +370,7 @@ def test_settings_without_pat_name_the_static_layout(equal: Advice) -> None:
     for name, text in settings(equal, "MODEL", 256).items():
         assert "pat" not in text.lower(), name
         assert str(layout.tp) in text
+        assert "max_num_seqs" in text.replace("-", "_"), name
 
 
 def test_settings_with_drafts(accepted: Advice) -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from pat_vllm.drafts import history_file
 from pat_vllm.drafts.corpus import Corpus, key_of
-from pat_vllm.drafts.history_file import SET_ASIDE, HistoryFile
+from pat_vllm.drafts.history_file import HistoryFile
+from pat_vllm.files.aside import SET_ASIDE
 from pat_vllm.files.reading import FileError
 
 KEYS = [key_of([1]), key_of([2]), key_of([1], "salt")]

@@ -23,7 +23,7 @@ MUTATIONS = mutations({
         ("what comes while a file is written is lost", "drafts.history_file:HistoryFile.close", "range(2)", "range(0)"),
         ("a damaged file is read", "drafts.history_file:read_rows", "sizes.sum() != len(tokens)", "False"),
         ("compressed files are taken", "drafts.history_file:read_rows", "one.compress_type != zipfile.ZIP_STORED", "False"),
-        ("a file that cannot be read stays", "drafts.history_file:HistoryFile.load", "os.replace(self._path, aside)", "pass"),
+        ("a file that cannot be read stays", "files.aside:set_aside", "os.replace(path, aside)", "pass"),
         ("others may read responses", "drafts.history_file:write_rows", "private=True", "private=False"),
     ],
     "tests/vllm/scheduler/test_draft_rows.py": [
