@@ -30,7 +30,8 @@ from pat_vllm.reporting import (
 )
 from pat_vllm.routing import Router
 from pat_vllm.simulator.carrying import carry
-from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
+from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
+from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.truth import Truth
 

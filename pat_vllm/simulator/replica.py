@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.steady import Steady
-
-if TYPE_CHECKING:
-    pass
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
