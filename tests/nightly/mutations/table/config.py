@@ -135,7 +135,7 @@ MUTATIONS = mutations({
     "tests/engine/test_memory.py::test_an_engine_allocates_what_is_computed[copies]": [
         ("weights have two bytes", "memory.model:ModelShape.weight_bytes", "* self.dtype_bytes", "* 2"),
         ("embeddings are forgotten", "model_size:ModelSize.resident_weights", "(1 if self.tied else 2)", "0"),
-        ("KV has two bytes", "memory.model:ModelShape.kv_bytes_per_token", "* self.kv_dtype_bytes", "* 2"),
+        ("KV has two bytes", "memory.model:ModelShape.kv_bytes_per_token", "* self.dtype_bytes", "* 2"),
         ("two layers are staged", "memory.estimate:staged_share", "max(1,", "max(2,"),
         ("small buffers are forgotten", "memory.buffers:runner_buffers", "small = _OF_TOKEN * tokens", "small = 0"),
     ],
