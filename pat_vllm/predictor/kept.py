@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from pat_vllm.files.digest import with_digest
-from pat_vllm.files.reading import FileError, name_of, read_json, without_digest
+from pat_vllm.files.reading import FileError, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 4 << 20
 _ACCEPTANCE = "acceptance"
+_DIGEST = "digest"
+"""By which damage is seen. It is no signature: who may write may make one."""
 
 
 class Keeper:
@@ -61,7 +64,7 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     content = lengths.to_json()
     if acceptance is not None:
         content[_ACCEPTANCE] = acceptance.to_json()
-    write_whole(path, json.dumps(with_digest(content)), private=True)
+    write_whole(path, json.dumps({_DIGEST: _digest(content), **content}), private=True)
 
 
 def load(
@@ -80,7 +83,7 @@ def load(
     named = f"the lengths file {name_of(path)}"
     advice = "delete it to start afresh, or name another in pat.policy.lengths_file"
     try:
-        content = without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
+        content = _without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
     except FileError as error:
         raise FileError(f"{error}; {advice}") from error
     try:
@@ -93,3 +96,27 @@ def load(
     except ValueError as error:
         raise FileError(f"{named} holds no length history ({error}); {advice}") from error
     return lengths, acceptance
+
+
+def _without_digest(content: Any, named: str) -> dict[str, Any]:
+    """What an object in a file of JSON says beside its digest, which is checked.
+
+    Args:
+        named: the file, for messages.
+
+    Raises:
+        FileError: it is no object, or its digest is not that of the content.
+    """
+    if not isinstance(content, dict):
+        raise FileError(f"{named} is no JSON object, but {shown(content)}")
+    rest = {name: value for name, value in content.items() if name != _DIGEST}
+    if content.get(_DIGEST) != _digest(rest):
+        raise FileError(
+            f"{named} was changed after it was written, or is damaged: its digest does not match"
+        )
+    return rest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of plain values, whatever their order: SHA-256, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
