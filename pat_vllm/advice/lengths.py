@@ -17,17 +17,22 @@ as trainers' dumps have them:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pat_vllm.advice.drafts import Text
+from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
-from pat_vllm.predictor.kept import load
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.policy_config import PredictorPolicyConfig
+from pat_vllm.predictor import kept
 from pat_vllm.predictor.state import LiveRequests
+from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.traces import (
     MOST_SECONDS,
     MOST_TOKENS,
@@ -183,11 +188,27 @@ def learnt(path: Path) -> tuple[int, ...]:
     Raises:
         ValueError: the file cannot be read.
     """
-    model, _ = load(path)
+    model, _ = kept.load(path)
     if not model.responses:
         return ()
     fresh = LiveRequests.fresh(np.ones(1, np.int64), model.bound)
     return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
+
+
+def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
+    """As many requests as an engine's limits let one expect, as long as its `lengths_file` says.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
+    policy = pat.policy
+    if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
+        return load
+    path = Path(policy.lengths_file)
+    if not os.path.exists(path) or not (found := learnt(path)):
+        return load
+    return replace(load, lengths=found)
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:

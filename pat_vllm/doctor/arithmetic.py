@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from pat_vllm.advice.load import expected_load
+from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
 from pat_vllm.gpus import Device, gib

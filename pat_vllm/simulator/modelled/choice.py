@@ -68,7 +68,7 @@ def choose(
     *,
     device_name: str = "",
     dtype_bytes: int = 2,
-    load: Load | None = None,
+    load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.
 
@@ -76,7 +76,7 @@ def choose(
         model_config: contents of the model's `config.json`.
         engine: its other options; `layouts` and `pat` are not looked at.
         device: that of each rank; None: nothing is known of it.
-        load: what is expected; None: what the limits of `engine` allow.
+        load: what is expected.
 
     Raises:
         ValueError: as `PATConfig.resolve_layouts`.
@@ -97,7 +97,6 @@ def choose(
     elif len(fitting) == 1:
         best, how = fitting[0], "by options and memory"
     elif gpu := known_gpu(device, device_name):
-        load = load or Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
         best = search.fastest(fitting, gpu, load)
         how = f"by modelled times of {load.responses:,} responses"
         if len(best) == 1:

@@ -124,7 +124,7 @@ MUTATIONS = mutations({
         ("every layer has experts", "layer_sizes:_has_experts", 'layer % (size_of(config, "moe_layer_freq") or 1)', "False"),
     ],
     "tests/unit/advice/test_advise.py": [
-        ("layouts are chosen for the usual load", "advice.rollouts:_chosen", ", load=Load.of(first)", ""),
+        ("layouts are chosen for the usual load", "advice.rollouts:_chosen", "Load.of(first)", "Load.usual(options.max_num_seqs, options.gpus, longest)"),
     ],
     "tests/vllm/memory/test_mixtures.py": [
         ("spread experts are cut", "model_size:ModelSize.resident_weights", "self.experts.most_on_rank(tp) if spread else self.experts.count / tp", "self.experts.count / tp"),
