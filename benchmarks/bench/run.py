@@ -36,7 +36,7 @@ from benchmarks.bench.workloads import Workload
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, results_dir
 from pat_vllm.cli.demo_batch import demo_model, model_config
-from pat_vllm.cli.results import to_json
+from pat_vllm.files.writing import to_json
 from pat_vllm.gpus import gib
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
