@@ -41,7 +41,7 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     earlier = len(policy.report().decisions)
-    engine = SimulatedEngine(trace, truth, capacity, policy.home, began, chunk, policy)
+    engine = SimulatedEngine(trace, truth, capacity, policy, began, chunk)
     over = True  # and the policy was told
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:

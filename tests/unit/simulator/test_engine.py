@@ -168,7 +168,7 @@ def test_shapes_of_steps() -> None:
 
 
 def test_state_counts_steps_within_a_chunk() -> None:
-    engine = SimulatedEngine(batch(30, 200), Constant(), FREE, ONE)
+    engine = SimulatedEngine(batch(30, 200), Constant(), FREE, StayPolicy(ONE))
     while engine.num_seqs == 2:
         engine.advance()
     requests = engine.state().requests()
