@@ -62,7 +62,7 @@ class ClairvoyantPolicy(Policy):
             layouts,
             step,
             truth.switch_seconds,
-            max_num_seqs={one.tp: capacity.most_seqs(one.tp) for one in layouts},
+            max_num_seqs=capacity.max_num_seqs,
             kv_tokens={one.tp: capacity.kv_room(one.tp) for one in layouts},  # type: ignore[misc]
         )
         self._homes = cycle([self._home(batch) for batch in batches])
