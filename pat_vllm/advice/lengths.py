@@ -84,26 +84,14 @@ class EarlierRollouts:
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
         """A batch of responses, or trajectories, drawn from these, with replacement; longer ones
         are cut short."""
-        picks = np.random.default_rng(seed).integers(len(self.lengths), size=requests)
+        random = np.random.default_rng(seed)
+        picks = random.integers(len(self.lengths), size=requests).tolist()
+        prompts = tuple(self.num_prompt_tokens[i] for i in picks) if self.num_prompt_tokens else ()
         if self.trajectories:
-            return LengthTrace.of_trajectories(
-                self.name,
-                [self.trajectories[i] for i in picks.tolist()],
-                max_tokens,
-                seed,
-                [self.num_prompt_tokens[i] for i in picks.tolist()]
-                if self.num_prompt_tokens
-                else (),
-            )
-        batch = LengthTrace.batch(
-            self.name, (self.lengths[i] for i in picks.tolist()), max_tokens, seed
-        )
-        if not self.num_prompt_tokens:
-            return batch
-        prompts = tuple(self.num_prompt_tokens[i] for i in picks.tolist())
-        return LengthTrace(
-            batch.name, batch.lengths, batch.arrivals, batch.groups, prompts, max_tokens
-        )
+            turns = [self.trajectories[i] for i in picks]
+            return LengthTrace.of_trajectories(self.name, turns, max_tokens, seed, prompts)
+        batch = LengthTrace.batch(self.name, (self.lengths[i] for i in picks), max_tokens, seed)
+        return replace(batch, num_prompt_tokens=prompts) if prompts else batch
 
 
 def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollouts:
