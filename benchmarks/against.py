@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine_process import step_until
 from benchmarks.paired import paired_ratio, turns
 
 BAR = 1.02
@@ -120,16 +121,17 @@ def _turn(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, float]:
     seconds = {}
     for tp in LAYOUTS:
         pat_vllm.switch(llm, tp=tp)
-        produced = _run(llm, _begin(llm, prompts, tokens), 2)
+        produced = _begin(llm, prompts, tokens)
+        step_until(llm, produced, 2)
         begun = time.perf_counter()
-        _run(llm, produced, None)
+        step_until(llm, produced, None)
         seconds[f"step, tp={tp}"] = (time.perf_counter() - begun) / (tokens - 2)
     first = len(pat_vllm.report(llm).switches)
     produced = _begin(llm, prompts, tokens)
     for i, tp in enumerate((2, 1) * SWITCHES):
-        produced = _run(llm, produced, 3 * (i + 1))
+        step_until(llm, produced, 3 * (i + 1))
         pat_vllm.switch(llm, tp=tp)
-    _run(llm, produced, None)
+    step_until(llm, produced, None)
     made = [one for one in pat_vllm.report(llm).switches[first:] if one.reason == "forced"]
     for source in {str(one.source): None for one in made}:
         of_way = [one for one in made if str(one.source) == source]
@@ -150,15 +152,6 @@ def _begin(llm: Any, prompts: Sequence[Any], tokens: int) -> dict[str, int]:
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), prompt, params)
     return dict.fromkeys(map(str, range(len(prompts))), 0)
-
-
-def _run(llm: Any, produced: dict[str, int], tokens: int | None) -> dict[str, int]:
-    """Step until every request has so many tokens, or has ended; how many each has."""
-    engine = llm.llm_engine
-    while engine.has_unfinished_requests() and (tokens is None or min(produced.values()) < tokens):
-        for output in engine.step():
-            produced[output.request_id] = len(output.outputs[0].token_ids)
-    return produced
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.engine_process import PARK_SECONDS, EngineProcess
-from benchmarks.record import Summary
+from benchmarks.record import Summary, table
 from pat_vllm.cli.demo_batch import OWN_MODELS
-from pat_vllm.cli.results import table
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.limits import Limits, layout_limits

@@ -135,6 +135,19 @@ class EngineProcess:
         return "\nThe last lines that it wrote:\n" + "\n".join(lines) if lines else ""
 
 
+def step_until(llm: Any, produced: dict[str, int], tokens: int | None) -> None:
+    """Step until every request has so many tokens, or all have ended.
+
+    Args:
+        produced: tokens that each request has; kept up to date.
+        tokens: None: until all have ended.
+    """
+    engine = llm.llm_engine
+    while engine.has_unfinished_requests() and (tokens is None or min(produced.values()) < tokens):
+        for output in engine.step():
+            produced[output.request_id] = len(output.outputs[0].token_ids)
+
+
 def _serve(
     pipe: Any,
     environment: Mapping[str, str],

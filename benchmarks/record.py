@@ -1,4 +1,4 @@
-"""Facts about the machine, summaries of repeats, and where results go."""
+"""Facts about the machine, summaries of repeats, tables, and where results go."""
 
 from __future__ import annotations
 
@@ -69,6 +69,13 @@ def results_dir(given: Path | None) -> Path:
         return given
     checkout = Path("benchmarks") / "results"
     return checkout if checkout.is_dir() else Path()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def _version(package: str) -> str | None:

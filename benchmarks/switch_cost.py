@@ -33,6 +33,7 @@ from benchmarks.common import (
     table,
     write_results,
 )
+from benchmarks.engine_process import step_until
 from pat_vllm.cli.demo_batch import model_config
 from pat_vllm.config import PATConfig
 from pat_vllm.mixture import Mixture
@@ -156,13 +157,13 @@ def _switch(
         )
         # The last switches happen at `context` tokens, so that blocks are full, not exceeded.
         prompts = random_prompts(LIVE, max(4, context - steps - 40), seed)
-        for i, prompt in enumerate(prompts):
-            llm.llm_engine.add_request(f"{seed}-{i}", prompt, params)
-        produced: dict[str, int] = {}
+        produced = {f"{seed}-{i}": 0 for i in range(LIVE)}
+        for name, prompt in zip(produced, prompts, strict=True):
+            llm.llm_engine.add_request(name, prompt, params)
         for i, tp in enumerate([*walk] * repeats):
-            _step_until(llm, produced, STEPS_BETWEEN * (i + 1))
+            step_until(llm, produced, STEPS_BETWEEN * (i + 1))
             pat_vllm.switch(llm, tp)
-        _step_until(llm, produced, None)
+        step_until(llm, produced, None)
     report = pat_vllm.report(llm)
     usual = {layout: steps.median for layout, steps in report.steps.items()}
     return [
@@ -170,16 +171,6 @@ def _switch(
         for s in report.switches[begun:]
         if s.reason == "forced"
     ]
-
-
-def _step_until(llm: Any, produced: dict[str, int], tokens: int | None) -> None:
-    """Take outputs until every request has `tokens` new tokens, or has finished."""
-    engine = llm.llm_engine
-    while engine.has_unfinished_requests():
-        if tokens is not None and len(produced) == LIVE and min(produced.values()) >= tokens:
-            return
-        for output in engine.step():
-            produced[output.request_id] = len(output.outputs[0].token_ids)
 
 
 def _stall(switch: dict[str, Any]) -> float:

@@ -19,12 +19,13 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.record import table
 from benchmarks.simulated.processes import Processes
 from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.replay import Gain
 from pat_vllm.advice.text import percents
 from pat_vllm.advice.verdict import advise
-from pat_vllm.cli.results import table, to_json
+from pat_vllm.files.writing import to_json
 
 GPUS = ("A40", "H100", "H200")
 MODELS = ("llama-3.1-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")

@@ -8,8 +8,14 @@ from typing import Literal
 
 Link = Literal["nvlink", "pcie"]
 MiB = 1 << 20
+GiB = 1 << 30
 _NEAR = 0.03
 """By which the memory of a GPU may differ from that of its kind."""
+
+
+def gib(size: int) -> str:
+    """Bytes for people; what is missing counts as none."""
+    return f"{max(0, size) / GiB:.1f} GiB"
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ class ExpertSizes:
         """From the contents of a `config.json`; None: the model has no experts.
 
         Raises:
-            ValueError: it has, but is none of the `MIXTURES`.
+            ValueError: it has, but is none of the `MIXTURES`, or a token goes to more than there
+                are.
         """
         named = next((name for name in _EXPERT_COUNTS if config.get(name)), None)
         if named is None or not may_have_experts(config):
@@ -151,13 +152,16 @@ class ExpertSizes:
                 f"cannot be modelled; those of {', '.join(MIXTURES)} can, with num_experts_per_tok"
             )
         count, intermediate = found
+        per_token = size_of(config, "num_experts_per_tok")
+        if not 1 <= per_token <= count:
+            raise ValueError(f"a token goes to 1 to {count} experts, not to {per_token}")
         shared = size_of(config, "shared_expert_intermediate_size")
         gated = bool(shared)
         if kind in ("deepseek_v2", "deepseek_v3", "glm4_moe"):
             shared = intermediate * size_of(config, "n_shared_experts")
         return cls(
             count=count,
-            per_token=size_of(config, "num_experts_per_tok"),
+            per_token=per_token,
             intermediate=intermediate,
             shared=shared,
             shared_gate=gated,

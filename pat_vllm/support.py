@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.advice.load import expected_load
+from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import (
     CHOSEN,
     SCHEDULER_CLS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -45,10 +44,6 @@ def main(
         typer.Option(help="Where to write; benchmarks/results in a checkout, else here."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG to write besides.")] = None,
-    replot: Annotated[
-        Path | None,
-        typer.Option(help="Only draw --picture (bench.png) again, from this file of results."),
-    ] = None,
 ) -> None:
     """Serve the same batches with static and adaptive engines in turns; judge by a clairvoyant."""
     from benchmarks.bench.run import bench
@@ -57,9 +52,6 @@ def main(
     from benchmarks.bench.workloads import SCALES, WORKLOADS, Workload, choose, from_lengths
     from benchmarks.engine_process import EngineFailed
 
-    if replot is not None:
-        _draw_again(replot, picture or Path("bench.png"))
-        return
     console = Console(highlight=False)
     try:
         if scale not in SCALES:
@@ -105,19 +97,6 @@ def main(
     except EngineFailed as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-
-
-def _draw_again(result: Path, picture: Path) -> None:
-    from benchmarks.bench.plot import plot_bench
-
-    try:
-        plot_bench(json.loads(result.read_text()), picture)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{result} cannot be read: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise typer.BadParameter(
-            f"{result} is no result of `python -m benchmarks.bench`: {error}"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from benchmarks.bench.serve import Served, run_of
 from benchmarks.bench.workloads import SCALES, Workload
 from benchmarks.engine_process import PARK_SECONDS, EngineFailed, EngineProcess
 from pat_vllm.child import environment
+from pat_vllm.cli.demo_batch import engine_with_room
 from pat_vllm.config import PATConfig
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.cache import CACHE_DIR
@@ -21,8 +21,6 @@ from pat_vllm.profiling.profile import Profile
 from pat_vllm.reporting import Report
 from pat_vllm.simulator.traces import LengthTrace
 
-_BLOCK_TOKENS = 128
-"""vLLM's KV block on CPUs; smaller on other platforms."""
 _START_SECONDS = 900.0
 _RUN_SECONDS = 900.0
 """An engine that takes longer is taken for dead."""
@@ -92,23 +90,7 @@ def engine_options(
             f"the workloads make a context of {longest} tokens, but {settings.model.name} allows "
             f"{limit}; use another --model or a smaller --scale"
         )
-    heads = config.get("num_key_value_heads", config["num_attention_heads"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * 4
-    # Room for a whole batch in one replica, so that no side preempts any.
-    blocks = 8 + max(sum(math.ceil(n / _BLOCK_TOKENS) for n in contexts) for contexts in batches)
-    return dict(
-        model=str(settings.model),
-        tensor_parallel_size=settings.ranks,
-        distributed_executor_backend="pat",
-        additional_config={"pat": dict(pat)},
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=longest,
-        max_num_seqs=max(len(contexts) for contexts in batches),
-        kv_cache_memory_bytes=blocks * _BLOCK_TOKENS * token_bytes,
-        skip_tokenizer_init=True,
-    )
+    return engine_with_room(settings.model, config, settings.ranks, pat, batches, longest)
 
 
 class BenchEngine:

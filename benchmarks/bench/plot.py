@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -132,6 +131,5 @@ def _course(
 
 
 def _name(layout: str) -> str:
-    # Layouts were called 1x2 in older files.
-    *_, replicas = re.split("dp|x", layout)
+    replicas = layout.rpartition("dp")[2]
     return f"static {layout}" + (" (one group)" if replicas == "1" else f" ({replicas} replicas)")

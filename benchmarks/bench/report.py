@@ -11,8 +11,7 @@ from benchmarks.bench.calibrated import CalibratedSimulator
 from benchmarks.bench.judgement import MISSED_SHARE, NEVER_WORSE, Bar, Judgement
 from benchmarks.bench.runs import PAT, Run, prediction_error
 from benchmarks.paired import Ratio, best_of_each, better_static, paired_ratio
-from benchmarks.record import Summary, provenance
-from pat_vllm.cli.results import table
+from benchmarks.record import Summary, provenance, table
 from pat_vllm.layout import Layout
 
 if TYPE_CHECKING:

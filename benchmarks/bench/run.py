@@ -8,7 +8,6 @@ each workload, so that it has learnt lengths from this workload only, and from i
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import tempfile
 from collections import defaultdict
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from psutil import virtual_memory
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -36,7 +36,8 @@ from benchmarks.bench.workloads import Workload
 from benchmarks.engine_process import EngineFailed
 from benchmarks.record import machine, results_dir
 from pat_vllm.cli.demo_batch import demo_model, model_config
-from pat_vllm.cli.results import to_json
+from pat_vllm.files.writing import to_json
+from pat_vllm.gpus import gib
 from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import Profile
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -89,7 +90,7 @@ def measure(
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         all_sides: list[BenchEngine] = []
-        taken = 0.0
+        taken = 0
         for name, pat in sides(settings).items():
             options = engine_options(settings, pat, config)
             side = BenchEngine(name, options, settings.ranks, scratch)
@@ -97,15 +98,14 @@ def measure(
             all_sides.append(side)
             if name != PAT:
                 progress(f"starting {name}")
-                before = _free_memory()
+                before = virtual_memory().available
                 side.start()
-                taken = max(taken, before - _free_memory() if before < math.inf else 0.0)
+                taken = max(taken, before - virtual_memory().available)
         # With two layouts it takes more than with one; what runs out of memory takes others along.
-        if _free_memory() < _ADAPTIVE_MEMORY * taken:
+        if (left := virtual_memory().available) < _ADAPTIVE_MEMORY * taken:
             raise EngineFailed(
-                f"a static engine took {taken / 2**30:.1f} GiB and {_free_memory() / 2**30:.1f} "
-                "are left, which is too little for the adaptive one besides; free some memory or "
-                "use a smaller --model"
+                f"a static engine took {gib(taken)} and {gib(left)} are left, which is too little "
+                "for the adaptive one besides; free some memory or use a smaller --model"
             )
         for workload in settings.workloads:
             progress(f"{workload.name}: starting {PAT}")
@@ -122,16 +122,6 @@ def measure(
                     runs.append(run)
     starts = {side.name: tuple(side.start_seconds) for side in all_sides}
     return Measurements(tuple(runs), profile, starts)
-
-
-def _free_memory() -> float:
-    """Bytes that processes can still take; infinite where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return float(next(found, math.inf)) * 1024
 
 
 def rounds(settings: BenchSettings) -> int:

@@ -38,7 +38,6 @@ class Workload:
     Attributes:
         text: one line about it.
         make: trace of (repeat, factor on sizes, seed).
-        changes: whether its distribution depends on the repeat.
         waits: whether requests arrive over time, so that the engine does not set the pace alone.
         longest: response, tokens.
         prompts: tokens of the shortest and the longest prompt.
@@ -48,7 +47,6 @@ class Workload:
     name: str
     text: str
     make: Callable[[int, float, int], LengthTrace]
-    changes: bool = False
     waits: bool = False
     longest: int = MAX_TOKENS
     prompts: tuple[int, int] = PROMPT_TOKENS
@@ -153,7 +151,6 @@ WORKLOADS: Mapping[str, Workload] = {
             "64 log-normal requests; their median is 16 or 48 tokens and changes every second "
             "batch",
             _shift,
-            changes=True,
         ),
     )
 }

@@ -56,7 +56,7 @@ def _ceiling(part: Mapping[str, Any]) -> Iterator[str]:
         rates = ", ".join(_rate(rate) for rate in part["gpus"])
         yield f"Copies on each GPU: {rates} GB/s.\n"
     kinds = ("copy", "swap")
-    yield _table(
+    yield record.table(
         ("MiB", *(f"{kind} GB/s" for kind in kinds)),
         [
             (
@@ -73,7 +73,7 @@ def _reshard(part: Mapping[str, Any]) -> Iterator[str]:
         "## In-place reshard\n\nRows of all layers' fused matrices trade places; the slowest of "
         "the ranks and ways measured. Restored byte for byte at the end of every walk.\n"
     )
-    yield _table(
+    yield record.table(
         ("model", "layouts", "ms", "GB moved", "share of copy"),
         [
             (
@@ -96,7 +96,7 @@ def _kv(part: Mapping[str, Any]) -> Iterator[str]:
     if part["more_than_fits"]:
         yield f"Left out, as more than fits: {', '.join(part['more_than_fits'])} tokens."
     yield ""
-    yield _table(
+    yield record.table(
         ("requests x tokens", "what", "block", "GB moved", "ms", "share of copy"),
         [
             (
@@ -118,7 +118,7 @@ def _engines(part: Mapping[str, Any]) -> Iterator[str]:
         "request, timed in the front end: one alone, or several in each replica. Stock vLLM has "
         "the layout's tp, and one replica.\n"
     )
-    yield _table(
+    yield record.table(
         ("layout", "requests a replica", "ms", "stock vLLM, ms", "ratio"),
         [
             (
@@ -134,7 +134,7 @@ def _engines(part: Mapping[str, Any]) -> Iterator[str]:
     yield f"MiB of the rank with most; memory is that {part['memory_of']}.\n"
     columns = ("weights", "stock_weights", "held", "memory", "stock_memory")
     names = ("weights", "stock vLLM's", "of all layouts", "memory", "stock vLLM's")
-    yield _table(
+    yield record.table(
         ("layout", *names),
         [(row["layout"], *(_mib(row[name]) for name in columns)) for row in part["memory"]],
     )
@@ -155,11 +155,6 @@ def _slowest(rows: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[Mappi
         if key not in found or row["ms"] > found[key]["ms"]:
             found[key] = row
     return list(found.values())
-
-
-def _table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
 def _spread(row: Mapping[str, Any]) -> str:

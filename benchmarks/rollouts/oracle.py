@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import machine, write_results
+from benchmarks.record import table
 from benchmarks.rollouts.records import Response, Rollouts
-from pat_vllm.cli.results import table
 
 TREE_DEPTH = 24
 """As vLLM's default for its method `suffix`."""

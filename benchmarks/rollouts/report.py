@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benchmarks.record import table
 from benchmarks.rollouts.records import Rollouts
 from benchmarks.rollouts.replay import Drafter, gain, replay_epoch
-from pat_vllm.cli.results import table
 
 if TYPE_CHECKING:
     from benchmarks.rollouts.learn import Epoch

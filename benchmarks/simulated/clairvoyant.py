@@ -15,7 +15,7 @@ from pat_vllm.predictor.planner import Planner
 from pat_vllm.predictor.policy import Policy, StayPolicy
 from pat_vllm.predictor.state import Floats, LiveRequests, LiveState
 from pat_vllm.profiling.profile import StepShape
-from pat_vllm.simulator.engine import CHUNK, SimulatedLiveRequests
+from pat_vllm.simulator.engine import SimulatedLiveRequests
 from pat_vllm.simulator.guesses import GuessedTokens
 from pat_vllm.simulator.replay import simulate
 from pat_vllm.simulator.replica import ReplicaCapacity
@@ -62,7 +62,7 @@ class ClairvoyantPolicy(Policy):
             layouts,
             step,
             truth.switch_seconds,
-            max_num_seqs={one.tp: capacity.most_seqs(one.tp) for one in layouts},
+            max_num_seqs=capacity.max_num_seqs,
             kv_tokens={one.tp: capacity.kv_room(one.tp) for one in layouts},  # type: ignore[misc]
         )
         self._homes = cycle([self._home(batch) for batch in batches])
@@ -106,11 +106,9 @@ def clairvoyant(
     layouts: Sequence[Layout],
     truth: Truth,
     capacity: ReplicaCapacity,
-    *,
-    chunk: int = CHUNK,
 ) -> SimulatedReport:
     """A batch under `ClairvoyantPolicy`, or in a static layout where that is faster."""
     policies: list[Policy] = [ClairvoyantPolicy([trace], layouts, truth, capacity)]
     policies += [StayPolicy(layout) for layout in layouts]
-    runs = [simulate(trace, policy, truth, capacity, chunk=chunk) for policy in policies]
+    runs = [simulate(trace, policy, truth, capacity) for policy in policies]
     return min(runs, key=lambda run: run.seconds)

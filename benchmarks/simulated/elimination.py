@@ -23,9 +23,9 @@ import numpy as np
 import typer
 
 from benchmarks.held_out import held_out_error
+from benchmarks.record import table
 from benchmarks.simulated.kernel_truth import KernelTruth
 from benchmarks.simulated.processes import Processes
-from pat_vllm.cli.results import table
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.adaptive import AdaptivePolicy
 from pat_vllm.predictor.lengths import Pool, Prior

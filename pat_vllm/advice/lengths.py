@@ -17,17 +17,22 @@ as trainers' dumps have them:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pat_vllm.advice.drafts import Text
+from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import FileError, name_of, parse_json, read_text, shown
-from pat_vllm.predictor.kept import load
+from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.policy_config import PredictorPolicyConfig
+from pat_vllm.predictor import kept
 from pat_vllm.predictor.state import LiveRequests
+from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.traces import (
     MOST_SECONDS,
     MOST_TOKENS,
@@ -79,26 +84,14 @@ class EarlierRollouts:
     def draw(self, requests: int, max_tokens: int, seed: int) -> LengthTrace:
         """A batch of responses, or trajectories, drawn from these, with replacement; longer ones
         are cut short."""
-        picks = np.random.default_rng(seed).integers(len(self.lengths), size=requests)
+        random = np.random.default_rng(seed)
+        picks = random.integers(len(self.lengths), size=requests).tolist()
+        prompts = tuple(self.num_prompt_tokens[i] for i in picks) if self.num_prompt_tokens else ()
         if self.trajectories:
-            return LengthTrace.of_trajectories(
-                self.name,
-                [self.trajectories[i] for i in picks.tolist()],
-                max_tokens,
-                seed,
-                [self.num_prompt_tokens[i] for i in picks.tolist()]
-                if self.num_prompt_tokens
-                else (),
-            )
-        batch = LengthTrace.batch(
-            self.name, (self.lengths[i] for i in picks.tolist()), max_tokens, seed
-        )
-        if not self.num_prompt_tokens:
-            return batch
-        prompts = tuple(self.num_prompt_tokens[i] for i in picks.tolist())
-        return LengthTrace(
-            batch.name, batch.lengths, batch.arrivals, batch.groups, prompts, max_tokens
-        )
+            turns = [self.trajectories[i] for i in picks]
+            return LengthTrace.of_trajectories(self.name, turns, max_tokens, seed, prompts)
+        batch = LengthTrace.batch(self.name, (self.lengths[i] for i in picks), max_tokens, seed)
+        return replace(batch, num_prompt_tokens=prompts) if prompts else batch
 
 
 def read_rollouts(path: Path, tokenize: Tokenize | None = None) -> EarlierRollouts:
@@ -183,11 +176,24 @@ def learnt(path: Path) -> tuple[int, ...]:
     Raises:
         ValueError: the file cannot be read.
     """
-    model, _ = load(path)
+    model, _ = kept.load(path)
     if not model.responses:
         return ()
     fresh = LiveRequests.fresh(np.ones(1, np.int64), model.bound)
     return tuple(model.sample(fresh, _EXPECTED)[0].tolist())
+
+
+def expected_load(pat: PATConfig, engine: EngineShape, ranks: int) -> Load:
+    """As many requests as an engine's limits let one expect, as long as its `lengths_file` says if
+    it can be read. The engine core sets one aside that cannot."""
+    load = Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
+    policy = pat.policy
+    if not isinstance(policy, PredictorPolicyConfig) or policy.lengths_file is None:
+        return load
+    found: tuple[int, ...] = ()
+    with contextlib.suppress(FileError):
+        found = learnt(Path(policy.lengths_file))
+    return replace(load, lengths=found) if found else load
 
 
 def _json_lines(path: Path, text: str) -> list[tuple[str, Any]]:

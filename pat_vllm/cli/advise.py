@@ -13,8 +13,7 @@ from pat_vllm.advice.options import AdviseOptions
 from pat_vllm.advice.settings import CHECKPOINT, PLACEHOLDERS, settings
 from pat_vllm.advice.text import PARTS, heading, of_drafts, percents, verdict
 from pat_vllm.advice.verdict import Advice, advise
-from pat_vllm.cli.results import to_json
-from pat_vllm.files.writing import write_whole
+from pat_vllm.files.writing import to_json, write_whole
 from pat_vllm.simulator.modelled.hardware import config_file
 
 

@@ -160,29 +160,47 @@ def run_spec(
             f"--max-tokens makes a context of {batch.longest} tokens, but {model} allows {limit}; "
             f"use --max-tokens {limit - PROMPT_TOKENS[1]} or less"
         )
-    heads = size_of(config, "num_key_value_heads", config["num_attention_heads"])
-    head_dim = size_of(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
     drafts = num_speculative_tokens
-    contexts = (len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True))
-    # Room for all requests in one replica, so that no run preempts any.
-    blocks = 8 + sum(math.ceil(context / _KV_BLOCK_TOKENS) for context in contexts)
-    engine = dict(
-        model=str(model),
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="pat",
-        additional_config={"pat": dict(options)},
-        # In bfloat16 rounding differs with the layout, and after a while so does the text.
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=batch.longest,
-        max_num_seqs=len(batch.lengths),
-        kv_cache_memory_bytes=blocks * _KV_BLOCK_TOKENS * token_bytes,
-        skip_tokenizer_init=True,
-    )
+    contexts = [len(p) + n + drafts for p, n in zip(batch.prompts, batch.lengths, strict=True)]
+    engine = engine_with_room(model, config, ranks, options, [contexts], batch.longest)
     if drafts:
         engine["speculative_config"] = {**_NGRAMS, "num_speculative_tokens": drafts}
     return RunSpec(engine, batch, warm_up, ways, rounds)
+
+
+def engine_with_room(
+    model: Path,
+    config: Mapping[str, Any],
+    ranks: int,
+    pat: Mapping[str, Any],
+    batches: Sequence[Sequence[int]],
+    max_model_len: int,
+) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`, with room for a whole batch in one replica, so that no run
+    preempts any.
+
+    Args:
+        config: the model's.
+        pat: `additional_config["pat"]`.
+        batches: tokens that each request of a batch holds in the end, drafts included.
+    """
+    heads = size_of(config, "num_key_value_heads", config["num_attention_heads"])
+    head_dim = size_of(config, "head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token_bytes = config["num_hidden_layers"] * heads * head_dim * 2 * _FLOAT32_BYTES
+    blocks = 8 + max(sum(math.ceil(n / _KV_BLOCK_TOKENS) for n in each) for each in batches)
+    return dict(
+        model=str(model),
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="pat",
+        additional_config={"pat": dict(pat)},
+        # In bfloat16 rounding differs with the layout, and after a while so does the text.
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=max_model_len,
+        max_num_seqs=max(map(len, batches)),
+        kv_cache_memory_bytes=blocks * _KV_BLOCK_TOKENS * token_bytes,
+        skip_tokenizer_init=True,
+    )
 
 
 def demo_model(directory: Path, name: str | None = None) -> Path:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from pat_vllm.advice.load import expected_load
+from pat_vllm.advice.lengths import expected_load
 from pat_vllm.config import PATConfig
 from pat_vllm.doctor.report import Check
-from pat_vllm.gpus import Device
+from pat_vllm.gpus import Device, gib
 from pat_vllm.layer_sizes import MIXTURES
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import estimate
@@ -20,7 +20,6 @@ from pat_vllm.simulator.modelled.choice import Choice, choose
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_5_text", *MIXTURES)
 """Whose sizes are known to `ModelShape`."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GiB = 1 << 30
 
 
 def engine_shape(
@@ -72,12 +71,12 @@ def check_memory(
     memory = estimate(model, shape, device)
     tokens = memory.kv_tokens[shape.layouts[0].tp]
     found = (
-        f"a rank: weights {_gib(memory.weights)} of {_gib(memory.requested)} that vLLM may use, "
+        f"a rank: weights {gib(memory.weights)} of {gib(memory.requested)} that vLLM may use, "
         f"buffers, communicators and tables "
-        f"{_gib(memory.buffers + memory.communicators + memory.swap_tables)}, activations "
-        f"{_gib(memory.activations)}, CUDA graphs {_gib(memory.graphs)}, KV cache "
-        f"{_gib(max(0, memory.kv))} = {tokens:,} tokens a replica of {shape.layouts[0]}; "
-        f"{_gib(memory.pinned)} of pinned host memory"
+        f"{gib(memory.buffers + memory.communicators + memory.swap_tables)}, activations "
+        f"{gib(memory.activations)}, CUDA graphs {gib(memory.graphs)}, KV cache "
+        f"{gib(memory.kv)} = {tokens:,} tokens a replica of {shape.layouts[0]}; "
+        f"{gib(memory.pinned)} of pinned host memory"
     )
     if chosen:
         found = f"{chosen}; {found}"
@@ -86,7 +85,7 @@ def check_memory(
     if tokens < shape.max_model_len:
         problem = (
             f"too little memory: at base layout {shape.layouts[0]} weights take "
-            f"{_gib(memory.weights)} of the {_gib(memory.requested)} that vLLM may use of a GPU, "
+            f"{gib(memory.weights)} of the {gib(memory.requested)} that vLLM may use of a GPU, "
             f"and {tokens:,} tokens of KV have room; a request may have "
             f"{shape.max_model_len:,}. {_way_out(model, device, shape)}"
         )
@@ -111,7 +110,3 @@ def _way_out(model: ModelShape, device: Device, shape: EngineShape) -> str:
         if (tokens := memory.kv_tokens[base_tp]) >= shape.max_model_len:
             return f"base_tp={base_tp} has room for {tokens:,} tokens"
     return "No base_tp has enough; a smaller max_model_len, or more GPUs"
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GiB:.1f} GiB"

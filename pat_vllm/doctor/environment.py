@@ -24,9 +24,9 @@ from pydantic import TypeAdapter
 
 from pat_vllm.child import Events
 from pat_vllm.doctor.report import Check
+from pat_vllm.gpus import GiB, gib
 from pat_vllm.text_only import PACKAGES
 
-_GiB = 1 << 30
 _PROCESS_BYTES = 600 << 20
 """Of host memory, about what each of an engine's processes takes on CPU with a tiny model."""
 _LIBRARIES = ("transformers", "torchvision", "triton", "flashinfer-python", "ray", "numpy")
@@ -257,11 +257,11 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     """
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     cpu = f"{facts.cpu['kind']}, {facts.cpu['numa_nodes']} NUMA node(s)"
-    memory = f"{facts.free / _GiB:.1f} of {facts.memory / _GiB:.1f} GiB free"
+    memory = f"{facts.free / GiB:.1f} of {gib(facts.memory)} free"
     need = (ranks + 2) * _PROCESS_BYTES
     problem = None
     if facts.on_cpu and machine and facts.free < need:
-        needed = f"{ranks} ranks on CPU need about {need / _GiB:.1f} GiB"
+        needed = f"{ranks} ranks on CPU need about {gib(need)}"
         problem = f"too little memory: {needed}, {memory}"
     checks = [
         Check("versions", versions, values=dict(facts.versions)),
@@ -278,7 +278,7 @@ def environment_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
 
 def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     counted = Counter(
-        f"{one.name} ({one.memory / _GiB:.0f} GiB, {one.capability})" for one in facts.devices
+        f"{one.name} ({one.memory / GiB:.0f} GiB, {one.capability})" for one in facts.devices
     )
     kinds = ", ".join(f"{count} x {text}" for text, count in counted.items()) or "none"
     few = machine and len(facts.devices) < ranks
@@ -293,7 +293,7 @@ def _device_checks(facts: Facts, ranks: int, machine: bool) -> list[Check]:
     if apart:
         links = f"no peer access between {', '.join(apart)}: slow, by way of the host"
     busy = [
-        f"GPU {index}: {one.free / _GiB:.1f} GiB free"
+        f"GPU {index}: {gib(one.free)} free"
         for index, one in enumerate(facts.devices)
         if one.free < 0.9 * one.memory
     ]

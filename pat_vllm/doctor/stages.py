@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,6 @@ from pat_vllm.doctor.engine import REFERENCES, TASK, Task
 from pat_vllm.doctor.environment import FACTS, Facts, environment_checks
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import Check, Stage
-from pat_vllm.doctor.symptoms import explain
 from pat_vllm.doctor.tasks import Models, as_used, engine_as_given, self_test
 from pat_vllm.gpus import GPUS, Device, gpu_named
 
@@ -26,6 +26,19 @@ GRAPHS = {"eager": None, "piecewise": "PIECEWISE", "full": "FULL"}
 """The stages of small engines, each with its `cudagraph_mode`."""
 SILENCE = 420.0
 """Seconds without a sign of life, or a line of its log, after which a process is taken to hang."""
+
+_DIED = re.compile(
+    r"(?:Worker proc (?:VllmWorker-)?|RayWorkerProc rank=)(\w+) died unexpectedly"
+    r"(?! \(exit code: 0\))(?: \(exit code: (-?\d+)\))?"
+)
+"""With exit code 0 a worker has ended by itself, after an error that is told elsewhere."""
+_MEMORY = re.compile(
+    r"^.*?((?:Free memory on device|No available memory for the cache blocks|"
+    r"To serve at least one request|[\w.]*OutOfMemoryError|CUDA out of memory|"
+    r"Cannot allocate memory|can't allocate memory|DefaultCPUAllocator|MemoryError|"
+    r"No space left on device).*)$",
+    re.MULTILINE,
+)
 
 Outcome = list[Check] | str
 """Of a stage: its checks, or why it is skipped."""
@@ -205,3 +218,16 @@ class _Stages:
     def _compiles(self) -> bool:
         """Of the stages that compile, only on a GPU: on CPU it takes a C++ compiler minutes."""
         return self.stage in ("piecewise", "full", AS_USED) and not self.facts.on_cpu
+
+
+def explain(log: str) -> str | None:
+    """What ended an engine, by what it wrote; None if the log does not say.
+
+    Too little memory comes first: a rank that found none may die of it.
+    """
+    if match := _MEMORY.search(log):
+        return f"too little memory: {match[1].strip()}"
+    if match := _DIED.search(log):
+        code = f", exit code {match[2]}" if match[2] else ""
+        return f"rank {match[1]} died{code}"
+    return None

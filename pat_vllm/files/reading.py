@@ -14,8 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from pat_vllm.files.digest import DIGEST, digest_of
-
 MOST_BYTES = 64 << 20
 """Of a file, unless its reader says otherwise."""
 
@@ -127,25 +125,6 @@ def parse_json(text: str | bytes) -> Any:
         return from_json(text)
     except UnicodeEncodeError:
         raise ValueError("it has a character that is none") from None
-
-
-def without_digest(content: Any, named: str) -> dict[str, Any]:
-    """What an object in a file of JSON says beside its digest, which is checked.
-
-    Args:
-        named: the file, for messages.
-
-    Raises:
-        FileError: it is no object, or its digest is not that of the content.
-    """
-    if not isinstance(content, dict):
-        raise FileError(f"{named} is no JSON object, but {shown(content)}")
-    rest = {name: value for name, value in content.items() if name != DIGEST}
-    if content.get(DIGEST) != digest_of(rest):
-        raise FileError(
-            f"{named} was changed after it was written, or is damaged: its digest does not match"
-        )
-    return rest
 
 
 def check_name(path: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 _SCRATCH = r"\.{name}\.[0-9a-f]{{16}}"
 """Name of a file while it is written."""
@@ -58,6 +60,13 @@ def _write_whole(path: Path, content: str | bytes, private: bool) -> None:
             os.unlink(scratch)
         raise
     sweep(path.parent, now, re.escape(path.name))
+
+
+def to_json(content: Any) -> str:
+    """Readable JSON: lists of plain values take one line."""
+    text = json.dumps(content, indent=1, default=vars)
+    flat = re.compile(r"\[\s*((?:[^\[\]{}\"]|\"[^\"\\]*\")*?)\s*\]")
+    return flat.sub(lambda match: "[" + re.sub(r"\s*\n\s*", " ", match[1]) + "]", text) + "\n"
 
 
 def sweep(directory: Path, now: float, name: str = ".+") -> None:

@@ -41,7 +41,6 @@ class EngineShape:
         migrates: whether switches carry KV between ranks.
         attention: the backend, where it keeps large buffers.
         num_speculative_tokens: the most draft tokens; 0 without speculation.
-        drafter: vLLM's method.
     """
 
     layouts: tuple[Layout, ...]
@@ -58,7 +57,6 @@ class EngineShape:
     migrates: bool = True
     attention: Literal["FLASH_ATTN", "FLASHINFER", "CPU_ATTN"] = "FLASH_ATTN"
     num_speculative_tokens: int = 0
-    drafter: Literal["ngram", "ngram_gpu"] = "ngram_gpu"
 
     def limits(self, layout: Layout) -> Limits:
         """What a replica of a layout runs at once."""
@@ -114,7 +112,7 @@ def runner_buffers(model: ModelShape, engine: EngineShape, layout: Layout) -> li
         ]
     else:
         embeddings = tokens * model.hidden * model.dtype_bytes
-        searched = token_ids if drafts and engine.drafter == "ngram_gpu" else 0
+        searched = token_ids if drafts else 0
         buffers = [
             Buffer(embeddings, embeddings, shared=True),
             Buffer(searched, shared=True),

@@ -23,12 +23,11 @@ class ModelShape(ModelSize):
 
     Attributes:
         max_positions: rows of the table of rotary embeddings.
-        dtype_bytes, kv_dtype_bytes: of an element of weights and activations, and of the KV cache.
+        dtype_bytes: of an element of weights, activations and the KV cache.
     """
 
     max_positions: int
     dtype_bytes: int = 2
-    kv_dtype_bytes: int = 2
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], dtype_bytes: int = 2) -> ModelShape:
@@ -41,7 +40,6 @@ class ModelShape(ModelSize):
             **vars(ModelSize.of(config)),
             max_positions=size_of(config, "max_position_embeddings"),
             dtype_bytes=dtype_bytes,
-            kv_dtype_bytes=dtype_bytes,
         )
 
     def weight_bytes(self, tp: int, spread: bool = False) -> int:
@@ -81,7 +79,7 @@ class ModelShape(ModelSize):
 
     def kv_bytes_per_token(self, tp: int) -> int:
         """KV of one token, over all layers, on a rank; heads are replicated where they are few."""
-        return self.attention_layers * self.kv_elements(tp) * self.kv_dtype_bytes
+        return self.attention_layers * self.kv_elements(tp) * self.dtype_bytes
 
     def latent_workspace_bytes(self, max_model_len: int, max_num_seqs: int, block_size: int) -> int:
         """Latent vectors of earlier parts of prompts, as vLLM gathers them for a step; else 0.
@@ -97,7 +95,7 @@ class ModelShape(ModelSize):
         """What a request has on a rank beside its KV, over all layers with linear attention."""
         if self.linear is None:
             return 0
-        return self.linear.layers * self.linear.state_bytes(self.kv_dtype_bytes) // tp
+        return self.linear.layers * self.linear.state_bytes(self.dtype_bytes) // tp
 
     def block_size(self, base_tp: int, block_size: int) -> int:
         """Tokens of a KV block, in every layout: as many as make it as large as a state.
@@ -109,7 +107,7 @@ class ModelShape(ModelSize):
         """
         if self.linear is None:
             return block_size
-        state = self.linear.state_bytes(self.kv_dtype_bytes) // base_tp
+        state = self.linear.state_bytes(self.dtype_bytes) // base_tp
         of_token = self.kv_bytes_per_token(base_tp) // self.attention_layers
         return -(-state // (block_size * of_token)) * block_size
 

@@ -168,11 +168,6 @@ class Acceptance:
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * self.lengths)
 
     @property
-    def per_step(self) -> float:
-        """Accepted drafts of a request per step, as expected with the draft length in use."""
-        return float(self.expected().tokens[self.used]) - 1
-
-    @property
     def used(self) -> int:
         """Index of the draft length that was observed last."""
         return int(np.searchsorted(self.lengths, self._asked))

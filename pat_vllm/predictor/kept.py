@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pat_vllm.files.aside import set_aside
-from pat_vllm.files.digest import with_digest
-from pat_vllm.files.reading import FileError, name_of, read_json, without_digest
+from pat_vllm.files.reading import FileError, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor.acceptance import Acceptance
 from pat_vllm.predictor.lengths import LengthModel
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 _OPTION = "pat.policy.lengths_file"
 _MOST_BYTES = 4 << 20
 _ACCEPTANCE = "acceptance"
+_DIGEST = "digest"
+"""By which damage is seen. It is no signature: who may write may make one."""
 
 
 class Keeper:
@@ -68,7 +71,7 @@ def save(path: Path, lengths: LengthModel, acceptance: Acceptance | None = None)
     content = lengths.to_json()
     if acceptance is not None:
         content[_ACCEPTANCE] = acceptance.to_json()
-    write_whole(path, json.dumps(with_digest(content)), private=True)
+    write_whole(path, json.dumps({_DIGEST: _digest(content), **content}), private=True)
 
 
 def load(
@@ -85,7 +88,7 @@ def load(
         FileError: the file cannot be read, or was not written by `save`.
     """
     named = f"the lengths file {name_of(path)}"
-    content = without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
+    content = _without_digest(read_json(path, "the lengths file", most=_MOST_BYTES), named)
     try:
         learnt = content.pop(_ACCEPTANCE, None)  # not where there were no drafts
         lengths = LengthModel.from_json(content, bound)
@@ -96,3 +99,27 @@ def load(
     except ValueError as error:
         raise FileError(f"{named} holds no length history ({error})") from error
     return lengths, acceptance
+
+
+def _without_digest(content: Any, named: str) -> dict[str, Any]:
+    """What an object in a file of JSON says beside its digest, which is checked.
+
+    Args:
+        named: the file, for messages.
+
+    Raises:
+        FileError: it is no object, or its digest is not that of the content.
+    """
+    if not isinstance(content, dict):
+        raise FileError(f"{named} is no JSON object, but {shown(content)}")
+    rest = {name: value for name, value in content.items() if name != _DIGEST}
+    if content.get(_DIGEST) != _digest(rest):
+        raise FileError(
+            f"{named} was changed after it was written, or is damaged: its digest does not match"
+        )
+    return rest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of plain values, whatever their order: SHA-256, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

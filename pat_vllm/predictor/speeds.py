@@ -28,6 +28,9 @@ _LEAST = 0.02
 _SLOWEST, _FASTEST = 0.02, 5.0
 """Bounds of what is drawn."""
 
+_SEED = 0
+"""Every time the same: looks differ by what was seen, not by luck."""
+
 
 class Speeds:
     """Learns, from looks at the live requests, how many drafts of each are accepted.
@@ -35,8 +38,7 @@ class Speeds:
     A speed is the number of accepted drafts per step, relative to what is expected of a request.
     """
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._weight = self._variances = 0.0
         self._begin()
 
@@ -112,7 +114,7 @@ class Speeds:
             trust = self.variance / np.maximum(self.variance + noise, 1e-12)
             mean[known] += trust * (speed - 1)
             doubt[known] *= 1 - trust
-        random = np.random.default_rng(self._seed)
+        random = np.random.default_rng(_SEED)
         draws = random.standard_normal((count, futures))
         return np.clip(mean[:, None] + np.sqrt(doubt)[:, None] * draws, _SLOWEST, _FASTEST)
 

@@ -41,6 +41,8 @@ _MOST_WAITING = 4096
 """Trajectories that wait, of those that are likeliest to return, whose futures are sampled."""
 _PARTS = 16
 """Parts of a course."""
+_SEED = 0
+"""Every time the same: looks differ by what was seen, not by luck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,7 @@ class Futures:
 class Trajectories:
     """Learns how trajectories go on, and knows which wait."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(self) -> None:
         self._waiting: dict[int, _Waiting] = {}
         self._left: dict[int, _Waiting] = {}  # by the last batch, as it seems
         self._late: dict[int, _Waiting] = {}  # not waited for any more
@@ -178,7 +179,7 @@ class Trajectories:
             lengths: tokens of so many fresh responses in each future, int64 [count, futures].
             token_seconds: in which a request makes a token, as it is.
         """
-        random = np.random.default_rng(self._seed)
+        random = np.random.default_rng(_SEED)
         gaps, appended = np.array(self._gaps), np.array(self._appended)
         likely = np.argsort(-self._returning(now), kind="stable")[:_MOST_WAITING]
         index, since, waiting = (one[likely] for one in self._columns())

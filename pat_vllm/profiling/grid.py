@@ -16,7 +16,8 @@ from pydantic import TypeAdapter
 
 from pat_vllm.kinds import Kinds, block_size, longest_context, num_blocks
 from pat_vllm.layout import Layout
-from pat_vllm.profiling.profile import NamedLayout, StepSample, SwitchSample
+from pat_vllm.profiling.profile import StepSample, SwitchSample
+from pat_vllm.reporting.values import LayoutByName
 
 SHORT_CONTEXT = 64
 """Tokens of a context whose attention hardly costs anything."""
@@ -134,7 +135,7 @@ class StepPoint:
             before, and the step verifies them. Otherwise it verifies none.
     """
 
-    layout: NamedLayout
+    layout: LayoutByName
     batch: int
     context: int
     busy: int
@@ -178,8 +179,8 @@ class StepPoint:
 class SwitchPoint:
     """A switch to be measured, with `num_seqs` requests of `context` tokens."""
 
-    source: NamedLayout
-    target: NamedLayout
+    source: LayoutByName
+    target: LayoutByName
     num_seqs: int
     context: int
 

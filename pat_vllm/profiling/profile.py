@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pat_vllm.files.reading import FileError, cut, first_problem, name_of, read_json, shown
 from pat_vllm.files.writing import write_whole
 from pat_vllm.layout import Layout
 from pat_vllm.policy_config import StrictModel
+from pat_vllm.reporting.values import LayoutByName
 
 MOST_TIMES = 16
 """Repeats of a step whose times a sample keeps, so that files stay small."""
@@ -29,12 +30,6 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
-NamedLayout = Annotated[
-    Layout,
-    BeforeValidator(lambda given: Layout.parse(given) if isinstance(given, str) else given),
-    PlainSerializer(str, return_type=str),
-]
-"""A layout, whose plain value is its name."""
 
 
 class ProfileError(ValueError):
@@ -78,7 +73,7 @@ class StepSample(StrictModel):
             (see `thinned`); empty where nothing was repeated.
     """
 
-    layout: NamedLayout
+    layout: LayoutByName
     batch: Count
     context: Count
     longest: Count
@@ -139,8 +134,8 @@ class SwitchSample(StrictModel):
         weights: seconds of it that resharded weights.
     """
 
-    source: NamedLayout
-    target: NamedLayout
+    source: LayoutByName
+    target: LayoutByName
     num_seqs: Count
     tokens: Count
     kv_bytes: Count
@@ -174,7 +169,7 @@ class Profile(StrictModel):
     created: str
     key: dict[str, Any]
     ranks: Positive
-    layouts: tuple[NamedLayout, ...] = Field(min_length=1)
+    layouts: tuple[LayoutByName, ...] = Field(min_length=1)
     max_num_seqs: dict[int, Positive]
     max_batch_tokens: dict[int, Positive]
     kv_tokens: dict[int, Annotated[int, Field(le=_MOST)]]

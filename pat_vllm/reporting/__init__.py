@@ -4,8 +4,8 @@ Imports neither torch nor vLLM.
 """
 
 from pat_vllm.reporting.history import MAX_RECORDS, History, Records
-from pat_vllm.reporting.run import DraftMean, Run, drafts_over_time
-from pat_vllm.reporting.text import REPORT_SECONDS, describe, describe_awaited
+from pat_vllm.reporting.run import Run, drafts_over_time
+from pat_vllm.reporting.text import describe, describe_awaited
 from pat_vllm.reporting.values import (
     REFUSALS,
     SWITCH_REASONS,
@@ -25,13 +25,11 @@ from pat_vllm.reporting.values import (
 __all__ = [
     "MAX_RECORDS",
     "REFUSALS",
-    "REPORT_SECONDS",
     "SWITCH_REASONS",
     "BatchSavings",
     "BatchTimes",
     "DecisionReport",
     "DraftCounts",
-    "DraftMean",
     "DraftSample",
     "History",
     "LayoutSteps",

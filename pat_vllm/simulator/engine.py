@@ -30,7 +30,8 @@ from pat_vllm.reporting import (
 )
 from pat_vllm.routing import Router
 from pat_vllm.simulator.carrying import carry
-from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica, SimulatedRequests
+from pat_vllm.simulator.replica import ReplicaCapacity, SimulatedReplica
+from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.truth import Truth
 
@@ -62,21 +63,20 @@ class SimulatedLiveRequests(LiveRequests):
 
 
 class SimulatedEngine:
-    """State of a simulated engine. It reports to a policy, if it has one, but does not ask it."""
+    """State of a simulated engine. It reports to its policy, but does not ask it."""
 
     def __init__(
         self,
         trace: LengthTrace,
         truth: Truth,
         capacity: ReplicaCapacity,
-        layout: Layout,
+        policy: Policy,
         began: float = 0.0,
         chunk: int = CHUNK,
-        policy: Policy | None = None,
     ) -> None:
-        """An idle engine in `layout`; see `simulate`."""
+        """An idle engine in the policy's layout; see `simulate`."""
         self.now = began
-        self.layout = layout
+        self.layout = policy.home
         self.num_seqs = 0
         self.done = 0
         self._began = began
@@ -89,7 +89,7 @@ class SimulatedEngine:
         ]
         heapify(self._arrivals)
         self._last_arrival = began
-        self._replicas = _replicas_of(layout)
+        self._replicas = _replicas_of(self.layout)
         self._router = Router(block_size=1)
         self._switches: list[SwitchReport] = []
         self._timeline: list[LiveSample] = []
@@ -241,8 +241,7 @@ class SimulatedEngine:
         )
         self._switches.append(report)
         self._note()
-        if self._policy is not None:
-            self._policy.switched(report)
+        self._policy.switched(report)
         self._admit_arrivals()
 
     def drain(self) -> None:
@@ -267,9 +266,8 @@ class SimulatedEngine:
             self.num_seqs += 1
             self._last_arrival = self.now
             arrived = True
-            if self._policy is not None:
-                turn = self._requests.turn_of(request)
-                self._policy.arrived(self.now, turn, self._requests.num_prompt_tokens[request])
+            turn = self._requests.turn_of(request)
+            self._policy.arrived(self.now, turn, self._requests.num_prompt_tokens[request])
         if arrived:
             self._note()
 
@@ -303,10 +301,10 @@ class SimulatedEngine:
         steps = 1
         if not scheduled.prefilling:
             steps = min(scheduled.least, self._chunk)
-            if self._policy is not None and self._policy.learns:
+            if self._policy.learns:
                 # It may want to hear of the first steps in a layout one by one.
                 steps = min(steps, max(1, replica.made // 4))
-            elif self._policy is not None and not replica.made:
+            elif not replica.made:
                 # A switch lets steps finish, with which responses may end: ask again soon.
                 steps = 1
             if scheduled.room != math.inf:
@@ -330,18 +328,18 @@ class SimulatedEngine:
 
     def _draft_length(self, batch: int) -> int:
         """What the policy says for a step of so many requests."""
-        schedule = self._policy.drafts.get(self.layout, ()) if self._policy is not None else ()
+        schedule = self._policy.drafts.get(self.layout, ())
         return next((k for first, last, k in schedule if first <= batch <= last), 0)
 
     def _finish(self, replica: SimulatedReplica, steps: int) -> None:
         """`steps` steps of the replica's chunk are over, and the chunk with them."""
         seconds = steps * replica.per_step
         ended = replica.began + seconds
-        if self._policy is not None and self._policy.learns and replica.shape.batch:
-            self._tell_of_drafts(self._policy, replica, steps, ended)
+        if self._policy.learns and replica.shape.batch:
+            self._tell_of_drafts(replica, steps, ended)
         complete = replica.finish(self._requests, steps)
         self._steps.setdefault(self.layout, []).append((steps, seconds))
-        if self._policy is not None and self._policy.learns:
+        if self._policy.learns:
             one = self._truth.step_seconds(self.layout, replica.shape, replica.began)
             self._policy.stepped(ended, self.layout, replica.shape, one)
         for request in complete:
@@ -351,11 +349,10 @@ class SimulatedEngine:
             if following is not None:
                 heappush(self._arrivals, (self._requests.arrival[following], following))
                 self._stop_for(self._requests.arrival[following])
-            if self._policy is not None:
-                length, most = self._requests.length[request], self._requests.max_tokens[request]
-                self._policy.finished(ended, length, complete=bool(length < most))
-                turn = self._requests.turn_of(request)
-                self._policy.ended(ended, turn, self._requests.num_tokens(request))
+            length, most = self._requests.length[request], self._requests.max_tokens[request]
+            self._policy.finished(ended, length, complete=bool(length < most))
+            turn = self._requests.turn_of(request)
+            self._policy.ended(ended, turn, self._requests.num_tokens(request))
         if complete:
             self._note()
 
@@ -366,9 +363,7 @@ class SimulatedEngine:
                 until = math.ceil((arrival - replica.began) / replica.per_step)
                 replica.set_steps(max(1, until, replica.steps_made(self.now, started=True)))
 
-    def _tell_of_drafts(
-        self, policy: Policy, replica: SimulatedReplica, steps: int, ended: float
-    ) -> None:
+    def _tell_of_drafts(self, replica: SimulatedReplica, steps: int, ended: float) -> None:
         """Tell of the drafts of a chunk. The requests are still what they were before it."""
         told, batch = min(replica.steps, _TOLD_OF_DRAFTS), replica.shape.batch
         accepted = [_NO_DRAFTS] * told
@@ -376,8 +371,8 @@ class SimulatedEngine:
             replica.write(self._requests)
             accepted = replica.accepted(self._requests, told)
         for one in accepted:
-            policy.drafted(ended, replica.k, batch, one)
-        if policy.drafts:
+            self._policy.drafted(ended, replica.k, batch, one)
+        if self._policy.drafts:
             each = sum(int(one.sum()) for one in accepted) / told
             drafted, right = steps * batch * replica.k, round(steps * each)
             self._drafts.append(

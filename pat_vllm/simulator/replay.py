@@ -41,7 +41,7 @@ def simulate(
         ValueError: a request does not fit into a replica's memory.
     """
     earlier = len(policy.report().decisions)
-    engine = SimulatedEngine(trace, truth, capacity, policy.home, began, chunk, policy)
+    engine = SimulatedEngine(trace, truth, capacity, policy, began, chunk)
     over = True  # and the policy was told
     while engine.num_seqs or engine.arriving:
         if not engine.num_seqs:
@@ -78,8 +78,6 @@ def simulate_batches(
     policy: Policy,
     truth: Truth,
     capacity: ReplicaCapacity,
-    *,
-    chunk: int = CHUNK,
 ) -> list[SimulatedReport]:
     """Replay traces one after another with the same policy, `TRAINING` seconds apart.
 
@@ -92,5 +90,5 @@ def simulate_batches(
         first = max(groups) + 1
         began = runs[-1].back + TRAINING if runs else 0.0
         apart = replace(trace, groups=groups)
-        runs.append(simulate(apart, policy, truth, capacity, began=began, chunk=chunk))
+        runs.append(simulate(apart, policy, truth, capacity, began=began))
     return runs

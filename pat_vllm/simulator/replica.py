@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from pat_vllm.profiling.profile import Profile, StepShape
 from pat_vllm.simulator.free_memory import FreeMemory
 from pat_vllm.simulator.requests import SimulatedRequests
 from pat_vllm.simulator.steady import Steady
-
-if TYPE_CHECKING:
-    pass
 
 _ROUNDING = 1e-6
 """Part of a step that is rounding error when times are compared."""
@@ -35,14 +31,14 @@ class ReplicaCapacity:
     """What a replica can hold.
 
     Attributes:
-        max_num_seqs: requests that it runs at once, by tp or in every layout; the others wait.
-        max_batch_tokens: tokens that one of its steps computes, by tp or in every layout.
+        max_num_seqs: requests that it runs at once, by tp; the others wait.
+        max_batch_tokens: tokens that one of its steps computes, by tp.
         kv_tokens: tokens whose KV it has memory for, by tp; unlimited where not named.
         kv_bytes_per_token: KV bytes of a token over all layers and KV heads.
     """
 
-    max_num_seqs: int | Mapping[int, int] = 256
-    max_batch_tokens: int | Mapping[int, int] = 8192
+    max_num_seqs: Mapping[int, int]
+    max_batch_tokens: Mapping[int, int]
     kv_tokens: Mapping[int, int] = field(default_factory=dict)
     kv_bytes_per_token: int = 0
 
@@ -56,21 +52,9 @@ class ReplicaCapacity:
             profile.kv_bytes_per_token,
         )
 
-    def most_seqs(self, tp: int) -> int:
-        """`max_num_seqs` in the layout of this tp."""
-        return _of_layout(self.max_num_seqs, tp)
-
-    def most_tokens(self, tp: int) -> int:
-        """`max_batch_tokens` in the layout of this tp."""
-        return _of_layout(self.max_batch_tokens, tp)
-
     def kv_room(self, tp: int) -> float:
         """Tokens whose KV a replica has memory for; infinite where that is not limited."""
         return self.kv_tokens.get(tp, math.inf)
-
-
-def _of_layout(limit: int | Mapping[int, int], tp: int) -> int:
-    return limit if isinstance(limit, int) else limit[tp]
 
 
 @dataclass(frozen=True)
@@ -223,7 +207,7 @@ class SimulatedReplica:
         ready = uncomputed <= 0
         decoding: list[int] = index[ready].tolist()
         context, longest = int(all_tokens[ready].sum()), int(all_tokens[ready].max(initial=0))
-        budget = capacity.most_tokens(tp) - len(decoding)
+        budget = capacity.max_batch_tokens[tp] - len(decoding)
         prefilling: list[tuple[int, int]] = []
         for request, missing in zip(
             index[~ready].tolist(), uncomputed[~ready].tolist(), strict=True
@@ -231,7 +215,7 @@ class SimulatedReplica:
             if budget > 0:
                 prefilling.append((request, min(missing, budget)))
                 budget -= min(missing, budget)
-        most = capacity.most_seqs(tp)
+        most = capacity.max_num_seqs[tp]
         while self.waiting and len(self.running) < most and budget > 0:
             request = self.waiting[0]
             tokens = requests.num_tokens(request)

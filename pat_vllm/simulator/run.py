@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter
-
 from pat_vllm.layout import Layout
 from pat_vllm.reporting import Report, Run, SwitchReport
 
@@ -56,10 +54,3 @@ class SimulatedReport(Report):
     def spans(self) -> tuple[tuple[Layout, float, float], ...]:
         """(layout, start, stop), in seconds since the trace began."""
         return Run(self, self.began, self.seconds).spans
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return _REPORT.dump_json(self).decode()
-
-
-_REPORT = TypeAdapter(SimulatedReport)

@@ -67,13 +67,12 @@ def staggered(
     sigma: float,
     max_tokens: int,
     interval: float,
-    poisson: bool = True,
     seed: int = 0,
 ) -> LengthTrace:
-    """Log-normal lengths; requests arrive `interval` seconds apart, on average or exactly."""
+    """Log-normal lengths; requests arrive `interval` seconds apart, on average."""
     batch = lognormal(requests, median, sigma, max_tokens, seed)
     random = np.random.default_rng((seed, 2))
-    gaps = random.exponential(interval, requests) if poisson else np.full(requests, interval)
+    gaps = random.exponential(interval, requests)
     arrivals: Floats = np.cumsum(gaps) - gaps[0]
     return replace(batch, name="staggered", arrivals=tuple(arrivals.tolist()))
 
@@ -139,8 +138,7 @@ def agents(trajectories: int, max_tokens: int = 32768, seed: int = 0) -> LengthT
     return LengthTrace.of_trajectories("agents", drawn, max_tokens, seed)
 
 
-Generator = Callable[[int, int, int], LengthTrace]
-GENERATORS: Mapping[str, Generator] = {
+GENERATORS: Mapping[str, Callable[[int, int, int], LengthTrace]] = {
     "deepscaler": deepscaler,
     "log-normal": lambda requests, max_tokens, seed: lognormal(
         requests, max_tokens / 16, 1.2, max_tokens, seed

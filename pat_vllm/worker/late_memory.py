@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from vllm.config import CUDAGraphMode, set_current_vllm_config
 
+from pat_vllm.gpus import GiB
 from pat_vllm.kinds import fewest_heads
 from pat_vllm.memory.estimate import num_regions, staged_share
 from pat_vllm.patches.runners import (
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from pat_vllm.layout import Layout
     from pat_vllm.worker.runtime import LayoutRuntime, ModelRunner
 
-_GiB = 1 << 30
 Enter = Callable[["LayoutRuntime"], None]
 """Makes a layout the worker's active one."""
 
@@ -119,9 +119,9 @@ def check_room(base: LayoutRuntime, available: int) -> None:
     needed = sum(spec.max_memory_usage_bytes(base.config) for spec in specs)
     if available < needed:
         raise ValueError(
-            f"pat.base_tp={base.layout.tp} leaves {max(0, available) / _GiB:.2f} GiB of a device "
+            f"pat.base_tp={base.layout.tp} leaves {max(0, available) / GiB:.2f} GiB of a device "
             f"for KV, and a request of max_model_len={model.max_model_len} needs "
-            f"{needed / _GiB:.2f} GiB there: a rank holds the base layout's weights in every "
+            f"{needed / GiB:.2f} GiB there: a rank holds the base layout's weights in every "
             "layout. Leave pat.base_tp at 'auto' or name a larger one, raise "
             "gpu_memory_utilization, or lower max_model_len."
         )

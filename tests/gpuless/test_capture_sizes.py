@@ -14,6 +14,7 @@ from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.limits import limits_of
 from pat_vllm.memory.buffers import EngineShape
+from pat_vllm.simulator.modelled.batch_time import Load
 from pat_vllm.simulator.modelled.choice import choose
 from pat_vllm.worker.layout_config import layout_config
 from tests.unit.simulator.modelled.test_choice import QWEN3_8B
@@ -62,7 +63,8 @@ def test_a_default_start_costs_little_more_than_stock(model: dict[str, Any]) -> 
         shape = EngineShape(
             (), max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=40960
         )
-        found = choose(model, PATConfig(), shape, 8, GPUS["H100"].device)
+        load = Load.usual(seqs, 8, shape.max_model_len)
+        found = choose(model, PATConfig(), shape, 8, GPUS["H100"].device, load=load)
         engine = engine_config(seqs, tokens, {}, **found.options | {"experts": "auto"})
         kept = layouts_of(engine)
         limits = limits_of(engine, kept[-1])

@@ -28,7 +28,6 @@ from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.files import reading
 from pat_vllm.files import writing as files
 from pat_vllm.files.aside import SET_ASIDE
-from pat_vllm.files.digest import with_digest
 from pat_vllm.files.writing import write_whole
 from pat_vllm.predictor import kept
 from pat_vllm.predictor.acceptance import Acceptance
@@ -152,7 +151,8 @@ def test_no_damage_to_lengths_is_taken(
     ]
     wrong += [{"bound": True}, {"batches": -1}, {"bound": 10**400}, {"colour": 1}, {"format": 9}]
     for fields in (*wrong, {"acceptance": {"format": 1, "tried": [1e308], "succeeded": [1]}}):
-        path.write_text(json.dumps(with_digest({**content, **fields})))
+        changed = {**content, **fields}
+        path.write_text(json.dumps({"digest": kept._digest(changed), **changed}))
         with pytest.raises(ValueError, match=r"lengths\.json"):
             kept.load(path)
 

@@ -33,6 +33,7 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
     [
         ({"model_type": "dbrx"}, "has num_experts: .* model_type 'dbrx' .*qwen3_moe"),
         ({"num_experts_per_tok": None}, "with num_experts_per_tok"),
+        ({"num_experts_per_tok": 129}, "1 to 128 experts, not to 129"),
         ({"linear_num_key_heads": 2, "full_attention_interval": 64}, "linear attention in all"),
         ({"hidden_size": None, "vocab_size": 0}, "has no hidden_size, vocab_size"),
     ],

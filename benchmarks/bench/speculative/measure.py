@@ -47,7 +47,7 @@ from benchmarks.bench.speculative.workloads import (
 from benchmarks.paired import shuffled
 from benchmarks.record import machine, results_dir
 from pat_vllm.cli.demo_batch import model_config
-from pat_vllm.cli.results import to_json
+from pat_vllm.files.writing import to_json
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.step_time import StepTimeModel
 from pat_vllm.profiling.profile import Profile

@@ -19,8 +19,7 @@ from benchmarks.bench.speculative.engines import (
 from benchmarks.bench.speculative.tuning import accepted_share
 from benchmarks.bench.speculative.workloads import ACCEPTED, DRAFT_LENGTHS
 from benchmarks.paired import Ratio, better_static, paired_ratio
-from benchmarks.record import Summary, provenance
-from pat_vllm.cli.results import table
+from benchmarks.record import Summary, provenance, table
 
 if TYPE_CHECKING:
     from benchmarks.bench.engines import BenchSettings

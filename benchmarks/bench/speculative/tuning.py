@@ -36,11 +36,6 @@ class Drafted:
         return cls(length, tokens, drafted, sum(one.accepted for one in samples))
 
     @property
-    def share(self) -> float:
-        """Of the draft tokens that was accepted; 0 without any."""
-        return self.accepted / max(1, self.drafted)
-
-    @property
     def steps(self) -> int:
         """Steps of a request, over all of them: each gave a token beside the accepted ones."""
         return self.tokens - self.accepted

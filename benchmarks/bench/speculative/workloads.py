@@ -82,7 +82,7 @@ def phrase_of(model: str) -> int:
 def _workload(name: str, text: str, *models: str) -> SpeculativeWorkload:
     prompt = _RANDOM_TOKENS + PHRASE_TOKENS
     return SpeculativeWorkload(
-        name, text, _long_tail, len(models) > 1, longest=LONGEST, prompts=(prompt, prompt),
+        name, text, _long_tail, longest=LONGEST, prompts=(prompt, prompt),
         models=models,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from pat_vllm.config import PATConfig, tp_of
-from pat_vllm.gpus import Device, Gpu, known_gpu
+from pat_vllm.gpus import Device, Gpu, gib, known_gpu
 from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.memory.estimate import RankMemory, estimate, static_engine
@@ -34,7 +34,6 @@ _LARGEST_WEIGHTS = 0.3
 """Of a device's memory, where the device is not known."""
 _FAR_LESS = 0.5
 """KV beside the most that a static layout has, below which a user is warned."""
-_GiB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def choose(
     *,
     device_name: str = "",
     dtype_bytes: int = 2,
-    load: Load | None = None,
+    load: Load,
 ) -> Choice:
     """The layouts of an engine. What its user names is kept.
 
@@ -77,7 +76,7 @@ def choose(
         model_config: contents of the model's `config.json`.
         engine: its other options; `layouts` and `pat` are not looked at.
         device: that of each rank; None: nothing is known of it.
-        load: what is expected; None: what the limits of `engine` allow.
+        load: what is expected.
 
     Raises:
         ValueError: as `PATConfig.resolve_layouts`.
@@ -98,7 +97,6 @@ def choose(
     elif len(fitting) == 1:
         best, how = fitting[0], "by options and memory"
     elif gpu := known_gpu(device, device_name):
-        load = load or Load.usual(engine.max_num_seqs, ranks, engine.max_model_len)
         best = search.fastest(fitting, gpu, load)
         how = f"by modelled times of {load.responses:,} responses"
         if len(best) == 1:
@@ -107,8 +105,8 @@ def choose(
         best, how = search.by_rule(fitting), "by memory, of a device whose speed is not known"
     layouts, memory = search.resolve(best), search.memory(best)
     alone = {tp: search.memory_alone(tp).kv for tp in search.sizes}
-    room = ", ".join(f"tp={tp} {_gib(kv)}" for tp, kv in alone.items())
-    kv = f"{_gib(memory.kv)} of KV a rank (static engines: {room}), by computation"
+    room = ", ".join(f"tp={tp} {gib(kv)}" for tp, kv in alone.items())
+    kv = f"{gib(memory.kv)} of KV a rank (static engines: {room}), by computation"
     return Choice(
         layouts,
         search.experts(best),
@@ -231,11 +229,11 @@ class _Search:
     def warning(self, sizes: Sequence[int], most: int) -> str | None:
         memory = self.memory(sizes)
         base, tokens = sizes[0], memory.kv_tokens[sizes[0]]
-        room = f"pat.base_tp={base} leaves {_gib(memory.kv)} for KV beside weights"
+        room = f"pat.base_tp={base} leaves {gib(memory.kv)} for KV beside weights"
         if not self.fits(sizes):
             problem = f"{room}, {tokens:,} tokens; a request may have {self.engine.max_model_len:,}"
         elif memory.kv < _FAR_LESS * most:
-            problem = f"{room} of {_gib(memory.weights)}, where a static engine has {_gib(most)}"
+            problem = f"{room} of {gib(memory.weights)}, where a static engine has {gib(most)}"
         else:
             return None
         return f"{problem}; a larger pat.base_tp has more room, 'auto' chooses it"
@@ -287,7 +285,3 @@ class _Search:
 
 def _compiles(sizes: set[int]) -> int:
     return sum(1 if tp == 1 else 2 for tp in sizes)
-
-
-def _gib(size: int) -> str:
-    return f"{max(0, size) / _GiB:.1f} GiB"

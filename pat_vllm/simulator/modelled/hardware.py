@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pat_vllm.files.reading import read_json_object, shown
-from pat_vllm.gpus import GPUS, NODE_SIZE, Device, gpu_named
+from pat_vllm.gpus import GPUS, NODE_SIZE, Device, GiB, gpu_named
 from pat_vllm.known_models import MODEL_SHAPES
 from pat_vllm.layer_sizes import routing_of, text_of
 from pat_vllm.layout import Layout
@@ -152,7 +152,7 @@ def modelled_profile(
         switches=tuple(_switches(machine, possible, kv_tokens)),
         note=(
             f"Modelled, not measured. Figures of the {figures.source}: "
-            f"{figures.device.memory / 2**30:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
+            f"{figures.device.memory / GiB:.0f} GiB, {figures.bandwidth / 1e9:.0f} GB/s, "
             f"{figures.flops / 1e12:.1f} TFLOPS dense 16-bit, {figures.link} "
             f"{figures.link_bandwidth / 1e9:.0f} GB/s per direction; shape of the model from its "
             f"config.json. By the model: {MEMORY_EFFICIENCY:.0%} of the bandwidth, "

@@ -13,7 +13,7 @@ from pat_vllm.gpus import Gpu
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import SwitchSample
-from pat_vllm.simulator.modelled.expert_load import ExpertLoad, Routing
+from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.figures import (
     ALL_REDUCE_EFFICIENCY,
     ALL_REDUCE_LATENCY,
@@ -60,11 +60,11 @@ class Machine:
 
         Cut experts are a part of an expert each, for every rank alike.
         """
-        assert self.model.experts is not None
-        routing = Routing(self.model.experts.count, self.model.experts.per_token)
+        one = self.model.experts
+        assert one is not None
         if layout.experts == "ep":
-            return routing.busiest(tokens, layout.tp)
-        return ExpertLoad(routing.hot(tokens) / layout.tp, tokens * routing.per_token / layout.tp)
+            return busiest(one, tokens, layout.tp)
+        return ExpertLoad(hot_experts(one, tokens) / layout.tp, tokens * one.per_token / layout.tp)
 
     def step(
         self, layout: Layout, batch: int, context: int, prefill: int, drafts: int = 0, k: int = 0

@@ -21,9 +21,8 @@ from pat_vllm.layout import Layout
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import DecisionReport
 from pat_vllm.simulator.replay import simulate
-from pat_vllm.simulator.replica import ReplicaCapacity
 from tests.unit.reporting.samples import ONE, TWO, decision_report, switch_report
-from tests.unit.simulator.simple import FREE, LAYOUTS, Linear, batch, follow
+from tests.unit.simulator.simple import FREE, LAYOUTS, Linear, batch, capacity_of, follow
 
 
 def test_the_clairvoyant_is_hardly_worse_than_simple_schedules() -> None:
@@ -94,7 +93,7 @@ def test_judgement(
         switches=tuple(switch_report(100 + at, num_seqs=live, seconds=0.1) for at, live in moves),
         decisions=tuple(decision(100 + at, live, why) for at, live in moves),
     )
-    capacity = ReplicaCapacity(max_num_seqs=64)
+    capacity = capacity_of(max_num_seqs=64)
     result = judge(
         trace, run, CalibratedSimulator(Crossover(), capacity, (ONE, TWO), {ONE: 1.0, TWO: 1.0})
     )

@@ -8,7 +8,6 @@ import math
 import pytest
 
 from pat_vllm.doctor.compare import LEAST_TOLERANCE, Agreement, Differs, Output, Reference
-from pat_vllm.doctor.symptoms import explain
 
 STOCK = (
     Output((5, 6), (-0.1, -0.2), ({5: -0.1, 9: -0.1002}, {6: -0.2, 8: -3.0})),
@@ -65,25 +64,3 @@ def test_the_tolerance_follows_stock_vllms_own_noise() -> None:
     for wrong in (-5.0, math.nan):
         with pytest.raises(Differs, match="does not agree with itself"):
             scored(wrong).check()
-
-
-DIED = "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: {}), shutting down"
-
-
-@pytest.mark.parametrize(
-    ("log", "cause"),
-    [
-        (DIED.format(-9), "rank 1 died, exit code -9"),
-        (DIED.format(None), "rank 1 died"),
-        # It has ended by itself: why is told elsewhere.
-        (DIED.format(0), None),
-        ("RayWorkerProc rank=2 died unexpectedly, shutting", "rank 2 died"),
-        (
-            f"{DIED.format(1)}\nValueError: To serve at least one request, more",
-            "too little memory: To serve at least one request, more",
-        ),
-        ("all is well", None),
-    ],
-)
-def test_last_words_are_explained(log: str, cause: str | None) -> None:
-    assert explain(log) == cause

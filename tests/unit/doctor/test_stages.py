@@ -16,7 +16,7 @@ from pat_vllm.doctor.engine import REFERENCES, TASK, Task
 from pat_vllm.doctor.environment import FACTS, Facts
 from pat_vllm.doctor.options import Options
 from pat_vllm.doctor.report import Stage
-from pat_vllm.doctor.stages import run_stages
+from pat_vllm.doctor.stages import explain, run_stages
 from pat_vllm.doctor.tasks import Models
 from tests.unit.doctor.test_compare import REFERENCE
 from tests.unit.doctor.test_environment import GPU, ON_CPU, ON_GPUS
@@ -232,3 +232,25 @@ def test_too_little_memory_and_refusals_are_stages_of_their_own(
     assert status_of(run_with(monkeypatch, Children(refused), **options)) == "pfsssss"
     # Without --model it is the self-test's own engine that is refused: the environment's affair.
     assert status_of(run_with(monkeypatch, Children(refused))) == "fssssss"
+
+
+DIED = "ERROR Worker proc VllmWorker-1 died unexpectedly (exit code: {}), shutting down"
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        (DIED.format(-9), "rank 1 died, exit code -9"),
+        (DIED.format(None), "rank 1 died"),
+        # It has ended by itself: why is told elsewhere.
+        (DIED.format(0), None),
+        ("RayWorkerProc rank=2 died unexpectedly, shutting", "rank 2 died"),
+        (
+            f"{DIED.format(1)}\nValueError: To serve at least one request, more",
+            "too little memory: To serve at least one request, more",
+        ),
+        ("all is well", None),
+    ],
+)
+def test_last_words_are_explained(log: str, cause: str | None) -> None:
+    assert explain(log) == cause

@@ -19,7 +19,7 @@ from pat_vllm.predictor.state import LiveRequests, LiveState, Turn
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import SwitchReport
 from pat_vllm.simulator import shapes
-from pat_vllm.simulator.replay import simulate_batches
+from pat_vllm.simulator.replay import simulate, simulate_batches
 from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.run import SimulatedReport
 from pat_vllm.simulator.traces import LengthTrace
@@ -176,7 +176,7 @@ def test_it_plans_only_when_something_has_changed() -> None:
     """A batch of equal lengths changes once; contexts that grow are looked at now and then."""
     policy = policy_of(PROFILE)
     trace = shapes.uniform(64, 200, 200, BOUND, seed=0)
-    (ours,) = simulate_batches([trace], policy, TRUTH, CAPACITY, chunk=1)
+    ours = simulate(trace, policy, TRUTH, CAPACITY, chunk=1)
     assert sum(one.steps for one in ours.steps.values()) > 300
     assert policy.report().plans < 60
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,20 @@ from tests.support.schedules import FollowSchedule, LayoutSchedule
 
 ONE, TWO = Layout(1, 2), Layout(2, 1)
 LAYOUTS = tuple(Layout.of(tp, 4) for tp in (1, 2, 4))
-FREE = ReplicaCapacity()
+
+
+def capacity_of(
+    max_num_seqs: int = 256,
+    max_batch_tokens: int = 8192,
+    kv_tokens: Mapping[int, int] | None = None,
+    kv_bytes_per_token: int = 0,
+) -> ReplicaCapacity:
+    """The same limits in every layout."""
+    seqs, tokens = (dict.fromkeys((1, 2, 4, 8), most) for most in (max_num_seqs, max_batch_tokens))
+    return ReplicaCapacity(seqs, tokens, kv_tokens or {}, kv_bytes_per_token)
+
+
+FREE = capacity_of()
 
 
 @dataclass(frozen=True)

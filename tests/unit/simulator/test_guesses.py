@@ -23,7 +23,7 @@ from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace
 from pat_vllm.simulator.truth import ReplayedTruth
 from pat_vllm.simulator.tuned import tuned_schedule
-from tests.unit.simulator.simple import FREE, ONE, TWO, Verifying, batch
+from tests.unit.simulator.simple import FREE, ONE, TWO, Verifying, batch, capacity_of
 
 LENGTHS = (0, 1, 2, 4)
 
@@ -91,7 +91,7 @@ class Changing(Policy):
         return (ONE, TWO)[self._asked // 3 % 2]
 
 
-@pytest.mark.parametrize("capacity", [FREE, ReplicaCapacity(3, 64, {1: 700, 2: 1500})])
+@pytest.mark.parametrize("capacity", [FREE, capacity_of(3, 64, {1: 700, 2: 1500})])
 def test_every_response_has_its_length_however_k_changes(capacity: ReplicaCapacity) -> None:
     lengths = [1, 5, 40, 100, 300, 299, 41, 7]
     run = simulate(batch(*lengths, acceptance=0.6), Changing(), Verifying(), capacity)

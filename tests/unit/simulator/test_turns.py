@@ -13,7 +13,6 @@ from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.predictor.state import Turn
 from pat_vllm.simulator import shapes
 from pat_vllm.simulator.replay import simulate
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.traces import LengthTrace, TurnLengths
 from tests.support.schedules import FollowSchedule, LayoutSchedule
 from tests.unit.simulator.simple import (
@@ -24,6 +23,7 @@ from tests.unit.simulator.simple import (
     Constant,
     Linear,
     Recorder,
+    capacity_of,
     follow,
 )
 
@@ -64,7 +64,7 @@ def test_contexts_are_evicted_where_requests_need_the_room_the_oldest_first() ->
         trace = turns(first, second, [(4, 0, 1.0), (length, 0, 0.0)])
         full = simulate(trace, StayPolicy(TWO), Constant(), FREE)
         assert full.prefilled == 3 * 33 + 15 + 15 + (37 - 32)
-        run = simulate(trace, StayPolicy(TWO), Constant(), ReplicaCapacity(kv_tokens={2: 115}))
+        run = simulate(trace, StayPolicy(TWO), Constant(), capacity_of(kv_tokens={2: 115}))
         assert (run.prefilled - full.prefilled, run.preempted) == (again, 0)
 
 
@@ -90,7 +90,7 @@ def test_an_engine_without_requests_stays_while_some_are_expected(until: float, 
 def test_a_switch_carries_contexts_at_the_cost_of_their_bytes() -> None:
     trace = turns([(4, 10, 9.0), (8, 0, 0.0)], [(9, 0, 0.0)])
     policy = follow(ONE, (1, TWO))
-    capacity = ReplicaCapacity(kv_bytes_per_token=10)
+    capacity = capacity_of(kv_bytes_per_token=10)
     run = simulate(trace, policy, Linear(switch=1.0), capacity)
     (switch, _) = run.switches
     assert (switch.tokens, switch.cached_tokens, switch.kv_bytes) == (33 + 4, 37, 740)
@@ -107,7 +107,7 @@ def test_the_contexts_that_ended_last_are_carried_first() -> None:
     """At 17.0 there is room for the second one and six tokens of the first, soon overwritten."""
     first, second = [(4, 10, 90.0), (2, 0, 0.0)], [(17, 10, 30.0), (2, 0, 0.0)]
     trace = turns(first, second, [(20, 0, 0.0)])
-    capacity = ReplicaCapacity(kv_tokens={2: 2 * 50 + 6})
+    capacity = capacity_of(kv_tokens={2: 2 * 50 + 6})
     run = simulate(trace, follow(ONE, (2, TWO)), Constant(), capacity)
     assert (run.switches[0].tokens, run.switches[0].cached_tokens) == (50, 50 + 6)
     assert run.prefilled == 3 * 33 + (60 - 48) + 47
@@ -125,7 +125,7 @@ def test_a_turn_is_admitted_by_the_next_step() -> None:
 
 def test_layouts_that_share_kv_move_nothing_and_keep_contexts() -> None:
     trace = turns([(4, 10, 9.0), (8, 0, 0.0)], [(9, 0, 0.0)])
-    run = simulate(trace, follow(TWO, (1, EP)), Linear(), ReplicaCapacity(kv_bytes_per_token=10))
+    run = simulate(trace, follow(TWO, (1, EP)), Linear(), capacity_of(kv_bytes_per_token=10))
     assert (run.switches[0].cached_tokens, run.switches[0].kv_bytes) == (0, 0)
     assert run.prefilled == 2 * 33 + 15
 
@@ -165,7 +165,7 @@ def test_every_turn_finishes_and_chunks_change_nothing(data: st.DataObject) -> N
     )
     trace = turns(*trajectories, prompt=data.draw(st.integers(1, 60)))
     room = {tp: data.draw(st.integers(500, 3000)) for tp in (1, 2, 4)}
-    capacity = ReplicaCapacity(8, data.draw(st.integers(8, 64)), kv_tokens=room)
+    capacity = capacity_of(8, data.draw(st.integers(8, 64)), kv_tokens=room)
     ended = sorted(data.draw(st.sets(st.integers(1, len(trace)), max_size=3)))
     schedule = LayoutSchedule(
         data.draw(st.sampled_from(LAYOUTS)),
@@ -228,7 +228,7 @@ def test_traces_of_one_turn_are_what_they_were(
     switches: list[tuple[float, int]],
 ) -> None:
     """To the last digit what the simulator said before it knew turns."""
-    capacity = ReplicaCapacity(8, 64, kv_tokens={1: 1500, 2: 2400, 4: 4000})
+    capacity = capacity_of(8, 64, kv_tokens={1: 1500, 2: 2400, 4: 4000})
     policy = follow(LAYOUTS[0], (20, LAYOUTS[2]), (40, LAYOUTS[1]))
     run = simulate(trace, policy, Linear(), capacity)
     assert (run.seconds, sum(run.finished)) == (seconds, ended)

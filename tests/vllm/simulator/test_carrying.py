@@ -15,13 +15,14 @@ from vllm.v1.request import Request
 
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.cost import Number
+from pat_vllm.predictor.policy import StayPolicy
 from pat_vllm.profiling.profile import StepShape
 from pat_vllm.reporting import PredictorReport
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.simulator.engine import SimulatedEngine
-from pat_vllm.simulator.replica import ReplicaCapacity
 from pat_vllm.simulator.shapes import GENERATORS
 from pat_vllm.simulator.traces import LengthTrace
+from tests.unit.simulator.simple import capacity_of
 from tests.vllm.scheduler.test_prefix_cache import request
 from tests.vllm.scheduler.test_scheduler import results_of
 from tests.vllm.without_workers import BLOCK_SIZE, RANKS, engine_config
@@ -61,8 +62,9 @@ def test_switches_carry_what_the_engine_carries(memory: str) -> None:
 
 def of_simulator(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float]:
     room = {tp: (blocks * tp - 1) * BLOCK_SIZE for tp in (1, 2, 4, 8)}
-    capacity = ReplicaCapacity(256, 8192, room)
-    engine = SimulatedEngine(trace, EqualSteps(), capacity, Layout.of(4, RANKS), chunk=1)
+    capacity = capacity_of(kv_tokens=room)
+    policy = StayPolicy(Layout.of(4, RANKS))
+    engine = SimulatedEngine(trace, EqualSteps(), capacity, policy, chunk=1)
     switches = dict(SWITCHES)
     while engine.num_seqs or engine.arriving:
         while switches and engine.now >= min(switches):

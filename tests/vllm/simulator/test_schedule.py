@@ -68,7 +68,7 @@ def test_turns_as_vllm_schedules(blocks: int) -> None:
 def of_replica(trace: LengthTrace, blocks: int) -> tuple[int, int, int]:
     requests, replica, steps = SimulatedRequests(trace, 0.0), SimulatedReplica(0), 0
     to_come = list(range(len(trace)))
-    capacity = ReplicaCapacity(len(trace), BUDGET, {1: (blocks - 1) * BLOCK})
+    capacity = ReplicaCapacity({1: len(trace)}, {1: BUDGET}, {1: (blocks - 1) * BLOCK})
     while replica.num_seqs or to_come:
         arrived = [request for request in to_come if requests.arrival[request] <= steps]
         replica.waiting.extend(sorted(arrived, key=lambda one: requests.arrival[one]))

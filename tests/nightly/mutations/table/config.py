@@ -72,7 +72,7 @@ MUTATIONS = mutations({
         ("a pipe is read", "files.reading:read_bytes", "if not stat.S_ISREG(status.st_mode):", "if False:"),
         ("another user's file is taken", "files.reading:read_bytes", "own and status.st_uid != os.geteuid()", "False"),
         ("JSON is nested without end", "files.reading:parse_json", "return from_json(text.removeprefix", "return __import__('json').loads(text.removeprefix"),
-        ("damage is not seen", "files.reading:without_digest", "content.get(DIGEST) != digest_of(rest)", "False"),
+        ("damage is not seen", "predictor.kept:_without_digest", "content.get(_DIGEST) != _digest(rest)", "False"),
         ("no home, no engine", "profiling.cache:cache_dir", "except RuntimeError as error:", "except KeyError as error:"),
         ("a cache that cannot be read stops an engine", "profiling.cache:find", "except (ProfileError, OSError) as error:", "except ProfileError as error:"),
         ("cached profiles are open to others", "profiling.cache:keep", ", private=True", ""),
@@ -127,7 +127,7 @@ MUTATIONS = mutations({
         ("every layer has experts", "layer_sizes:_has_experts", 'layer % (size_of(config, "moe_layer_freq") or 1)', "False"),
     ],
     "tests/unit/advice/test_advise.py": [
-        ("layouts are chosen for the usual load", "advice.rollouts:_chosen", ", load=Load.of(first)", ""),
+        ("layouts are chosen for the usual load", "advice.rollouts:_chosen", "Load.of(first)", "Load.usual(options.max_num_seqs, options.gpus, longest)"),
     ],
     "tests/vllm/memory/test_mixtures.py": [
         ("spread experts are cut", "model_size:ModelSize.resident_weights", "self.experts.most_on_rank(tp) if spread else self.experts.count / tp", "self.experts.count / tp"),
@@ -138,7 +138,7 @@ MUTATIONS = mutations({
     "tests/engine/test_memory.py::test_an_engine_allocates_what_is_computed[copies]": [
         ("weights have two bytes", "memory.model:ModelShape.weight_bytes", "* self.dtype_bytes", "* 2"),
         ("embeddings are forgotten", "model_size:ModelSize.resident_weights", "(1 if self.tied else 2)", "0"),
-        ("KV has two bytes", "memory.model:ModelShape.kv_bytes_per_token", "* self.kv_dtype_bytes", "* 2"),
+        ("KV has two bytes", "memory.model:ModelShape.kv_bytes_per_token", "* self.dtype_bytes", "* 2"),
         ("two layers are staged", "memory.estimate:staged_share", "max(1,", "max(2,"),
         ("small buffers are forgotten", "memory.buffers:runner_buffers", "small = _OF_TOKEN * tokens", "small = 0"),
     ],

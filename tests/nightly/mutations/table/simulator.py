@@ -42,8 +42,8 @@ MUTATIONS = mutations({
         ("lengths of a group are unrelated", "simulator.shapes:grpo", "standard_normal(prompts)[groups]", "standard_normal(len(groups))"),
     ],
     "tests/unit/simulator/modelled/test_expert_load.py": [
-        ("experts of the mean rank are read", "simulator.modelled.expert_load:_busiest", "hot.max(axis=1)", "hot.mean(axis=1)"),
-        ("work does not vary between ranks", "simulator.modelled.expert_load:_busiest", "tokens**0.5 * off", "0 * off"),
+        ("experts of the mean rank are read", "simulator.modelled.expert_load:busiest", "hot.max(axis=1)", "hot.mean(axis=1)"),
+        ("work does not vary between ranks", "simulator.modelled.expert_load:busiest", "tokens**0.5 * off", "0 * off"),
         ("experts of the base layout are moved", "simulator.modelled.roofline:Machine.moved_experts", " and end != base", ""),
     ],
     "tests/unit/simulator/modelled/test_hardware.py": [

@@ -57,6 +57,7 @@ def chosen(
 ) -> Choice:
     config = dict(MODEL_SHAPES[model]) if isinstance(model, str) else model
     shape = EngineShape((), **{"max_model_len": 32768, **engine})
+    load = load or Load.usual(shape.max_num_seqs, ranks, shape.max_model_len)
     return choose(config, PATConfig.parse(pat), shape, ranks, device, load=load)
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from benchmarks.held_out import held_out_error
 from pat_vllm.gpus import GPUS
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.layer_sizes import ExpertSizes
 from pat_vllm.layout import Layout
 from pat_vllm.memory.model import ModelShape
 from pat_vllm.profiling.profile import Profile
-from pat_vllm.simulator.modelled.expert_load import ExpertLoad, Routing
+from pat_vllm.simulator.modelled.expert_load import ExpertLoad, busiest, hot_experts
 from pat_vllm.simulator.modelled.hardware import modelled_profile
 from pat_vllm.simulator.modelled.roofline import Machine
 
@@ -22,8 +23,14 @@ EIGHT = [
     Layout.parse(name)
     for name in ("tp1dp8", "tp2dp4", "tp2dp4ep", "tp4dp2", "tp4dp2ep", "tp8dp1", "tp8dp1ep")
 ]
-routings = st.builds(
-    lambda count, share: Routing(count, max(1, round(count * share))),
+
+
+def experts_of(count: int, per_token: int) -> ExpertSizes:
+    return ExpertSizes(count, per_token, intermediate=1, shared=0, shared_gate=False, layers=1)
+
+
+mixtures = st.builds(
+    lambda count, share: experts_of(count, max(1, round(count * share))),
     st.integers(1, 64),
     st.floats(0, 1),
 )
@@ -33,40 +40,40 @@ routings = st.builds(
 
 
 @settings(max_examples=50)
-@given(routings, st.integers(0, 5000), st.integers(0, 500))
-def test_hot_experts(routing: Routing, tokens: int, more: int) -> None:
+@given(mixtures, st.integers(0, 5000), st.integers(0, 500))
+def test_hot_experts(experts: ExpertSizes, tokens: int, more: int) -> None:
     """More tokens make no fewer experts hot."""
-    hot = routing.hot(tokens)
-    assert 0 <= hot <= routing.hot(tokens + more) + 1e-9 <= routing.count + 2e-9
-    assert hot <= tokens * routing.per_token + 1e-9
-    assert routing.hot(1) == pytest.approx(routing.per_token)
+    hot = hot_experts(experts, tokens)
+    assert 0 <= hot <= hot_experts(experts, tokens + more) + 1e-9 <= experts.count + 2e-9
+    assert hot <= tokens * experts.per_token + 1e-9
+    assert hot_experts(experts, 1) == pytest.approx(experts.per_token)
 
 
 @settings(max_examples=50)
-@given(routings, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3000), st.integers(0, 500))
-def test_busiest_rank(routing: Routing, ranks: int, tokens: int, more: int) -> None:
-    if ranks > routing.count:
+@given(mixtures, st.sampled_from([1, 2, 3, 8]), st.integers(1, 3000), st.integers(0, 500))
+def test_busiest_rank(experts: ExpertSizes, ranks: int, tokens: int, more: int) -> None:
+    if ranks > experts.count:
         return
-    load, grown = (routing.busiest(some, ranks) for some in (tokens, tokens + more))
-    most = -(-routing.count // ranks)
+    load, grown = (busiest(experts, some, ranks) for some in (tokens, tokens + more))
+    most = -(-experts.count // ranks)
     assert load.hot <= grown.hot <= most and load.work <= grown.work + 1e-6
-    assert load.work >= tokens * routing.per_token / ranks - 1e-6, "less than the mean"
-    assert load.work <= tokens * routing.per_token
+    assert load.work >= tokens * experts.per_token / ranks - 1e-6, "less than the mean"
+    assert load.work <= tokens * experts.per_token
     # The 64 drawn layers have some more or fewer than the mean: four standard deviations.
-    hot = routing.hot(tokens)
+    hot = hot_experts(experts, tokens)
     assert load.hot >= (hot - 4 * (hot / 64) ** 0.5) / ranks
     if ranks == 1:
-        assert load.work == pytest.approx(tokens * routing.per_token)
+        assert load.work == pytest.approx(tokens * experts.per_token)
 
 
-def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> ExpertLoad:
+def counted(experts: ExpertSizes, tokens: int, ranks: int, draws: int = 400) -> ExpertLoad:
     """By drawing every token's experts."""
     random = np.random.default_rng(1)
     hot = work = 0.0
     for _ in range(draws):
-        keys = random.random((tokens, routing.count))
-        chosen = np.argpartition(-keys, routing.per_token - 1)[:, : routing.per_token]
-        of_expert = np.bincount(chosen.ravel(), minlength=routing.count)
+        keys = random.random((tokens, experts.count))
+        chosen = np.argpartition(-keys, experts.per_token - 1)[:, : experts.per_token]
+        of_expert = np.bincount(chosen.ravel(), minlength=experts.count)
         of_rank = of_expert.reshape(ranks, -1)
         hot += float((of_rank > 0).sum(1).max()) / draws
         work += float(of_rank.sum(1).max()) / draws
@@ -75,8 +82,8 @@ def counted(routing: Routing, tokens: int, ranks: int, draws: int = 400) -> Expe
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(2, 4), (16, 8), (128, 4)])
 def test_loads_are_those_of_tokens_that_choose(tokens: int, ranks: int) -> None:
-    routing = Routing(64, 4)
-    load, expected = routing.busiest(tokens, ranks), counted(routing, tokens, ranks)
+    experts = experts_of(64, 4)
+    load, expected = busiest(experts, tokens, ranks), counted(experts, tokens, ranks)
     assert load.hot == pytest.approx(expected.hot, rel=0.07)
     # Of few tokens, which are no work, it says somewhat too little.
     assert load.work == pytest.approx(expected.work, rel=0.06 if tokens > 2 else 0.12)
