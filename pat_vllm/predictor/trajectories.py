@@ -181,11 +181,12 @@ class Trajectories:
         """
         random = np.random.default_rng(_SEED)
         gaps, appended = np.array(self._gaps), np.array(self._appended)
-        likely = np.argsort(-self._returning(now), kind="stable")[:_MOST_WAITING]
+        returning = self._returning(now)
+        likely = np.argsort(-returning, kind="stable")[:_MOST_WAITING]
         index, since, waiting = (one[likely] for one in self._columns())
         count, futures = len(live) + len(index), remaining.shape[1]
         share = self._share()
-        back = random.random((len(index), futures)) < self._returning(now)[likely, None]
+        back = random.random((len(index), futures)) < returning[likely, None]
 
         time = np.concatenate((remaining, np.zeros(back.shape))).astype(np.float64)
         held = np.concatenate((live.context, waiting))[:, None] + time
