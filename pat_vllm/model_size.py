@@ -99,7 +99,8 @@ class ModelSize:
             latent=latent,
             intermediate=size_of(config, "intermediate_size"),
             vocab=size_of(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            # Gemma's files leave it to transformers, which ties only theirs by default.
+            tied=bool(config.get("tie_word_embeddings", "gemma" in str(config.get("model_type")))),
             experts=experts,
             window=size_of(config, "sliding_window"),
             window_layers=layers_with_windows(config),

@@ -176,9 +176,13 @@ class V1Handover:
         forget_sampled_tokens(runner.input_batch)
 
     def share(self, host: RunnerV1, runner: RunnerV1) -> None:
-        # Of "ngram_gpu". A runner without requests takes them from the host when it gets some.
-        if (shared := getattr(host, "token_ids_gpu_tensor", None)) is not None:
-            runner.token_ids_gpu_tensor = shared[: len(runner.token_ids_gpu_tensor)]
+        # Of "ngram_gpu", a row for each request, of which the host may have fewer. A runner without
+        # requests takes them from the host when it gets some.
+        if hasattr(host, "token_ids_gpu_tensor"):
+            of_host, own = host.token_ids_gpu_tensor, runner.token_ids_gpu_tensor
+            larger = max(of_host, own, key=len)
+            host.token_ids_gpu_tensor = larger[: len(of_host)]
+            runner.token_ids_gpu_tensor = larger[: len(own)]
 
 
 def _pack(token_ids: list[int] | None) -> np.ndarray | None:

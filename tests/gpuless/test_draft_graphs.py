@@ -189,10 +189,13 @@ def test_model_runner_v1_has_graphs_of_pieces_only(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_tokens_of_model_runner_v1_on_the_device_are_there_once() -> None:
-    large, small = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(rows, 8)) for rows in (4, 2))
+    """Whichever layout has room for more requests."""
     handover: Any = V1Handover()
-    handover.share(large, small)
-    assert small.token_ids_gpu_tensor.shape == (2, 8)
-    assert small.token_ids_gpu_tensor.data_ptr() == large.token_ids_gpu_tensor.data_ptr()
+    for order in ((4, 2), (2, 4)):
+        host, other = (SimpleNamespace(token_ids_gpu_tensor=torch.zeros(n, 8)) for n in order)
+        handover.share(host, other)
+        shared = [one.token_ids_gpu_tensor for one in (host, other)]
+        assert [len(one) for one in shared] == [*order]
+        assert shared[0].data_ptr() == shared[1].data_ptr()
     handover.share(SimpleNamespace(), other := SimpleNamespace())
     assert not vars(other), "a drafter on the host has none"

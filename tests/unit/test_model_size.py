@@ -28,6 +28,13 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
     assert (size.experts.layers, size.dense_layers) == (expected, 48 - expected)
 
 
+def test_gemma_ties_its_embeddings_where_its_file_does_not_say() -> None:
+    fields = {name: value for name, value in QWEN3.items() if name != "tie_word_embeddings"}
+    assert ModelSize.of({**fields, "model_type": "gemma2"}).tied
+    assert not ModelSize.of({**fields, "model_type": "gemma2", "tie_word_embeddings": False}).tied
+    assert not ModelSize.of(fields).tied
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
