@@ -19,6 +19,7 @@ from pat_vllm.patches.front_end import (
     let_engine_cores_end,
     log_through_vllm,
     patch_get_class,
+    serialize_sends,
     tell_loggers,
 )
 from pat_vllm.text_only import is_without_vision_and_audio
@@ -93,6 +94,7 @@ def _executor_class(vllm_config: VllmConfig, stock: Callable[[Any], type]) -> ty
         end_waits_for_dead_engines()
         let_engine_cores_end()
         interrupt_starts()
+        serialize_sends()
         explain_refused_media()
         tell_loggers(_config_for_loggers)
         prepare_launch(vllm_config, chosen)

@@ -254,6 +254,8 @@ class PATExecutorMixin(_Base):
 
         Those that it leaves would be taken for the replies to the next call.
         """
+        if not options.get("non_block"):
+            self._read_earlier_replies()  # vLLM would, too, but take what they leave for its own
         self._drop_unread()
         try:
             replies = super().collective_rpc(*args, **options)

@@ -17,7 +17,6 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pat_vllm.patches.front_end import serialize_sends
 from pat_vllm.patches.replacing import replace
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def end_waits_for_dead_engines() -> None:
             told: Future[Any] = Future()
             client.utility_results[_CAUSE] = told
             vars(client.resources).update({_TOLD: told, _CLIENT: weakref.ref(client)})
-            if isinstance(client, SyncMPClient):
-                serialize_sends(client)  # the client is new
             stock(client)
 
         return start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from pat_vllm.text_only import command_without_vision_and_audio
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
-    from vllm.v1.engine.core_client import SyncMPClient
 
 
 def patch_get_class(executor: type, resolve: Callable[[Any, Callable[[Any], type]], type]) -> None:
@@ -54,23 +54,31 @@ def inspect_models_without_vision_and_audio() -> None:
     registry._SUBPROCESS_COMMAND = command_without_vision_and_audio(registry.__name__)
 
 
-def serialize_sends(client: SyncMPClient) -> None:
-    """Put a lock around the sends of an `LLM`'s client, before anything is sent.
+def serialize_sends() -> None:
+    """Put a lock around the sends of each `LLM`'s client.
 
     Without it: two threads write to one ZMQ socket, which is not made for that. vLLM's synchronous
     client is made for one thread. `generate` runs in that one, and may abort requests just when
     another thread asks for a switch. Missing seam: a client that several threads may use.
+
+    The class is changed, since a client that held a method of its own would outlive its `LLM`,
+    and with it the engine.
     """
-    lock = threading.Lock()
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    locks: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+    of_locks = threading.Lock()
 
     def wrap(send: Callable[..., Any]) -> Callable[..., Any]:
-        def locked(*args: Any, **kwargs: Any) -> Any:
+        def locked(client: Any, *args: Any, **kwargs: Any) -> Any:
+            with of_locks:
+                lock = locks.setdefault(client, threading.Lock())
             with lock:
-                return send(*args, **kwargs)
+                return send(client, *args, **kwargs)
 
         return locked
 
-    replace(client, "_send_input", wrap)
+    replace(SyncMPClient, "_send_input", wrap)
 
 
 ENDS_WITHIN = 30.0

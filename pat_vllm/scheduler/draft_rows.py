@@ -92,9 +92,10 @@ class DraftRows:
         if self._found_at != self._corpus.num_added:
             self._found_at = self._corpus.num_added
             self._found.clear()
-        if key not in self._found:
-            self._found[key] = self._corpus.latest(key, self._most_tokens)
-        return self._found[key]
+        rows = self._found.get(key) or self._corpus.latest(key, self._most_tokens)
+        if rows:  # none are to most prompts
+            self._found[key] = rows
+        return rows
 
     def _give(self, request_id: str, rows: tuple[Row, ...]) -> None:
         if rows:

@@ -133,10 +133,7 @@ class LayoutController:
         num_seqs = sum(by_replica)
         several = by_replica if len(by_replica) > 1 else ()
         self._monitor.history.live(active.layout, num_seqs, several)
-        if num_seqs == 0 or self._forced:
-            return
-        if active.pause_state != PauseState.UNPAUSED:
-            self._monitor.policy.interrupted()
+        if num_seqs == 0 or self._forced or active.pause_state != PauseState.UNPAUSED:
             return
         now = time.monotonic()
         if now < self._back_off_until:

@@ -149,8 +149,10 @@ class Monitor:
         self._turns.ended(
             turn, request.num_prompt_tokens, request.all_token_ids, request.block_hashes
         )
-        if reason != FinishReason.ABORT:
+        params = request.sampling_params
+        if reason != FinishReason.ABORT or (params is not None and params.stop):
             # Or a request that goes on with what was aborted would seem to be a tool's next turn.
+            # A front end that has found a stop string aborts the request, too.
             self.policy.ended(now, turn, request.num_tokens)
         return tracked
 

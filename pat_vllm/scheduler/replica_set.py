@@ -16,7 +16,7 @@ from pat_vllm.routing import Router
 from pat_vllm.scheduler.prefix_cache import num_cached, num_unused
 from pat_vllm.scheduler.replica import Replica, ReplicaFactory, is_empty_step
 from pat_vllm.scheduler.requests import prompt_key
-from pat_vllm.scheduler.stats import merge_outputs
+from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -224,6 +224,8 @@ class ReplicaSet:
 
     def _collect(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client in outputs.values():
+            if client.scheduler_stats is not None:
+                mean_of_gpus(client.scheduler_stats, len(self.replicas))
             for output in client.outputs:
                 # A streaming-input session has a reason for the end of each of its parts.
                 if output.finish_reason is not None and self._monitor.requests.is_over(

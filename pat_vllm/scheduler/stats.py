@@ -21,8 +21,7 @@ def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> Sche
     """Turn the gauges of one replica's `stats` into those of all.
 
     What counts events since the last time (prefix-cache hits, evictions) stays the replica's own,
-    for each replica reports its own. What a GPU computed is the mean over all GPUs. KV cache usage
-    is the mean, as the pools are equally large.
+    for each replica reports its own. KV cache usage is the mean, as the pools are equally large.
     """
     running = waiting = deferred = 0
     usage = 0.0
@@ -39,14 +38,17 @@ def whole_engine(stats: SchedulerStats, schedulers: Sequence[Scheduler]) -> Sche
     # Only switches use the schedulers' KV connector; it is no cache, and nothing is fetched.
     stats.connector_prefix_cache_stats = None
     clear_kv_fetches(stats)
-    if (perf := stats.perf_stats) is not None:
-        # A replica tells what each of its own GPUs has done.
-        for name in _OF_EACH_GPU:
-            setattr(perf, name, getattr(perf, name) // len(schedulers))
     return stats
 
 
 _OF_EACH_GPU = ("num_flops_per_gpu", "num_read_bytes_per_gpu", "num_write_bytes_per_gpu")
+
+
+def mean_of_gpus(stats: SchedulerStats, replicas: int) -> None:
+    """Have one replica's `stats` say what its steps are in the mean of all replicas' GPUs."""
+    if (perf := stats.perf_stats) is not None:
+        for name in _OF_EACH_GPU:
+            setattr(perf, name, getattr(perf, name) // replicas)
 
 
 def add_prefix_cache_stats(into: PrefixCacheStats, other: PrefixCacheStats) -> None:

@@ -114,7 +114,8 @@ class WeightUpdatesMixin(_Base):
     def update_config(self, overrides: dict[str, Any]) -> None:
         """As in vLLM. What is said of loading is said of the user's loader, not of PAT's."""
         if (of_loading := overrides.get("load_config")) is not None:
-            changed = change_user_config(self.vllm_config.load_config, of_loading)
+            # vLLM 0.31 changes the runner's alone.
+            changed = change_user_config(self.model_runner.load_config, of_loading)
             overrides = {**overrides, "load_config": changed}
         super().update_config(overrides)
 

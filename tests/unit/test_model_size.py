@@ -29,7 +29,8 @@ def test_layers_with_experts(fields: dict[str, Any], expected: int) -> None:
 
 
 def test_gemma_ties_its_embeddings_where_its_file_does_not_say() -> None:
-    fields = {name: value for name, value in QWEN3.items() if name != "tie_word_embeddings"}
+    dense = MODEL_SHAPES["qwen3-8b"]
+    fields = {name: value for name, value in dense.items() if name != "tie_word_embeddings"}
     assert ModelSize.of({**fields, "model_type": "gemma2"}).tied
     assert not ModelSize.of({**fields, "model_type": "gemma2", "tie_word_embeddings": False}).tied
     assert not ModelSize.of(fields).tied

@@ -59,6 +59,7 @@ class Stock:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.futures_queue: deque[Any] = deque()
 
     def compile_or_warm_up_model(self) -> None:
         """Nothing to do."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm.v1.engine.core_client as core_client
 import vllm.v1.engine.utils as engine_cores
 import zmq
 from torch import nn
@@ -67,29 +69,51 @@ def test_an_interrupt_ends_the_start_of_an_engine(monkeypatch: pytest.MonkeyPatc
     assert opened.closed
 
 
-def test_sends_of_two_threads_do_not_meet() -> None:
+def test_sends_of_two_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, most = [0], [0]
-    together = threading.Barrier(2)
+    together = threading.Barrier(3)
 
     class Client:
         def _send_input(self, request: str) -> str:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
-            # Without the lock, the other thread comes in here.
+            # Without the lock, the other threads come in here.
             threading.Event().wait(0.05)
             inside[0] -= 1
             return request
 
-    client: Any = Client()
-    front_end.serialize_sends(client)
+    def send(client: Client) -> None:
+        together.wait(60)
+        assert client._send_input("abort") == "abort"
 
-    def send() -> str:
-        together.wait()
-        return client._send_input("abort")
-
-    with ThreadPoolExecutor(2) as pool:
-        assert [one.result() for one in [pool.submit(send) for _ in range(2)]] == ["abort"] * 2
+    monkeypatch.setattr(core_client, "SyncMPClient", Client)
+    front_end.serialize_sends()
+    client = Client()
+    threads = [threading.Thread(target=send, args=(client,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     assert most == [1]
+
+
+def test_a_client_whose_sends_are_locked_goes_with_its_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is that of the engine, whose devices the next one may want."""
+
+    class Client:
+        def _send_input(self) -> None: ...
+
+    monkeypatch.setattr(core_client, "SyncMPClient", Client)
+    front_end.serialize_sends()
+    gc.disable()
+    try:
+        client = Client()
+        client._send_input()
+        gone = weakref.ref(client)
+        del client
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # -------------------------------------------------------------------- schedulers

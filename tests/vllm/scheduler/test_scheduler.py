@@ -10,7 +10,9 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import RequestStatus
 
 from pat_vllm.executor.executor import StepResult
@@ -21,7 +23,7 @@ from pat_vllm.scheduler import block_pools, layout_controller, monitor, switch_p
 from pat_vllm.scheduler import switch as switch_module
 from pat_vllm.scheduler.in_place import keeps_places
 from pat_vllm.scheduler.scheduler import PATScheduler
-from pat_vllm.scheduler.stats import merge_outputs
+from pat_vllm.scheduler.stats import mean_of_gpus, merge_outputs, merge_stats
 from pat_vllm.scheduler.switch import PlanningFailed
 from tests.support.kinds import full
 from tests.vllm.without_workers import EXECUTOR, answer, engine_config, request
@@ -495,3 +497,70 @@ def test_outputs_that_went_out_together_have_the_time_of_the_last() -> None:
     for at in (2.0, 3.0, 1.0):
         merge_outputs(waiting, {0: EngineCoreOutputs(timestamp=at)})
     assert waiting[0].timestamp == 3.0
+
+
+@pytest.mark.parametrize("stop, waits", [(None, 0), ("</search>", 1)])
+def test_what_a_front_end_has_stopped_may_go_on_after_a_tool(stop: str | None, waits: int) -> None:
+    """It finds stop strings itself, and aborts the request then. What a user aborts has no turn."""
+    config, stock = engine_config(8, num_blocks=80, policy={"kind": "static", "tp": 8})
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    ended: list[str] = []
+    scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], ended)
+    one = request("r", 0)
+    one.sampling_params.stop = [] if stop is None else [stop]
+    scheduler.add_request(one)
+    step(scheduler)
+    scheduler.finish_requests(["r"], RequestStatus.FINISHED_ABORTED)
+    assert len(ended) == waits
+
+
+class Listening(Policy):
+    """Hears of ends and of pauses."""
+
+    def __init__(self, home: Layout, heard: list[str]) -> None:
+        self.home = home
+        self.heard = heard
+
+    def choose(self, state: Any) -> Layout:
+        layout: Layout = state.layout
+        return layout
+
+    def ended(self, *args: Any) -> None:
+        self.heard.append("ended")
+
+    def interrupted(self) -> None:
+        self.heard.append("interrupted")
+
+
+def test_a_policy_hears_of_pauses_with_unfinished_requests(scheduler: Any) -> None:
+    heard: list[str] = []
+    scheduler.monitor.policy = Listening(scheduler.controller.layouts[0], heard)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    add(scheduler, 1)
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert heard == ["interrupted"]
+
+
+def test_what_gpus_compute_is_the_mean_of_all_replicas_whenever_it_was_computed() -> None:
+    first, second = (
+        SimpleNamespace(
+            perf_stats=SimpleNamespace(
+                num_flops_per_gpu=n, num_read_bytes_per_gpu=4 * n, num_write_bytes_per_gpu=8 * n
+            )
+        )
+        for n in (400, 80)
+    )
+    mean_of_gpus(first, 4)  # type: ignore[arg-type]
+    mean_of_gpus(second, 8)  # type: ignore[arg-type]
+    mean_of_gpus(SimpleNamespace(perf_stats=None), 8)  # type: ignore[arg-type]
+    for one in (first, second):
+        one.kv_cache_eviction_events = []
+        one.prefix_cache_stats = PrefixCacheStats()
+        one.cudagraph_stats = one.spec_decoding_stats = None
+    merge_stats(first, second)  # type: ignore[arg-type]
+    assert vars(first.perf_stats) == {
+        "num_flops_per_gpu": 110,
+        "num_read_bytes_per_gpu": 440,
+        "num_write_bytes_per_gpu": 880,
+    }

@@ -49,7 +49,7 @@ MUTATIONS = mutations({
         ("blocks of preempted requests are held back for loads", "scheduler.replica:ReplicaFactory.make", "free_blocks_at_once(replica.scheduler)", "pass"),
         ("live requests of the first replica only", "scheduler.layout_controller:LayoutController._follow_policy", "for replica in active.replicas", "for replica in active.replicas[:1]"),
         ("live requests of replicas are not in the report", "scheduler.layout_controller:LayoutController._follow_policy", "active.layout, num_seqs, several", "active.layout, num_seqs"),
-        ("the policy overrules a user", "scheduler.layout_controller:LayoutController._follow_policy", "num_seqs == 0 or self._forced", "num_seqs == 0"),
+        ("the policy overrules a user", "scheduler.layout_controller:LayoutController._follow_policy", "num_seqs == 0 or self._forced or ", "num_seqs == 0 or "),
         ("a policy is asked again at once after a refusal", "scheduler.layout_controller:LayoutController._refused", "now + back_off", "now"),
         ("a withdrawn switch is made", "scheduler.layout_controller:LayoutController._run_requested", "continue  # whoever asked has given up", "pass"),
         ("a step in flight hides that the work is over", "scheduler.layout_controller:LayoutController.finish_work", "self._active.drain()", "pass"),
