@@ -281,7 +281,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._shelf.take(update)
 
     def pat_echo(self, text: str) -> str:
-        """The same: what was replied before it is no reply to what comes after."""
+        """Reply with the text. Replies that came before it are to earlier calls."""
         return text
 
     def pat_serve_lane(self) -> None:
