@@ -222,6 +222,7 @@ class _Calls:
 
     sleep, wake_up, discard = Executor.sleep, Executor.wake_up, Executor.discard
     is_sleeping = Executor.is_sleeping
+    futures_queue = ()
 
     def collective_rpc(
         self,

@@ -103,6 +103,7 @@ class Stock:
     def __init__(self) -> None:
         self.whole = True
         self.calls: list[str] = []
+        self.futures_queue = ()
         self.rpc_broadcast_mq = SimpleNamespace(enqueue=lambda call: self.calls.append(call[0]))
 
     def collective_rpc(self, method: str, *args: Any, **options: Any) -> list[Any]:
