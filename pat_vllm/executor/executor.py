@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,16 +18,6 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from pat_vllm import commands
 from pat_vllm.config import home_layout, layouts_of, pat_config
-from pat_vllm.executor.calls import (
-    RECHECK_SECONDS,
-    Deferred,
-    WeightCalls,
-    checked,
-    completed,
-    discards_weights,
-    drop_until,
-    read_together,
-)
 from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, SAMPLE, Lanes, Network
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import (
@@ -42,6 +29,14 @@ from pat_vllm.executor.messages import (
     TransferRates,
 )
 from pat_vllm.executor.orphan import end_when_orphaned
+from pat_vllm.executor.replies import (
+    RECHECK_SECONDS,
+    Deferred,
+    OwnRepliesMixin,
+    checked,
+    completed,
+)
+from pat_vllm.executor.weight_calls import WeightCalls, discards_weights
 from pat_vllm.layout import Layout
 from pat_vllm.patches.dead_engine import (
     describe_exit,
@@ -53,10 +48,7 @@ from pat_vllm.patches.dead_engine import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.executor.multiproc_executor import MultiprocExecutor as _Base
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-else:
-    _Base = object  # vLLM's executor is the next base of the class that mixes this in
 
 _IDLE_WAIT_SECONDS = 5e-3
 """With an idle replica, how long to wait for the busy ones before looking for new requests."""
@@ -105,7 +97,7 @@ def _fatal(
     return call
 
 
-class PATExecutorMixin(_Base):
+class PATExecutorMixin(OwnRepliesMixin):
     """What PAT adds to a vLLM executor that speaks `MultiprocExecutor`'s protocol."""
 
     is_pat = True
@@ -119,8 +111,6 @@ class PATExecutorMixin(_Base):
     """Whether the base layout's weights are incomplete since the last such call."""
     _weights_called = 0.0
     """When the last such call came."""
-    _unread = False
-    """Whether replies may be left of calls that failed or timed out."""
 
     # ---------------------------------------------------------------- start and stop
 
@@ -197,10 +187,6 @@ class PATExecutorMixin(_Base):
         """Workers that have ended, and how, in words, where the launcher can tell."""
         return []
 
-    def _raise_if_failed(self) -> None:
-        if self.is_failed:
-            raise RuntimeError("Executor failed.")
-
     # ---------------------------------------------------------------- control
 
     def register_command(self, name: str, command: Callable[..., Any]) -> None:
@@ -239,76 +225,15 @@ class PATExecutorMixin(_Base):
         if unique_reply_rank is not None:
             options["unique_reply_rank"] = unique_reply_rank
         if self._lanes is None or self._weight_calls.keep_weights(method):
-            return self._ask(method, timeout, args, kwargs, **options)
+            return self._call(method, timeout, args, kwargs, **options)
         self._stale, self._missing = True, False
         self._weights_called = time.monotonic()
         self.weights_version += 1
         if discards_weights(method):
-            return self._ask(method, timeout, args, kwargs, **options)
+            return self._call(method, timeout, args, kwargs, **options)
         call = method if isinstance(method, str) else cloudpickle.dumps(method)
         asked = commands.CALL_IN_BASE, timeout, (call, args, kwargs or {})
-        return checked(self._ask(*asked, **options))
-
-    def _ask(self, *args: Any, **options: Any) -> Any:
-        """vLLM's `collective_rpc`, which reads no further reply when one is an error or late.
-
-        Those that it leaves would be taken for the replies to the next call.
-        """
-        if not options.get("non_block"):
-            self._read_earlier_replies()  # vLLM would, too, but take what they leave for its own
-        self._drop_unread()
-        try:
-            replies = super().collective_rpc(*args, **options)
-        except Exception:
-            self._unread = True
-            raise
-        if isinstance(replies, Future):
-            replies.add_done_callback(self._note_unread)
-        return replies
-
-    def _note_unread(self, replies: Future[Any]) -> None:
-        self._unread = self._unread or replies.exception() is not None
-
-    def _drop_unread(self) -> None:
-        """Read what calls that failed or timed out have left.
-
-        Raises:
-            RuntimeError: a worker has ended.
-            TimeoutError: such a call still runs after `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
-        """
-        if not self._unread:
-            return
-        self._raise_if_failed()
-        self._read_earlier_replies()
-        assert self.rpc_broadcast_mq is not None
-        last = uuid.uuid4().hex
-        self.rpc_broadcast_mq.enqueue((commands.ECHO, (last,), {}, None))
-        patience = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        drop_until(last, self.response_mqs, self._raise_if_failed, patience)
-        self._unread = False
-
-    def _call_together(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call a worker method in which ranks wait for each other; see `read_together`.
-
-        Args:
-            timeout: seconds; None: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
-        """
-        self._raise_if_failed()
-        self._leave_lanes()
-        self._read_earlier_replies()
-        self._drop_unread()
-        # Not in a variable: a shutdown by another thread removes what nobody refers to.
-        assert self.rpc_broadcast_mq is not None
-        self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
-        if timeout is None:
-            timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        return read_together(method, self.response_mqs, self._raise_if_failed, timeout)
-
-    def _read_earlier_replies(self) -> None:
-        """Have the calls that did not block get their replies before others are read."""
-        if self.futures_queue:
-            with contextlib.suppress(Exception):  # the caller of that call will hear it
-                self.futures_queue[0].result()  # vLLM's last call; reads for all before it
+        return checked(self._call(*asked, **options))
 
     def refresh_weights(self) -> bool:
         """Derive the weights of the other layouts again, if the base layout's may have changed.
@@ -463,7 +388,9 @@ class PATExecutorMixin(_Base):
             TimeoutError: see `_call_together`.
         """
         assert not any(self._pending.values()), "a step is in flight"
+        self._raise_if_failed()
         self.refresh_weights()
+        self._leave_lanes()
         times: list[SwitchTimes] = self._call_together(commands.SWITCH, command)
         self.layout = command.target
         self._pending.clear()

@@ -27,9 +27,9 @@ from vllm.v1.worker import gpu_model_runner, gpu_worker, workspace
 from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.utils import AttentionGroup
 
-from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.messages import SwitchCommand
+from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.kv_transfer.plan import BlockMove, HeadRoute
 from pat_vllm.layout import Layout
 from pat_vllm.worker import late_memory

@@ -22,10 +22,10 @@ from vllm.v1.request import RequestStatus
 
 import pat_vllm.executor.executor as executor_module
 from pat_vllm import commands
-from pat_vllm.executor.calls import WeightCalls
 from pat_vllm.executor.executor import PATExecutorMixin
 from pat_vllm.executor.lanes import EXECUTE
 from pat_vllm.executor.messages import PATSchedulerOutput
+from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.layout import Layout
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.worker.layout_config import layout_config

@@ -17,13 +17,13 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from pat_vllm import commands
-from pat_vllm.executor import calls as calls_module
 from pat_vllm.executor import executor as executor_module
-from pat_vllm.executor.calls import WeightCalls
+from pat_vllm.executor import weight_calls as weight_calls_module
 from pat_vllm.executor.executor import PATExecutor, PATExecutorMixin
 from pat_vllm.executor.leftovers import Leftovers
 from pat_vllm.executor.messages import CallFailed, StepReply, SwitchCommand
 from pat_vllm.executor.readers import reader_of
+from pat_vllm.executor.weight_calls import WeightCalls
 from pat_vllm.layout import Layout
 from pat_vllm.worker.worker import PATWorkerMixin
 
@@ -355,7 +355,7 @@ def test_which_calls_may_change_weights(method: Any, call: str, version: int) ->
 def test_a_call_that_may_only_have_read_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where deriving the weights again took long."""
     logger = Mock()
-    monkeypatch.setattr(calls_module, "logger", logger)
+    monkeypatch.setattr(weight_calls_module, "logger", logger)
     calls = WeightCalls(["my_gauge"])
     for method, seconds in (
         ("my_gauge", 1.0), ("sleep", 1.0), ("quick", 0.001), ("slow", 0.04), ("slow", 0.05)

@@ -116,11 +116,11 @@ MUTATIONS = mutations({
     "tests/vllm/executor/test_executor.py": [
         ("an update leaves other layouts' weights as they were", "executor.executor:PATExecutorMixin.collective_rpc", "self._stale, self._missing = True, False", "pass"),
         ("weights are derived while the engine sleeps", "executor.executor:PATExecutorMixin.refresh_weights", "self._stale and not self._missing and not self.is_sleeping", "self._stale and not self._missing"),
-        ("a switch takes replies to calls before it", "executor.executor:PATExecutorMixin._read_earlier_replies", "if self.futures_queue:", "if False:"),
+        ("a switch takes replies to calls before it", "executor.replies:OwnRepliesMixin._read_earlier_replies", "if self.futures_queue:", "if False:"),
         ("the executor stays in the layout that was left", "executor.executor:PATExecutorMixin.switch", "self.layout = command.target", "pass"),
         ("a drain ends with the first results", "executor.executor:PATExecutorMixin.finished", "(results and not wait_for_all)", "results"),
-        ("a call that failed in a worker succeeds", "executor.calls:_checked", "isinstance(reply, CallFailed)", "False"),
-        ("sleep is called on the base layout's model", "executor.calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS"),
+        ("a call that failed in a worker succeeds", "executor.replies:_checked", "isinstance(reply, CallFailed)", "False"),
+        ("sleep is called on the base layout's model", "executor.weight_calls:discards_weights", "method in _DISCARD_WEIGHTS", "method not in _DISCARD_WEIGHTS"),
     ],
     "tests/vllm/kv_transfer/test_exchange.py": [
         ("a round is written before all is packed", "kv_transfer.exchange:Exchange._run_rounds", "            packs.pack(views[index][0], part)\n", "            pass\n"),

@@ -1,22 +1,27 @@
-"""Calls of worker methods: which of them may change weights, and how their replies are read."""
+"""How replies to calls of worker methods are read, so that none is taken for another's."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm.logger import init_logger
+import vllm.envs as envs
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
-from pat_vllm.commands import WORKER_METHODS
+from pat_vllm import commands
 from pat_vllm.executor.messages import CallFailed
 from pat_vllm.executor.readers import reader_of, wait_for_any
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor as _Base
+else:
+    _Base = object  # vLLM's executor is the next base of the class that mixes this in
 
 RECHECK_SECONDS = 0.02
 """Longest sleep between looks at replies, should an announcement get lost."""
@@ -25,88 +30,77 @@ _SPIN_SECONDS = 1.0
 _ARRIVES_WITHIN = 60.0
 """Seconds in which a reply that is announced has come."""
 
-_DISCARD_WEIGHTS = frozenset({"sleep", "wake_up", "discard"})
-"""Worker methods of vLLM after which weights may be gone, in all layouts alike."""
-_KEEP_WEIGHTS = WORKER_METHODS | {
-    "check_health",
-    "execute_dummy_batch",
-    "get_supported_tasks",
-    "profile",
-    "reset_encoder_cache",
-    "reset_mm_cache",
-    "shutdown",
-    "supports_draft_weight_updates",
-    "synchronize_device",
-}
-"""Worker methods that are called on a running engine and change no weight of a user's."""
-_OF_TRAINERS = {
-    "liveness_probe": "prime-rl, inference/vllm: its server's /liveness",
-    "bind_numa": "NeMo-RL, models/generation/vllm/vllm_worker.py: post_init",
-    "report_device_id": "NeMo-RL, likewise, and vLLM's own examples of RLHF",
-}
-"""Such methods of trainers' worker extensions, and who calls them.
 
-Any other may be a weight update. Trainers have too many ways to make one to know them all.
-"""
-_REFUSED = {
-    "skyrl_sleep_for_weight_sync": (
-        "it discards weights past vLLM's sleep, and keeps the buffers of one layout's model only; "
-        "set SkyRL's generator.inference_engine.offload_kv_for_weight_sync to false"
-    ),
-    "init_nccl_reshard_comm_group": (
-        "NeMo-RL sends each rank its shard of one group of all, which PAT's base layout need not "
-        "have; use its transfer by collective or by ipc"
-    ),
-}
-"""Worker methods that would lose something, and what to do instead."""
-_DEAR = 0.005
-"""Seconds to derive weights again from which on a call is told of that may only have read."""
+class OwnRepliesMixin(_Base):
+    """vLLM's calls of worker methods, each of which gets its own replies.
 
+    vLLM reads no further reply once one is an error or late. It would take those that it leaves
+    for the replies to the next call.
+    """
 
-class WeightCalls:
-    """Which calls of worker methods, or of functions, may write weights, and what they cost."""
+    _unread = False
+    """Whether replies may be left of calls that failed or timed out."""
 
-    def __init__(self, readonly: Iterable[str] = ()) -> None:
-        """`readonly`: worker methods that a user says only read."""
-        self._keep = _KEEP_WEIGHTS | _OF_TRAINERS.keys() | set(readonly)
-        self._made: set[str] = set()
-        self._told: set[str] = set()
+    def _raise_if_failed(self) -> None:
+        if self.is_failed:
+            raise RuntimeError("Executor failed.")
 
-    def keep_weights(self, method: Any) -> bool:
-        """Whether a call leaves all weights as they are. One that may not is noted.
+    def _call(self, *args: Any, **options: Any) -> Any:
+        """vLLM's `collective_rpc`, after what earlier calls have left."""
+        if not options.get("non_block"):
+            self._read_earlier_replies()  # vLLM would, too, but take what they leave for its own
+        self._drop_unread()
+        try:
+            replies = super().collective_rpc(*args, **options)
+        except Exception:
+            self._unread = True
+            raise
+        if isinstance(replies, Future):
+            replies.add_done_callback(self._note_unread)
+        return replies
+
+    def _call_together(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call a worker method in which ranks wait for each other; see `read_together`.
+
+        Args:
+            timeout: seconds; None: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+        """
+        self._raise_if_failed()
+        self._read_earlier_replies()
+        self._drop_unread()
+        # Not in a variable: a shutdown by another thread removes what nobody refers to.
+        assert self.rpc_broadcast_mq is not None
+        self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
+        if timeout is None:
+            timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        return read_together(method, self.response_mqs, self._raise_if_failed, timeout)
+
+    def _note_unread(self, replies: Future[Any]) -> None:
+        self._unread = self._unread or replies.exception() is not None
+
+    def _read_earlier_replies(self) -> None:
+        """Have the calls that did not block get their replies before others are read."""
+        if self.futures_queue:
+            with contextlib.suppress(Exception):  # the caller of that call will hear it
+                self.futures_queue[0].result()  # vLLM's last call; reads for all before it
+
+    def _drop_unread(self) -> None:
+        """Read what calls that failed or timed out have left.
 
         Raises:
-            RuntimeError: the call would lose something.
+            RuntimeError: a worker has ended.
+            TimeoutError: such a call still runs after `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
         """
-        if isinstance(method, str):
-            if method in _REFUSED:
-                raise RuntimeError(f"PAT refuses {method}: {_REFUSED[method]}")
-            if method in self._keep:
-                return True
-            self._made.add(method)
-        return False
-
-    def refreshed(self, seconds: float) -> None:
-        """Say what calls cost, once for each: the layouts' weights were derived again."""
-        new = sorted(self._made - self._told - _DISCARD_WEIGHTS)
-        self._made.clear()
-        if new and seconds >= _DEAR:
-            self._told.update(new)
-            logger.info(
-                "PAT took collective_rpc(%s) for a weight update, after which all layouts' weights "
-                "were derived again in %.0f ms, and prefix caches are not carried over the next "
-                "switch. If it only reads, name it in pat.readonly_calls.",
-                ", ".join(map(repr, new)),
-                1e3 * seconds,
-            )
-
-
-def discards_weights(method: Any) -> bool:
-    """Whether weights may be gone after a call, in all layouts alike."""
-    return isinstance(method, str) and method in _DISCARD_WEIGHTS
-
-
-# -------------------------------------------------------------------- replies
+        if not self._unread:
+            return
+        self._raise_if_failed()
+        self._read_earlier_replies()
+        assert self.rpc_broadcast_mq is not None
+        last = uuid.uuid4().hex
+        self.rpc_broadcast_mq.enqueue((commands.ECHO, (last,), {}, None))
+        patience = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        drop_until(last, self.response_mqs, self._raise_if_failed, patience)
+        self._unread = False
 
 
 def checked(replies: Any) -> Any:
