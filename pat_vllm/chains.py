@@ -17,7 +17,7 @@ Chain: TypeAlias = Sequence[bytes]
 Block = TypeVar("Block")
 
 REMEMBERED_BLOCKS = 1 << 20
-"""Blocks of all remembered chains together; the least recently used chains are forgotten first."""
+"""Blocks of all remembered chains together; the chains that ended first are forgotten first."""
 _WINDOW = 1024
 """Requests over which the chance is learned; earlier ones count half, a quarter and so on."""
 
@@ -30,7 +30,7 @@ class Chains:
     """
 
     def __init__(self) -> None:
-        self._by_end: dict[bytes, Chain] = {}  # by last hash, the longest ended first
+        self._by_end: dict[bytes, Chain] = {}  # by last hash, the one that ended first comes first
         self._unused: dict[bytes, int] = {}
         self._blocks = 0
         self._requests = self._blocks_left = self._blocks_reused = 0.0
@@ -110,7 +110,7 @@ class PlacedChain(NamedTuple):
 
 
 class Run(NamedTuple, Generic[Block]):
-    """Blocks that follow each other in a chain, in the cache of a group of one source replica."""
+    """Blocks that follow each other in a chain: of one source replica, in its KV cache `group`."""
 
     source_replica: int
     blocks: Sequence[Block]
@@ -176,13 +176,13 @@ def _what_fits(
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
         found: Any = [find(one, group) for group, one in enumerate(names)]
-        if all(map(all, found)):
+        if not any(None in one for one in found):
             return list(zip(names, found, strict=True))
         # What is cached ends at the first gap; vLLM finds it up to the last hit before that.
         gap = min(
             of_group[one.index(None)]
             for of_group, one in zip(places, found, strict=True)
-            if not all(one)
+            if None in one
         )
         length = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
     return []

@@ -1,4 +1,4 @@
-"""`pat-vllm advise`: whether PAT would pay for given rollouts, before anything is installed."""
+"""`pat-vllm advise`: whether PAT would pay for given rollouts, before an engine is started."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pat_vllm.advice.options import AdviseOptions
@@ -34,6 +35,8 @@ def run_advise(
     for option, path in (("output", output), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"--{option} is {path}; {path.parent} is no directory, make it first")
+        if path is not None and path.is_dir():
+            raise ValueError(f"--{option} is {path}, a directory; name a file in it")
     began = time.perf_counter()
     with console.status("replaying iterations"):
         advice = advise(options, processes)
@@ -48,13 +51,15 @@ def run_advise(
 
         plot_advice(advice, plot)
     written = ", ".join(str(path) for path in (output, plot) if path is not None)
-    console.print(f"Simulated in {seconds:.0f} s." + (f" Written: {written}" if written else ""))
+    console.print(
+        f"The simulation took {seconds:.0f} s." + (f" Written: {written}" if written else ""),
+        markup=False,
+    )
 
 
 def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
-    model = CHECKPOINT
-    if options.model is not None and config_file(options.model):
-        model = options.model.removesuffix("/config.json")
+    file = config_file(options.model) if options.model is not None else None
+    model = str(file.parent) if file is not None else CHECKPOINT
     # An engine refuses a profile that was not measured on it.
     measured = None if advice.modelled or not options.profile else str(options.profile.resolve())
     return settings(advice, model, None if options.profile else options.max_num_seqs, measured)
@@ -63,7 +68,7 @@ def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
 def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
     """Print an advice."""
     kind = "modelled" if advice.modelled else "simulated"
-    table = Table(title=heading(advice), title_justify="left")
+    table = Table(title=escape(heading(advice)), title_justify="left")
     table.add_column("configuration")
     for column in (f"seconds, {kind}", f"vs best static, {kind}"):
         table.add_column(column, justify="right")
@@ -77,8 +82,8 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
         )
     console.print(table)
     if said := of_drafts(advice):
-        console.print(said)
-    console.print(f"[bold]{verdict(advice)}[/bold]")
+        console.print(said, markup=False)
+    console.print(verdict(advice), markup=False, style="bold")
     console.print(f"PAT in the last iteration ({kind}): {advice.path}.")
     parts = Table(title=PARTS, title_justify="left")
     parts.add_column("part", no_wrap=True)

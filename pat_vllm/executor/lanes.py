@@ -15,7 +15,6 @@ import multiprocessing
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -189,7 +188,7 @@ class StepWorker(Protocol):
 
 
 class WorkerLanes:
-    """A worker's ends of its lanes, one per layout."""
+    """A worker's ends of its lanes, one by tp: layouts of cut and of spread experts share it."""
 
     def __init__(
         self, handles: LaneHandles, rank: int, layouts: Iterable[Layout], device: torch.device
@@ -221,10 +220,9 @@ class WorkerLanes:
     def serve(self, layout: Layout, worker: StepWorker) -> None:
         """Run the steps that arrive in the lane of `layout`, until asked to leave.
 
-        A step is an `EXECUTE` message and, when the step samples, a `SAMPLE` message, behind a
-        `DRAFT_ROWS` message where drafters have to know more; it has one reply, from the
-        replica's leader. An exception is the reply of its step, as in vLLM's own
-        worker loop.
+        A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. A `DRAFT_ROWS`
+        message comes first where drafters have to know more. The replica's leader sends one reply
+        to a step. An exception is a reply, too, which ends the engine.
         """
         ring = self._rings[layout.tp]
         replies = layout.tp_rank_of(self._rank) == 0
@@ -240,19 +238,18 @@ class WorkerLanes:
                 continue
             if kind == LEAVE:
                 return
-            if kind == DRAFT_ROWS:
-                worker.take_draft_rows(payload)
-                continue
+            output: Any = None
             drafts = None
             try:
-                if kind == EXECUTE:
+                if kind == DRAFT_ROWS:
+                    worker.take_draft_rows(payload)
+                elif kind == EXECUTE:
                     output = worker.execute_model(payload)
                 else:
                     output = worker.sample_tokens(payload)
                     if replies:
                         drafts = worker.drafts_of_step(constrained=payload is not None)
             except Exception as error:
-                error.add_note(traceback.format_exc())
                 logger.exception("a step failed")
                 output = error
             if replies and output is not None:

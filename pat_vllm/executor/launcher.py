@@ -18,6 +18,7 @@ def executor_class(vllm_config: VllmConfig) -> type:
     Raises:
         ValueError: Ray is asked for and cannot be used here.
     """
+    # vLLM asks for the class of a layout's copy of a config, too, but starts nothing with it.
     launches_nothing = layout_name(vllm_config) is not None
     launcher = "mp" if launches_nothing else pat_config(vllm_config).launcher
     if launcher == "auto":
@@ -34,10 +35,10 @@ def executor_class(vllm_config: VllmConfig) -> type:
 
 def stock_backend(parallel: ParallelConfig) -> str:
     """What `distributed_executor_backend` is without PAT where none is named."""
-    if _in_placement_group(parallel):
-        return "ray"
-    # vLLM's CPU workers are processes of their own.
-    return "uni" if parallel.world_size == 1 and _platform_device() else "mp"
+    if parallel.world_size_across_dp == 1:
+        # vLLM's CPU workers are processes of their own.
+        return "uni" if _platform_device() else "mp"
+    return "ray" if _in_placement_group(parallel) else "mp"
 
 
 def prepare_launch(vllm_config: VllmConfig, executor: type[Executor]) -> None:

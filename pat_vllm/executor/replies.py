@@ -152,7 +152,10 @@ def completed(result: Any) -> Future[Any]:
 
 
 class Deferred(Future):
-    """Resolves, whenever it is asked, to what a function returns then."""
+    """Calls a function when its result is asked for, which is to be once.
+
+    It is never done, and has no callbacks: vLLM's engine asks for the result at once.
+    """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__()
@@ -171,7 +174,7 @@ def read_together(
     """The reply of each rank to a call in which ranks wait for each other; results by rank.
 
     vLLM reads replies in the order of ranks, and would wait for one that waits for another that
-    has failed. Here they are read as they come.
+    has failed. Here they are read as they come. After an error the engine ends, replies or not.
 
     Raises:
         RuntimeError: a worker failed.

@@ -46,7 +46,7 @@ _REFUSED = {
 }
 """Worker methods that would lose something, and what to do instead."""
 _DEAR = 0.005
-"""Seconds to derive weights again from which on a call is told of that may only have read."""
+"""Calls after which weights were derived again for at least so many seconds are logged, once."""
 
 
 class WeightCalls:

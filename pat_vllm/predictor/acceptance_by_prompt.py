@@ -7,6 +7,8 @@ the first has taught.
 
 from __future__ import annotations
 
+import numpy as np
+
 from pat_vllm.predictor.acceptance import Acceptance, Drafting
 from pat_vllm.predictor.state import Floats, Ints
 
@@ -80,10 +82,10 @@ class AcceptanceByPrompt:
         """Index of the draft length that was observed last."""
         return (self.of_repeated if self._share > 0.5 else self.of_new).used
 
-    @property
-    def per_step(self) -> float:
-        """Accepted drafts of a request per step, as expected with the draft length in use."""
-        return float(self.expected().tokens[self.used]) - 1
+    def per_step(self, length: int) -> float:
+        """Drafts of a request that a step is expected to accept with a draft length."""
+        expected = self.expected()
+        return float(np.interp(length, expected.lengths, expected.tokens)) - 1
 
     def tokens_at(self, speeds: Floats) -> Floats:
         """Tokens per step of requests that are unlike the mean; see `Acceptance.tokens_at`."""

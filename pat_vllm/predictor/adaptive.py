@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,8 @@ _PLANNING_SHARE = 0.004
 """Share of the time that may go into planning."""
 _OBSERVING_SHARE = 0.002
 """Share of the time that may go into learning from steps, and from drafts."""
+_STEADY = 0.9
+"""Share of the steps that had one draft length, from which on it counts as that of all."""
 _FUTURES = 8
 """Sampled futures per plan. With four, batches take as long, but savings are predicted worse."""
 
@@ -103,6 +106,7 @@ class AdaptivePolicy(Policy):
         self.drafts = self._no_drafts
         self._drafting = PLAIN
         self._speeds = Speeds()
+        self._asked: Counter[int] = Counter()
         self._trajectories = Trajectories()
         self._prober = Prober()
         self._decisions = Decisions()
@@ -175,6 +179,7 @@ class AdaptivePolicy(Policy):
         self._savings.drafted(length)
         if self._acceptance is None:
             return
+        self._asked[length] += 1
         self._acceptance.decoded(requests, repeated)
         if now < self._next_drafts[repeated]:
             return
@@ -290,7 +295,7 @@ class AdaptivePolicy(Policy):
             self._largest = live
         self._lengths.observe_running(live)
         if self._acceptance is not None:
-            self._speeds.observe(live, self._acceptance.per_step)
+            self._speeds.observe(live, self._acceptance.per_step(self._length_asked()))
         remaining = self._lengths.sample(live, _FUTURES)
         prompts = live.uncomputed
         outlook = self._outlook(state.now, live, remaining, prompts)
@@ -311,6 +316,12 @@ class AdaptivePolicy(Policy):
             if plan.go[best] < plan.never:
                 self._note(state, plan, best, "later", fired=False)
         return self._probe(state, outlook, plan)
+
+    def _length_asked(self) -> int:
+        """The draft length of the steps since this was last asked; 0 if they had several."""
+        asked, self._asked = self._asked, Counter()
+        length = max(asked, key=asked.__getitem__, default=0)
+        return length if asked[length] >= _STEADY * asked.total() else 0
 
     def _outlook(self, now: float, live: LiveRequests, remaining: Ints, prompts: int) -> Outlook:
         tokens, used = None, 0

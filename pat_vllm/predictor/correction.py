@@ -1,11 +1,12 @@
 """Learns online by what factor real steps differ from the predicted ones. Pure.
 
-The logarithm of real over predicted time is the sum of three parts: of the machine, of the
-layout, and of the batch size there (piecewise linear over log2 of the batch). A
-Kalman filter estimates them: each takes the share of a surprise that its uncertainty warrants. So a
-slow machine also slows the layouts that were never observed, and a layout whose profile is wrong
-does not spoil the others. The parts are estimated with their covariances: steps in another layout
-may show that what was put down to the machine is that of one layout.
+The logarithm of real over predicted time is the sum of four parts: of the machine, of the
+layout, of the batch size there (piecewise linear over log2 of the batch), and of drafts, as far as
+these make up a step. A Kalman filter estimates them: each takes the share of a surprise that its
+uncertainty warrants. So a slow machine also slows the layouts that were never observed, a layout
+whose profile is wrong does not spoil the others, and drafts that are dearer than in the profile do
+not make steps without them seem slow. The parts are estimated with their covariances: steps in
+another layout may show that what was put down to the machine is that of one layout.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ MEMORY = 50.0
 _BINS = 13
 """Batch sizes 1, 2, 4, ... 4096; larger ones count as the last."""
 
-_MACHINE, _LAYOUT, _BIN = 0.6, 0.07, 0.015
+_MACHINE, _LAYOUT, _BIN, _DRAFTS = 0.6, 0.07, 0.015, 0.3
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
 
 _ALIKE = 4.0
 """Bins at which the correlation of two batch parts has fallen to 1/e: near batches err alike."""
 
-_FADES = np.array([0.75, 0.125, 0.125, 0.125])
-"""How machine, layout and the two batch parts beside a step share in what fades with it."""
+_FADES = np.array([0.75, 0.125, 0.125, 0.125, 0.05])
+"""How machine, layout, the two batch parts beside a step, and drafts, share in what fades."""
 
 _SPREAD, _LEAST_SPREAD, _MOST_SPREAD = 0.1, 0.03, 0.4
 """Typical deviation of a step: at first, at least and at most; it is learned, too."""
@@ -63,9 +64,11 @@ class OnlineCorrection:
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.version = 0
         self._spread = _SPREAD
-        # The machine's part comes first, then each layout's and those of its batch sizes.
+        # The machine's part comes first, then each layout's and those of its batch sizes, then
+        # that of drafts.
         self._first = {one: 1 + i * (1 + _BINS) for i, one in enumerate(layouts)}
-        variances = [_MACHINE, *([_LAYOUT, *[_BIN] * _BINS] * len(self._first))]
+        variances = [_MACHINE, *([_LAYOUT, *[_BIN] * _BINS] * len(self._first)), _DRAFTS]
+        self._drafts = len(variances) - 1
         self._most = np.array(variances)
         self._values = np.zeros(len(variances))
         self._covariance = np.diag(self._most)
@@ -78,33 +81,48 @@ class OnlineCorrection:
         # Far surprises in a row, by layout; negative when steps were faster than predicted.
         self._streak = dict.fromkeys(self._first, 0)
 
-    def factor(self, layout: Layout, batch: float) -> float:
-        """Real over predicted time of a step."""
-        at, weights = self._parts(layout, batch)
+    def factor(self, layout: Layout, batch: float, drafts: float = 0.0) -> float:
+        """Real over predicted time of a step.
+
+        Args:
+            drafts: share of the predicted time that drafting, and verifying drafts, add.
+        """
+        at, weights = self._parts(layout, batch, drafts)
         return exp(min(max(float(weights @ self._values[at]), -LIMIT), LIMIT))
 
-    def factors(self, layout: Layout, batch: ArrayLike) -> Floats:
-        """The same for steps of several batch sizes."""
+    def factors(self, layout: Layout, batch: ArrayLike, drafts: ArrayLike = 0.0) -> Floats:
+        """The same for several steps."""
         first = self._first[layout]
         bins = self._values[first + 1 : first + 1 + _BINS]
         common = self._values[0] + self._values[first]
         total = common + np.interp(np.log2(np.maximum(batch, 1)), np.arange(_BINS), bins)
+        total = total + np.asarray(drafts) * self._values[self._drafts]
         return np.asarray(np.exp(np.minimum(np.maximum(total, -LIMIT), LIMIT)))
 
-    def _parts(self, layout: Layout, batch: float) -> tuple[list[int], Floats]:
-        """Which parts a step shows, machine and layout first, and how much of each."""
+    def _parts(self, layout: Layout, batch: float, drafts: float) -> tuple[list[int], Floats]:
+        """Which parts a step shows, machine and layout first, and how much of each.
+
+        That of drafts comes last, if it shows: what is known of it does not fade meanwhile.
+        """
         position = min(log2(max(batch, 1)), _BINS - 1)
         i = min(int(position), _BINS - 2)
         above, first = position - i, self._first[layout]
-        return [0, first, first + 1 + i, first + 2 + i], np.array([1, 1, 1 - above, above])
+        at, weights = [0, first, first + 1 + i, first + 2 + i], [1, 1, 1 - above, above]
+        if drafts > 0:
+            at, weights = [*at, self._drafts], [*weights, drafts]
+        return at, np.array(weights)
 
     def _variance(self, at: list[int], weights: Floats) -> float:
         """Of a sum of parts."""
         return max(0.0, float(weights @ self._covariance[np.ix_(at, at)] @ weights))
 
-    def observe(self, layout: Layout, batch: float, ratio: float) -> None:
-        """Learn from a decode step that took `ratio` times what was predicted uncorrected."""
-        at, weights = self._parts(layout, batch)
+    def observe(self, layout: Layout, batch: float, ratio: float, drafts: float = 0.0) -> None:
+        """Learn from a decode step that took `ratio` times what was predicted uncorrected.
+
+        Args:
+            drafts: as for `factor`.
+        """
+        at, weights = self._parts(layout, batch, drafts)
         values, covariance = self._values, self._covariance
         expected = float(weights @ values[at])
         surprise = min(max(log(ratio), -LIMIT), LIMIT) - expected
@@ -133,7 +151,7 @@ class OnlineCorrection:
         values += gain * surprise
         covariance -= np.outer(gain, column)
         # What is known fades: a gain of 1 / MEMORY remains.
-        covariance[at, at] += _FADES * (noise / (MEMORY * MEMORY))
+        covariance[at, at] += _FADES[: len(at)] * (noise / (MEMORY * MEMORY))
         for part in at:
             if covariance[part, part] > self._most[part]:
                 less = sqrt(self._most[part] / covariance[part, part])
@@ -142,7 +160,9 @@ class OnlineCorrection:
         self._seen.add(layout)
 
         changed = values[at] - self._announced[at]
-        if max(abs(changed[0]), abs(float(weights @ changed))) > VERSION_STEP:
+        # What is common to all layouts, and the step that was seen.
+        common = [changed[0], *changed[4:], weights @ changed]
+        if max(map(abs, common)) > VERSION_STEP:
             self.version += 1
             self._announced = values.copy()
 
@@ -151,4 +171,4 @@ class OnlineCorrection:
         known = self._variance(at, weights)
         # At most as uncertain as one step is noisy: the next step then counts for half.
         more = min((_REOPEN - 1) * known, max(0.0, self._spread * self._spread - known))
-        self._covariance[at, at] += _FADES * more
+        self._covariance[at, at] += _FADES[: len(at)] * more

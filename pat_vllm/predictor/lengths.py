@@ -1,10 +1,10 @@
 """Predicts how many tokens the running responses still have to generate. Pure.
 
 The survival of responses by length is estimated from ended ones and from ones cut short or running:
-by Kaplan and Meier's estimator (1958) on a geometric grid of lengths. In each bin the hazard per
-token is (responses that ended there) / (tokens generated there, the last ones included), which is
-the maximum likelihood estimate; where a bin is one token wide this is Kaplan-Meier exactly. A
-response that was cut short, or still runs, counts its tokens but no end, so it biases nothing.
+by Kaplan and Meier's estimator (1958) on a geometric grid of lengths. Of the responses that reach a
+bin a share ends there; how many reach it is known from the tokens that were generated there. Where
+a bin is one token wide this is Kaplan-Meier exactly. A response that was cut short, or still runs,
+counts its tokens but no end, so it biases nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _PER_OCTAVE = 32
 """Bins per doubling above: each spans 2%. In wider ones, lengths at which many responses end are
 mixed with lengths at which none does."""
 
-_SHAPES = (1.0, 1.5, 2.0, 3.0)
-"""Shapes of the prior: standard deviations of the log-length of 1.8, 1.2, 0.9 and 0.6."""
+_SHAPES = (1.0, 1.5, 2.0, 3.0, 6.0, 12.0, 24.0)
+"""Shapes of the prior: standard deviations of the log-length of 1.8, 1.2, 0.9, 0.6, 0.3, 0.15 and
+0.08. Without the last ones a batch of lengths alike would always seem to have a long tail."""
 
 _OCTAVES = 1.5
 """Standard deviation of the prior's log2-median."""
@@ -37,7 +38,7 @@ _DOUBT = 0.25
 continue (a second mode of long responses)."""
 
 _LOWEST_SURVIVAL = 1e-12
-"""Of one token, so that cumulative hazards stay finite."""
+"""Of one bin, so that cumulative hazards stay finite."""
 
 _OCTAVES_OF_BINS = 18
 """So the grid ends at 2^22 tokens. Longer responses count as that long."""
@@ -160,18 +161,20 @@ class Prior:
     """
 
     def __init__(self, median: float, weight: float) -> None:
-        octaves = np.arange(-8.0, 3.5, 0.5)
-        scale = np.repeat(np.maximum(median * 2**octaves, 1), len(_SHAPES))[:, None]
-        shape = np.tile(_SHAPES, len(octaves))[:, None]
-        log_survival = -np.log1p((EDGES / scale) ** shape)
+        # Narrow shapes need closer medians.
+        medians = [np.arange(-8.0, 3.5, min(0.5, 1.5 / shape)) for shape in _SHAPES]
+        counts = [len(one) for one in medians]
+        octaves, shape = np.concatenate(medians), np.repeat(_SHAPES, counts)[:, None]
+        scale = np.maximum(median * 2**octaves, 1)[:, None]
+        with np.errstate(divide="ignore"):  # of length 0
+            log_survival = -np.logaddexp(0.0, shape * np.log(EDGES / scale))
         steps = np.diff(log_survival, axis=1)
         self._log_stay = steps / np.diff(EDGES)
         per_token = -np.expm1(self._log_stay)
         self._log_end = np.log(per_token)
         self._ends = -weight * np.exp(log_survival[:, :-1]) * np.expm1(steps)
         self._tokens = self._ends / per_token
-        belief = -0.5 * (octaves / _OCTAVES) ** 2
-        self._belief = np.repeat(belief, len(_SHAPES))
+        self._belief = -0.5 * (octaves / _OCTAVES) ** 2 - np.log(np.repeat(counts, counts))
         self._unseen = np.exp(self._belief) / np.exp(self._belief).sum()
 
     def given(self, pool: Pool) -> Pool:
@@ -184,9 +187,11 @@ class Prior:
 
 def cumulative_hazard(pool: Pool) -> Floats:
     """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
-    per_token = pool.ends / np.maximum(pool.tokens, 1e-300)
-    per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
-    return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))
+    width = np.diff(EDGES)
+    # Those that end in a bin have generated half of it, in the mean.
+    reached = pool.tokens / width + pool.ends * (width - 1) / (2 * width)
+    ended = pool.ends / np.maximum(np.maximum(reached, pool.ends), 1e-300)
+    return np.append(0.0, np.cumsum(-np.log1p(-np.minimum(ended, 1 - _LOWEST_SURVIVAL))))
 
 
 class LengthModel:

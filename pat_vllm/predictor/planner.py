@@ -185,23 +185,28 @@ class Planner:
             queued = np.minimum(admitted, max(room / max(1.0, typical), 1.0))
             running = np.where(short, queued, running)
             mean_context = np.where(short, typical, mean_context)
-        steps = self._step(  # [lengths, groups]
-            layout,
-            running,
-            running * mean_context,
-            course.longest,
-            0,
-            busy,
-            drafting.drafts[:, None] * running,
-            drafting.lengths[:, None],
-        )
-        steps = np.broadcast_to(steps * turns, (len(drafting.lengths), len(turns)))
+
+        def seconds(running: Floats) -> Floats:
+            """Of the steps in which every request makes one, [lengths, groups]."""
+            steps = self._step(
+                layout,
+                running,
+                running * mean_context,
+                course.longest,
+                0,
+                busy,
+                drafting.drafts[:, None] * running,
+                drafting.lengths[:, None],
+            )
+            return np.broadcast_to(steps * turns, (len(drafting.lengths), len(turns)))
+
+        steps = seconds(running)
         tokens = steps / drafting.tokens[:, None]
         if course.steps_per_token is not None and drafting is not PLAIN:
             # How often a step's fixed part is paid is up to the request that ends last. The rest
             # is paid by each request for its own steps.
             last, each = course.steps_per_token
-            fixed = np.minimum(self._fixed(layout, course, mean_context, busy, drafting), steps)
+            fixed = np.clip(2 * seconds(0.5 * running) - steps, 0.0, steps)
             tokens = fixed * last + (steps - fixed) * each
         best, groups = tokens.argmin(axis=0), np.arange(len(course.live))
         token, step = tokens[best, groups], steps[best, groups]
@@ -216,14 +221,6 @@ class Planner:
             running=running,
             lengths=drafting.lengths[best],
         )
-
-    def _fixed(
-        self, layout: Layout, course: Course, context: Floats, busy: Floats, drafting: Drafting
-    ) -> Floats:
-        """Seconds of a step of one request with mean context, [lengths, groups]."""
-        drafts, lengths = drafting.drafts[:, None], drafting.lengths[:, None]
-        ones = np.ones_like(context)
-        return self._step(layout, ones, context, course.longest, 0, busy, drafts * ones, lengths)
 
     def outlook(self, course: Course, *, prompts: int = 0, drafting: Drafting = PLAIN) -> Outlook:
         """What is ahead, wherever the engine is.

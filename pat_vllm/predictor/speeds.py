@@ -57,10 +57,12 @@ class Speeds:
         """Look at the live requests.
 
         Those that made no token in some of their replica's steps since the last look, because they
-        waited, are not counted for that time.
+        waited, are not counted for that time. Nor are those that had no token then: prefill makes
+        the first one, in none of these steps.
 
         Args:
-            expected: accepted drafts of a request per step, with the draft length in use.
+            expected: accepted drafts of a request per step, with the draft length of the steps
+                since the last look; 0: they had several, or none, and nothing is counted.
         """
         order = live.number.argsort()
         number = live.number[order]
@@ -70,7 +72,7 @@ class Speeds:
             number, self._number, assume_unique=True, return_indices=True
         )
         new = seen[:, here] - self._seen[:, before]
-        new *= (new[1] > 0) & (new[0] >= new[1])
+        new *= (new[1] > 0) & (new[0] >= new[1]) & (self._seen[0, before] > 0)
         if expected < _LEAST or (new[0] == new[1]).all():
             new[:] = 0  # there were no drafts
         steps = expected * new[1]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ _FAR_BATCH = (4, 64, 4096)
 _FAR_CONTEXT = (8, 1_000_000)
 """Nodes beyond the profiled range, as multiples of its end. Beyond the last, which no engine
 reaches, the time stays constant."""
+_MOST_DRAFTS = 0.95
+"""Largest share of a step's time that drafts are taken to add."""
 
 
 class Surface:
@@ -205,17 +207,27 @@ class StepTimeModel:
             one if isinstance(one, int) else np.asarray(one, np.float64)
             for one in (batch, context, longest, prefill, busy, drafts)
         )
-        plain = model.many(batch, context, busy, drafts, k)
-        plain = plain + model.base.extra(batch, longest, prefill, busy)
-        return np.asarray(plain * self._correction.factors(layout, np.asarray(batch)))
+        extra = model.base.extra(batch, longest, prefill, busy)
+        predicted = model.many(batch, context, busy, drafts, k) + extra
+        share: Any = 0.0
+        if np.any(k):
+            plain = model.many(batch, context, busy, 0, 0) + extra
+            share = np.clip(1 - plain / predicted, 0.0, _MOST_DRAFTS)
+        return np.asarray(predicted * self._correction.factors(layout, np.asarray(batch), share))
 
     def step(self, layout: Layout, shape: StepShape) -> float:
         """Seconds of one step, as `seconds` gives them."""
-        return self._plain(layout, shape) * self._correction.factor(layout, shape.batch)
+        predicted, drafts = self._uncorrected(layout, shape)
+        return predicted * self._correction.factor(layout, shape.batch, drafts)
 
-    def _plain(self, layout: Layout, shape: StepShape) -> float:
-        """Without the online correction."""
-        return self._models[layout].at(shape)
+    def _uncorrected(self, layout: Layout, shape: StepShape) -> tuple[float, float]:
+        """Seconds without the online correction, and the share of them that drafts add."""
+        model = self._models[layout]
+        predicted = model.at(shape)
+        if not shape.k:
+            return predicted, 0.0
+        plain = model.at(replace(shape, drafts=0, k=0))
+        return predicted, min(max(1 - plain / predicted, 0.0), _MOST_DRAFTS)
 
     def observe(self, layout: Layout, shape: StepShape, seconds: float) -> None:
         """Learn from a real step.
@@ -225,7 +237,8 @@ class StepTimeModel:
         """
         if not self.comparable(layout, shape) or not seconds > 0:
             return
-        self._correction.observe(layout, shape.batch, seconds / self._plain(layout, shape))
+        predicted, drafts = self._uncorrected(layout, shape)
+        self._correction.observe(layout, shape.batch, seconds / predicted, drafts)
 
     def comparable(self, layout: Layout, shape: StepShape) -> bool:
         """Whether the profile has steps of this kind, and a real one can be compared with them."""

@@ -44,6 +44,7 @@ class LayoutController:
     a user asked for holds until then.
 
     Attributes:
+        costs: what switches take.
         drafts: the draft lengths, which follow the layout.
         layouts: those that are kept ready, base first.
         switch_id: number of the last switch.
@@ -106,7 +107,7 @@ class LayoutController:
             self.end_batch_if_over()
 
     def caches_reset(self) -> None:
-        """The prefix caches were reset: what waits has nothing to come back to."""
+        """The prefix caches were reset. If no request is left, none can be continued."""
         if not self._active.num_seqs:
             self._was_reset = True
             self.finish_work()
@@ -208,7 +209,7 @@ class LayoutController:
                 raise
 
     def _force(self, target: Layout) -> bool:
-        # Or the end of work that is over would take the engine home from the layout asked for.
+        # A batch that is over ends first: its end would take the engine home again.
         self.finish_work()
         return self._switch(target, "forced")
 
@@ -216,6 +217,8 @@ class LayoutController:
 
     def report(self, since: float = -math.inf) -> Report:
         """State and history of the engine. May be called from every thread.
+
+        On the engine's thread it first ends a batch that is over, with a switch home.
 
         Args:
             since: seconds on the monotonic clock; earlier records are left out.
@@ -257,7 +260,7 @@ class LayoutController:
                 raise
             return False
         except Exception as error:
-            # Requests are neither here nor there.
+            # The switch stopped half-way: requests belong to neither layout.
             active.executor.fail(error)
             raise
         self.switch_id += 1

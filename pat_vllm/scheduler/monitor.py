@@ -111,10 +111,11 @@ class Monitor:
         """Give the policy a step's time and, for each kind of prompt, its accepted drafts."""
         shape = step_shape(step, busy)
         replica.decode_steps += shape.batch > 0
-        if self._speculates and shape.batch:
+        if self._speculates and (shape.batch or shape.prefill):
             length = self._draft_length.get(replica.index, 0)
             self._draft_length[replica.index] = shape.k
-            for repeated, count, requests in self._by_prompt(step, shape.batch):
+            by_prompt = self._by_prompt(step, shape.batch) if shape.batch else ()
+            for repeated, count, requests in by_prompt:
                 of_each = accepted_drafts(step, result.output, requests)
                 # `count` is an estimate, since ids include requests that still prefill.
                 self.policy.drafted(now, length, max(count, len(of_each)), of_each, repeated)
@@ -158,6 +159,7 @@ class Monitor:
 
     def idle(self) -> None:
         """No request is left."""
+        self._draft_length.clear()
         self.history.idle()
         self.draft_rows.idle()
         self.policy.idle(time.monotonic())

@@ -29,7 +29,7 @@ def looks(speeds: Speeds, each: Floats, steps: int, count: int = 10) -> LiveRequ
     per step where 1 is expected."""
     for look in range(count):
         made = look * steps
-        live = live_requests([50] * len(each), np.round(made * (1 + each)), steps=made)
+        live = live_requests([50] * len(each), np.round(1 + made * (1 + each)), steps=made)
         speeds.observe(live, 1.0)
     return live
 

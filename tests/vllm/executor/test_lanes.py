@@ -23,7 +23,7 @@ import zmq
 from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 
-from pat_vllm.executor.lanes import EXECUTE, LEAVE, SAMPLE, Lanes, Network, WorkerLanes
+from pat_vllm.executor.lanes import DRAFT_ROWS, EXECUTE, LEAVE, SAMPLE, Lanes, Network, WorkerLanes
 from pat_vllm.executor.leftovers import Leftovers, Made, made_here, remove_sockets
 from pat_vllm.executor.readers import LocalReader, RemoteReader, reader_of
 from pat_vllm.layout import Layout
@@ -108,6 +108,9 @@ class Worker:
         self.drafts = DRAFTS
         return SAMPLED
 
+    def take_draft_rows(self, update: Any) -> None:
+        raise ValueError("a drafter's mistake")
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         return self.drafts
 
@@ -158,6 +161,8 @@ def test_only_the_leader_replies_and_a_failed_step_is_its_reply() -> None:
     assert replies(Worker(), STEP, LAYOUTS[1], rank=1) == []
     (failed, fine) = replies(Worker(), [(EXECUTE, -1), *STEP], LAYOUTS[1])
     assert failed == (False, "a step's mistake") and fine[0]
+    (failed, *_) = replies(Worker(), [(DRAFT_ROWS, None), *STEP])
+    assert failed == (False, "a drafter's mistake"), "nothing waits for a reply that never comes"
 
 
 def test_a_worker_that_waits_for_a_step_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,10 @@ MUTATIONS = mutations({
         ("no drafts are taken for refused ones", "predictor.speeds:Speeds.observe", "or (new[0] == new[1]).all()", ""),
         ("steps go on after a switch", "predictor.speeds:Speeds.moved", "self._seen[1] = np.iinfo(np.int64).max // 2", "pass"),
     ],
+    "tests/unit/predictor/test_correction.py": [
+        ("drafts that are dear make all steps seem slow", "predictor.correction:OnlineCorrection._parts", "if drafts > 0:", "if False:"),
+        ("what drafts take is left out of many steps", "predictor.correction:OnlineCorrection.factors", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
+    ],
     "tests/unit/predictor/test_trajectories.py": [
         ("idle is the end", "predictor.trajectories:Trajectories.is_over", "not self.go_on", "True"),
         ("a batch that seemed to be over stays so", "predictor.trajectories:Trajectories.arrived", "if turn.trajectory in self._left", "if False"),
