@@ -1,10 +1,10 @@
 """Predicts how many tokens the running responses still have to generate. Pure.
 
 The survival of responses by length is estimated from ended ones and from ones cut short or running:
-by Kaplan and Meier's estimator (1958) on a geometric grid of lengths. Of the responses that reach a
-bin a share ends there; how many reach it is known from the tokens that were generated there. Where
-a bin is one token wide this is Kaplan-Meier exactly. A response that was cut short, or still runs,
-counts its tokens but no end, so it biases nothing.
+by Kaplan and Meier's estimator (1958) on a geometric grid of lengths. In each bin the hazard per
+token is (responses that ended there) / (tokens generated there, the last ones included), which is
+the maximum likelihood estimate; where a bin is one token wide this is Kaplan-Meier exactly. A
+response that was cut short, or still runs, counts its tokens but no end, so it biases nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DOUBT = 0.25
 continue (a second mode of long responses)."""
 
 _LOWEST_SURVIVAL = 1e-12
-"""Of one bin, so that cumulative hazards stay finite."""
+"""Of one token, so that cumulative hazards stay finite."""
 
 _OCTAVES_OF_BINS = 18
 """So the grid ends at 2^22 tokens. Longer responses count as that long."""
@@ -162,7 +162,7 @@ class Prior:
 
     def __init__(self, median: float, weight: float) -> None:
         # Narrow shapes need closer medians.
-        medians = [np.arange(-8.0, 3.5, min(0.5, 1.5 / shape)) for shape in _SHAPES]
+        medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
         counts = [len(one) for one in medians]
         octaves, shape = np.concatenate(medians), np.repeat(_SHAPES, counts)[:, None]
         scale = np.maximum(median * 2**octaves, 1)[:, None]
@@ -187,11 +187,9 @@ class Prior:
 
 def cumulative_hazard(pool: Pool) -> Floats:
     """H = -log S at `EDGES`, float64 [BINS + 1]; linear in between."""
-    width = np.diff(EDGES)
-    # Those that end in a bin have generated half of it, in the mean.
-    reached = pool.tokens / width + pool.ends * (width - 1) / (2 * width)
-    ended = pool.ends / np.maximum(np.maximum(reached, pool.ends), 1e-300)
-    return np.append(0.0, np.cumsum(-np.log1p(-np.minimum(ended, 1 - _LOWEST_SURVIVAL))))
+    per_token = pool.ends / np.maximum(pool.tokens, 1e-300)
+    per_token = np.minimum(per_token, 1 - _LOWEST_SURVIVAL)
+    return np.append(0.0, np.cumsum(-np.log1p(-per_token) * np.diff(EDGES)))
 
 
 class LengthModel:

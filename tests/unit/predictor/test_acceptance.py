@@ -255,7 +255,8 @@ def test_a_batch_of_both_is_their_mean() -> None:
     assert model.tokens_at(speeds) == pytest.approx(
         0.75 * model.of_new.tokens_at(speeds) + 0.25 * model.of_repeated.tokens_at(speeds)
     )
-    assert model.per_step == model.expected().tokens[model.used] - 1
+    for length, tokens in zip(LENGTHS, model.expected().tokens, strict=True):
+        assert model.per_step(length) == tokens - 1
     before = model.of_repeated.expected().tokens[3]
     model.weights_changed()
     for _ in range(20):

@@ -83,6 +83,17 @@ def test_an_engine_that_leaves_lengths_to_its_configuration() -> None:
     assert one.plan() == {} == one.policy.drafts
 
 
+def test_speeds_are_seen_in_steps_of_one_draft_length() -> None:
+    """Else steps without drafts would make all requests seem slow."""
+    driven, looked = Driven(), []
+    driven.policy._speeds.observe = lambda live, expected: looked.append(expected)  # type: ignore[method-assign]
+    for some in ([(20, 2)], [(20, 0)], [(15, 0), (5, 2)], [(1, 0), (19, 2)], []):
+        for count, k in some:
+            driven.steps(count, k, accepted=min(k, 1))
+        driven.plan()
+    assert [expected > 0 for expected in looked] == [True, False, False, True, False]
+
+
 def test_both_kinds_of_requests_of_a_step_are_learnt_from() -> None:
     """They are told of one after the other, however long learning from the first takes."""
     ticks = itertools.count()

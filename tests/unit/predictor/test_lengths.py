@@ -66,6 +66,17 @@ def test_responses_are_pooled_one_by_one_or_at_once(responses: list[tuple[int, b
     assert (pool.ends <= pool.tokens).all()
 
 
+def test_lengths_alike_have_a_short_tail() -> None:
+    """Of as many responses as were seen, less than one is expected to be far longer than them."""
+    model = LengthModel(16384)
+    lengths = range(940, 1061)
+    for length in lengths:
+        model.finished(length, complete=True)
+    model.end_of_batch()
+    assert len(lengths) * survival_of(model, 1.1 * lengths[-1]) < 1
+    assert survival_of(model, lengths[0] - 1) > 0.95
+
+
 def test_a_small_bound_is_not_an_end() -> None:
     model = LengthModel(8192)
     for _ in range(600):

@@ -347,34 +347,42 @@ def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
     assert accepted_drafts(step, an_output({"a": 3, "c": 1})).tolist() == [2]
 
 
-@pytest.mark.parametrize("switch_between", [False, True])
-def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(switch_between: bool) -> None:
-    """At a switch drafts are dropped."""
+@pytest.mark.parametrize(
+    "between", [None, lambda monitor: monitor.switched(None, []), Monitor.idle], ids=str
+)
+def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: Any) -> None:
+    """Also after prompts alone. At a switch, and at the end of a batch, drafts are dropped."""
     heard: list[tuple[int, int, list[int]]] = []
     policy: Any = SimpleNamespace(
         learns=True,
         stepped=lambda *args: None,
         switched=lambda report: None,
+        idle=lambda now: None,
         drafted=lambda now, length, requests, accepted, repeated: heard.append(
             (length, requests, accepted.tolist())
         ),
     )
     history: Any = SimpleNamespace(
-        step=lambda *args: None, drafts=lambda *args: None, switch=lambda report: None
+        step=lambda *args: None,
+        drafts=lambda *args: None,
+        switch=lambda report: None,
+        idle=lambda: None,
     )
     table: Any = SimpleNamespace(move=lambda replicas: None)
     monitor = Monitor(policy, history, table, True, Turns(16), DraftRows(0, 1, 1))
     replica: Any = SimpleNamespace(index=0, decode_steps=0, cadence=lambda *args: args[1])
     steps = [
+        (a_step({}, 1, a=20, b=30), {"a": 1, "b": 1}),
         (a_step({"a": (20, 1, 0), "b": (30, 1, 0)}, k=4), {"a": 1, "b": 1}),
         (a_step({"a": (21, 5, 4), "b": (31, 2, 1)}, k=2), {"a": 3, "b": 1}),
     ]
     for output, generated in steps:
         result: Any = SimpleNamespace(seconds=0.1, output=an_output(generated))
         monitor.stepped(Layout(1, 1), replica, output, 1, result)
-        if switch_between:
-            monitor.switched(None, [])  # type: ignore[arg-type]
-    assert heard == [(0, 2, []), (0 if switch_between else 4, 2, [2, 0])]
+        if between is not None:
+            between(monitor)
+    first, second = (0, 0) if between is not None else (1, 4)
+    assert heard == [(first, 2, []), (second, 2, [2, 0])]
 
 
 counts = st.lists(st.integers(0, 4), max_size=8)

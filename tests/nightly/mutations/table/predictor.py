@@ -44,6 +44,12 @@ MUTATIONS = mutations({
         ("no drafts are taken for refused ones", "predictor.speeds:Speeds.observe", "or (new[0] == new[1]).all()", ""),
         ("steps go on after a switch", "predictor.speeds:Speeds.moved", "self._seen[1] = np.iinfo(np.int64).max // 2", "pass"),
     ],
+    "tests/unit/predictor/test_draft_lengths.py::test_speeds_are_seen_in_steps_of_one_draft_length": [
+        ("speeds are seen in steps of several draft lengths", "predictor.adaptive:AdaptivePolicy._length_asked", ">= _STEADY * asked.total()", ">= 0"),
+    ],
+    "tests/unit/predictor/test_lengths.py::test_lengths_alike_have_a_short_tail": [
+        ("a batch of lengths alike has a long tail", "predictor.lengths:Prior.given", "(1 - _DOUBT) * share / share.sum() + _DOUBT * self._unseen", "self._unseen"),
+    ],
     "tests/unit/predictor/test_correction.py": [
         ("drafts that are dear make all steps seem slow", "predictor.correction:OnlineCorrection._parts", "if drafts > 0:", "if False:"),
         ("what drafts take is left out of many steps", "predictor.correction:OnlineCorrection.factors", "total = total + np.asarray(drafts)", "total = total + 0 * np.asarray(drafts)"),
