@@ -224,7 +224,7 @@ class PATExecutorMixin(OwnRepliesMixin):
             options["non_block"] = True
         if unique_reply_rank is not None:
             options["unique_reply_rank"] = unique_reply_rank
-        if self._lanes is None or self._weight_calls.keep_weights(method):
+        if self._lanes is None or self._weight_calls.keeps_weights(method):
             return self._call(method, timeout, args, kwargs, **options)
         self._stale, self._missing = True, False
         self._weights_called = time.monotonic()

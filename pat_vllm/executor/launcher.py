@@ -37,7 +37,7 @@ def stock_backend(parallel: ParallelConfig) -> str:
     """What `distributed_executor_backend` is without PAT where none is named."""
     if parallel.world_size_across_dp == 1:
         # vLLM's CPU workers are processes of their own.
-        return "uni" if _platform_device() else "mp"
+        return "uni" if _ray_device_key() else "mp"
     return "ray" if _in_placement_group(parallel) else "mp"
 
 
@@ -92,7 +92,7 @@ def _in_placement_group(parallel: ParallelConfig) -> bool:
     """As vLLM decides between its own executors."""
     from vllm.ray.lazy_utils import is_ray_initialized
 
-    if not _platform_device():
+    if not _ray_device_key():
         return False
     if parallel.placement_group is not None:
         return True
@@ -112,14 +112,14 @@ def _check_ray() -> None:
             "pat.launcher='ray' needs Ray, which is not installed: install it (pip install ray), "
             "or set pat.launcher='mp'"
         )
-    if not _platform_device():
+    if not _ray_device_key():
         raise ValueError(
             f"pat.launcher='ray' runs on CUDA and ROCm, but vLLM's platform here is "
             f"{current_platform.device_name!r}; set pat.launcher='mp'"
         )
 
 
-def _platform_device() -> str:
+def _ray_device_key() -> str:
     """Ray's name for this platform's devices; empty where vLLM cannot use Ray."""
     from vllm.platforms import current_platform
 

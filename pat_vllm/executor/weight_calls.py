@@ -58,7 +58,7 @@ class WeightCalls:
         self._made: set[str] = set()
         self._told: set[str] = set()
 
-    def keep_weights(self, method: Any) -> bool:
+    def keeps_weights(self, method: Any) -> bool:
         """Whether a call leaves all weights as they are. One that may not is noted.
 
         Raises:

@@ -40,7 +40,7 @@ def register_commands(scheduler: PATScheduler) -> None:
             active.factory.seconds_to_make,
         )
 
-    active.executor.register_command(SWITCH_COMMAND, controller.request)
+    active.executor.register_command(SWITCH_COMMAND, controller.request_switch)
     active.executor.register_command(SPECULATE_COMMAND, controller.drafts.request)
     active.executor.register_command(REPORT_COMMAND, report)
     active.executor.register_command(PROFILE_COMMAND, profile)

@@ -65,12 +65,12 @@ class LayoutController:
         self._monitor = monitor
         self.costs = costs
         self._forced = False
-        self._was_busy = False
-        self._was_reset = False
+        self._batch_open = False
+        self._caches_were_reset = False
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
-        self._requested: queue.SimpleQueue[tuple[Layout, Future[bool]]] = queue.SimpleQueue()
+        self._switch_requests: queue.SimpleQueue[tuple[Layout, Future[bool]]] = queue.SimpleQueue()
 
     # ---------------------------------------------------------------- when
 
@@ -78,7 +78,7 @@ class LayoutController:
         """Switch if that is due. Called on the engine's thread, before each step."""
         self._engine_thread = threading.get_ident()
         self.end_batch_if_over()
-        self._run_requested()
+        self._run_switch_requests()
         self._follow_policy()
         self.drafts.write(self._active.layout, self._active.replicas)
 
@@ -89,9 +89,9 @@ class LayoutController:
         steps while nothing comes, so a batch may still have to be ended.
         """
         self._engine_thread = threading.get_ident()
-        if self._was_busy:
+        if self._batch_open:
             self.finish_work()
-        self._was_busy, self._was_reset = True, False
+        self._batch_open, self._caches_were_reset = True, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
@@ -109,20 +109,20 @@ class LayoutController:
     def caches_reset(self) -> None:
         """The prefix caches were reset. If no request is left, none can be continued."""
         if not self._active.num_seqs:
-            self._was_reset = True
+            self._caches_were_reset = True
             self.finish_work()
 
     def end_batch_if_over(self) -> None:
         """Return to the policy's home layout if the batch is over."""
-        if not self._was_busy or self._active.in_flight or self._active.num_seqs:
+        if not self._batch_open or self._active.in_flight or self._active.num_seqs:
             return
         executor = self._active.executor
         if not executor.refresh_weights():
             return  # its weights are not there: it sleeps, or gets new ones
-        changed = self._was_reset or executor.weights_version != self._weights_version
+        changed = self._caches_were_reset or executor.weights_version != self._weights_version
         if not changed and not self._monitor.policy.is_over(time.monotonic()):
             return
-        self._was_busy = self._was_reset = False
+        self._batch_open = self._caches_were_reset = False
         self._forced = False
         self.drafts.release()
         self._monitor.idle()
@@ -149,16 +149,16 @@ class LayoutController:
     # ---------------------------------------------------------------- on request
 
     @property
-    def has_requests(self) -> bool:
+    def has_switch_requests(self) -> bool:
         """Whether a switch that was asked for waits for the next step."""
-        return not self._requested.empty()
+        return not self._switch_requests.empty()
 
     @property
     def on_engine_thread(self) -> bool:
         """Whether the caller may change the engine: no other thread has used it last."""
         return self._engine_thread in (None, threading.get_ident())
 
-    def request(self, wanted: int | str) -> bool:
+    def request_switch(self, wanted: int | str) -> bool:
         """Switch now; from a thread other than the engine's, before its next step.
 
         Args:
@@ -184,7 +184,7 @@ class LayoutController:
         if self.on_engine_thread:
             return self._force(target)
         done: Future[bool] = Future()
-        self._requested.put((target, done))
+        self._switch_requests.put((target, done))
         try:
             return done.result(REQUEST_TIMEOUT)
         except TimeoutError:
@@ -195,9 +195,9 @@ class LayoutController:
                 "the request is withdrawn"
             ) from None
 
-    def _run_requested(self) -> None:
-        while not self._requested.empty():
-            target, done = self._requested.get()
+    def _run_switch_requests(self) -> None:
+        while not self._switch_requests.empty():
+            target, done = self._switch_requests.get()
             if not done.set_running_or_notify_cancel():
                 continue  # whoever asked has given up
             try:

@@ -130,7 +130,7 @@ class PATScheduler(SchedulerInterface):
 
     def has_requests(self) -> bool:
         """Also true while steps are in flight, outputs are unread, or a switch is asked for."""
-        return self.replica_set.has_work or self.controller.has_requests
+        return self.replica_set.has_work or self.controller.has_switch_requests
 
     def has_request(self, request_id: str) -> bool:
         """Asked by vLLM 0.33 while a pause has it turn new requests away."""

@@ -211,7 +211,7 @@ def test_calls_by_which_something_would_be_lost_are_refused(method: str, why: st
 def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     config, stock = without_workers.engine_config(1, num_blocks=80)
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
-    assert scheduler.controller.request(2)
+    assert scheduler.controller.request_switch(2)
     executor = without_workers.EXECUTOR
     switch = mock.Mock(wraps=executor.switch)
     monkeypatch.setattr(executor, "switch", switch)
@@ -223,7 +223,7 @@ def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     # A client goes away while its request is paused, and the engine has nothing left to do.
     scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
     scheduler.controller.before_step()
-    assert scheduler.controller.request(4) is False
+    assert scheduler.controller.request_switch(4) is False
     assert "finish_weight_update" in scheduler.controller.report().refused[-1].why
     assert not switch.called
     monkeypatch.setattr(executor, "refresh_weights", lambda: True)

@@ -360,7 +360,7 @@ def test_a_call_that_may_only_have_read_is_told_of_once(monkeypatch: pytest.Monk
     for method, seconds in (
         ("my_gauge", 1.0), ("sleep", 1.0), ("quick", 0.001), ("slow", 0.04), ("slow", 0.05)
     ):  # fmt: skip
-        calls.keep_weights(method)
+        calls.keeps_weights(method)
         calls.refreshed(seconds)
     ((words, *values),) = [call.args for call in logger.info.call_args_list]
     line = words % tuple(values)

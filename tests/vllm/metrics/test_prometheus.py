@@ -177,7 +177,7 @@ def test_updates_travel_with_statistics_even_if_nobody_is_left(scheduler: Any) -
     """Home again after the last request, without an output that they could go with."""
     add(scheduler, 5)
     step(scheduler)
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
     step(scheduler)
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     found = carried(step(scheduler))
@@ -193,13 +193,13 @@ def test_refusals_by_reason(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in (("is_sleeping", True), ("refresh_weights", lambda: False)):
         with monkeypatch.context() as patch:
             patch.setattr(executor, name, value)
-            assert scheduler.controller.request(2) is False
+            assert scheduler.controller.request_switch(2) is False
     with monkeypatch.context() as patch:
         patch.setattr(switch_plan, "plan_moves", no_plan)
         with pytest.raises(switch_module.PlanningFailed):
-            scheduler.controller.request(2)
+            scheduler.controller.request_switch(2)
     next(iter(scheduler.replica_set.replicas[0].scheduler.requests.values())).resumable = True
-    assert scheduler.controller.request(2) is False
+    assert scheduler.controller.request_switch(2) is False
     refused = scheduler.controller.report().refused
     assert tuple(one.reason for one in refused[:2]) == REFUSALS[:2]
     assert {one.reason for one in refused} == {*REFUSALS}

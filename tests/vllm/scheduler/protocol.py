@@ -202,7 +202,7 @@ def check_storm(
             dropped += any(one.spec_token_ids for one in front.requests())
             tp = rng.choice((1, 2, 4, 8))
             same = front.scheduler.replica_set.layout.tp == tp
-            assert front.scheduler.controller.request(tp)
+            assert front.scheduler.controller.request_switch(tp)
             assert same or not any(one.spec_token_ids for one in front.requests())
         front.workers.k = rng.choice(LENGTHS)
         front.step(rng)

@@ -96,7 +96,7 @@ def carried(
             for _ in range(3):
                 step(scheduler)
             before = places(scheduler)
-            scheduler.controller.request(tp)
+            scheduler.controller.request_switch(tp)
             check_moves(scheduler, commands[-1], before)
             admitted.append(
                 [

@@ -39,7 +39,7 @@ def test_every_layout_runs_as_many_requests_as_the_ranks_do() -> None:
     add(scheduler, RANKS * SEQS + 3)
     assert counts(scheduler) == (RANKS * SEQS, 3)
     for tp in (2, 8, 1, 4):
-        assert scheduler.controller.request(tp) is True
+        assert scheduler.controller.request_switch(tp) is True
         assert counts(scheduler) == (RANKS * SEQS, 3)
 
 
@@ -47,10 +47,10 @@ def test_what_finds_no_place_after_a_switch_waits_with_its_kv() -> None:
     scheduler = scheduler_in(1, limits_per="replica")
     add(scheduler, RANKS * SEQS)
     assert counts(scheduler) == (RANKS * SEQS, 0)
-    assert scheduler.controller.request(8) is True
+    assert scheduler.controller.request_switch(8) is True
     assert counts(scheduler) == (SEQS, (RANKS - 1) * SEQS)
     assert scheduler.controller.report().switches[-1].migrated == RANKS * SEQS
-    assert scheduler.controller.request(1) is True
+    assert scheduler.controller.request_switch(1) is True
     assert counts(scheduler) == (RANKS * SEQS, 0)
 
 
@@ -60,7 +60,7 @@ def test_what_has_begun_is_served_before_what_has_not() -> None:
     scheduler.controller.costs.mode = "recompute"
     add(scheduler, RANKS * SEQS + 2 * RANKS)
     assert counts(scheduler) == (RANKS * SEQS, 2 * RANKS)
-    assert scheduler.controller.request(8) is True
+    assert scheduler.controller.request_switch(8) is True
     (replica,) = scheduler.replica_set.replicas
     queue = [one.num_preemptions for one in replica.scheduler.waiting]
     assert queue == [1] * RANKS * SEQS + [0] * 2 * RANKS
@@ -72,7 +72,7 @@ def test_no_switch_counts_as_kv_that_is_fetched() -> None:
     scheduler = scheduler_in(1, limits_per="replica")
     add(scheduler, RANKS * SEQS)
     step(scheduler)
-    assert scheduler.controller.request(8) is True
+    assert scheduler.controller.request_switch(8) is True
     for _ in range(2):
         assert not scheduler.make_stats().num_kv_fetch_reqs_by_stage
         step(scheduler)
@@ -82,7 +82,7 @@ def test_a_layout_runs_no_more_than_the_policy_enters_it_with() -> None:
     policy = {"kind": "schedule", "switch_at": {"20": 4, "2": 8}}
     scheduler = scheduler_in(1, policy=policy)
     for tp, most in ((4, 16), (8, SEQS), (2, 2 * SEQS), (1, SEQS)):
-        scheduler.controller.request(tp)
+        scheduler.controller.request_switch(tp)
         assert scheduler.replica_set.layout.tp == tp
         for replica in scheduler.replica_set.replicas:
             assert replica.scheduler.max_num_running_reqs == most

@@ -202,7 +202,7 @@ def hits(scheduler: Any, one: Request) -> float:
 
 def switch(scheduler: Any, tp: int) -> Any:
     """Switch, and return the report of it."""
-    assert scheduler.controller.request(tp)
+    assert scheduler.controller.request_switch(tp)
     report = scheduler.controller.report().switches[-1]
     assert report.target.tp == tp
     scheduler.memory.check()
@@ -232,7 +232,7 @@ def test_the_next_turn_finds_its_prefix(
         return
     if busy:
         anchor(scheduler)
-    assert scheduler.controller.request(source)
+    assert scheduler.controller.request_switch(source)
     first = [request(f"{i}", tokens_of(i, 2.5), 20) for i in range(6)]
     finish(scheduler, *first)
     report = switch(scheduler, target)
@@ -255,7 +255,7 @@ def test_the_next_turn_finds_its_prefix(
 
 def test_equal_prefixes_of_replicas_are_merged(scheduler: Any) -> None:
     anchor(scheduler)
-    assert scheduler.controller.request(1)
+    assert scheduler.controller.request_switch(1)
     common = tokens_of(1, 2)
     own = [request(f"{i}", [*common, *tokens_of(10 + i, 2)], 1) for i in range(24)]
     finish(scheduler, *own)
@@ -272,7 +272,7 @@ def test_equal_prefixes_of_replicas_are_merged(scheduler: Any) -> None:
 def test_a_chain_half_live_and_half_cached(scheduler: Any) -> None:
     """The half that comes with a request is not carried again to the replica of that."""
     anchor(scheduler)
-    assert scheduler.controller.request(1)
+    assert scheduler.controller.request_switch(1)
     common = tokens_of(1, 3)
     ended = request("ended", [*common, *tokens_of(2, 2)], 1)
     finish(scheduler, ended)
@@ -321,7 +321,7 @@ def test_live_requests_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     anchor(scheduler)
     old, new = (request(name, tokens_of(i, 8), 1) for i, name in enumerate(("old", "new")))
     live = [request(f"live {i}", tokens_of(100 + i, 7.5), 3000) for i in range(4)]
-    assert scheduler.controller.request(4)
+    assert scheduler.controller.request_switch(4)
     finish(scheduler, old)
     finish(scheduler, new)
     for one in live:
@@ -524,7 +524,7 @@ def test_storms(scheduler: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> N
         event = rng.random()
         if event < 0.15:
             before = scheduler.controller.switch_id
-            assert scheduler.controller.request(rng.choice(TPS))
+            assert scheduler.controller.request_switch(rng.choice(TPS))
             if scheduler.controller.switch_id > before:
                 carried += scheduler.controller.report().switches[-1].cached_tokens
         elif event < 0.18 and live:

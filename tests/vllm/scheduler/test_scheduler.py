@@ -114,10 +114,10 @@ def test_a_failed_plan_is_undone_and_gives_its_block_pools_back(
         failing.setattr(switch_plan, "plan_moves", no_plan)
         for _ in range(3):
             with pytest.raises(PlanningFailed, match="no plan today"):
-                scheduler.controller.request(2)
+                scheduler.controller.request_switch(2)
             assert request_states(scheduler) == before
     assert refusals(scheduler) == 3
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
     assert new_pools == []
     for replica in scheduler.replica_set.replicas:
         manager = replica.scheduler.kv_cache_manager
@@ -176,12 +176,12 @@ def test_a_known_reason_refuses_before_a_step_waits(
     add(scheduler, 2)
     scheduler.add_request(session)
     step(scheduler)
-    assert scheduler.controller.request(2) is False
+    assert scheduler.controller.request_switch(2) is False
     assert drained == []
     report = scheduler.controller.report()
     assert report.refused[-1].expected and report.errors == 0
     session.resumable = False
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
     assert drained == [True]
 
 
@@ -222,7 +222,7 @@ def test_parts_of_a_streaming_input_session_meet_in_one_replica(queued: bool) ->
     # The word that nothing more comes.
     scheduler.add_request(request("session", 2))
     assert not holders() and not list(scheduler.monitor.requests)
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
 
 
 def test_a_streaming_input_session_that_waits_can_be_aborted() -> None:
@@ -247,7 +247,7 @@ def test_a_switch_whose_caller_has_given_up_is_not_made_later(
 
     def ask() -> None:
         try:
-            scheduler.controller.request(2)
+            scheduler.controller.request_switch(2)
         except BaseException as error:
             failed.append(error)
 
@@ -265,7 +265,7 @@ def test_a_switch_that_another_thread_asks_for_waits_for_the_first_step(schedule
     """While requests are added, which the plan would miss."""
     add(scheduler, 2)
     made: list[bool] = []
-    asking = threading.Thread(target=lambda: made.append(scheduler.controller.request(2)))
+    asking = threading.Thread(target=lambda: made.append(scheduler.controller.request_switch(2)))
     asking.start()
     asking.join(0.2)
     assert not made and scheduler.replica_set.layout.tp == 8
@@ -285,7 +285,7 @@ def test_a_failed_hand_over_fails_the_engine(
     add(scheduler, 4)
     step(scheduler)
     with pytest.raises(RuntimeError, match="no plan today"):
-        scheduler.controller.request(2)
+        scheduler.controller.request_switch(2)
     assert str(failed[0]) == "no plan today" and not refusals(scheduler)
 
 
@@ -325,7 +325,7 @@ def test_a_request_that_fails_just_before_a_switch(scheduler: Any) -> None:
     silent = scheduler.schedule()
     assert not silent.steps
     scheduler.add_request(request("r2", 2))
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
     outputs = scheduler.update_from_output(silent, [])
     assert [(one.request_id, one.finish_reason) for one in outputs[0].outputs] == [
         ("broken", FinishReason.ERROR)
@@ -364,7 +364,7 @@ def test_a_users_layout_holds_until_the_work_is_over(
     home = scheduler.replica_set.layout
     add(scheduler, 2)
     step(scheduler)
-    assert scheduler.controller.request(1) is True
+    assert scheduler.controller.request_switch(1) is True
     scheduler.monitor.policy = Restless(home, Layout(2, 4))
     step(scheduler)
     assert scheduler.replica_set.layout == Layout(1, 8)
@@ -425,7 +425,7 @@ def test_live_requests_of_replicas_are_in_the_report(scheduler: Any) -> None:
     """From one step to the next, also across a switch; one replica has all there are."""
     add(scheduler, 5)
     step(scheduler)
-    assert scheduler.controller.request(2) is True
+    assert scheduler.controller.request_switch(2) is True
     step(scheduler)
     add(scheduler, 1, first=5)
     step(scheduler)
@@ -459,7 +459,7 @@ def test_blocks_are_freed_as_without_a_connector() -> None:
     config.scheduler_config.async_scheduling = True
     scheduler: Any = PATScheduler(vllm_config=config, **stock)
     for tp in (8, 2):
-        scheduler.controller.request(tp)
+        scheduler.controller.request_switch(tp)
         for replica in scheduler.replica_set.replicas:
             config = replica.scheduler.vllm_config
             assert config.max_concurrent_batches > 1 and config.kv_transfer_config.is_kv_consumer
@@ -487,7 +487,7 @@ def test_a_half_computed_request_is_not_held_back(monkeypatch: pytest.MonkeyPatc
 
     assert [tokens_of_a_step() for _ in range(30)][-10:] == [1] * 10
     assert live.next_decode_eligible_step >= 30
-    assert scheduler.controller.request(2)
+    assert scheduler.controller.request_switch(2)
     assert all([tokens_of_a_step() > 1 for _ in range(8000 // (2 * 512))])
 
 

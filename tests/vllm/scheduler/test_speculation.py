@@ -86,12 +86,12 @@ def test_draft_lengths_by_the_policys_layout() -> None:
     policy = {"kind": "schedule", "switch_at": {"1": 8}, "num_speculative_tokens": {1: 0, 2: 2}}
     scheduler = make(policy)
     for tp, length in ((1, 0), (2, 2), (8, 4), (1, 0)):
-        assert scheduler.controller.request(tp)
+        assert scheduler.controller.request_switch(tp)
         for _ in range(2):
             assert step(scheduler, []) == {length}
     scheduler.controller.drafts.request(1)
     assert step(scheduler, []) == {1}
-    assert scheduler.controller.request(8)
+    assert scheduler.controller.request_switch(8)
     assert step(scheduler, []) == {1}
 
 
@@ -112,7 +112,7 @@ def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(switch_plan, "plan_moves", no_plan)
         with pytest.raises(PlanningFailed):
-            scheduler.controller.request(2)
+            scheduler.controller.request_switch(2)
     assert drafts_of(scheduler) == [[7, 7]] * 4
     output = scheduler.schedule()
     (one,) = output.steps.values()
@@ -120,7 +120,7 @@ def test_a_switch_drops_drafts_and_a_failed_plan_gives_them_back() -> None:
     result = StepResult(0, answer(one), 0.01, proposed(one, [8]))
     scheduler.update_from_output(output, [result])
     assert drafts_of(scheduler) == [[8]] * 4
-    assert scheduler.controller.request(2)
+    assert scheduler.controller.request_switch(2)
     assert drafts_of(scheduler) == [[]] * 4
 
 
@@ -137,7 +137,7 @@ def test_a_request_keeps_its_counts_of_drafts_through_switches() -> None:
     (replica,) = scheduler.replica_set.replicas
     held = list(replica.scheduler.requests.values())
     counts = [one.spec_decode_metrics for one in held]
-    assert scheduler.controller.request(2)
+    assert scheduler.controller.request_switch(2)
     assert None not in counts
     assert all(one.spec_decode_metrics is c for one, c in zip(held, counts, strict=True))
 

@@ -98,7 +98,7 @@ def of_scheduler(trace: LengthTrace, blocks: int) -> tuple[list[int], int, float
             requests[number] = request(str(number), prompt, trace.lengths[number])
             scheduler.add_request(requests[number])
         if (tp := SWITCHES.get(steps)) is not None:
-            assert scheduler.controller.request(tp)
+            assert scheduler.controller.request_switch(tp)
         steps += 1
         if not scheduler.has_unfinished_requests():
             continue

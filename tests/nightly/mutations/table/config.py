@@ -189,7 +189,7 @@ MUTATIONS = mutations({
         ("wanted bundles on several nodes", "executor.bundles:_checked", "len(by_node) > 1", "len(by_node) > ranks"),
     ],
     "tests/vllm/executor/test_launcher.py": [
-        ("Ray where its devices have no name", "executor.launcher:_in_placement_group", "if not _platform_device():\n        return False", "pass"),
+        ("Ray where its devices have no name", "executor.launcher:_in_placement_group", "if not _ray_device_key():\n        return False", "pass"),
         ("an executor that the option contradicts", "executor.launcher:prepare_launch", 'launcher not in ("auto", own)', 'launcher not in ("auto", own, "ray")'),
     ],
 })

@@ -51,7 +51,7 @@ MUTATIONS = mutations({
         ("live requests of replicas are not in the report", "scheduler.layout_controller:LayoutController._follow_policy", "active.layout, num_seqs, several", "active.layout, num_seqs"),
         ("the policy overrules a user", "scheduler.layout_controller:LayoutController._follow_policy", "num_seqs == 0 or self._forced or ", "num_seqs == 0 or "),
         ("a policy is asked again at once after a refusal", "scheduler.layout_controller:LayoutController._refused", "now + back_off", "now"),
-        ("a withdrawn switch is made", "scheduler.layout_controller:LayoutController._run_requested", "continue  # whoever asked has given up", "pass"),
+        ("a withdrawn switch is made", "scheduler.layout_controller:LayoutController._run_switch_requests", "continue  # whoever asked has given up", "pass"),
         ("a step in flight hides that the work is over", "scheduler.layout_controller:LayoutController.finish_work", "self._active.drain()", "pass"),
         ("a policy hears of a switch before it is made", "scheduler.layout_controller:LayoutController._switch", "        active.replace(target, replicas)\n        self.costs.observe(report)\n        self._monitor.switched(report, replicas)\n", "        self._monitor.switched(report, replicas)\n        active.replace(target, replicas)\n"),
         ("an engine goes on whose hand-over has failed", "scheduler.layout_controller:LayoutController._switch", "active.executor.fail(error)", "pass"),
