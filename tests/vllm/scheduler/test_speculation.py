@@ -348,7 +348,9 @@ def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    "between", [None, lambda monitor: monitor.switched(None, []), Monitor.idle], ids=str
+    "between",
+    [None, lambda monitor: monitor.switched(None, []), Monitor.idle],
+    ids=["nothing", "a switch", "the end"],
 )
 def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: Any) -> None:
     """Also after prompts alone. At a switch, and at the end of a batch, drafts are dropped."""
