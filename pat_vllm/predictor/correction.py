@@ -32,7 +32,7 @@ MEMORY = 50.0
 _BINS = 13
 """Batch sizes 1, 2, 4, ... 4096; larger ones count as the last."""
 
-_MACHINE, _LAYOUT, _BIN, _DRAFTS = 0.6, 0.07, 0.015, 0.3
+_MACHINE, _LAYOUT, _BIN, _DRAFTS = 0.6, 0.07, 0.015, 0.03
 """Variances before the first observation: most of a surprise is the machine's. Also the most."""
 
 _ALIKE = 4.0

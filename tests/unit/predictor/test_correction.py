@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from pat_vllm.advice.options import AdviseOptions
+from pat_vllm.advice.replay import PLANNED, Config, Task, replay_chain
+from pat_vllm.advice.rollouts import rollouts_of
 from pat_vllm.layout import Layout
+from pat_vllm.predictor import correction as correction_module
 from pat_vllm.predictor.correction import OnlineCorrection
+from pat_vllm.profiling.profile import StepShape
+from pat_vllm.simulator.truth import ReplayedTruth
 
 ONE, OTHER = Layout(1, 2), Layout(2, 1)
 BATCH = 32
@@ -65,3 +72,27 @@ def test_steps_without_drafts_tell_nothing_of_them() -> None:
     learn(correction, 500, 1.0, 2.0, lambda: 0.0)
     after = correction.factor(ONE, BATCH, 0.4) / correction.factor(ONE, BATCH)
     assert before > 1.2 and after == pytest.approx(before, rel=0.05)
+
+
+def test_batches_whose_drafts_are_dear_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four times what the profile says; simulated on a modelled one."""
+    rollouts = rollouts_of(
+        AdviseOptions("qwen3-14b", "H100", 8, responses=64, acceptance=0.3, iterations=2)
+    )
+    of_profile = ReplayedTruth.step_seconds
+
+    def dear(
+        self: ReplayedTruth, layout: Layout, shape: StepShape, now: float, steps: int = 1
+    ) -> float:
+        plain = of_profile(self, layout, replace(shape, drafts=0, k=0), now, steps)
+        return plain + 4 * max(0.0, of_profile(self, layout, shape, now, steps) - plain)
+
+    monkeypatch.setattr(ReplayedTruth, "step_seconds", dear)
+
+    def seconds() -> float:
+        record = replay_chain(rollouts, Task(Config(None, PLANNED), 0))
+        return sum(report.generation_seconds for report in record.reports)
+
+    knowing = seconds()
+    monkeypatch.setattr(correction_module, "_DRAFTS", 1e-9)
+    assert knowing < 0.95 * seconds()
