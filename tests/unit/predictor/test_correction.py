@@ -77,7 +77,7 @@ def test_steps_without_drafts_tell_nothing_of_them() -> None:
 def test_batches_whose_drafts_are_dear_take_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times what the profile says; simulated on a modelled one."""
     rollouts = rollouts_of(
-        AdviseOptions("qwen3-14b", "H100", 8, responses=64, acceptance=0.3, iterations=2)
+        AdviseOptions("qwen3-14b", "H100", 8, responses=128, acceptance=0.3, iterations=2)
     )
     of_profile = ReplayedTruth.step_seconds
 
