@@ -40,7 +40,10 @@ class SuffixProposer(NgramProposer):
         for index in valid_ngram_requests:
             request_id = self._runner.input_batch.req_ids[index]
             size = int(num_tokens_no_spec[index])
-            out = self._out[: self._room(request_id, size, k)]
+            room = self._room(request_id, size, k)
+            if room <= 0:
+                continue  # looking through texts takes time
+            out = self._out[:room]
             others = self._shelf.text_of(request_id)
             count, _ = draft(token_ids_cpu[index, :size], others, self.min_n, out)
             drafts[index] = out[:count].tolist()

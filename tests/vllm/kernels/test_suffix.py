@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from vllm import SamplingParams
 
@@ -78,6 +79,12 @@ def test_drafts_of_model_runner_v1() -> None:
     assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=5) == [7, 8]
     assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=3) == []
     assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=2) == [7, 8, 9, 10]
+
+
+def test_texts_are_not_looked_through_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shelf, "text_of", None)
+    assert drafts_of_v1([1, 2, 5, 6], 2, k=0) == []
+    assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=3) == []
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ MUTATIONS = mutations({
         ("kernels take the first place", "kernels.suffix:score_kernel", "score = (match << BITS) + place + 1", "score = (match << BITS) + count - place"),
         ("kernels draft over the end of a text", "kernels.suffix:draft_kernel", "(ended == 0) & (score > 0)", "(found != BETWEEN) & (score > 0)"),
         ("kernels prefer other texts", "kernels.suffix:score_kernel", "            score += OWN\n", "            score += OWN - OWN\n"),
+        ("texts are looked through for no drafts", "worker.drafter_v1:SuffixProposer.batch_propose", "if room <= 0:", "if False:"),
         ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k"),
     ],
     "tests/unit/predictor/test_acceptance.py": [
