@@ -176,13 +176,13 @@ def _what_fits(
             continue
         names = [[chain[place] for place in of_group] for of_group in places]
         found: Any = [find(one, group) for group, one in enumerate(names)]
-        if not any(None in one for one in found):
+        if all(map(all, found)):
             return list(zip(names, found, strict=True))
         # What is cached ends at the first gap; vLLM finds it up to the last hit before that.
         gap = min(
             of_group[one.index(None)]
             for of_group, one in zip(places, found, strict=True)
-            if None in one
+            if not all(one)
         )
         length = longest_hit(kinds, gap, lambda group, at: find([chain[at]], group)[0] is not None)
     return []

@@ -54,12 +54,15 @@ def run_advise(
     console.print(
         f"The simulation took {seconds:.0f} s." + (f" Written: {written}" if written else ""),
         markup=False,
+        emoji=False,
     )
 
 
 def _settings(advice: Advice, options: AdviseOptions) -> dict[str, str]:
     file = config_file(options.model) if options.model is not None else None
-    model = str(file.parent) if file is not None else CHECKPOINT
+    model = CHECKPOINT
+    if file is not None and file.name == "config.json":
+        model = str(file.parent.resolve())
     # An engine refuses a profile that was not measured on it.
     measured = None if advice.modelled or not options.profile else str(options.profile.resolve())
     return settings(advice, model, None if options.profile else options.max_num_seqs, measured)
@@ -82,8 +85,8 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
         )
     console.print(table)
     if said := of_drafts(advice):
-        console.print(said, markup=False)
-    console.print(verdict(advice), markup=False, style="bold")
+        console.print(said, markup=False, emoji=False)
+    console.print(verdict(advice), markup=False, emoji=False, style="bold")
     console.print(f"PAT in the last iteration ({kind}): {advice.path}.")
     parts = Table(title=PARTS, title_justify="left")
     parts.add_column("part", no_wrap=True)
@@ -101,10 +104,12 @@ def show(console: Console, advice: Advice, pasted: Mapping[str, str]) -> None:
     )
     for name, text in pasted.items():
         console.print(f"[bold]# {name}[/bold]")
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text, markup=False, emoji=False, soft_wrap=True)
     for placeholder, meaning in PLACEHOLDERS.items():
         if any(placeholder in text for text in pasted.values()):
-            console.print(f"Replace {placeholder} by {meaning}.", markup=False, soft_wrap=True)
+            console.print(
+                f"Replace {placeholder} by {meaning}.", markup=False, emoji=False, soft_wrap=True
+            )
     if advice.modelled:
         console.print(
             "Modelled from public figures of the GPU; absolute times may be off by tens of percent."

@@ -216,10 +216,10 @@ class PATExecutorMixin(OwnRepliesMixin):
             result = self._commands[method](*args, **(kwargs or {}))
             reply = result if unique_reply_rank is not None else [result]
             return completed(reply) if non_block else reply
+        self._leave_lanes()
         if method == "compile_or_warm_up_model":
             # Ranks wait for each other in it, and one may find no memory.
             return self._call_together(method, timeout=math.inf)
-        self._leave_lanes()
         if non_block:
             options["non_block"] = True
         if unique_reply_rank is not None:

@@ -222,7 +222,7 @@ class WorkerLanes:
 
         A step is an `EXECUTE` message, then a `SAMPLE` message if the step samples. A `DRAFT_ROWS`
         message comes first where drafters have to know more. The replica's leader sends one reply
-        to a step. An exception is a reply, too, which ends the engine.
+        to a step. Its exception is a reply, too, which ends the engine.
         """
         ring = self._rings[layout.tp]
         replies = layout.tp_rank_of(self._rank) == 0
@@ -251,6 +251,8 @@ class WorkerLanes:
                         drafts = worker.drafts_of_step(constrained=payload is not None)
             except Exception as error:
                 logger.exception("a step failed")
+                if kind == DRAFT_ROWS and not replies:
+                    raise  # with the rows that it lacks it would draft otherwise than its group
                 output = error
             if replies and output is not None:
                 self._answer(output, drafts)

@@ -161,7 +161,7 @@ class OnlineCorrection:
 
         changed = values[at] - self._announced[at]
         # What is common to all layouts, and the step that was seen.
-        common = [changed[0], *changed[4:], weights @ changed]
+        common = [changed[0], *(weights * changed)[4:], weights @ changed]
         if max(map(abs, common)) > VERSION_STEP:
             self.version += 1
             self._announced = values.copy()

@@ -26,9 +26,10 @@ _PER_OCTAVE = 32
 """Bins per doubling above: each spans 2%. In wider ones, lengths at which many responses end are
 mixed with lengths at which none does."""
 
-_SHAPES = (1.0, 1.5, 2.0, 3.0, 6.0, 12.0, 24.0)
-"""Shapes of the prior: standard deviations of the log-length of 1.8, 1.2, 0.9, 0.6, 0.3, 0.15 and
-0.08. Without the last ones a batch of lengths alike would always seem to have a long tail."""
+_SHAPES = {1.0: 1.0, 1.5: 1.0, 2.0: 1.0, 3.0: 1.0, 6.0: 0.05, 12.0: 0.05, 24.0: 0.05}
+"""Shapes of the prior, by how likely they are before data: standard deviations of the log-length of
+1.8, 1.2, 0.9, 0.6, 0.3, 0.15 and 0.08. Without the narrow ones a batch of lengths alike would
+always seem to have a long tail."""
 
 _OCTAVES = 1.5
 """Standard deviation of the prior's log2-median."""
@@ -164,7 +165,7 @@ class Prior:
         # Narrow shapes need closer medians.
         medians = [np.arange(-8.0, 3.5, min(0.5, 3 / shape)) for shape in _SHAPES]
         counts = [len(one) for one in medians]
-        octaves, shape = np.concatenate(medians), np.repeat(_SHAPES, counts)[:, None]
+        octaves, shape = np.concatenate(medians), np.repeat([*_SHAPES], counts)[:, None]
         scale = np.maximum(median * 2**octaves, 1)[:, None]
         with np.errstate(divide="ignore"):  # of length 0
             log_survival = -np.logaddexp(0.0, shape * np.log(EDGES / scale))
@@ -174,7 +175,8 @@ class Prior:
         self._log_end = np.log(per_token)
         self._ends = -weight * np.exp(log_survival[:, :-1]) * np.expm1(steps)
         self._tokens = self._ends / per_token
-        self._belief = -0.5 * (octaves / _OCTAVES) ** 2 - np.log(np.repeat(counts, counts))
+        each = np.array([*_SHAPES.values()]) / counts
+        self._belief = np.repeat(np.log(each), counts) - 0.5 * (octaves / _OCTAVES) ** 2
         self._unseen = np.exp(self._belief) / np.exp(self._belief).sum()
 
     def given(self, pool: Pool) -> Pool:

@@ -186,16 +186,16 @@ class Planner:
             running = np.where(short, queued, running)
             mean_context = np.where(short, typical, mean_context)
 
-        def seconds(running: Floats) -> Floats:
-            """Of the steps in which every request makes one, [lengths, groups]."""
+        def seconds(of: Floats) -> Floats:
+            """Of steps of so many requests, as many as let each make one, [lengths, groups]."""
             steps = self._step(
                 layout,
-                running,
-                running * mean_context,
+                of,
+                of * mean_context,
                 course.longest,
                 0,
                 busy,
-                drafting.drafts[:, None] * running,
+                drafting.drafts[:, None] * of,
                 drafting.lengths[:, None],
             )
             return np.broadcast_to(steps * turns, (len(drafting.lengths), len(turns)))
@@ -204,9 +204,10 @@ class Planner:
         tokens = steps / drafting.tokens[:, None]
         if course.steps_per_token is not None and drafting is not PLAIN:
             # How often a step's fixed part is paid is up to the request that ends last. The rest
-            # is paid by each request for its own steps.
+            # is paid by each request for its own steps. Requests end one after another: the line
+            # through a quarter of them and all of them stands for steps of all numbers.
             last, each = course.steps_per_token
-            fixed = np.clip(2 * seconds(0.5 * running) - steps, 0.0, steps)
+            fixed = np.clip((4 * seconds(0.25 * running) - steps) / 3, 0.0, steps)
             tokens = fixed * last + (steps - fixed) * each
         best, groups = tokens.argmin(axis=0), np.arange(len(course.live))
         token, step = tokens[best, groups], steps[best, groups]

@@ -64,7 +64,7 @@ def test_what_little_shows_is_trusted_little() -> None:
     assert (abs(found - 1) < 0.5 * abs(each - 1) + 0.1).all()
 
 
-@pytest.mark.parametrize("what", ["waits", "moves", "has no drafts"])
+@pytest.mark.parametrize("what", ["waits", "moves", "has no drafts", "had no token"])
 def test_times_that_say_nothing_are_not_counted(what: str) -> None:
     """A request that waits makes no token; after a switch its replica's steps are counted anew."""
     each, speeds = np.linspace(0.4, 1.6, 16), Speeds()
@@ -73,6 +73,9 @@ def test_times_that_say_nothing_are_not_counted(what: str) -> None:
     tokens, steps = live.num_output_tokens.copy(), live.replica_steps + 500
     if what == "moves":
         speeds.moved()
+        tokens += 1500
+    elif what == "had no token":
+        speeds._seen[0] = 0
         tokens += 1500
     elif what == "waits":
         tokens[1:] += np.round(500 * (1 + each[1:])).astype(int)
@@ -130,10 +133,14 @@ def test_speeds_stand_for_shares_of_accepted_drafts(share: float) -> None:
 
 
 def outlook_seconds(
-    remaining: Ints, tokens: Floats, each: float = 0.0, now: Floats | None = None
+    remaining: Ints,
+    tokens: Floats,
+    each: float = 0.0,
+    now: Floats | None = None,
+    saturating: float = 0.0,
 ) -> float:
     """Predicted seconds to the end with drafts that make these tokens per step, where a step takes
-    1 s and `each` more per request.
+    1 s and `each` more per request, and up to `saturating` more with many.
 
     With the drafts of now, which are too dear to go on with, a step makes the tokens `now`.
     """
@@ -141,7 +148,7 @@ def outlook_seconds(
     costs = np.array([[1e6], [1.0]])
 
     def step(layout: Layout, running: Floats, *_: object) -> Floats:
-        return (1 + each * (running - 1)) * costs
+        return (1 + each * (running - 1) + saturating * (1 - 0.9**running)) * costs
 
     planner = Planner(
         (ONE,), step, lambda *_: np.zeros(()), max_num_seqs={1: 10**6}, kv_tokens={1: 10**9}
@@ -177,6 +184,15 @@ def test_with_other_drafts_each_request_pays_for_its_own_steps() -> None:
     remaining, tokens = np.array([101] + [100] * 49), np.array([1.0] + [2.0] * 49)
     seconds = outlook_seconds(remaining, tokens, 0.1, now=np.ones(50))
     assert seconds == pytest.approx(101 + 0.1 * 49 * 50, rel=0.05)
+
+
+def test_steps_of_mixtures_take_long_while_requests_end_one_after_another() -> None:
+    """All are to end together, after 100 steps; with the other drafts between 50 and 100."""
+    steps = np.linspace(100, 50, 50)
+    remaining = np.array([101] + [100] * 49)
+    seconds = outlook_seconds(remaining, 100 / steps, now=np.ones(50), saturating=8)
+    live = (np.arange(100)[:, None] < steps).sum(axis=1)
+    assert seconds == pytest.approx((1 + 8 * (1 - 0.9**live)).sum(), rel=0.03)
 
 
 @settings(max_examples=40)

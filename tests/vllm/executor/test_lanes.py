@@ -163,6 +163,8 @@ def test_only_the_leader_replies_and_a_failed_step_is_its_reply() -> None:
     assert failed == (False, "a step's mistake") and fine[0]
     (failed, *_) = replies(Worker(), [(DRAFT_ROWS, None), *STEP])
     assert failed == (False, "a drafter's mistake"), "nothing waits for a reply that never comes"
+    with pytest.raises(ValueError, match="a drafter's mistake"):
+        replies(Worker(), [(DRAFT_ROWS, None), *STEP], LAYOUTS[1], rank=1)
 
 
 def test_a_worker_that_waits_for_a_step_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

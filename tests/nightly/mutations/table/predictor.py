@@ -39,6 +39,8 @@ MUTATIONS = mutations({
     ],
     "tests/unit/predictor/test_speeds.py": [
         ("each request pays for the steps of the last one", "predictor.planner:Planner._pace", "(steps - fixed) * each", "(steps - fixed) * last"),
+        ("a step's fixed part is a step of one request", "predictor.planner:Planner._pace", "(4 * seconds(0.25 * running) - steps) / 3", "seconds(np.ones_like(running))"),
+        ("the first token is taken for a step's", "predictor.speeds:Speeds.observe", "& (self._seen[0, before] > 0)", ""),
         ("requests end in the order of their tokens", "predictor.course:course", "-remaining * per_token[used]", "-remaining"),
         ("a request that waits is slow", "predictor.speeds:Speeds.observe", "& (new[0] >= new[1])", ""),
         ("no drafts are taken for refused ones", "predictor.speeds:Speeds.observe", "or (new[0] == new[1]).all()", ""),
