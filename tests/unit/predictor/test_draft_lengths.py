@@ -87,7 +87,7 @@ def test_speeds_are_seen_in_steps_of_one_draft_length() -> None:
     """Else steps without drafts would make all requests seem slow."""
     driven, looked = Driven(), []
     driven.policy._speeds.observe = lambda live, expected: looked.append(expected)  # type: ignore[method-assign]
-    for some in ([(20, 2)], [(20, 0)], [(15, 0), (5, 2)], [(1, 0), (19, 2)], []):
+    for some in ([(20, 2)], [(20, 0)], [(5, 0), (15, 2)], [(1, 0), (19, 2)], []):
         for count, k in some:
             driven.steps(count, k, accepted=min(k, 1))
         driven.plan()
