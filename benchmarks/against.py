@@ -6,8 +6,9 @@
 An engine of each lives; they take turns, and one that waits is stopped. In its turn an engine
 decodes a batch in each layout and takes a walk of switches with live requests. Both are started
 again and again, the one first and then the other, since an engine keeps what its start has made it:
-with equal code one is up to several percent slower. A ratio is this code's over the other's, start
-by start. Bar: 1.02.
+with equal code one is up to several percent slower. With `--batches` they serve the batches of
+`make bench` by the default policy instead. A ratio is this code's over the other's, start by start.
+Bar: 1.02.
 """
 
 # Engines' processes import this file before the code that they are to run: nothing of PAT here.
@@ -17,7 +18,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,22 +33,71 @@ SWITCHES = 3
 """Each way, in a turn."""
 
 
+Found = Mapping[str, Mapping[str, float]]
+"""Seconds of each thing, by side."""
+
+Measure = Callable[[Mapping[str, Path], ExitStack], Found]
+"""Starts an engine of each side's code, the first one first, and has them take turns. They end with
+the stack."""
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="root of the other checkout")
     parser.add_argument("--this", type=Path, help="another one in the place of this code")
+    parser.add_argument("--starts", type=int, default=8, help="of each side")
+    parser.add_argument(
+        "--batches", action="store_true", help="serve the batches of `make bench`, by the policy"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="batches of a workload in a start")
+    parser.add_argument("--turns", type=int, default=10, help="of each side in a start")
     parser.add_argument("--model", default="qwen3-tiny")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--context", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
-    parser.add_argument("--starts", type=int, default=8, help="of each side")
-    parser.add_argument("--turns", type=int, default=10, help="of each side in a start")
     arguments = parser.parse_args()
 
     from benchmarks import common, record
 
     facts = common.machine()
+    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
+    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
+    what, measure = _batches(arguments) if arguments.batches else _steps(arguments)
+    found: list[Found] = []
+    for start in range(arguments.starts):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            codes = {}
+            for side in SIDES if start % 2 == 0 else SIDES[::-1]:
+                codes[side] = Path(folder, side)
+                codes[side].mkdir()
+                (codes[side] / "pat_vllm").symlink_to(roots[side] / "pat_vllm")
+            found.append(measure(codes, stack))
+        print(f"start {start + 1} of {arguments.starts}: {found[-1]}", flush=True)
+    rows = []
+    for name in found[0]["this"]:
+        ours, theirs = ([start[side][name] for start in found] for side in SIDES)
+        ratio = paired_ratio(ours, theirs)
+        medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
+        rows.append([name, *medians, ratio.show(3), ratio.verdict(BAR)])
+    text = (
+        f"{what} {arguments.starts} starts of each. This code is commit {commits['this']}, the "
+        f"other is {commits['other']}.\n\n"
+    )
+    head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
+    kind = "batches-" if arguments.batches else ""
+    common.write_results(
+        f"{kind}{commits['this']}-against-{commits['other']}",
+        facts,
+        {"commits": commits, "starts": found},
+        text + common.table(head, rows),
+    )
+
+
+def _steps(arguments: argparse.Namespace) -> tuple[str, Measure]:
+    """What is measured of steps and switches, and how."""
+    from benchmarks import common
+
     options: dict[str, Any] = {
         "model": common.model(arguments.model),
         "dtype": "float32",
@@ -60,51 +110,80 @@ def main() -> None:
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 << 20,
     }
-    roots = {"this": (arguments.this or common.ROOT).resolve(), "other": arguments.other.resolve()}
-    commits = {side: record.machine("", root)["commit"] for side, root in roots.items()}
     prompts = common.random_prompts(arguments.requests, arguments.context, seed=0)
-    found: list[dict[str, list[Mapping[str, float]]]] = []
-    for start in range(arguments.starts):
-        found.append({side: [] for side in SIDES})
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            engines: dict[str, common.Engine] = {}
-            for side in SIDES if start % 2 == 0 else SIDES[::-1]:
-                code = Path(folder, side)
-                code.mkdir()
-                (code / "pat_vllm").symlink_to(roots[side] / "pat_vllm")
-                engine = common.Engine(options, bind="0|1", core_inside=True, code=code)
-                engines[side] = stack.enter_context(engine)
-                engine.wait_until_ready()
-                assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
-                engine.call(_turn, prompts, arguments.tokens)
-                engine.pause()
-            for order in turns(SIDES, arguments.turns):
-                for side in order:
-                    with common.awake([engines[side]]):
-                        made = engines[side].call(_turn, prompts, arguments.tokens)
-                    found[-1][side].append(made)
-    rows = []
-    for what in found[0]["this"][0]:
-        ours, theirs = (
-            [statistics.median(turn[what] for turn in start[side]) for start in found]
-            for side in SIDES
-        )
-        ratio = paired_ratio(ours, theirs)
-        medians = (f"{1e3 * statistics.median(values):.3f}" for values in (ours, theirs))
-        rows.append([what, *medians, ratio.show(3), ratio.verdict(BAR)])
+
+    def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
+        engines: dict[str, common.Engine] = {}
+        for side, code in codes.items():
+            engine = common.Engine(options, bind="0|1", core_inside=True, code=code)
+            engines[side] = stack.enter_context(engine)
+            engine.wait_until_ready()
+            assert engine.call(_code) == str(code / "pat_vllm" / "__init__.py")
+            engine.call(_turn, prompts, arguments.tokens)
+            engine.pause()
+        made: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+        for order in turns(SIDES, arguments.turns):
+            for side in order:
+                with common.awake([engines[side]]):
+                    made[side].append(engines[side].call(_turn, prompts, arguments.tokens))
+        return {
+            side: {name: statistics.median(turn[name] for turn in of_side) for name in of_side[0]}
+            for side, of_side in made.items()
+        }
+
     text = (
         f"{arguments.model}, {arguments.requests} requests of {arguments.context} + "
-        f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.starts} starts "
-        f"of each, {arguments.turns} turns in each. This code is commit {commits['this']}, the "
-        f"other is {commits['other']}.\n\n"
+        f"{arguments.tokens} tokens, float32, weights in place, 2 ranks; {arguments.turns} turns "
+        "in each of"
     )
-    head = ["", "this, ms", "other, ms", "ratio (interval)", f"bar {BAR}"]
-    common.write_results(
-        f"{commits['this']}-against-{commits['other']}",
-        facts,
-        {"commits": commits, "starts": found},
-        text + common.table(head, rows),
+    return text, measure
+
+
+def _batches(arguments: argparse.Namespace) -> tuple[str, Measure]:
+    """What is measured of the batches of `make bench`, and how."""
+    from benchmarks.batch import serve_batch
+    from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options
+    from benchmarks.bench.run import sides
+    from benchmarks.bench.runs import PAT
+    from benchmarks.bench.serve import requests_of
+    from benchmarks.bench.workloads import WORKLOADS
+    from benchmarks.common import ROOT
+    from pat_vllm.cli.demo_batch import demo_model, model_config
+
+    model = demo_model(ROOT / ".models").resolve()
+    workloads = tuple(WORKLOADS.values())
+    settings = BenchSettings(model, 2, workloads, arguments.repeats, "full", seed=0)
+    config = model_config(model)
+    options = engine_options(settings, sides(settings)[PAT], config)
+
+    def measure(codes: Mapping[str, Path], stack: ExitStack) -> Found:
+        engines: dict[str, BenchEngine] = {}
+        for side, code in codes.items():
+            engines[side] = BenchEngine(side, options, 2, code, pauses=True, code=code)
+            stack.callback(engines[side].close)
+            engines[side].start()
+            assert engines[side].call(_code) == str(code / "pat_vllm" / "__init__.py")
+        seconds = {side: {workload.name: 0.0 for workload in workloads} for side in SIDES}
+        for workload in workloads:
+            for repeat, order in enumerate(turns(SIDES, arguments.repeats + 1)):
+                requests = requests_of(
+                    settings.trace(workload, repeat), config["vocab_size"], repeat
+                )
+                for side in order:
+                    name = f"{workload.name}-{repeat}"
+                    began, ended, tokens = engines[side].call(serve_batch, requests, name)
+                    assert tokens == [request.length for request in requests]
+                    if repeat:  # the first one warms up
+                        seconds[side][workload.name] += max(ended) - began
+        return {
+            side: {**of_side, "all": sum(of_side.values())} for side, of_side in seconds.items()
+        }
+
+    text = (
+        f"{arguments.repeats} batches of each workload of `make bench` by the default policy, "
+        "after one that warms up, in each of"
     )
+    return text, measure
 
 
 def _code(llm: Any) -> str:

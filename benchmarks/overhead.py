@@ -5,6 +5,9 @@
 (a) PAT kept in tp=2 against stock vLLM (`mp`) with tp=2: at most 1.03 times its time.
 (b) PAT kept in tp=1, so two replicas in one engine, against two independent stock engines on one
     core each, with half of the requests each, started at the same time: at most 1.05 times.
+(c) PAT kept in tp=2 that could draft and does not, against PAT in tp=2 without a
+    `speculative_config`: at most 1.005 times; and against the same without asynchronous scheduling,
+    which vLLM switches off where there are n-gram drafts.
 
 The engines of a comparison stay alive and take turns, batch by batch; one that waits is stopped.
 Same model, flags, prompts and lengths, and the same KV memory per core. With `--weights inplace`
@@ -26,6 +29,7 @@ from benchmarks.common import (
     awake,
     machine,
     model,
+    ngram,
     random_prompts,
     stock_limits,
     table,
@@ -33,7 +37,14 @@ from benchmarks.common import (
 )
 from benchmarks.paired import paired_ratio, turns
 
-BARS = {"tp2": 1.03, "tp1": 1.05}
+BARS = {"tp2": 1.03, "tp1": 1.05, "k0": 1.005, "k0-sync": 1.005}
+NAMES = {
+    "tp2": "one group / stock vLLM's",
+    "tp1": "two replicas / stock engines",
+    "k0": "0 drafts / none",
+    "k0-sync": "0 drafts / none, without asynchronous scheduling",
+}
+OURS, THEIRS = "pat", "other"
 _BEGIN_SECONDS = 0.4
 """Until the engines of a side have begun; they wake up before."""
 
@@ -46,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="qwen3-100m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--only", choices=sorted(BARS))
+    parser.add_argument("--only", nargs="+", choices=sorted(BARS))
     parser.add_argument("--repeats", type=int, default=7, help="of each side, after a warm-up")
     parser.add_argument("--weights", choices=["materialized", "inplace"], default="materialized")
     parser.add_argument("--requests", type=int, default=32)
@@ -59,16 +70,16 @@ def main() -> None:
     body: dict[str, Any] = {"arguments": vars(args), "bars": BARS}
     rows = []
     for name, sides in _sides(args).items():
-        if args.only not in (None, name):
+        if args.only and name not in args.only:
             continue
         seconds = _compare(sides, args)
-        ratio = paired_ratio(seconds["pat"], seconds["stock"], median=True)
+        ratio = paired_ratio(seconds[OURS], seconds[THEIRS], median=True)
         body[name] = {"seconds": seconds, "ratio": ratio}
         rows.append(
             [
-                f"{name}: {'one group' if name == 'tp2' else 'two replicas / engines'}",
-                *(Summary.of(seconds[side]).show(digits=3) for side in ("pat", "stock")),
-                f"{Summary.of(seconds['stock']).median / args.new_tokens * 1e3:.1f}",
+                f"{name}: {NAMES[name]}",
+                *(Summary.of(seconds[side]).show(digits=3) for side in (OURS, THEIRS)),
+                f"{Summary.of(seconds[THEIRS]).median / args.new_tokens * 1e3:.1f}",
                 ratio.show(3),
                 BARS[name],
                 ratio.verdict(BARS[name]),
@@ -79,9 +90,9 @@ def main() -> None:
         f"median (low-high) of {args.repeats} batches of each side, in "
         "turns. The ratio is the median of those of equal batches, with its 95% interval.\n\n"
     )
-    header = ["", "PAT s", "stock s", "stock ms per token of a request", "ratio", "bar", ""]
+    header = ["", "PAT s", "other s", "other's ms per token of a request", "ratio", "bar", ""]
     name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
-    name += f"-{args.only}" if args.only else ""
+    name += "".join(f"-{one}" for one in args.only or ())
     name += "-inplace" if args.weights == "inplace" else ""
     write_results(name, facts, body, text + table(header, rows))
 
@@ -98,15 +109,19 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
     )
     two = flags | {"tensor_parallel_size": 2}
 
-    def pat(tp: int) -> Side:
+    def pat(tp: int, **more: Any) -> Side:
         options = {"policy": {"kind": "static", "tp": tp}, "weights": args.weights}
         own = {"distributed_executor_backend": "pat", "additional_config": {"pat": options}}
-        return [(two | own, "0|1")]
+        return [(two | own | more, "0|1")]
 
     stock = two | stock_limits(flags, tp=2) | {"distributed_executor_backend": "mp"}
+    drafts = ngram(4)["speculative_config"] | {"num_speculative_tokens_per_batch_size": [[1, 1, 0]]}
+    silent = pat(2, speculative_config=drafts)
     return {
-        "tp2": {"pat": pat(2), "stock": [(stock, "0|1")]},
-        "tp1": {"pat": pat(1), "stock": [(flags, "0"), (flags, "1")]},
+        "tp2": {OURS: pat(2), THEIRS: [(stock, "0|1")]},
+        "tp1": {OURS: pat(1), THEIRS: [(flags, "0"), (flags, "1")]},
+        "k0": {OURS: silent, THEIRS: pat(2)},
+        "k0-sync": {OURS: silent, THEIRS: pat(2, async_scheduling=False)},
     }
 
 
@@ -116,7 +131,7 @@ def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, l
     with ExitStack() as stack:
         running: dict[str, list[Engine]] = {side: [] for side in sides}
         for side, engines in sides.items():
-            plain = side == "stock" and args.weights == "inplace"
+            plain = "additional_config" not in engines[0][0] and args.weights == "inplace"
             for options, cores in engines:
                 engine = stack.enter_context(Engine(options, cores, plain=plain))
                 engine.wait_until_ready()

@@ -16,6 +16,7 @@ CALL_IN_BASE = "pat_call_in_base"
 REFRESH_WEIGHTS = "pat_refresh_weights"
 TRANSFER_RATES = "pat_transfer_rates"
 RESOLVED_KERNELS = "pat_resolved_kernels"
+RESEED = "pat_reseed"
 ECHO = "pat_echo"
 WORKER_METHODS = frozenset(
     {
@@ -27,6 +28,7 @@ WORKER_METHODS = frozenset(
         REFRESH_WEIGHTS,
         TRANSFER_RATES,
         RESOLVED_KERNELS,
+        RESEED,
         ECHO,
     }
 )

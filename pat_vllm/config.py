@@ -74,9 +74,9 @@ class PATConfig(StrictModel):
             placement group; "auto", Ray if the engine is made inside a placement group.
         readonly_calls: worker methods that are called by `collective_rpc` and only read. Any other
             that is not known counts as a weight update.
-        draft_history_bytes: of earlier responses that are kept for n-gram drafts, the latest; a
-            request drafts from those to its own prompt, too. 0: from its own text alone, by
-            vLLM's drafter.
+        draft_history_bytes: of earlier responses that are kept for n-gram drafts, the latest, at
+            most 8 GiB; a request drafts from those to its own prompt, too. 0: from its own text
+            alone, by vLLM's drafter.
         draft_history_file: where these responses are kept for the next engine; it is read at start
             if it exists, and written when no request is left.
         enabled: whether the engine runs with PAT, whatever `distributed_executor_backend` is; None:
@@ -92,7 +92,7 @@ class PATConfig(StrictModel):
     limits_per: Literal["rank", "replica"] = "rank"
     launcher: Literal["auto", "mp", "ray"] = "auto"
     readonly_calls: tuple[StrictStr, ...] = ()
-    draft_history_bytes: Annotated[StrictInt, Field(ge=0)] = 256 << 20
+    draft_history_bytes: Annotated[StrictInt, Field(ge=0, le=8 << 30)] = 256 << 20
     draft_history_file: FileName | None = None
     enabled: StrictBool | None = None
 

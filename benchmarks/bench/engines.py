@@ -97,7 +97,13 @@ class BenchEngine:
     """An engine that takes its turns; started anew on request."""
 
     def __init__(
-        self, name: str, options: dict[str, Any], ranks: int, scratch: Path, pauses: bool = False
+        self,
+        name: str,
+        options: dict[str, Any],
+        ranks: int,
+        scratch: Path,
+        pauses: bool = False,
+        code: Path | None = None,
     ) -> None:
         """Prepare it.
 
@@ -106,10 +112,11 @@ class BenchEngine:
             scratch: for its log and its profile.
             pauses: whether its processes are stopped between turns; else they are waited for until
                 they have parked.
+            code: as of `EngineProcess`.
         """
         self.name = name
         self.start_seconds: list[float] = []
-        self._options, self._scratch, self._pauses = options, scratch, pauses
+        self._options, self._scratch, self._pauses, self._code = options, scratch, pauses, code
         # A cache of its own: the profile is this benchmark's, taken at the first start.
         self._environment = {**environment(ranks), CACHE_DIR: str(scratch / "cache")}
         self._engine: EngineProcess | None = None
@@ -119,7 +126,7 @@ class BenchEngine:
         """Start the engine, or a new one in its place."""
         self.close()
         log = self._scratch / f"{self.name}.log"
-        self._engine = EngineProcess(self._options, self._environment, log)
+        self._engine = EngineProcess(self._options, self._environment, log, self._code)
         self.start_seconds.append(self._engine.result(_START_SECONDS))
         self._report = None
         self._rest(self._engine)

@@ -3,6 +3,7 @@
 python -m benchmarks.rollouts pretrain
 python -m benchmarks.rollouts learn
 python -m benchmarks.rollouts replay
+python -m benchmarks.rollouts placebo
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def main() -> None:
     replay.add_argument("rollouts", type=Path, nargs="?", default=ROLLOUTS)
     replay.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 16], help="draft tokens")
     replay.add_argument("--name", default="rollouts-replay", help="of the results")
+    other = commands.add_parser("placebo", help="what another prompt's responses cost as drafts")
+    other.add_argument("rollouts", type=Path, nargs="?", default=ROLLOUTS)
+    other.add_argument("--samples", type=int, default=8)
+    other.add_argument("--drafts", type=int, default=8, help="the most draft tokens")
+    other.add_argument("--repeats", type=int, default=6)
     commands.add_parser("costs", help="what keeping responses costs the engine core")
     args = parser.parse_args()
     facts = machine()
@@ -92,6 +98,12 @@ def main() -> None:
         rollouts.save(args.output)
         text = of_learning(rollouts, epochs)
         write_results("rollouts-pretrained", facts, body | {"epochs": epochs}, text)
+    elif args.command == "placebo":
+        from benchmarks.rollouts.placebo import placebo
+
+        rollouts = Rollouts.load(args.rollouts)
+        text = placebo(WHERE / "current", rollouts, args.samples, args.drafts, args.repeats)
+        write_results("rollouts-placebo", facts, body, text)
     else:
         rollouts = Rollouts.load(args.rollouts)
         picture = RESULTS / f"{facts['date'][:10]}-{args.name}.png"

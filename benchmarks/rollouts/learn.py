@@ -38,9 +38,9 @@ LEARNING_RATE = 2e-4
 
 HISTORY = "PAT"
 STATIC_DRAFTS = 4
-SIDES: dict[str, tuple[dict[str, Any], int]] = {
-    HISTORY: ({}, 0),
-    "PAT, n-gram": ({"draft_history_bytes": 0}, 0),
+SIDES: dict[str, tuple[dict[str, Any], int | None]] = {
+    HISTORY: ({}, None),
+    "PAT, n-gram": ({"draft_history_bytes": 0}, None),
     **{
         f"tp={tp}, n-gram of {STATIC_DRAFTS}": (
             {"draft_history_bytes": 0, "policy": {"kind": "static", "tp": tp}},
@@ -49,7 +49,7 @@ SIDES: dict[str, tuple[dict[str, Any], int]] = {
         for tp in (1, 2)
     },
 }
-"""PAT's options, and the draft tokens of each step; 0: as the policy plans."""
+"""PAT's options, and the draft tokens of each step; None: as the policy plans."""
 
 
 @dataclass(frozen=True)
@@ -225,16 +225,18 @@ def roll_out(
     weights: str | None,
     questions: list[list[int]],
     samples: int,
-    drafts: int,
+    drafts: int | None,
     most_tokens: int,
+    salts: Sequence[str] | None = None,
     certainty: bool = False,
 ) -> tuple[list[Made], Rollout]:
     """In the engine's process: take new weights, and answer each question `samples` times.
 
     Args:
         weights: directory of a checkpoint, or None for those that the engine has.
-        drafts: draft tokens of a request and step; 0: as the policy plans.
+        drafts: draft tokens of a request and step; None: as the policy plans.
         most_tokens: of a response.
+        salts: vLLM's `cache_salt` of each sample.
         certainty: whether to note the greatest probability at each token.
 
     Returns:
@@ -248,7 +250,7 @@ def roll_out(
     if weights is not None:
         llm.collective_rpc("load_checkpoint", args=(weights,))
         llm.reset_prefix_cache()
-    if drafts:
+    if drafts is not None:
         pat_vllm.speculate(llm, drafts)
     params = SamplingParams(
         temperature=1.0,
@@ -261,7 +263,9 @@ def roll_out(
     began = time.monotonic()
     for i, question in enumerate(questions):
         for sample in range(samples):
-            engine.add_request(f"{began}/{i}/{sample}", {"prompt_token_ids": question}, params)
+            salt = {} if salts is None else {"cache_salt": salts[sample]}
+            prompt = {"prompt_token_ids": question, **salt}
+            engine.add_request(f"{began}/{i}/{sample}", prompt, params)
     made: dict[str, Made] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

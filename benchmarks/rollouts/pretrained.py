@@ -52,7 +52,7 @@ def visits(
         engine.wait_until_ready()
         for epoch in range(epochs):
             made, rollout = engine.call(
-                roll_out, None, questions, samples, drafts, MOST_TOKENS, True
+                roll_out, None, questions, samples, drafts or None, MOST_TOKENS, None, True
             )
             shown.append(Epoch({HISTORY: rollout}, 0.0))
             done += [

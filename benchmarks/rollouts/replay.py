@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Drafter:
         placebo: take another prompt's responses in place of the own prompt's.
         ngram: vLLM's n-gram drafter, with matches of up to 4 tokens.
         shortest: tokens of a match.
+        by_match: draft tokens for each token of the match, at most; 0: as many as are asked for.
     """
 
     visits: int = 0
@@ -33,6 +35,7 @@ class Drafter:
     placebo: bool = False
     ngram: bool = False
     shortest: int = 1
+    by_match: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
     """
     epochs = rollouts.epochs
     before = epochs[max(0, epoch - drafter.visits) : epoch]
-    others = _shuffled(len(rollouts.prompts)) if drafter.placebo else range(len(rollouts.prompts))
+    others = shuffled(len(rollouts.prompts)) if drafter.placebo else range(len(rollouts.prompts))
     matches = np.zeros((MATCH_BUCKETS, 3), np.int64)
 
     def seen(match: int, drafted: int, accepted: int) -> None:
@@ -68,6 +71,8 @@ def replay_epoch(rollouts: Rollouts, epoch: int, drafter: Drafter, k: int) -> Re
             count, match = draft_ngram(own, drafter.shortest, 4, out)
         else:
             count, match = draft(own, others, drafter.shortest, out)
+        if drafter.by_match:
+            count = min(count, math.ceil(drafter.by_match * match))
         return int(count), int(match)
 
     parts, prompts = [], []
@@ -119,7 +124,7 @@ def draft_ngram(own, shortest, longest, out):  # type: ignore[no-untyped-def]
     return count, best
 
 
-def _shuffled(count: int) -> list[int]:
+def shuffled(count: int) -> list[int]:
     """For each prompt another one."""
     order = list(range(count))
     random.Random(0).shuffle(order)

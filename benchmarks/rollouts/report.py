@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ DRAFTERS: Mapping[str, Drafter] = {
     "the same, match of 2 or more": Drafter(visits=8, siblings=True, shortest=2),
     "own text, 8 visits of another prompt (placebo)": Drafter(visits=8, placebo=True),
 }
+
+ALIKE = (1, 2, 3, 4, 6, 8, 12, 16)
+BY_MATCH = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Draft tokens of a request: for all, or for each token of its match."""
 
 
 def of_learning(rollouts: Rollouts, epochs: Sequence[Epoch], picture: Path | None = None) -> str:
@@ -144,8 +149,33 @@ def of_replay(rollouts: Rollouts, lengths: Sequence[int], picture: Path) -> str:
                 cells.append(f"{share:.2f}: {accepted / max(1, steps):.2f}")
             rows.append([shown, *cells])
     parts.append(table(["match, tokens: share of steps: accepted a step", *BY_EPOCH], rows))
+    parts.append(_by_match(rollouts, last))
     _draw(curves, k, picture)
     return "\n".join(parts)
+
+
+def _by_match(rollouts: Rollouts, epoch: int) -> str:
+    """Markdown: as many drafts for all requests, or more for those whose match is longer."""
+    history = Drafter(visits=1_000)
+    points = []
+    for k in ALIKE:
+        one = replay_epoch(rollouts, epoch, history, k)
+        points.append((one.drafted.sum() / one.steps.sum(), one.tokens_per_step))
+    drafts, tokens = zip(*points, strict=True)
+    rows = [
+        [f"{k}", f"{made:.2f}", f"{of_step:.3f}", "-"]
+        for k, made, of_step in zip(ALIKE, drafts, tokens, strict=True)
+    ]
+    for factor in BY_MATCH:
+        one = replay_epoch(rollouts, epoch, replace(history, by_match=factor), ALIKE[-1])
+        made, of_step = one.drafted.sum() / one.steps.sum(), one.tokens_per_step
+        alike = float(np.interp(made, drafts, tokens))
+        name = f"{factor:g} for a token of the match, at most {ALIKE[-1]}"
+        rows.append([name, f"{made:.2f}", f"{of_step:.3f}", f"{of_step / alike:.3f}"])
+    head = ["drafts of a request", "verified a step", "tokens a step"]
+    return "Drafts by the match, all earlier visits:\n\n" + table(
+        [*head, "over as many drafts, alike for all"], rows
+    )
 
 
 def _draw(curves: Mapping[str, Sequence[float]], k: int, picture: Path) -> None:

@@ -172,7 +172,7 @@ def train(work: Path, data: Path, side: str, args: argparse.Namespace) -> list[S
     return _steps(text, dump, work / "policy")
 
 
-def _drafting(drafts: int) -> dict[str, dict[str, object]]:
+def _drafting(drafts: int | None) -> dict[str, dict[str, object]]:
     """What the engine may draft, or drafts in each step."""
     found = ngram(drafts or DRAFTS)["speculative_config"]
     return {f"{ENGINE}.speculative_config": found}

@@ -9,7 +9,7 @@ import typer
 from pat_vllm.ranges import Ranged
 
 _AS_IN_VLLM = "As in vLLM."
-_WIDTH, _HEADS = 1 << 18, 1 << 12
+_MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class DemoOptions(Ranged):
         int, typer.Option(min=0, max=1 << 62, help="Of prompts, lengths and sampling.")
     ] = 0
     rounds: Annotated[
-        int, typer.Option(min=2, max=1000, help="How often each way has its turn.")
+        int, typer.Option(min=2, max=1000, help="Runs of each way: replicas, one group, switching.")
     ] = 3
     output: Annotated[Path, typer.Option(help="PNG to write.")] = Path("demo.png")
 
@@ -60,14 +60,19 @@ class DemoOptions(Ranged):
                 f"--temperature {self.temperature:g} does not go with --speculate: what a request "
                 "samples depends on its drafts, which a switch drops. Leave it out"
             )
+        usual = type(self).num_speculative_tokens
+        if not self.speculate and self.num_speculative_tokens != usual:
+            raise ValueError(
+                f"--num-speculative-tokens {self.num_speculative_tokens} needs --speculate"
+            )
 
     @property
-    def drafts(self) -> int:
+    def draft_length(self) -> int:
         """Draft tokens of a request and step; 0 is no speculative decoding."""
         return self.num_speculative_tokens if self.speculate else 0
 
     @property
-    def sampled_at(self) -> float:
+    def sampling_temperature(self) -> float:
         """The temperature at which tokens are sampled."""
         return float(not self.speculate) if self.temperature is None else self.temperature
 
@@ -95,13 +100,20 @@ class ProfileOptions(Ranged):
     block_size: Annotated[int | None, typer.Option(min=1, max=1 << 20, help=_AS_IN_VLLM)] = None
     speculative_config: Annotated[
         dict[str, Any],
-        typer.Option(metavar="JSON", help="As in vLLM, an object: steps with drafts, too."),
+        typer.Option(
+            metavar="JSON",
+            help="As in vLLM, an object; measures steps with drafts, too.",
+        ),
     ] = field(default_factory=dict)
     pat: Annotated[
         dict[str, Any],
         typer.Option(
             metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
         ),
+    ] = field(default_factory=dict)
+    engine: Annotated[
+        dict[str, Any],
+        typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
     ] = field(default_factory=dict)
     output: Annotated[
         Path | None, typer.Option(help="JSON to write; named after the engine by default.")
@@ -114,11 +126,12 @@ class ProfileOptions(Ranged):
         typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
     ] = None
 
-    def of_vllm(self) -> dict[str, Any]:
+    def vllm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`, without those that are left to vLLM."""
         given = asdict(self).items()
-        ours = ("pat", "output", "quick", "budget")
-        return {k: v for k, v in given if k not in ours and v is not None and v != {}}
+        ours = ("pat", "engine", "output", "quick", "budget")
+        named = {k: v for k, v in given if k not in ours and v is not None and v != {}}
+        return {**named, **self.engine}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +152,8 @@ class RandomModel(Ranged):
         int, typer.Option(min=1, max=1 << 16, help="Width of the residual stream.")
     ] = 128
     layers: Annotated[int, typer.Option(min=1, max=1 << 10, help="Number of decoder layers.")] = 3
-    heads: Annotated[int, typer.Option(min=1, max=_HEADS, help="Query heads.")] = 8
-    kv_heads: Annotated[int, typer.Option(min=1, max=_HEADS, help="Key/value heads.")] = 4
+    heads: Annotated[int, typer.Option(min=1, max=_MOST_HEADS, help="Query heads.")] = 8
+    kv_heads: Annotated[int, typer.Option(min=1, max=_MOST_HEADS, help="Key/value heads.")] = 4
     head_dim: Annotated[
         int,
         typer.Option(
@@ -149,9 +162,12 @@ class RandomModel(Ranged):
             help="Width of one head; on CPU vLLM has 32, 64, 80, 96, 112, 128 and larger ones.",
         ),
     ] = 32
-    intermediate: Annotated[int, typer.Option(min=1, max=_WIDTH, help="Width of the MLP.")] = 256
+    intermediate: Annotated[int, typer.Option(min=1, max=_MOST_WIDTH, help="Width of the MLP.")] = (
+        256
+    )
     vocab: Annotated[
-        int, typer.Option(min=4, max=1 << 20, help="Vocabulary size; from 259 on, of bytes.")
+        int,
+        typer.Option(min=4, max=1 << 20, help="Tokens of the vocabulary; 259 encode any text."),
     ] = 512
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
     max_position_embeddings: Annotated[
@@ -163,14 +179,16 @@ class RandomModel(Ranged):
     )
     linear_heads: Annotated[
         int,
-        typer.Option(min=1, max=_HEADS, help="Key heads of linear attention; groups of Mamba2."),
+        typer.Option(
+            min=1, max=_MOST_HEADS, help="Key heads of linear attention, groups of Mamba2."
+        ),
     ] = 4
     experts: Annotated[
         int, typer.Option(min=1, max=1 << 12, help="Of a mixture, in each layer.")
     ] = 8
     experts_per_token: Annotated[int, typer.Option(min=1, max=1 << 12, help="Of a mixture.")] = 2
     expert_intermediate: Annotated[
-        int, typer.Option(min=1, max=_WIDTH, help="Width of an expert.")
+        int, typer.Option(min=1, max=_MOST_WIDTH, help="Width of an expert.")
     ] = 64
     # A linear weight has standard deviation gain / sqrt(fan_in), so unit-variance input gives
     # output of standard deviation gain whatever the width: 0.35 per weight at hidden 128.
@@ -179,13 +197,17 @@ class RandomModel(Ranged):
     gain: Annotated[
         float,
         typer.Option(
-            min=0, max=1000, help="About the standard deviation of the logits; less is more even."
+            min=0,
+            max=1000,
+            help="About the standard deviation of the logits; smaller is flatter.",
         ),
     ] = 4.0
     repeat: Annotated[
         float,
         typer.Option(
-            min=0, max=1000, help="How much its text repeats a phrase; 0 is not, 1.5 is mostly."
+            min=0,
+            max=1000,
+            help="How much its text repeats a phrase; 0: never, 1.5: mostly.",
         ),
     ] = 0.0
     phrase: Annotated[int, typer.Option(min=2, max=1 << 16, help="Tokens of that phrase.")] = 16

@@ -174,9 +174,9 @@ def demo(console: Console, options: DemoOptions) -> bool:
     config = model_config(model)
     vocab = config["vocab_size"]
     lengths = response_lengths(requests, options.max_tokens, seed)
-    batch = make_batch(lengths, vocab, options.sampled_at, seed)
+    batch = make_batch(lengths, vocab, options.sampling_temperature, seed)
     short = [max(2, round(length * WARM_UP_SHARE)) for length in lengths]
-    warm_up = make_batch(short, vocab, options.sampled_at, seed + 1)
+    warm_up = make_batch(short, vocab, options.sampling_temperature, seed + 1)
     mixture = Mixture.from_config(config)
     table = schedule(ranks, options.switch_at, mixture)
     ways = contenders(table)
@@ -186,7 +186,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
         engine_options(table, mixture),
         batch,
         warm_up,
-        options.drafts,
+        options.draft_length,
         tuple(one.way for one in ways),
         options.rounds,
     )
@@ -196,7 +196,7 @@ def demo(console: Console, options: DemoOptions) -> bool:
     console.print(
         f"{requests} requests at once, {batch.tokens} tokens: median {ordered[requests // 2]}, "
         f"longest {', '.join(map(str, ordered[:3]))}; "
-        f"temperature {options.sampled_at:g}, seed {seed}"
+        f"temperature {options.sampling_temperature:g}, seed {seed}"
     )
     results: list[tuple[Contender, list[RunResult]]] = [(one, []) for one in ways]
     made = 0

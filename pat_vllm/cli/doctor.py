@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pat_vllm.cli.options import missing, options_of
+from pat_vllm.cli.options import check_engine, missing, options_of
 from pat_vllm.doctor.options import Options
 from pat_vllm.text_only import without_vision_and_audio
 
@@ -65,8 +65,7 @@ def examine(console: Console, options: Options) -> Report:
     from pat_vllm.gpus import gpu_named
 
     PATConfig.parse(options.pat).check_layouts(options.ranks)
-    if "pat" in options.engine.get("additional_config", {}):
-        raise ValueError("--engine has PAT's options in additional_config: give them by --pat")
+    check_engine(options.engine)
     if options.gpu is not None:
         gpu_named(options.gpu)
         if options.model is None:

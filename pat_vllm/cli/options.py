@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -51,6 +51,19 @@ def options_of(model: Callable[..., Any]) -> Callable[[Callable[..., None]], Cal
         return command
 
     return decorate
+
+
+def check_engine(engine: Mapping[str, Any]) -> None:
+    """Of `--engine`: PAT's options are an option of their own.
+
+    Raises:
+        ValueError: they are among its `additional_config`, or that is no object.
+    """
+    additional = engine.get("additional_config", {})
+    if not isinstance(additional, Mapping):
+        raise ValueError("--engine: additional_config is not an object")
+    if "pat" in additional:
+        raise ValueError("--engine has PAT's options in additional_config: give them by --pat")
 
 
 def _is_object(annotation: Any) -> bool:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pat_vllm.cli.command_options import ProfileOptions
+from pat_vllm.cli.options import check_engine
 from pat_vllm.commands import PROFILE_COMMAND
 from pat_vllm.config import PATConfig
 from pat_vllm.files.reading import check_name
@@ -45,13 +46,15 @@ def engine_arguments(model: str, options: ProfileOptions) -> dict[str, Any]:
         ValueError: PAT's options are not allowed, or do not fit the ranks.
     """
     PATConfig.parse(options.pat).check_layouts(options.tensor_parallel_size)
+    check_engine(options.engine)
+    pat = {**options.pat, "policy": {"kind": "static"}}
     return {
         "model": model,
         "distributed_executor_backend": "pat",
-        "additional_config": {"pat": {**options.pat, "policy": {"kind": "static"}}},
         # Requests are made of token ids.
         "skip_tokenizer_init": True,
-        **options.of_vllm(),
+        **options.vllm_arguments(),
+        "additional_config": {**options.engine.get("additional_config", {}), "pat": pat},
     }
 
 

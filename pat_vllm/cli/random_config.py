@@ -40,6 +40,8 @@ WINDOWS = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 LATENT = ("deepseek_v2", "deepseek_v3")
 KV_RANK, ROPE_DIM = 512, 64
 """Of latent attention. vLLM has no kernel on CPU for others."""
+EXPERT_GROUPS = 2
+"""Of models with latent attention, whose router chooses a group first."""
 
 
 def fields_of(model: RandomModel) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def _mixture(model: RandomModel) -> dict[str, Any]:
     common: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
     # In two groups, of which a token goes to one.
     deepseek = common | {"n_routed_experts": experts, "moe_intermediate_size": width}
-    deepseek |= {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+    deepseek |= {"first_k_dense_replace": 1, "n_group": EXPERT_GROUPS, "topk_group": 1}
     return {
         "qwen3_moe": common
         | {"num_experts": experts, "moe_intermediate_size": width, "norm_topk_prob": True},

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pat_vllm.cli import random_config, random_tokenizer
 from pat_vllm.cli.command_options import RandomModel
-from pat_vllm.cli.random_config import ARCHS, LINEAR, fields_of
+from pat_vllm.cli.random_config import ARCHS, EXPERT_GROUPS, LINEAR, fields_of
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS, save_tokenizer
 from pat_vllm.files.reading import name_of, shown
 from pat_vllm.files.writing import forgotten
@@ -168,6 +168,18 @@ def _check(path: Path, model: RandomModel) -> None:
         raise ValueError(f"hidden={hidden} must be heads * head_dim = {width} for {arch}")
     if arch.startswith("gemma") and not model.tie:
         raise ValueError(f"tie=False is not of {arch}, whose head is its embeddings: set tie=True")
+    if arch in MIXTURES and model.experts < model.experts_per_token:
+        raise ValueError(
+            f"experts={model.experts} must be at least experts_per_token={model.experts_per_token}"
+        )
+    if arch.startswith("deepseek") and model.experts % EXPERT_GROUPS:
+        raise ValueError(
+            f"experts={model.experts} must be a multiple of {EXPERT_GROUPS} for {arch}"
+        )
+    if model.repeat and arch == "nemotron_h":
+        raise ValueError("repeat needs another arch than nemotron_h: set repeat=0")
+    if model.repeat and not model.gain:
+        raise ValueError("repeat needs logits that differ: set gain above 0, or repeat=0")
     if model.repeat and model.tie:
         raise ValueError("tie=True needs repeat=0: a token would call for itself, not for the next")
     if model.repeat and phrase > (most := min(model.vocab - len(SPECIAL_TOKENS), hidden // 2)):

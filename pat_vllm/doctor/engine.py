@@ -35,6 +35,8 @@ SWITCH_AFTER = 4
 _TRIES = 6
 """To switch, or to draft, before the last response has ended."""
 _LIKELIEST = 5
+"""Tokens whose log-probabilities stock vLLM gives at each place."""
+
 NamedCheck = tuple[str, Callable[[], str]]
 """A check returns what it has found, in a few words, and raises what is wrong."""
 
@@ -47,13 +49,13 @@ class Task:
         engine: keyword arguments of `vllm.LLM`.
         other_weights: folder of a checkpoint of the same shape, for a weight update.
         prompts: of the requests.
-        references: of the first weights and of the others; none for stock vLLM, which makes them.
+        references: of the first weights, then of the others; none for stock vLLM, which makes them.
         draft_lengths: to go through while it generates; the engine speculates if there are any.
         sleeps: it can be put to sleep.
         graphs: it must have captured CUDA graphs.
-        as_used: of an engine as its user would have it, what is not the user's; else empty.
-        wide: of stock vLLM: also ask an engine of this tensor parallelism, to know what rounding
-            does in 16-bit floats; 1: do not.
+        as_used: what differs from the user's engine, in words; empty: this is the doctor's own.
+        rounding_tp: of stock vLLM: also ask an engine of this tensor parallelism, to know what
+            rounding does in 16-bit floats; 1: do not.
     """
 
     engine: dict[str, Any]
@@ -64,7 +66,7 @@ class Task:
     sleeps: bool = True
     graphs: bool = False
     as_used: str = ""
-    wide: int = 1
+    rounding_tp: int = 1
 
 
 TASK = TypeAdapter(Task)
@@ -102,8 +104,8 @@ class StockEngine:
     def checks(self) -> Iterator[NamedCheck]:
         """One for each of the weights, and of the first also with tensor parallelism."""
         yield "stock vLLM", partial(self._refer, self.task.engine["model"])
-        if self.task.wide > 1:
-            yield f"stock vLLM, tensor parallelism {self.task.wide}", self._round
+        if self.task.rounding_tp > 1:
+            yield f"stock vLLM, tensor parallelism {self.task.rounding_tp}", self._round
         yield "stock vLLM new weights", partial(self._refer, self.task.other_weights)
 
     def _refer(self, model: str) -> str:
@@ -116,9 +118,10 @@ class StockEngine:
         return f"{len(outputs)} requests; off itself by {reference.noise:.1e}"
 
     def _round(self) -> str:
-        """With tensor parallelism, 16-bit sums are rounded on each rank, and their sum again."""
+        """How far tensor parallelism alone moves stock vLLM's log-probabilities: 16-bit sums are
+        rounded on each rank, and their sum again."""
         (first,) = self.references
-        with self._engine(tensor_parallel_size=self.task.wide) as llm:
+        with self._engine(tensor_parallel_size=self.task.rounding_tp) as llm:
             self.rounding = first.apart(score(llm, self.task.prompts, first.outputs))
         self.references = [replace(first, rounding=self.rounding)]
         self.references[0].check()
@@ -129,8 +132,10 @@ class StockEngine:
         from vllm import LLM
 
         llm = LLM(**{**self.task.engine, **changed})
-        yield llm
-        llm.llm_engine.engine_core.shutdown()
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
 
 
 class PATEngine:
@@ -145,7 +150,7 @@ class PATEngine:
 
     def checks(self) -> Iterator[NamedCheck]:
         """In the order in which they are made. The layouts are known when it has started."""
-        task, lost = self.task, self.task.sleeps and bool(self.task.as_used)
+        task, loses_weights = self.task, self.task.sleeps and bool(self.task.as_used)
         yield "start", self.start
         if task.as_used:
             yield "layouts as the policy chooses", self.by_policy
@@ -158,9 +163,9 @@ class PATEngine:
             )
         if task.draft_lengths:
             yield "draft length changes with requests in flight", self.with_drafts
-        if task.sleeps and not lost:
+        if task.sleeps and not loses_weights:
             yield "sleep and wake-up", self.sleep
-        if lost:
+        if loses_weights:
             yield "sleep at level 2, weight update", self.update_after_level_2
         else:
             yield "weight update", self.update
@@ -169,7 +174,7 @@ class PATEngine:
         yield "shutdown", self.shutdown
 
     def start(self) -> str:
-        """Start it; of CUDA graphs, that each rank has some."""
+        """Start it; fail where CUDA graphs are expected and a rank has captured none."""
         from vllm import LLM
 
         from pat_vllm.api import report
@@ -220,7 +225,7 @@ class PATEngine:
         """Generate in a layout, and score stock vLLM's tokens in it."""
         switch_to(self.llm, layout)
         agreement = expected.compare_outputs(self.generate())
-        switch_to(self.llm, layout)
+        switch_to(self.llm, layout)  # a layout that was asked for holds until the batch ends
         return agreement + self.scores(expected)
 
     def across(self, source: Layout, target: Layout) -> str:
@@ -245,7 +250,8 @@ class PATEngine:
                 break
         else:
             raise RuntimeError(f"all responses had ended before the engine switched to {target}")
-        # The engine may have gone home; as the switch left them, weights are looked at by scores.
+        # The engine may be back in its usual layout. Scores look at the weights as the switch
+        # leaves them.
         switch_to(self.llm, source)
         switch_to(self.llm, target)
         agreement += self.scores(self.first)
@@ -261,16 +267,23 @@ class PATEngine:
             drafts = report(self.llm).drafts
             return sum(d.accepted for d in drafts), sum(d.drafted for d in drafts)
 
-        lengths = self.task.draft_lengths
-        after = {n: partial(speculate, self.llm, k) for n, k in enumerate(lengths, start=1)}
+        used: list[int] = []
+
+        def ask(k: int) -> None:
+            speculate(self.llm, k)
+            used.append(k)
+
+        after = {n: partial(ask, k) for n, k in enumerate(self.task.draft_lengths, start=1)}
         for _ in range(_TRIES):
             switch_to(self.llm, self.layouts[-1])
-            before = counts()
+            before, used[:] = counts(), []
             agreement = self.first.compare_outputs(self.generate(after))
             accepted, drafted = (now - then for now, then in zip(counts(), before, strict=True))
             if drafted:
-                break  # else the engine was done before it was asked for any
-        return f"k = {', '.join(map(str, lengths))}: {accepted} of {drafted} accepted; {agreement}"
+                break
+        else:
+            raise RuntimeError("all responses had ended before the engine drafted")
+        return f"k = {', '.join(map(str, used))}: {accepted} of {drafted} accepted; {agreement}"
 
     # ---------------------------------------------------------------- sleep and weights
 
@@ -344,7 +357,8 @@ def main(request: str, events: str) -> None:
         stock = StockEngine(task, lines)
         if not run_checks(stock.checks(), lines):
             sys.exit(1)
-        lines.tell(answer=REFERENCES.dump_python(tuple(stock.references), mode="json"))
+        answer = REFERENCES.dump_python(tuple(stock.references), mode="json")
+        lines.tell(answer=answer, last=True)
         return
     engine = PATEngine(task, lines)
     if not run_checks(engine.checks(), lines):

@@ -171,7 +171,7 @@ class _Stages:
         """Stock vLLM, unless it has been asked the same before, and PAT beside it."""
         made: list[Check] = []
         if (asked := TASK.dump_json(stock)) not in self._references:
-            made, answer = self._child("engine", asked.decode(), stock.wide)
+            made, answer = self._child("engine", asked.decode(), stock.rounding_tp)
             if answer is None:
                 return made
             self._references[asked] = REFERENCES.validate_python(answer)

@@ -95,12 +95,12 @@ def stock_of(task: Task, **changed: Any) -> Task:
 
     Compiled code rounds 16-bit numbers in other places than eager code, and so do sums of ranks.
     """
-    wide = 1 if task.engine["dtype"] == "float32" else task.engine["tensor_parallel_size"]
+    rounding_tp = 1 if task.engine["dtype"] == "float32" else task.engine["tensor_parallel_size"]
     engine = {name: one for name, one in task.engine.items() if name not in _NOT_STOCK}
     additional = {k: v for k, v in engine.pop("additional_config").items() if k != "pat"}
     if additional:
         engine["additional_config"] = additional
-    return Task({**engine, **changed}, task.other_weights, task.prompts, wide=wide)
+    return Task({**engine, **changed}, task.other_weights, task.prompts, rounding_tp=rounding_tp)
 
 
 def self_test(

@@ -11,6 +11,8 @@ import numpy as np
 
 BETWEEN_ROWS = -1
 """Before each row; no token has this id, so no match reaches over it and no draft goes beyond."""
+LONGEST = 32
+"""Tokens of a match beyond which longer ones are not told apart."""
 TAIL_TOKENS = 8
 """Of the prompt, before each response, so that its first tokens are found, too."""
 MOST_ROWS = 128
@@ -103,11 +105,14 @@ class Corpus:
                 del self._rows[key]
 
     def latest(self, key: Key, max_tokens: int, max_rows: int = MOST_ROWS) -> tuple[Row, ...]:
-        """The latest responses to a prompt, with at most so many tokens, the latest last."""
+        """The latest responses to a prompt, with at most so many tokens in all, the latest last;
+        those that do not fit are left out.
+        """
         rows: list[Row] = []
         for row in reversed(self._rows.get(key, ())):
-            max_tokens -= len(row.tokens)
-            if max_tokens < 0 or len(rows) == max_rows:
+            if len(rows) == max_rows:
                 break
-            rows.append(row)
+            if len(row.tokens) <= max_tokens:
+                max_tokens -= len(row.tokens)
+                rows.append(row)
         return tuple(reversed(rows))

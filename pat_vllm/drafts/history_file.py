@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from pat_vllm.files.writing import write_whole
 logger = logging.getLogger(__name__)
 
 _OPTION = "pat.draft_history_file"
-_MOST_BYTES = 8 << 30
+_MOST_BYTES = 16 << 30
+"""Twice what `draft_history_bytes` allows: a row has a key and a size, too."""
 _PATIENCE = 60.0
 """Seconds to wait for what is being written when the engine ends."""
 
@@ -35,24 +37,34 @@ class HistoryFile:
     It is written while the engine goes on: hundreds of megabytes take a second.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, vocab_size: int) -> None:
+        """Of an engine whose tokens are below `vocab_size`."""
         self._path = path
+        self._vocab_size = vocab_size
         self._kept = 0
         self._writer = threading.Thread()
         self._failed: str | None = None
 
-    def load(self, corpus: Corpus) -> None:
-        """Add what the file holds; what cannot be read is set aside, and the log says so."""
+    def load(self, corpus: Corpus) -> int:
+        """Add what the file holds; what cannot be read is set aside, and the log says so.
+
+        Returns:
+            A number that is another one for other contents; 0: the file holds nothing.
+        """
         if self._path is None or not os.path.exists(self._path):
-            return
+            return 0
         try:
             rows = read_rows(self._path)
         except FileError as error:
             set_aside(self._path, _OPTION, error)
-            return
+            return 0
+        digest = 0
         for key, tokens in rows:
-            corpus.restore(key, tokens)
+            if tokens.max() < self._vocab_size:  # another model's, to the same prompt
+                corpus.restore(key, tokens)
+                digest = zlib.crc32(tokens.tobytes(), digest)
         self._kept = corpus.num_added
+        return digest
 
     def save(self, corpus: Corpus) -> None:
         """Begin to write the corpus, if it has grown and nothing is being written."""
@@ -116,7 +128,7 @@ def read_rows(path: Path) -> list[tuple[Key, np.ndarray]]:
             raise ValueError("it is compressed")  # to how much is not known
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             keys, sizes, tokens = arrays["keys"], arrays["sizes"], arrays["tokens"]
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # damage comes in any form, also as what takes too much memory
         raise FileError(f"{named} holds no responses ({error})") from error
     kinds = [(one.dtype, one.ndim) for one in (keys, sizes, tokens)]
     if (

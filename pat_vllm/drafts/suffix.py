@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numba import njit
 
-from pat_vllm.drafts.corpus import BETWEEN_ROWS
-
-LONGEST = 32
-"""Tokens of a match beyond which longer ones are not told apart."""
+from pat_vllm.drafts.corpus import BETWEEN_ROWS, LONGEST
 
 _BETWEEN = np.int32(BETWEEN_ROWS)
 
 
-@njit(cache=True)
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile by numba, and keep what it makes for the next process where a folder allows it."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither this file's folder nor the user's can be written to
+        return njit(function)
+
+
+@compiled
 def draft(own, others, shortest, out):  # type: ignore[no-untyped-def]
     """Draft what followed the longest suffix of `own`; of equally long ones, the latest place.
 

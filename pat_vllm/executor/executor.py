@@ -110,7 +110,7 @@ class PATExecutorMixin(OwnRepliesMixin):
     _missing = False
     """Whether the base layout's weights are incomplete since the last such call."""
     _weights_called = 0.0
-    """When the last such call came."""
+    """When the last such call came, and then when it returned."""
 
     # ---------------------------------------------------------------- start and stop
 
@@ -232,9 +232,15 @@ class PATExecutorMixin(OwnRepliesMixin):
         if discards_weights(method):
             return self._call(method, timeout, args, kwargs, **options)
         call = method if isinstance(method, str) else cloudpickle.dumps(method)
-        asked = commands.CALL_IN_BASE, timeout, (call, args, kwargs or {})
-        return checked(self._call(*asked, **options))
+        try:
+            if options:
+                asked = commands.CALL_IN_BASE, timeout, (call, args, kwargs or {})
+                return checked(self._call(*asked, **options))
+            return self._call_of_user(call, args, kwargs or {}, timeout=timeout)
+        finally:
+            self._weights_called = time.monotonic()
 
+    @_fatal
     def refresh_weights(self) -> bool:
         """Derive the weights of the other layouts again, if the base layout's may have changed.
 
@@ -244,10 +250,15 @@ class PATExecutorMixin(OwnRepliesMixin):
 
         Returns:
             Whether every layout has its weights.
+
+        Raises:
+            RuntimeError: a worker failed.
+            TimeoutError: see `_call_together`.
         """
         if self._stale and not self._missing and not self.is_sleeping:
             began = time.perf_counter()
-            self._stale = self._missing = not all(self.collective_rpc(commands.REFRESH_WEIGHTS))
+            self._leave_lanes()
+            self._stale = self._missing = not all(self._call_together(commands.REFRESH_WEIGHTS))
             self._weight_calls.refreshed(time.perf_counter() - began)
         return not self._stale
 
@@ -411,6 +422,10 @@ class PATExecutorMixin(OwnRepliesMixin):
         first, *_ = self.collective_rpc(commands.RESOLVED_KERNELS)
         assert isinstance(first, ResolvedKernels)
         return first
+
+    def reseed(self, salt: int) -> None:
+        """Have unseeded requests be sampled otherwise than by an engine with another salt."""
+        self.collective_rpc(commands.RESEED, args=(salt,))
 
 
 class PATExecutor(PATExecutorMixin, MultiprocExecutor):

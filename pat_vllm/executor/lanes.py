@@ -11,7 +11,6 @@ others (`Network`).
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
 import sys
 import threading
@@ -41,8 +40,6 @@ DRAFT_ROWS = "draft rows"
 
 _CHUNK_BYTES = 4 << 20
 """Ring slot; larger messages take vLLM's out-of-band path."""
-_PARENT_CHECK_SECONDS = 5.0
-"""How long a worker may go on waiting after its engine was killed."""
 
 
 @dataclass(frozen=True)
@@ -227,15 +224,11 @@ class WorkerLanes:
         ring = self._rings[layout.tp]
         replies = layout.tp_rank_of(self._rank) == 0
         while True:
-            try:
-                with _at_rest():
-                    kind, payload = ring.dequeue(timeout=_PARENT_CHECK_SECONDS, indefinite=True)
-            except TimeoutError:
-                # A Ray actor has no parent process: Ray ends it with its engine.
-                parent = multiprocessing.parent_process()
-                if parent is not None and not parent.is_alive():
-                    raise SystemExit("the engine process died") from None
-                continue
+            with _at_rest():
+                # Not with a timeout: vLLM takes a large message's slot, waits for its bytes as
+                # long, and has lost it if they come later. A worker whose engine was killed ends
+                # by `exit_when_orphaned`, a Ray actor by Ray.
+                kind, payload = ring.dequeue(indefinite=True)
             if kind == LEAVE:
                 return
             output: Any = None

@@ -59,11 +59,18 @@ class OwnRepliesMixin(_Base):
             replies.add_done_callback(self._note_unread)
         return replies
 
-    def _call_together(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    def _call_together(
+        self,
+        method: str,
+        *args: Any,
+        timeout: float | None = None,
+        check: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
         """Call a worker method in which ranks wait for each other; see `read_together`.
 
         Args:
             timeout: seconds; None: `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`.
+            check: is given each reply as it comes, and raises what ends the call.
         """
         self._raise_if_failed()
         self._read_earlier_replies()
@@ -73,7 +80,21 @@ class OwnRepliesMixin(_Base):
         self.rpc_broadcast_mq.enqueue((method, args, {}, None))  # each rank replies
         if timeout is None:
             timeout = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        return read_together(method, self.response_mqs, self._raise_if_failed, timeout)
+        return read_together(method, self.response_mqs, self._raise_if_failed, timeout, check)
+
+    def _call_of_user(self, *call: Any, timeout: float | None) -> list[Any]:
+        """Call a method or function of a user's; see `WeightUpdatesMixin.pat_call_in_base`.
+
+        Raises:
+            RuntimeError: it failed on a rank. Others may still wait for that one.
+            TimeoutError: it took longer than `timeout` seconds; None: there is no limit.
+        """
+        limit = math.inf if timeout is None else timeout
+        try:
+            return self._call_together(commands.CALL_IN_BASE, *call, timeout=limit, check=checked)
+        except Exception:
+            self._unread = True
+            raise
 
     def _note_unread(self, replies: Future[Any]) -> None:
         self._unread = self._unread or replies.exception() is not None
@@ -170,14 +191,18 @@ def read_together(
     response_mqs: Sequence[Any],
     raise_if_failed: Callable[[], None],
     timeout: float = math.inf,
+    check: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """The reply of each rank to a call in which ranks wait for each other; results by rank.
 
     vLLM reads replies in the order of ranks, and would wait for one that waits for another that
-    has failed. Here they are read as they come. After an error the engine ends, replies or not.
+    has failed. Here they are read as they come. After an error the others' are left.
+
+    Args:
+        check: is given each reply as it comes.
 
     Raises:
-        RuntimeError: a worker failed.
+        RuntimeError: a worker failed, or `check` says so.
         TimeoutError: it took longer than `timeout` seconds.
     """
     begun = time.perf_counter()
@@ -199,6 +224,8 @@ def read_together(
                     f"{method} failed on rank {rank} with error '{results[rank]}', please "
                     "check the stack trace above for the root cause"
                 )
+            if check is not None:
+                check(results[rank])
     return [results[rank] for rank in sorted(results)]
 
 

@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pat_vllm.drafts.corpus import BETWEEN_ROWS
-from pat_vllm.drafts.suffix import LONGEST
+from pat_vllm.drafts.corpus import BETWEEN_ROWS, LONGEST
 
 BLOCK = 1024
 """Places that a program scores."""

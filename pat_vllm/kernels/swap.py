@@ -47,7 +47,7 @@ class ByteSwaps:
     It holds the tensors' addresses, so the tensors must not move. It keeps them alive.
 
     Attributes:
-        num_bytes: bytes that a run reads; it writes as many.
+        num_bytes: bytes of both sides of all pairs: a run reads and writes each once.
     """
 
     def __init__(self, num_bytes: int, steps: Sequence[Callable[[], None]]) -> None:
@@ -88,12 +88,12 @@ def prepare(
         if len(devices) > 1:
             raise ValueError(f"one device is needed, got {sorted(map(str, devices))}")
         num_bytes += sum(2 * a.nbytes for a, _ in pairs)
-        wide = [(a, b) for a, b in pairs if _on_gpu(a) and _aligned(a, b)]
-        rest = [(a, b) for a, b in pairs if not (_on_gpu(a) and _aligned(a, b))]
-        if wide:
-            steps.append(_KernelRound(wide))
-        if rest:
-            steps.append(_CopyRound(rest, staging_bytes))
+        by_kernel = [(a, b) for a, b in pairs if _on_gpu(a) and _aligned(a, b)]
+        by_copies = [(a, b) for a, b in pairs if not (_on_gpu(a) and _aligned(a, b))]
+        if by_kernel:
+            steps.append(_KernelRound(by_kernel))
+        if by_copies:
+            steps.append(_CopyRound(by_copies, staging_bytes))
     return ByteSwaps(num_bytes, steps)
 
 
@@ -116,7 +116,7 @@ class _KernelRound:
             swap_kernel[(len(table),)](table, BLOCK=TILE, num_warps=WARPS)
 
         self._launch = launch
-        # A launch without work compiles the kernel now.
+        # A launch without work compiles the kernel, so that no switch waits for the compiler.
         launch(torch.zeros_like(self._table[:1]))
 
     def __call__(self) -> None:

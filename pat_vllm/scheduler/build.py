@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pat_vllm.config import chosen, home_layout, layouts_of, pat_config
+from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.executor.executor import executor_of
 from pat_vllm.limits import limits_by_tp
 from pat_vllm.metrics.updates import Updates
@@ -75,19 +76,16 @@ def build(
     )
     for layout in layouts:
         factory.discard(factory.make(layout))  # the first switch finds block pools, too
-    most_requests = max(one.max_num_seqs for one in limits_by_tp(vllm_config).values())
+    draft_rows = _draft_rows(vllm_config)
+    if draft_rows.salt:
+        executor.reseed(draft_rows.salt)
     monitor = Monitor(
         policy,
         History(chosen(vllm_config)),
         RequestTable(max_model_len, getattr(config.policy, "length_bound", None)),
         speculates=vllm_config.speculative_config is not None,
         turns=Turns(stock["hash_block_size"] or stock["block_size"]),
-        draft_rows=DraftRows(
-            history_bytes(vllm_config),
-            layouts[0].world_size,
-            most_requests,
-            Path(config.draft_history_file) if config.draft_history_file else None,
-        ),
+        draft_rows=draft_rows,
         metrics=Updates() if log_stats else None,
     )
     replica_set = ReplicaSet(
@@ -100,6 +98,17 @@ def build(
     drafts = DraftLengths(vllm_config.speculative_config, lambda: policy.drafts)
     controller = LayoutController(replica_set, monitor, costs, drafts, layouts)
     return Parts(replica_set, controller, monitor)
+
+
+def _draft_rows(vllm_config: VllmConfig) -> DraftRows:
+    file = pat_config(vllm_config).draft_history_file
+    assert vllm_config.model_config is not None
+    return DraftRows(
+        history_bytes(vllm_config),
+        layouts_of(vllm_config)[0].world_size,
+        max(one.max_num_seqs for one in limits_by_tp(vllm_config).values()),
+        HistoryFile(Path(file) if file else None, vllm_config.model_config.get_vocab_size()),
+    )
 
 
 def _carry_rates(executor: PATExecutorMixin, kv_bytes: int) -> CarryRates:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingType
@@ -35,28 +34,33 @@ class DraftRows:
     A turn of a conversation goes by the prompt of the first turn. A request that samples with a
     seed gets none: its random numbers are a function of seed and position, so that the response it
     gave to the same prompt before is no independent guess, and the law of its tokens would change.
+
+    Attributes:
+        salt: of an engine that begins with the responses of another, a number for the ranks' seeds:
+            with equal ones responses would come again, and be their own drafts. 0: it does not.
     """
 
     def __init__(
-        self, max_bytes: int, num_ranks: int, max_num_seqs: int, file: Path | None = None
+        self, max_bytes: int, num_ranks: int, max_num_seqs: int, file: HistoryFile | None = None
     ) -> None:
         """With the responses of the file, if there is one.
 
         Args:
             max_bytes: of those that are kept; 0: none are.
             max_num_seqs: requests of the largest replica.
-            file: where responses are kept for the next engine; it need not exist.
+            file: where responses are kept for the next engine.
         """
         self._max_bytes = max_bytes
         self._corpus = Corpus(max_bytes)
-        self._file = HistoryFile(file if max_bytes else None)
-        self._file.load(self._corpus)
+        self._file = file or HistoryFile(None, 0)
+        self.salt = self._file.load(self._corpus) if max_bytes else 0
         self._most_tokens = min(MOST_TOKENS, _MOST_TOKENS_OF_ALL // max_num_seqs)
         self._shelves = [Shelf() for _ in range(num_ranks)]
         self._keys: dict[str, Key] = {}
         self._rows: dict[str, tuple[Row, ...]] = {}
         self._siblings: dict[Key, set[str]] = {}
         self._changed: set[str] = set()
+        self._id_again: set[str] = set()
         self._of_trajectory: OrderedDict[int, Key] = OrderedDict()
         self._found: dict[Key, tuple[Row, ...]] = {}
         self._found_at = 0
@@ -83,6 +87,10 @@ class DraftRows:
             if len(self._of_trajectory) > REMEMBERED_TURNS:
                 self._of_trajectory.popitem(last=False)
         self._keys[request.request_id] = key
+        if any(shelf.ids_of(request.request_id) for shelf in self._shelves):
+            # vLLM can be told to keep the ids that clients choose, and they may come again.
+            self._id_again.add(request.request_id)
+            self._changed.add(request.request_id)
         if params.sampling_type != SamplingType.RANDOM_SEED:
             self._siblings.setdefault(key, set()).add(request.request_id)
             self._give(request.request_id, self._latest(key))
@@ -108,6 +116,7 @@ class DraftRows:
             return
         self._rows.pop(request.request_id, None)
         self._changed.discard(request.request_id)
+        self._id_again.discard(request.request_id)
         running = self._siblings.get(key, set())
         running.discard(request.request_id)
         if not running:
@@ -129,7 +138,7 @@ class DraftRows:
 
     def moved(self) -> None:
         """The requests are in other replicas now."""
-        self._changed.update(self._rows)
+        self._changed.update(self._rows, self._id_again)
 
     def update(
         self, step: SchedulerOutput, requests: Iterable[str], ranks: Sequence[int]
@@ -147,7 +156,8 @@ class DraftRows:
         self._changed -= due
         shelves, here = [self._shelves[rank] for rank in ranks], set(requests)
         # Siblings have the same rows.
-        different = {id(rows): rows for rows in map(self._rows.__getitem__, due)}
+        of_due = {one: self._rows.get(one, ()) for one in due}
+        different = {id(rows): rows for rows in of_due.values()}
         ids = {name: tuple(row.id for row in rows) for name, rows in different.items()}
         rows = {row.id: row for some in different.values() for row in some}
         update = RowUpdate(
@@ -157,7 +167,7 @@ class DraftRows:
                 for row in rows.values()
                 if not all(row.id in shelf for shelf in shelves)
             },
-            {one: ids[id(self._rows[one])] for one in sorted(due)},
+            {one: ids[id(of_due[one])] for one in sorted(due)},
         )
         for shelf in shelves:
             shelf.take(update)

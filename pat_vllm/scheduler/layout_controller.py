@@ -67,6 +67,7 @@ class LayoutController:
         self._forced = False
         self._batch_open = False
         self._caches_were_reset = False
+        self._goes_home = False
         self._back_off_until = 0.0
         self._weights_version = active.executor.weights_version
         self._engine_thread: int | None = None
@@ -89,9 +90,9 @@ class LayoutController:
         steps while nothing comes, so a batch may still have to be ended.
         """
         self._engine_thread = threading.get_ident()
-        if self._batch_open:
+        if self._batch_open or self._goes_home:
             self.finish_work()
-        self._batch_open, self._caches_were_reset = True, False
+        self._batch_open, self._caches_were_reset, self._goes_home = True, False, False
         version = self._active.executor.weights_version
         if version != self._weights_version:
             self._weights_version = version
@@ -113,20 +114,27 @@ class LayoutController:
             self.finish_work()
 
     def end_batch_if_over(self) -> None:
-        """Return to the policy's home layout if the batch is over."""
-        if not self._batch_open or self._active.in_flight or self._active.num_seqs:
+        """Return to the policy's home layout if the batch is over.
+
+        Where the weights are not there, in sleep or amid an update, as soon as they are.
+        """
+        if self._active.in_flight or self._active.num_seqs:
             return
-        executor = self._active.executor
-        if not executor.refresh_weights():
-            return  # its weights are not there: it sleeps, or gets new ones
-        changed = self._caches_were_reset or executor.weights_version != self._weights_version
-        if not changed and not self._monitor.policy.is_over(time.monotonic()):
-            return
-        self._batch_open = self._caches_were_reset = False
-        self._forced = False
-        self.drafts.release()
-        self._monitor.idle()
-        self._switch(self._monitor.policy.home, "idle")
+        if self._batch_open and self._is_over():
+            self._batch_open = self._caches_were_reset = False
+            self._forced = False
+            self.drafts.release()
+            self._monitor.idle()
+            self._goes_home = True
+        if self._goes_home and self._active.executor.refresh_weights():
+            self._goes_home = False
+            self._switch(self._monitor.policy.home, "idle")
+
+    def _is_over(self) -> bool:
+        version = self._active.executor.weights_version
+        if self._caches_were_reset or version != self._weights_version:
+            return True
+        return self._monitor.policy.is_over(time.monotonic())
 
     def _follow_policy(self) -> None:
         active = self._active
@@ -264,7 +272,7 @@ class LayoutController:
             active.executor.fail(error)
             raise
         self.switch_id += 1
-        self._forced = reason == "forced"
+        self._forced, self._goes_home = reason == "forced", False
         active.replace(target, replicas)
         self.costs.observe(report)
         self._monitor.switched(report, replicas)

@@ -213,9 +213,17 @@ class ReplicaSet:
             self._collect(replica.finish(result.output, result.drafts))
 
     def drain(self) -> None:
-        """Finish the steps in flight. Their outputs go out with the next update."""
+        """Finish the steps in flight. Their outputs go out with the next update.
+
+        An exception ends the engine: the results that it leaves are known to nobody any more, and
+        a call of the front end, in which vLLM's engine core goes on, may have come here.
+        """
         self.finish(())
-        self.finish(self.executor.finished(wait_for_all=True))
+        try:
+            self.finish(self.executor.finished(wait_for_all=True))
+        except Exception as error:
+            self.executor.fail(error)
+            raise
 
     def take_outputs(self) -> dict[int, EngineCoreOutputs]:
         """The outputs since the last call, by client."""

@@ -80,6 +80,8 @@ def carry(
             migrated += 1
             tokens += computed[request]
         else:
+            # As in vLLM, which admits in order: nobody overtakes one that has to wait for room.
+            room[replica.index] = 0
             requests.num_computed_tokens[request] = 0
             recomputed += 1
     cached = 0

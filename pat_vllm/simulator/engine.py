@@ -300,16 +300,16 @@ class SimulatedEngine:
         )
         steps = 1
         if not scheduled.prefilling:
-            steps = min(scheduled.least, self._chunk)
+            steps = min(scheduled.steps_to_first_end, self._chunk)
             if self._policy.learns:
                 # It may want to hear of the first steps in a layout one by one.
                 steps = min(steps, max(1, replica.made // 4))
             elif not replica.made:
                 # A switch lets steps finish, with which responses may end: ask again soon.
                 steps = 1
-            if scheduled.room != math.inf:
+            if scheduled.free_tokens != math.inf:
                 tokens = len(scheduled.decoding) * (scheduled.k + 1)
-                steps = max(1, min(steps, int(scheduled.room) // tokens + 1))
+                steps = max(1, min(steps, int(scheduled.free_tokens) // tokens + 1))
 
         def set_pace() -> None:
             replica.shape = scheduled.shape(steps, busy)
@@ -365,7 +365,7 @@ class SimulatedEngine:
 
     def _tell_of_drafts(self, replica: SimulatedReplica, steps: int, ended: float) -> None:
         """Tell of the drafts of a chunk. The requests are still what they were before it."""
-        told, batch = min(replica.steps, _TOLD_OF_DRAFTS), replica.shape.batch
+        told, batch = min(steps, _TOLD_OF_DRAFTS), replica.shape.batch
         accepted = [_NO_DRAFTS] * told
         if replica.k:
             replica.write(self._requests)

@@ -66,8 +66,8 @@ class ScheduledStep:
         prefilling: (request, tokens of it that the step computes).
         context: tokens of the decoding requests in all.
         longest: the most tokens of a decoding request.
-        least: steps that the decoding request with fewest to come still decodes in.
-        room: tokens whose KV fits besides.
+        steps_to_first_end: steps until the first of the decoding requests ends.
+        free_tokens: tokens whose KV fits besides.
         k: draft length.
         pace: tokens of a decoding request per step.
     """
@@ -76,8 +76,8 @@ class ScheduledStep:
     prefilling: list[tuple[int, int]]
     context: int
     longest: int
-    least: int
-    room: float
+    steps_to_first_end: int
+    free_tokens: float
     k: int = 0
     pace: float = 1.0
 
@@ -103,10 +103,10 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """A replica, its requests by index, and the chunk of steps that it is making.
+    """A replica, its requests by index, and its chunk: steps that are simulated as one.
 
     Attributes:
-        cached_prompts: groups whose prompt's KV is in memory.
+        cached_prompts: groups whose prompt has been computed here; taken to stay in memory.
         decoding, prefilling, k, pace: of the chunk, as in `ScheduledStep`.
         steps: of the chunk; 0 between chunks.
         made: steps before the chunk, since the layout became active.
@@ -227,6 +227,10 @@ class SimulatedReplica:
                 computed[request] = min(tokens - 1, self._take_back(requests, request))
                 if group in self.cached_prompts and not requests.num_output_tokens[request]:
                     computed[request] = tokens - 1  # the last token is computed in any case
+            elif rest := tokens - int(computed[request]):
+                if rest + 1 > room and self.running:
+                    break
+                room -= rest + 1
             if requests.before(request) is None:
                 self.cached_prompts.add(group)
             self.running.append(self.waiting.popleft())
@@ -265,7 +269,7 @@ class SimulatedReplica:
         return self.steady
 
     def write(self, requests: SimulatedRequests) -> None:
-        """Write the tokens that were counted in common."""
+        """Bring `requests` up to date with what `steady` has counted for all together."""
         if self.steady is not None:
             self.steady.write(requests)
 

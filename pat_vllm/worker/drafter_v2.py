@@ -68,6 +68,10 @@ class SuffixSpeculator(NgramGPUSpeculator):
         )
         return drafts
 
+    def forget(self) -> None:
+        """Give back what the device has of earlier responses; the next step brings them again."""
+        self._known, self._texts = (-1, []), {}
+
     def _look_up(self, request_ids: Sequence[str]) -> None:
         """Have the device know the rows of a step's requests, if they are others."""
         known = (self._shelf.version, list(request_ids))

@@ -14,6 +14,7 @@ from pat_vllm.patches.runners import is_v2
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
 
     from pat_vllm.drafts.shelf import Shelf
 
@@ -27,6 +28,12 @@ def history_bytes(vllm_config: VllmConfig) -> int:
     if speculative is not None and (speculative.method == "ngram" or v2):
         return pat_config(vllm_config).draft_history_bytes
     return 0
+
+
+def forget_texts(runner: RunnerV2) -> None:
+    """Have a runner whose requests have left give back the memory of their earlier responses."""
+    if (forget := getattr(runner.speculator, "forget", None)) is not None:
+        forget()
 
 
 def install_drafter(runner: Any, shelf: Shelf) -> None:

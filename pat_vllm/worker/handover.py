@@ -24,6 +24,7 @@ from pat_vllm.patches.runners import (
     share_grammar_bitmask,
     share_penalty_counts,
 )
+from pat_vllm.worker.drafters import forget_texts
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
@@ -209,6 +210,7 @@ class V2Handover:
 
     def clear(self, runner: RunnerV2) -> None:
         _finish(runner, set(runner.req_states.req_id_to_index))
+        forget_texts(runner)
 
     def share(self, host: RunnerV2, runner: RunnerV2) -> None:
         share_penalty_counts(runner, host)

@@ -82,13 +82,13 @@ class LayoutRuntime:
             )
 
     def check_kv_cache_layouts(self, names: Sequence[str]) -> list[str]:
-        """Those of vLLM's KV cache layouts that PAT can serve, too.
+        """Of the KV cache layouts that the attention backends take, those that PAT takes, too.
 
         Raises:
-            ValueError: none; names the attention backends and what helps.
+            ValueError: PAT takes none of them; names the backends and what helps.
         """
-        if served := [name for name in names if name in KV_LAYOUTS]:
-            return served
+        if common := [name for name in names if name in KV_LAYOUTS]:
+            return common
         raise ValueError(
             f"PAT serves the KV cache layouts {', '.join(KV_LAYOUTS)}, but the attention backends "
             f"{', '.join(self.attention_backends)} only {', '.join(names)}; set "
@@ -96,7 +96,7 @@ class LayoutRuntime:
         )
 
     def check_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Check that the shared buffer is divided as vLLM itself would divide it for this tp.
+        """Check that the shared buffer is divided as vLLM would divide it for this layout's tp.
 
         Raises:
             ValueError: a layer's KV cache is another one.
@@ -129,8 +129,8 @@ class LayoutRuntime:
 def largest_first(runtimes: Iterable[LayoutRuntime]) -> list[LayoutRuntime]:
     """Layouts by the size of the buffers that they share, descending; else in their order.
 
-    Model Runner V2 has a row in them for each request, V1 for each token of a step. The first
-    layout's are there, and the others use their first rows.
+    Model Runner V2 has a row in them for each request, V1 for each token of a step. Only the first
+    layout allocates them; the others use their first rows.
     """
 
     def rows(runtime: LayoutRuntime) -> int:
@@ -143,14 +143,14 @@ def largest_first(runtimes: Iterable[LayoutRuntime]) -> list[LayoutRuntime]:
 
 
 def share_buffers(runtimes: Iterable[LayoutRuntime], handover: Handover) -> None:
-    """Have loaded layouts use the buffers of the largest of them that come with a model."""
+    """Have loaded layouts use the per-request or per-token buffers of the one with most rows."""
     host, *others = largest_first(runtimes)
     for runtime in others:
         handover.share(host.runner, runtime.runner)
 
 
 def shut_down_beside(active: LayoutRuntime, runtimes: Iterable[LayoutRuntime]) -> None:
-    """Shut the runner of every layout but the active one down, which vLLM's worker does itself.
+    """Shut the runner of every layout but the active one down; vLLM's worker shuts that one down.
 
     vLLM then gives back the pools of sleep mode, where no tensor may lie any more. So all layouts
     let go of the KV buffer.
@@ -177,18 +177,18 @@ def make_tp_group(layout: Layout, local_rank: int, backend: str) -> GroupCoordin
     )
 
 
-def seed_like(seed: int, switch_id: int, replica: int) -> None:
+def seed_replica(seed: int, salt: int, switch_id: int, replica: int) -> None:
     """Seed unseeded sampling: alike on the ranks of a replica, differently in each replica.
 
     All ranks of a TP group sample with generators of their own, and must draw the same numbers.
     Replicas must draw different ones, or the samples of one prompt would be copies.
     """
-    set_random_seed(seed, _mix(switch_id, replica))
+    set_random_seed(seed, _mix(salt, switch_id, replica))
 
 
-def _mix(switch_id: int, replica: int) -> int:
-    """A distinct number for each (switch_id, replica); 0, vLLM's own seed, only for the first."""
-    return (switch_id << 16) + replica
+def _mix(salt: int, switch_id: int, replica: int) -> int:
+    """A distinct number for each of them; 0, which vLLM itself seeds by, only for all zeros."""
+    return (salt << 64) + (switch_id << 16) + replica
 
 
 def cpu_world_group() -> torch.distributed.ProcessGroup:

@@ -54,7 +54,7 @@ from pat_vllm.worker.runtime import (
     device_world_group,
     largest_first,
     make_tp_group,
-    seed_like,
+    seed_replica,
     share_buffers,
     shut_down_beside,
 )
@@ -224,7 +224,7 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
         self._rates = TransferRates(bandwidth, prefill_rate)
         home = self._runtimes[self._home]
         self._enter_for_a_call(home)  # the first may be an update
-        seed_like(self._seed, 0, home.layout.replica_of(self.rank))
+        self.pat_reseed(0)
         return CompilationTimes(language_model=language_model, encoder=encoder)
 
     def pat_transfer_rates(self) -> TransferRates:
@@ -234,6 +234,11 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
     def pat_resolved_kernels(self) -> ResolvedKernels:
         """What this rank chose where the engine's configuration leaves the choice to it."""
         return ResolvedKernels(self._base.attention_backends, self._weights.strategy)
+
+    def pat_reseed(self, salt: int) -> None:
+        """Seed unseeded sampling, now and at each switch, otherwise than with another salt."""
+        self._salt = salt
+        seed_replica(self._seed, salt, 0, self._active.layout.replica_of(self.rank))
 
     def shutdown(self) -> None:
         """As in vLLM, for the runner of every layout and for the memory that layouts share."""
@@ -344,7 +349,8 @@ class PATWorkerMixin(WeightUpdatesMixin, _Base):
 
         self._handover.clear(source.runner)
         self._activate(target)
-        seed_like(self._seed, command.switch_id, command.target.replica_of(self.rank))
+        replica = command.target.replica_of(self.rank)
+        seed_replica(self._seed, self._salt, command.switch_id, replica)
         self._handover.give(target.runner, states)
         return SwitchTimes(
             states=gathered - started,

@@ -175,7 +175,7 @@ def test_weights_are_left_alone_while_the_engine_sleeps(
 
     executor = llm.llm_engine.engine_core.engine_core.model_executor
     calls = []
-    make_call = executor.collective_rpc
+    make_call = executor._call_together
 
     def call(method: str, *args: Any, **options: Any) -> Any:
         calls.append(method)
@@ -183,7 +183,7 @@ def test_weights_are_left_alone_while_the_engine_sleeps(
 
     assert pat_vllm.switch(llm, tp=2)
     llm.sleep(level=1)
-    monkeypatch.setattr(executor, "collective_rpc", call)
+    monkeypatch.setattr(executor, "_call_together", call)
     prompt = {"prompt_token_ids": [5, 6, 7]}
     llm.llm_engine.add_request("queued", prompt, SamplingParams(max_tokens=30))
     llm.llm_engine.abort_request(["queued"], internal=False)

@@ -185,7 +185,7 @@ def imitate_gpus(monkeypatch: pytest.MonkeyPatch, device: DeviceMemory, runner: 
         "Exchange": Exchange,
         "LayoutWeights": Weights,
         "make_tp_group": lambda layout, *args: SimpleNamespace(world_size=layout.tp),
-        "seed_like": lambda *args: None,
+        "seed_replica": lambda *args: None,
         "set_current_vllm_config": lambda config: nullcontext(),
         "SideStream": lambda device: SideStream(torch.device("cpu")),
     }
@@ -247,6 +247,10 @@ class Engine(PATExecutorMixin, _Calls):  # type: ignore[misc]
         self._lanes: Any = object()
         self._switches = 0
         self.layout = LAYOUTS[0]
+
+    def _call_together(self, method: str, *args: Any, check: Any = None, **options: Any) -> Any:
+        replies = self.collective_rpc(method, args=args)
+        return check(replies) if check else replies
 
     def step(self) -> None:
         """A step in the worker's active layout."""

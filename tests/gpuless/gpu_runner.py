@@ -92,7 +92,7 @@ class Runner:
 
     needs = Needs()
     memory: DeviceMemory
-    lora_config = speculative_config = structured_outputs_worker = None
+    lora_config = speculative_config = structured_outputs_worker = speculator = None
     is_pooling_model = False
     counters = COUNTERS
     max_num_reqs = 4

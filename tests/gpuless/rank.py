@@ -133,7 +133,10 @@ class Worker(PATGPUWorker):
         ids = SimpleNamespace(gpu=torch.empty(0, 0))
         states = SimpleNamespace(req_id_to_index={}, all_token_ids=ids)
         return SimpleNamespace(
-            req_states=states, speculative_config=None, get_kv_cache_spec=lambda: {}
+            req_states=states,
+            speculative_config=None,
+            speculator=None,
+            get_kv_cache_spec=lambda: {},
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -115,7 +115,7 @@ class Runner:
     """A model runner that reads all weights and all KV, and writes KV."""
 
     def __init__(self, model: nn.Module, kv: list[torch.Tensor]) -> None:
-        self.req_states = SimpleNamespace(req_id_to_index={})
+        self.req_states, self.speculator = SimpleNamespace(req_id_to_index={}), None
         self._model = model
         self._kv = kv
 
@@ -232,7 +232,8 @@ def some_requests(source: Layout, target: Layout) -> list[RequestBlocks]:
 def make_worker(devices: Devices, group: Group, rank: int, models: dict[int, nn.Module]) -> Worker:
     """A rank's, with weights loaded and KV allocated; all ranks do it together."""
     worker: Any = Worker()
-    worker.devices, worker.rank, worker.device, worker._seed = devices, rank, CUDA, 0
+    worker.devices, worker.rank, worker.device = devices, rank, CUDA
+    worker._seed = worker._salt = 0
     buffer = devices.hold(
         torch.zeros(LAYERS * BLOCKS * KV_HEADS * TOKENS * CONTENT * 4, dtype=torch.uint8)
     )
@@ -310,7 +311,7 @@ def without_vllm() -> Iterator[None]:
         for name, value in {
             "install_tp_group": lambda group: None,
             "cpu_world_group": lambda: None,
-            "seed_like": lambda *args: None,
+            "seed_replica": lambda *args: None,
             "set_current_vllm_config": lambda config: nullcontext(),
             "warm_up": lambda worker, *args: worker.step() or 1.0,
             "_PROBE_BYTES": 256,

@@ -126,6 +126,9 @@ class Executor(PATExecutorMixin, Stock):
         self._unsampled = []
         self._commands = {}
 
+    def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        return Stock.collective_rpc(self, method)
+
 
 def step_of(tokens: int, in_flight: bool = False) -> PATSchedulerOutput:
     step = SchedulerOutput.make_empty()
@@ -230,6 +233,30 @@ def test_no_switch_in_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler.controller.before_step()
     (command,) = switch.call_args.args
     assert command.target == SINGLE, "home, when the weights are there"
+
+
+def test_a_batch_ends_while_weights_are_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for in it does not hold in the next, which comes before the weights."""
+    config, stock = without_workers.engine_config(1, num_blocks=80)
+    scheduler: Any = PATScheduler(vllm_config=config, **stock)
+    scheduler.add_request(without_workers.request("r", 0))
+    assert scheduler.controller.request_switch(2)
+    scheduler.schedule()
+    for replica in scheduler.replica_set.replicas:
+        replica.in_flight.clear()
+    scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    monkeypatch.setattr(without_workers.EXECUTOR, "refresh_weights", lambda: False)
+    monkeypatch.setattr(without_workers.EXECUTOR, "weights_version", 1)
+    idle = mock.Mock(wraps=scheduler.monitor.idle)
+    monkeypatch.setattr(scheduler.monitor, "idle", idle)
+    for name in ("next", "and one more"):
+        scheduler.add_request(without_workers.request(name, 0))
+    idle.assert_called_once_with()
+    choose = mock.Mock(return_value=SINGLE)
+    monkeypatch.setattr(type(scheduler.monitor.policy), "choose", choose)
+    monkeypatch.setattr(without_workers.EXECUTOR, "refresh_weights", lambda: True)
+    scheduler.controller.before_step()
+    assert scheduler.controller.report().layout == SINGLE, "the policy is asked again"
 
 
 def test_places_in_a_trainers_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def keep_lengths(path: Path) -> bool:
 
 
 def keep_responses(path: Path) -> bool:
-    file, corpus = HistoryFile(path), Corpus(1 << 20)
+    file, corpus = HistoryFile(path, 512), Corpus(1 << 20)
     file.load(corpus)
     found = corpus.num_bytes
     corpus.add(key_of([1]), [7, 8], [9])

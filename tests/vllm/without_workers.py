@@ -32,6 +32,12 @@ class Executor:
         """There are none."""
         return not self.is_sleeping
 
+    def reseed(self, salt: int) -> None:
+        """None samples."""
+
+    def fail(self, error: Exception) -> None:
+        """There is no engine to end."""
+
     def waits_for_weights(self) -> bool:
         """None are coming in."""
         return False

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.batch import Request
 from benchmarks.bench.engines import BenchEngine, BenchSettings, engine_options
 from benchmarks.bench.runs import PAT, Run
-from benchmarks.bench.serve import Request, Served, serve
+from benchmarks.bench.serve import Served, serve
 from benchmarks.bench.speculative.tuning import Drafted
 from benchmarks.bench.speculative.workloads import (
     DRAFT_LENGTHS,

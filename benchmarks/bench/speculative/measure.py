@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.batch import Request
 from benchmarks.bench.engines import BenchEngine, BenchSettings, shared_profile
 from benchmarks.bench.run import command_of, progress_of
 from benchmarks.bench.runs import PAT
-from benchmarks.bench.serve import Request
 from benchmarks.bench.speculative.engines import (
     PAT_PLAIN,
     Side,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.bench.serve import Request, requests_of
+from benchmarks.batch import Request
+from benchmarks.bench.serve import requests_of
 from benchmarks.bench.speculative.models import REPEATING, SCATTERED, SPECS
 from benchmarks.bench.workloads import Workload
 from pat_vllm.cli.random_tokenizer import SPECIAL_TOKENS

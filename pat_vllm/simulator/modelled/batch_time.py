@@ -69,6 +69,13 @@ class Load:
         lengths = [trace.followed[last] for last in ends.values()]
         return cls(len(lengths), lengths, prompt, trace.acceptance)
 
+    @property
+    def most_tokens(self) -> int:
+        """What all hold when they hold the most, if none waits and all are equally fast."""
+        lengths = np.sort(np.resize(np.asarray(self.lengths, np.int64), self.responses))
+        live = np.arange(self.responses, 0, -1)
+        return int((live * (self.num_prompt_tokens + lengths)).max(initial=0))
+
     def tokens_per_step(self, draft_lengths: Sequence[int]) -> Floats:
         """Of each response, float64 [draft lengths, responses]."""
         each = np.full(self.responses, self.acceptance)

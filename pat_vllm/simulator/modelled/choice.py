@@ -30,6 +30,8 @@ _EARNS = 0.012
 _ALONE = 0.015
 """Share of a batch's time that one layout alone, with all memory to itself, saves at least. What
 comes may be another load, to which several layouts adapt."""
+_LEAVE = 0.9
+"""Share of a layout's KV that further ones leave it; with less they have to earn what they take."""
 _LARGEST_WEIGHTS = 0.3
 """Of a device's memory, where the device is not known."""
 _FAR_LESS = 0.5
@@ -251,16 +253,22 @@ class _Search:
         machine = Machine(self.model, gpu)
         seconds = {one: self._seconds(one, machine, load) for one in sets}
         several = [one for one in sets if len(one) > 1]
-        if not several or min(seconds.values()) * (1 + _ALONE) < min(
-            seconds[one] for one in several
-        ):
-            enough = min(seconds.values()) * (1 + _EARNS)
-            near = [one for one in sets if one not in several and seconds[one] <= enough]
-            # KV is short then, and room for more tokens is the safer choice.
-            return max(near, key=self._room)
-        enough = min(seconds[one] for one in several) * (1 + _EARNS)
-        near = [one for one in several if seconds[one] <= enough]
-        return min(near, key=lambda one: (len(one), seconds[one]))
+        alone = [one for one in sets if len(one) == 1]
+        if several and alone:
+            best = min(several, key=lambda one: seconds[one])
+            # Where KV is short, memory that further layouts take is what a batch waits for.
+            most = min(load.most_tokens, _LEAVE * self._room(best[:1]))
+            short = self._room(best) < most
+            saves = -_EARNS if short else _ALONE
+            if min(seconds[one] for one in alone) * (1 + saves) < seconds[best]:
+                several = []
+        if several:
+            enough = min(seconds[one] for one in several) * (1 + _EARNS)
+            near = [one for one in several if seconds[one] <= enough]
+            return min(near, key=lambda one: (len(one), seconds[one]))
+        enough = min(seconds[one] for one in alone) * (1 + _EARNS)
+        # Room for more tokens is the safer choice.
+        return max((one for one in alone if seconds[one] <= enough), key=self._room)
 
     def _room(self, sizes: Sequence[int]) -> int:
         """Tokens whose KV all replicas of the base layout hold."""

@@ -83,7 +83,7 @@ def test_rounding_is_known_before_anything_is_compared(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "generate", lambda *_, **__: REFERENCE.outputs)
     scores = [REFERENCE.forced, ((-0.1, -0.23), (-1.0,)), REFERENCE.forced]
     monkeypatch.setattr(module, "score", lambda *_: scores[len(made) - 1])
-    engine = StockEngine(Task({"model": "first"}, "other", ((1, 2),), wide=2), Events())
+    engine = StockEngine(Task({"model": "first"}, "other", ((1, 2),), rounding_tp=2), Events())
     assert run_checks(engine.checks(), Events())
     assert [one["model"] for one in made] == ["first", "first", "other"]
     assert [one.get("tensor_parallel_size") for one in made] == [None, 2, None]

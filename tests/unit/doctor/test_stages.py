@@ -82,7 +82,7 @@ def test_by_default_only_eager_engines_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert pat.engine["dtype"] == "float32" and pat.engine["enforce_eager"] is True
     assert pat.engine["speculative_config"]["num_speculative_tokens"] == 4
     assert pat.engine["worker_extension_cls"] == "x.Y"
-    assert pat.references == (REFERENCE, REFERENCE) and stock.wide == 1
+    assert pat.references == (REFERENCE, REFERENCE) and stock.rounding_tp == 1
 
 
 def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles = ["TORCHDYNAMO_DISABLE" not in one for one in children.environments]
     assert compiles == [False, False, False, *[True] * 6]
     # What rounding does is known from an engine as wide as PAT's, but in float32.
-    assert [one.wide for one in children.tasks] == [2, 1] * 4
+    assert [one.rounding_tp for one in children.tasks] == [2, 1] * 4
     last = children.tasks[5].engine
     assert last["enable_sleep_mode"] is True and last["dtype"] == "bfloat16"
 

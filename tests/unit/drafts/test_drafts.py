@@ -91,8 +91,9 @@ def test_the_latest_rows_are_those_for_which_there_is_room() -> None:
     corpus, key = Corpus(1 << 10), key_of([1])
     rows = [corpus.add(key, [1], [5] * count) for count in (1, 3, 2)]
     assert corpus.latest(key, 9) == tuple(rows[1:])
-    assert corpus.latest(key, 8) == (rows[2],)
-    assert corpus.latest(key, 3) == ()
+    assert corpus.latest(key, 8) == (rows[0], rows[2]), "a long one hides no short one"
+    assert corpus.latest(key, 3) == (rows[0],)
+    assert corpus.latest(key, 2) == ()
     assert corpus.latest(key_of([2]), 9) == ()
 
 

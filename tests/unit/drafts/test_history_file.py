@@ -16,6 +16,7 @@ from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.files.aside import SET_ASIDE
 from pat_vllm.files.reading import FileError
 
+VOCAB = 1 << 31
 KEYS = [key_of([1]), key_of([2]), key_of([1], "salt")]
 
 
@@ -33,7 +34,7 @@ def content(corpus: Corpus) -> list[tuple[bytes, list[int]]]:
 
 def loaded(path: Path, max_bytes: int = 1 << 20) -> Corpus:
     corpus = Corpus(max_bytes)
-    HistoryFile(path).load(corpus)
+    HistoryFile(path, VOCAB).load(corpus)
     return corpus
 
 
@@ -44,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_all_rows_come_back_in_their_order(path: Path) -> None:
     before = corpus_of((1, [3]), (0, [4, 5]), (1, [2**31 - 1]), (2, [6] * 1000))
-    HistoryFile(path).close(before)
+    HistoryFile(path, VOCAB).close(before)
     after = loaded(path)
     assert content(after) == content(before)
     assert after.num_bytes == before.num_bytes
@@ -54,13 +55,13 @@ def test_all_rows_come_back_in_their_order(path: Path) -> None:
 
 
 def test_an_empty_corpus_and_no_file(path: Path) -> None:
-    file = HistoryFile(path)
+    file = HistoryFile(path, VOCAB)
     file.close(Corpus(1 << 20))
     assert not path.exists()
     assert content(loaded(path)) == []
     history_file.write_rows(path, [])
     assert content(loaded(path)) == []
-    nothing = HistoryFile(None)
+    nothing = HistoryFile(None, VOCAB)
     nothing.load(Corpus(0))
     nothing.close(corpus_of((0, [1])))
 
@@ -76,7 +77,7 @@ def test_it_is_written_beside_the_engine_and_what_came_meanwhile_at_the_end(
         write(path, rows)  # type: ignore[arg-type]
 
     monkeypatch.setattr(history_file, "write_rows", wait)
-    file, corpus = HistoryFile(path), corpus_of((0, [1]))
+    file, corpus = HistoryFile(path, VOCAB), corpus_of((0, [1]))
     file.save(corpus)
     corpus.add(KEYS[1], [7, 8], [2])
     file.save(corpus)  # while the first is written
@@ -88,9 +89,24 @@ def test_it_is_written_beside_the_engine_and_what_came_meanwhile_at_the_end(
     assert content(loaded(path)) == content(corpus)
 
 
+def test_tokens_that_the_model_does_not_have_are_no_drafts(path: Path) -> None:
+    HistoryFile(path, VOCAB).close(corpus_of((0, [511]), (0, [512]), (1, [3])))
+    corpus = Corpus(1 << 20)
+    salt = HistoryFile(path, 512).load(corpus)
+    assert content(corpus) == content(corpus_of((0, [511]), (1, [3])))
+    # Other contents, another number: it seeds what the next engine samples.
+    assert salt and salt != HistoryFile(path, 513).load(Corpus(1 << 20))
+
+
 def damaged(path: Path) -> None:
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+
+
+def encrypted(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(b"PK\x01\x02") + 8] |= 1
     path.write_bytes(whole)
 
 
@@ -133,12 +149,23 @@ def text(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "harm",
-    [damaged, cut, compressed, other_arrays, other_sizes, more_tokens, no_tokens, pickled, text],
+    [
+        damaged,
+        encrypted,
+        cut,
+        compressed,
+        other_arrays,
+        other_sizes,
+        more_tokens,
+        no_tokens,
+        pickled,
+        text,
+    ],
 )
 def test_what_cannot_be_read_is_set_aside(
     harm: object, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    HistoryFile(path).close(corpus_of((0, list(range(100))), (1, [2])))
+    HistoryFile(path, VOCAB).close(corpus_of((0, list(range(100))), (1, [2])))
     harm(path)  # type: ignore[operator]
     with pytest.raises(FileError, match=path.name):
         history_file.read_rows(path)
@@ -152,7 +179,7 @@ def test_a_file_that_cannot_be_written_is_said_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.mkdir()
-    file, corpus = HistoryFile(path), corpus_of((0, [1]))
+    file, corpus = HistoryFile(path, VOCAB), corpus_of((0, [1]))
     with caplog.at_level(logging.WARNING):
         for token in (2, 3):
             corpus.add(KEYS[0], [7, 8], [token])

@@ -131,6 +131,10 @@ def test_two_builds_are_equal_and_seeds_differ(tmp_path: Path) -> None:
         dict(vocab=3),
         dict(repeat=1, vocab=16, phrase=14),
         dict(repeat=1, tie=True),
+        dict(repeat=1, gain=0),
+        dict(repeat=1, arch="nemotron_h"),
+        dict(arch="mixtral", experts=1),
+        dict(arch="deepseek_v3", experts=7),
         dict(heads=8, kv_heads=3),
     ],
 )

@@ -75,6 +75,10 @@ class Executor(PATExecutorMixin, Stock):
         begin(self)
         self._leftovers = Leftovers([])
 
+    def _call_together(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        self.calls.append(method)
+        return []
+
 
 class RealExecutor(PATExecutor):
     """The same over vLLM's executor, whose way to read replies it is."""
@@ -82,6 +86,7 @@ class RealExecutor(PATExecutor):
     def __init__(self) -> None:
         begin(self)
         self.futures_queue: deque[Any] = deque()
+        self.sleeping_tags: set[str] = set()
 
 
 @pytest.fixture(params=["multiproc", "ray, another node"])
@@ -164,10 +169,50 @@ def test_a_failure_of_a_call_is_heard_and_later_replies_are_not_mixed_up(
             executor.collective_rpc(CALL)
         else:
             executor.collective_rpc(CALL, non_block=True).result()
-    for writer in writers:
-        writer.enqueue((SUCCESS, "later"))
+    executor.rpc_broadcast_mq.enqueue = answering(writers, "later")
     assert executor.collective_rpc(CALL) == ["later", "later"]
     executor.failure_callback.assert_not_called()
+
+
+def answering(writers: list[MessageQueue], reply: str) -> Any:
+    """Has each rank answer a call."""
+
+    def send(call: Any) -> None:
+        for writer in writers:
+            writer.enqueue((SUCCESS, call[1][0] if call[0] == "pat_echo" else reply))
+
+    return send
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_of_a_call_is_heard_while_the_other_rank_waits(rings: Any, rank: int) -> None:
+    """In a transfer of weights, say. It may come to an end before the next call."""
+    executor, writers = rings
+    writers[rank].enqueue((SUCCESS, FAILED))
+    with pytest.raises(RuntimeError, match="no such file"):
+        executor.collective_rpc(CALL)
+    writers[1 - rank].enqueue((SUCCESS, "late"))
+    executor.rpc_broadcast_mq.enqueue = answering(writers, "later")
+    assert executor.collective_rpc(CALL) == ["later", "later"]
+    executor.failure_callback.assert_not_called()
+
+
+def test_a_call_may_take_as_long_as_its_caller_says(
+    rings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, writers = rings
+    with pytest.raises(TimeoutError, match="timed out"):
+        executor.collective_rpc(CALL, timeout=0.05)
+    executor.rpc_broadcast_mq.enqueue = answering(writers, "later")
+    assert executor.collective_rpc(CALL, timeout=60) == ["later", "later"]
+    executor.failure_callback.assert_not_called()
+    # What PAT does after it has a limit of its own: it is between two steps.
+    step_timeout(monkeypatch, 0.1)
+    executor.rpc_broadcast_mq.enqueue = Mock()
+    callback = executor.failure_callback
+    with pytest.raises(TimeoutError, match="pat_refresh_weights timed out on the ranks"):
+        executor.refresh_weights()
+    callback.assert_called_once_with()
 
 
 def test_a_failure_of_the_one_rank_that_replies(rings: Any) -> None:
@@ -217,12 +262,7 @@ def test_a_call_that_does_not_block_and_fails_leaves_nothing_either(rings: Any) 
         writer.enqueue((FAILURE, "no profiler"))
     with pytest.raises(RuntimeError, match="no profiler"):
         replies.result()
-
-    def workers(call: Any) -> None:
-        for writer in writers:
-            writer.enqueue((SUCCESS, call[1][0] if call[0] == "pat_echo" else "later"))
-
-    executor.rpc_broadcast_mq.enqueue = workers
+    executor.rpc_broadcast_mq.enqueue = answering(writers, "later")
     assert executor.switch(COMMAND) == ["later", "later"]
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,12 +16,17 @@ from vllm import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from pat_vllm.drafts.corpus import BETWEEN_ROWS, TAIL_TOKENS
+from pat_vllm.drafts.history_file import HistoryFile
 from pat_vllm.drafts.shelf import Shelf
 from pat_vllm.layout import Layout
 from pat_vllm.predictor.state import Turn
 from pat_vllm.scheduler.draft_rows import MOST_TOKENS, DraftRows
+from pat_vllm.scheduler.scheduler import PATScheduler
+from pat_vllm.worker import runtime
+from pat_vllm.worker.worker import PATWorkerMixin
+from tests.vllm import without_workers
 
-RANKS = 4
+RANKS, VOCAB = 4, 512
 PROMPT = [7, 8, 9]
 
 
@@ -190,13 +196,67 @@ def test_every_rank_has_the_rows_of_its_replicas_requests() -> None:
 
 def test_the_next_engine_drafts_from_what_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "history.npz"
-    first = DraftRows(1 << 20, RANKS, 8, path)
+    first = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
     end(first, arrive(first, new_request("a")), 1, 2, 3)
     first.idle()
     end(first, arrive(first, new_request("b")), 4, 5)
     first.close()
-    second = DraftRows(1 << 20, RANKS, 8, path)
+    second = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
     arrive(second, new_request("c"))
     assert told(second, "c") == {"c": [[*PROMPT, 1, 2, 3], [*PROMPT, 4, 5]]}
     # What an engine without room keeps is nothing, and so it reads nothing.
-    assert not DraftRows(0, RANKS, 8, path).num_bytes
+    nothing = DraftRows(0, RANKS, 8, HistoryFile(path, VOCAB))
+    assert not nothing.num_bytes and not nothing.salt
+    # Or its ranks would draw the numbers of the first engine, and what came of them be a draft.
+    assert second.salt and not first.salt
+
+
+def test_an_id_that_comes_again_has_no_rows_of_the_request_before() -> None:
+    rows, ranks = rows_for(), [Shelf() for _ in range(RANKS)]
+
+    def step(name: str, *of: int) -> None:
+        scheduled = SimpleNamespace(num_scheduled_tokens={name: 1})
+        if (update := rows.update(scheduled, [name], of)) is not None:
+            for rank in of:
+                ranks[rank].take(update)
+
+    end(rows, arrive(rows, new_request("first")), 1, 2, 3)
+    again = arrive(rows, new_request("a"))
+    step("a", 0, 1)
+    end(rows, again, reason=FinishReason.ABORT)
+    arrive(rows, new_request("a", seed=1))
+    step("a", 0)
+    assert not ranks[0].ids_of("a")
+    rows.moved()
+    step("a", 0, 1)
+    assert not ranks[1].ids_of("a")
+
+
+def test_an_engine_that_begins_with_responses_samples_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than the one that gave them: or they would come again, and be their own drafts."""
+    path = tmp_path / "history.npz"
+    kept = DraftRows(1 << 20, RANKS, 8, HistoryFile(path, VOCAB))
+    end(kept, arrive(kept, new_request("a")), 1, 2, 3)
+    kept.close()
+    reseed = Mock()
+    monkeypatch.setattr(without_workers.EXECUTOR, "reseed", reseed)
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    config, stock = without_workers.engine_config(1, num_blocks=80, speculative_config=drafts)
+    PATScheduler(vllm_config=config, **stock)
+    assert not reseed.called
+    config.additional_config["pat"]["draft_history_file"] = str(path)
+    PATScheduler(vllm_config=config, **stock)
+    (salt,) = reseed.call_args.args
+
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(runtime, "set_random_seed", lambda *seed: given.append(seed))
+    worker: Any = SimpleNamespace(_seed=5, rank=1, _active=SimpleNamespace(layout=Layout.of(1, 2)))
+    for one in (0, salt, salt + 1):
+        PATWorkerMixin.pat_reseed(worker, one)
+        assert worker._salt == one
+    assert {seed for seed, _ in given} == {5} and len(set(given)) == 3
+    numbers = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (salt, 0, 0), (salt, 1, 0), (salt, 0, 1)]
+    assert len({runtime._mix(*one) for one in numbers}) == len(numbers)
+    assert not runtime._mix(0, 0, 0), "as vLLM"

@@ -108,6 +108,8 @@ MUTATIONS = mutations({
         ("a payload for another rank", "worker.updates:WeightUpdatesMixin.update_weights", "update_info[self.rank]", "update_info[0]"),
         ("weights are derived from what is missing", "worker.layout_weights:LayoutWeights.refresh", "tensor.is_meta", "False"),
         ("rows leave the base layout's order", "worker.layout_weights:LayoutWeights.refresh", "return False", "self._strategy.arrange(active); return False"),
+        ("the way home is forgotten while weights are away", "scheduler.layout_controller:LayoutController.end_batch_if_over", "self._goes_home = True", "pass"),
+        ("a batch goes on while weights are away", "scheduler.layout_controller:LayoutController.end_batch_if_over", "if self._batch_open and self._is_over():", "if self._batch_open and self._is_over() and self._active.executor.refresh_weights():"),
         ("a switch is made", "scheduler.switch:_check", "not active.executor.refresh_weights()", "False"),
         ("requests run with half of the weights", "scheduler.replica_set:ReplicaSet.schedule", "(waits and replica.num_seqs)", "False"),
         ("a paused engine keeps gone requests", "scheduler.replica_set:ReplicaSet.schedule", "paused = self.pause_state == PauseState.PAUSED_ALL or", "paused ="),

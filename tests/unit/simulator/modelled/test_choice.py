@@ -13,6 +13,7 @@ from pat_vllm.config import PATConfig
 from pat_vllm.doctor.arithmetic import check_memory, engine_shape
 from pat_vllm.gpus import GPUS, Device, known_gpu
 from pat_vllm.known_models import MODEL_SHAPES
+from pat_vllm.layout import Layout
 from pat_vllm.memory.buffers import EngineShape
 from pat_vllm.simulator.modelled import choice
 from pat_vllm.simulator.modelled.batch_time import Load
@@ -198,6 +199,13 @@ def test_a_layout_alone_where_others_would_take_its_memory() -> None:
     search = choice._Search(PATConfig(), EngineShape((), max_model_len=16384), 8, None, None, H100)
     assert (8,) in list(search.sets())
     assert len(sizes(QWEN3_32B, A40, load=load, max_model_len=16384)) == 1
+
+
+def test_further_layouts_have_to_earn_where_all_kv_is_needed() -> None:
+    """Their seconds are as good as equal then; the batch waits for the memory that they take."""
+    options = AdviseOptions("qwen3-14b", "A40", 8, responses=2048, shape="alike", acceptance=0.5)
+    assert rollouts_of(options).profile.layouts == (Layout.of(1, 8),)
+    assert Load(3, [5, 3, 1], 10).most_tokens == max(3 * 11, 2 * 13, 15)
 
 
 def test_of_layouts_alone_that_are_as_fast_the_one_with_more_room() -> None:
