@@ -5,11 +5,13 @@ for the others. The model has two kinds of numbers, which do not depend on the d
 
 * the share of the tokens that are made in steps with a hit. The share of the *steps* does depend on
   k: the more drafts are accepted, the fewer steps the same tokens take;
-* for each position, the probability that its draft is accepted if all before it were.
+* for each position, the probability that its draft is accepted if all before it were. Where a draft
+  ends earlier it is not.
 
-Tokens per step follow for every k, tried or not. Evidence fades with each step and nearly ends with
-new weights. What remains is a prior under which drafts pay, so that a draft length that was given
-up is tried again: a change of k costs nothing.
+How many drafts a step verifies is learnt by position, too: a drafter may give fewer than are asked
+for. Tokens per step follow for every k, tried or not. Evidence fades with each step and nearly ends
+with new weights. What remains is a prior under which drafts pay, so that a draft length that was
+given up is tried again: a change of k costs nothing.
 """
 
 from __future__ import annotations
@@ -107,12 +109,18 @@ class Acceptance:
         # First of tokens, where a success is one made in a step with a hit, then by position.
         self._tried = np.zeros(1 + self._longest)
         self._succeeded = np.zeros(1 + self._longest)
+        # Hits by position: that could have had a draft there, and that had. Not kept for the next
+        # engine; at first each hit is expected to have as many as are asked for.
+        self._could = np.zeros(self._longest)
+        self._had = np.zeros(self._longest)
         self._news = 0.0
         self._asked = 0
         self.version = 0
         self._announced = self.expected().tokens
 
-    def observe(self, length: int, requests: int, accepted: Ints) -> None:
+    def observe(
+        self, length: int, requests: int, accepted: Ints, drafted: Ints | None = None
+    ) -> None:
         """Learn from a step of a replica that verified drafts, or could have had some.
 
         Args:
@@ -121,24 +129,28 @@ class Acceptance:
             requests: that decoded.
             accepted: draft tokens accepted of each request that had some, int64 [hits]. Of those
                 beyond `length`, left from an earlier step, nothing is learnt.
+            drafted: draft tokens that these had, int64 [hits]; None: `length` each.
         """
         memory = _MEMORY if length else _MEMORY_WITHOUT
         keep = math.exp(-1 / max(memory, _MEMORY_OF_ONE / max(1, requests)))
         self._news += (1 - keep) * float(self._tried[0])
         self._tried *= keep
         self._succeeded *= keep
+        self._could *= keep
+        self._had *= keep
         if length:
             self._asked = length
             self._news += self._count(length, requests, accepted)
+            self._could[:length] += len(accepted)
+            had = len(accepted) if drafted is None else _at_least(drafted, length)[1:]
+            self._had[:length] += had
         if self._news > _NEWS * self._tried[0] + _NEWS:
             self._announce()
 
     def _count(self, length: int, requests: int, accepted: Ints) -> float:
         """Add a step's counts; returns its tokens."""
         assert length <= self._longest and len(accepted) <= requests
-        # Hits with at least 0, 1, ... `length` drafts accepted.
-        counts = np.bincount(np.minimum(accepted, length), minlength=length + 1)
-        at_least = counts[::-1].cumsum()[::-1]
+        at_least = _at_least(accepted, length)
         made = int(at_least[1:].sum())
         self._tried[0] += requests + made
         self._succeeded[0] += at_least[0] + made
@@ -165,7 +177,9 @@ class Acceptance:
         shares = self._mean()
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
-        return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * self.lengths)
+        had = (_INDEPENDENT * self._had + _PRIOR) / (_INDEPENDENT * self._could + _PRIOR)
+        of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
+        return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
 
     @property
     def used(self) -> int:
@@ -232,3 +246,9 @@ class Acceptance:
         model._tried[:known], model._succeeded[:known] = tried[:known], succeeded[:known]
         model._announced = model.expected().tokens
         return model
+
+
+def _at_least(counts: Ints, length: int) -> Ints:
+    """How many of the counts are at least 0, 1, ... `length`, int64 [length + 1]."""
+    found = np.bincount(np.minimum(counts, length), minlength=length + 1)
+    return found[::-1].cumsum()[::-1]

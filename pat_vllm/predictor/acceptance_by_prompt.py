@@ -54,9 +54,17 @@ class AcceptanceByPrompt:
             self._share = self._arrived[1] / sum(self._arrived)
         self._arrived, self._decoded = [0, 0], [0.0, 0.0]
 
-    def observe(self, length: int, requests: int, accepted: Ints, repeated: bool) -> None:
+    def observe(
+        self,
+        length: int,
+        requests: int,
+        accepted: Ints,
+        repeated: bool,
+        drafted: Ints | None = None,
+    ) -> None:
         """Learn from a step of a replica; see `Acceptance.observe`."""
-        (self.of_repeated if repeated else self.of_new).observe(length, requests, accepted)
+        model = self.of_repeated if repeated else self.of_new
+        model.observe(length, requests, accepted, drafted)
 
     def weights_changed(self) -> None:
         """What was observed with other weights counts for little from now on."""

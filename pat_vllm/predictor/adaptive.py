@@ -174,7 +174,13 @@ class AdaptivePolicy(Policy):
             self._next_observation = now + took / _OBSERVING_SHARE
 
     def drafted(
-        self, now: float, length: int, requests: int, accepted: Ints, repeated: bool = False
+        self,
+        now: float,
+        length: int,
+        requests: int,
+        accepted: Ints,
+        repeated: bool = False,
+        drafted: Ints | None = None,
     ) -> None:
         self._savings.drafted(length)
         if self._acceptance is None:
@@ -184,7 +190,7 @@ class AdaptivePolicy(Policy):
         if now < self._next_drafts[repeated]:
             return
         started = self._timer()
-        self._acceptance.observe(length, requests, accepted, repeated)
+        self._acceptance.observe(length, requests, accepted, repeated, drafted)
         took = self._timer() - started
         self._next_drafts[repeated] = now + took / _OBSERVING_SHARE
 

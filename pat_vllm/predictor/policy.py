@@ -56,7 +56,13 @@ class Policy:
         """A replica finished a step; `seconds` since its previous one, or since it was started."""
 
     def drafted(
-        self, now: float, length: int, requests: int, accepted: Ints, repeated: bool = False
+        self,
+        now: float,
+        length: int,
+        requests: int,
+        accepted: Ints,
+        repeated: bool = False,
+        drafted: Ints | None = None,
     ) -> None:
         """A replica finished a step that could have verified drafts; see `Acceptance.observe`.
 

@@ -12,9 +12,9 @@ from vllm.v1.engine import FinishReason
 from pat_vllm.scheduler.requests import (
     RequestTable,
     TrackedRequest,
-    accepted_drafts,
     counted_drafts,
     step_shape,
+    verified_drafts,
 )
 
 if TYPE_CHECKING:
@@ -116,9 +116,10 @@ class Monitor:
             self._draft_length[replica.index] = shape.k
             by_prompt = self._by_prompt(step, shape.batch) if shape.batch else ()
             for repeated, count, requests in by_prompt:
-                of_each = accepted_drafts(step, result.output, requests)
+                accepted, drafted = verified_drafts(step, result.output, requests)
                 # `count` is an estimate, since ids include requests that still prefill.
-                self.policy.drafted(now, length, max(count, len(of_each)), of_each, repeated)
+                count = max(count, len(accepted))
+                self.policy.drafted(now, length, count, accepted, repeated, drafted)
         self.policy.stepped(now, layout, shape, seconds)
 
     def _by_prompt(

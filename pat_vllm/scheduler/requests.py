@@ -176,21 +176,22 @@ def step_shape(step: SchedulerOutput, busy: int) -> StepShape:
     return StepShape(len(decoding), total, longest, prefill, busy, drafts, k)
 
 
-def accepted_drafts(
+def verified_drafts(
     step: SchedulerOutput, output: ModelRunnerOutput, among: Container[str] | None = None
 ) -> Ints:
-    """Accepted draft tokens of each request of a step that had some to verify, int64 [requests].
+    """Draft tokens of each request of a step that had some to verify: accepted, and all; int64
+    [2, requests].
 
     Args:
         among: the requests that are asked for; None: all.
     """
     generated, index = output.sampled_token_ids, output.req_id_to_index
     found = [
-        len(generated[index[one]]) - 1
+        (len(generated[index[one]]) - 1, len(drafts))
         for one, drafts in step.scheduled_spec_decode_tokens.items()
         if drafts and one in index and (among is None or one in among)
     ]
-    return np.array([count for count in found if count >= 0], np.int64)
+    return np.array([counts for counts in found if counts[0] >= 0], np.int64).reshape(-1, 2).T
 
 
 def counted_drafts(
@@ -209,5 +210,5 @@ def counted_drafts(
     # What a request generates beside the drafts that it accepts is one token, or none.
     accepted = sum(map(len, generated)) - sum(map(bool, generated))
     of_repeated = sum(len(tokens) for one, tokens in drafts.items() if one in repeated)
-    right = int(accepted_drafts(step, output, repeated).sum()) if of_repeated else 0
+    right = int(verified_drafts(step, output, repeated)[0].sum()) if of_repeated else 0
     return DraftCounts(drafted, accepted, of_repeated, right)

@@ -35,7 +35,9 @@ class SuffixProposer(NgramProposer):
         token_ids_cpu: np.ndarray,
         k: int,
     ) -> list[list[int]]:
-        """As vLLM's, by request: at most `k` draft tokens, none beyond the longest context."""
+        """As vLLM's, by request: at most `k` draft tokens, none beyond the longest context, and no
+        more than the match has. Behind a short match few are right, and each costs a step's time.
+        """
         drafts: list[list[int]] = [[] for _ in range(num_requests)]
         for index in valid_ngram_requests:
             request_id = self._runner.input_batch.req_ids[index]
@@ -45,8 +47,8 @@ class SuffixProposer(NgramProposer):
                 continue  # looking through texts takes time
             out = self._out[:room]
             others = self._shelf.text_of(request_id)
-            count, _ = draft(token_ids_cpu[index, :size], others, self.min_n, out)
-            drafts[index] = out[:count].tolist()
+            count, match = draft(token_ids_cpu[index, :size], others, self.min_n, out)
+            drafts[index] = out[: min(count, match)].tolist()
         return drafts
 
     def _room(self, request_id: str, size: int, k: int) -> int:

@@ -104,6 +104,22 @@ def test_it_comes_to_the_truth_for_lengths_that_were_never_tried(
         assert drafting.drafts[at] == pytest.approx(drafts, rel=0.15, abs=0.03 * length)
 
 
+def test_drafts_that_are_shorter_than_asked_for_cost_less() -> None:
+    """A drafter gives no more than its match has, say. What is accepted is known as before."""
+    random = np.random.default_rng(0)
+    short, whole = Acceptance(LENGTHS), Acceptance(LENGTHS)
+    for _ in range(200):
+        drafted = random.integers(1, 8, 40)
+        accepted = np.minimum(random.geometric(0.3, 40) - 1, drafted)
+        short.observe(7, 64, accepted, drafted)
+        whole.observe(7, 64, accepted)
+    assert short.expected().tokens.tolist() == whole.expected().tokens.tolist()
+    for at, length in enumerate(LENGTHS[1:], start=1):
+        mean = float(np.minimum(np.arange(1, 8), length).mean())
+        ratio = short.expected().drafts[at] / whole.expected().drafts[at]
+        assert ratio == pytest.approx(mean / length, rel=0.02)
+
+
 def test_lengths_that_other_models_lack_follow_the_ones_that_they_have() -> None:
     model = Acceptance((0, 4))
     watch(model, Repeating(64, 0.6, 0.7), 4, 100)

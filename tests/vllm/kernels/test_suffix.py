@@ -70,15 +70,17 @@ def drafts_of_v1(own: list[int], prompt: int, k: int, min_tokens: int = 0) -> li
 
 
 def test_drafts_of_model_runner_v1() -> None:
-    """No more than are asked for, than the context takes, or than `min_tokens` allows."""
-    assert drafts_of_v1([1, 2, 5, 6], 2, k=8) == [7, 8, 9, 10]
-    assert drafts_of_v1([1, 2, 5, 6], 2, k=3) == [7, 8, 9]
+    """No more than are asked for, than the match has, than the context takes, or than `min_tokens`
+    allows."""
+    assert drafts_of_v1([1, 5, 6, 7], 2, k=8) == [8, 9, 10]
+    assert drafts_of_v1([1, 5, 6, 7], 2, k=2) == [8, 9]
+    assert drafts_of_v1([1, 2, 5, 6], 2, k=8) == [7, 8], "as the match"
     assert drafts_of_v1([1, 2, 3, 6], 2, k=3) == [], "one token is no match"
-    assert drafts_of_v1([1] * 16 + [5, 6], 2, k=8) == [7, 8]
-    # Behind the drafts comes a token of which vLLM thinks that it is the third.
-    assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=5) == [7, 8]
-    assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=3) == []
-    assert drafts_of_v1([1, 2, 5, 6], 2, k=8, min_tokens=2) == [7, 8, 9, 10]
+    assert drafts_of_v1([1] * 15 + [5, 6, 7], 2, k=8) == [8, 9]
+    # Behind the drafts comes a token of which vLLM thinks that it is the fourth.
+    assert drafts_of_v1([1, 5, 6, 7], 2, k=8, min_tokens=5) == [8, 9]
+    assert drafts_of_v1([1, 5, 6, 7], 2, k=8, min_tokens=3) == []
+    assert drafts_of_v1([1, 5, 6, 7], 2, k=8, min_tokens=2) == [8, 9, 10]
 
 
 def test_texts_are_not_looked_through_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

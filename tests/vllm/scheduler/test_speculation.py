@@ -24,7 +24,7 @@ from pat_vllm.profiling.profile import StepShape
 from pat_vllm.scheduler import switch_plan
 from pat_vllm.scheduler.draft_rows import DraftRows
 from pat_vllm.scheduler.monitor import Monitor
-from pat_vllm.scheduler.requests import accepted_drafts, counted_drafts, step_shape
+from pat_vllm.scheduler.requests import counted_drafts, step_shape, verified_drafts
 from pat_vllm.scheduler.scheduler import PATScheduler
 from pat_vllm.scheduler.speculation import DraftLengths, lengths_to_plan
 from pat_vllm.scheduler.stats import add_spec_decoding_stats
@@ -338,13 +338,14 @@ def test_counted_drafts(requests: list[tuple[int, int, bool]]) -> None:
     counts = counted_drafts(a_step(named), output, some)
     assert counts[:2] == (drafted, sum(accepted))
     assert counts[2:] == (sum(one[0] for one in requests[1::2]), sum(of_some))
-    assert accepted_drafts(a_step(named), output).tolist() == accepted
-    assert accepted_drafts(a_step(named), output, some).tolist() == of_some
+    verified = [drafts for drafts, _, samples in requests if samples and drafts]
+    assert verified_drafts(a_step(named), output).tolist() == [accepted, verified]
+    assert verified_drafts(a_step(named), output, some)[0].tolist() == of_some
 
 
 def test_drafts_of_a_request_that_is_gone_are_not_accepted() -> None:
     step = a_step({"a": (20, 3, 2), "b": (30, 2, 1), "c": (40, 1, 0)})
-    assert accepted_drafts(step, an_output({"a": 3, "c": 1})).tolist() == [2]
+    assert verified_drafts(step, an_output({"a": 3, "c": 1})).tolist() == [[2], [2]]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +361,7 @@ def test_a_policy_hears_of_the_length_that_the_drafts_were_made_with(between: An
         stepped=lambda *args: None,
         switched=lambda report: None,
         idle=lambda now: None,
-        drafted=lambda now, length, requests, accepted, repeated: heard.append(
+        drafted=lambda now, length, requests, accepted, repeated, drafted: heard.append(
             (length, requests, accepted.tolist())
         ),
     )

@@ -56,10 +56,11 @@ MUTATIONS = mutations({
         ("kernels draft over the end of a text", "kernels.suffix:draft_kernel", "(ended == 0) & (score > 0)", "(found != BETWEEN) & (score > 0)"),
         ("kernels prefer other texts", "kernels.suffix:score_kernel", "            score += OWN\n", "            score += OWN - OWN\n"),
         ("texts are looked through for no drafts", "worker.drafter_v1:SuffixProposer.batch_propose", "if room <= 0:", "if False:"),
+        ("short matches draft long", "worker.drafter_v1:SuffixProposer.batch_propose", "min(count, match)", "count"),
         ("drafts reach over min_tokens", "worker.drafter_v1:SuffixProposer._room", "return min(k, left - 1) if left > 0 else k", "return k"),
     ],
     "tests/unit/predictor/test_acceptance.py": [
-        ("new prompts' acceptance holds for repeated ones", "predictor.acceptance_by_prompt:AcceptanceByPrompt.observe", "(self.of_repeated if repeated else self.of_new)", "self.of_new"),
+        ("new prompts' acceptance holds for repeated ones", "predictor.acceptance_by_prompt:AcceptanceByPrompt.observe", "self.of_repeated if repeated else self.of_new", "self.of_new"),
         ("the share of repeated prompts is that of the first", "predictor.acceptance_by_prompt:AcceptanceByPrompt.arrived", "self._share = self._arrived[1] / sum(self._arrived)", "self._share = self._share or self._arrived[1]"),
     ],
     "tests/engine/speculation/test_walks.py": [
