@@ -45,12 +45,12 @@ def placebo(model: Path, rollouts: Rollouts, samples: int, drafts: int, repeats:
                 corpus.add(key_of(question, salt), question, response.tokens.tolist())
     made: dict[str, list[Rollout]] = {PLACEBO: [], NONE: []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        history = Path(folder, "history.npz")
-        write_rows(history, corpus.items())
-        rows = {"draft_history_file": str(history), "draft_history_bytes": 1 << 30}
         asked: dict[str, int | None] = {PLACEBO: None, NONE: 0}
-        engines = {}
-        for side, pat in {PLACEBO: rows, NONE: {"draft_history_bytes": 0}}.items():
+        engines: dict[str, Engine] = {}
+        for side in asked:  # both write what they keep after a rollout, each to its own
+            history = Path(folder, f"{len(engines)}.npz")
+            write_rows(history, corpus.items())
+            pat = {"draft_history_file": str(history), "draft_history_bytes": 1 << 30}
             requests = len(questions) * samples
             options = engine_options(model, requests, drafts, kv_bytes=768 << 20, pat=pat)
             engines[side] = stack.enter_context(Engine(options, bind="0|1", plain=True))

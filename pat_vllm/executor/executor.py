@@ -110,7 +110,7 @@ class PATExecutorMixin(OwnRepliesMixin):
     _missing = False
     """Whether the base layout's weights are incomplete since the last such call."""
     _weights_called = 0.0
-    """When the last such call came, and then when it returned."""
+    """When the last such call came, or returned where its caller has waited."""
 
     # ---------------------------------------------------------------- start and stop
 

@@ -163,6 +163,9 @@ class Acceptance:
         keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._tried, 1e-9))
         self._tried *= keep
         self._succeeded *= keep
+        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
+        self._could *= keep
+        self._had *= keep
         self._announce()
 
     def _announce(self) -> None:
@@ -178,6 +181,7 @@ class Acceptance:
         per_hit = np.append(1.0, shares[1:].cumprod()).cumsum()[self.lengths]
         tokens = 1 / (1 - shares[0] + shares[0] / per_hit)
         had = (_INDEPENDENT * self._had + _PRIOR) / (_INDEPENDENT * self._could + _PRIOR)
+        had = np.minimum.accumulate(had)  # a draft that has ended does not go on
         of_hit = np.maximum(np.append(0.0, had.cumsum())[self.lengths], per_hit - 1)
         return Drafting(self.lengths, tokens, shares[0] * tokens / per_hit * of_hit)
 

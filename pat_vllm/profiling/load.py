@@ -142,7 +142,11 @@ def measure(
     """
     chosen = tuple(POINTS.validate_python(points))
     plan = replace(_plan(executor, kv_cache_config, quick), points=chosen, essential=len(chosen))
-    samples = profile_engine(executor, plan, seconds_to_make, switch_id)
+    try:
+        samples = profile_engine(executor, plan, seconds_to_make, switch_id)
+    except Exception as error:
+        executor.fail(error)  # the workers may be in any layout
+        raise
     return {
         "steps": [sample.model_dump() for sample in samples.steps],
         "switches": [sample.model_dump() for sample in samples.switches],

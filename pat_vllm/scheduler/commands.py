@@ -31,18 +31,14 @@ def register_commands(scheduler: PATScheduler) -> None:
         scheduler.reset_prefix_cache()  # its memory is overwritten
         if points is None:
             return load.describe(active.executor, scheduler.kv_cache_config, quick)
-        try:
-            return load.measure(
-                active.executor,
-                scheduler.kv_cache_config,
-                points,
-                quick,
-                controller.switch_id,
-                active.factory.seconds_to_make,
-            )
-        except Exception as error:
-            active.executor.fail(error)  # it may be in any layout now
-            raise
+        return load.measure(
+            active.executor,
+            scheduler.kv_cache_config,
+            points,
+            quick,
+            controller.switch_id,
+            active.factory.seconds_to_make,
+        )
 
     active.executor.register_command(SWITCH_COMMAND, controller.request_switch)
     active.executor.register_command(SPECULATE_COMMAND, controller.drafts.request)

@@ -246,7 +246,8 @@ class LayoutController:
         """
         active = self._active
         if target == active.layout:
-            self._forced |= reason == "forced"
+            if reason == "forced":
+                self._forced, self._goes_home = True, False
             return True
         try:
             replicas, report = switch(

@@ -69,19 +69,20 @@ def carry(
     )
     placement = {request: places[f"{request:09}"] for _, request, _ in live}
     room = [memory] * len(fresh)
+    full: set[int] = set()
     migrated = tokens = recomputed = 0
     for waits, request, _ in live:
         replica = fresh[placement[request]]
         replica.waiting.append(request)
         if waits:
             continue
-        if computed[request] <= room[replica.index]:
+        if computed[request] <= room[replica.index] and replica.index not in full:
             room[replica.index] -= computed[request]
             migrated += 1
             tokens += computed[request]
         else:
             # As in vLLM, which admits in order: nobody overtakes one that has to wait for room.
-            room[replica.index] = 0
+            full.add(replica.index)
             requests.num_computed_tokens[request] = 0
             recomputed += 1
     cached = 0

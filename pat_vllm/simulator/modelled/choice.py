@@ -26,10 +26,9 @@ from pat_vllm.speculation import draft_lengths
 _MOST_COMPILES = 5
 """Compiled ranges of batch sizes: one of tp=1, two of others, of which stock vLLM has two."""
 _EARNS = 0.012
-"""Share of a batch's time that a further layout saves at least: it is compiled, and has graphs."""
-_ALONE = 0.015
-"""Share of a batch's time that one layout alone, with all memory to itself, saves at least. What
-comes may be another load, to which several layouts adapt."""
+"""Share of a batch's time that a further layout saves at least: it is compiled, and has graphs. And
+that one layout alone, with all memory to itself, saves at least against several, which adapt to
+another load than is expected."""
 _LEAVE = 0.9
 """Share of a layout's KV that further ones leave it; with less they have to earn what they take."""
 _LARGEST_WEIGHTS = 0.3
@@ -259,7 +258,7 @@ class _Search:
             # Where KV is short, memory that further layouts take is what a batch waits for.
             most = min(load.most_tokens, _LEAVE * self._room(best[:1]))
             short = self._room(best) < most
-            saves = -_EARNS if short else _ALONE
+            saves = -_EARNS if short else _EARNS
             if min(seconds[one] for one in alone) * (1 + saves) < seconds[best]:
                 several = []
         if several:

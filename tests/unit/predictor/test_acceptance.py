@@ -118,6 +118,11 @@ def test_drafts_that_are_shorter_than_asked_for_cost_less() -> None:
         mean = float(np.minimum(np.arange(1, 8), length).mean())
         ratio = short.expected().drafts[at] / whole.expected().drafts[at]
         assert ratio == pytest.approx(mean / length, rel=0.02)
+    # Of longer drafts than were ever asked for, no more is expected than of these.
+    few = Acceptance(LENGTHS)
+    for _ in range(200):
+        few.observe(2, 64, np.ones(40, np.int64), np.ones(40, np.int64))
+    assert (few.expected().drafts[1:] <= 1.3 * few.expected().drafts[1]).all()
 
 
 def test_lengths_that_other_models_lack_follow_the_ones_that_they_have() -> None:
