@@ -163,9 +163,9 @@ class Acceptance:
         keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._tried, 1e-9))
         self._tried *= keep
         self._succeeded *= keep
-        keep = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
-        self._could *= keep
-        self._had *= keep
+        of_hits = np.minimum(1.0, _KEPT_BY_NEW_WEIGHTS / np.maximum(self._could, 1e-9))
+        self._could *= of_hits
+        self._had *= of_hits
         self._announce()
 
     def _announce(self) -> None:
