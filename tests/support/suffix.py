@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pat_vllm.drafts.suffix import LONGEST
+from pat_vllm.drafts.corpus import LONGEST
 
 
 def suffix_draft(

@@ -152,7 +152,8 @@ class Watch:
         k = min(step.num_spec_tokens_to_schedule, room)
         if (left := request.sampling_params.min_tokens - request.num_output_tokens) > 0:
             k = min(k, left - 1)
-        return suffix_draft(tokens, self.rows.get(request.request_id, []), SHORTEST, k)[0]
+        drafts, match = suffix_draft(tokens, self.rows.get(request.request_id, []), SHORTEST, k)
+        return drafts[:match]  # no more than the match has
 
 
 @contextmanager
