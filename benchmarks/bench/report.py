@@ -185,7 +185,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     parts = [
         "# bench\n",
         provenance(content["machine"]),
-        f"Random {model['model_type']} model, {model['num_hidden_layers']} layers of "
+        f"A {model['model_type']}, {model['num_hidden_layers']} layers of "
         f"{model['hidden_size']}, vocabulary {model['vocab_size']:,}, float32; "
         f"{settings['ranks']} ranks, {settings['repeats']} repeats, scale {settings['scale']}. "
         f"Seconds are medians (low-high).\n",
