@@ -26,7 +26,10 @@ _ALL = 1 << 62
 
 
 def suffix(own: np.ndarray, others: np.ndarray, out: np.ndarray) -> tuple[int, int]:
-    """The engine's drafter, with matches of at least one token."""
+    """As Model Runner V2 drafts, with matches of at least one token.
+
+    V1 drafts no more tokens than the match has.
+    """
     count, match = draft(own, others, 1, out)
     return int(count), int(match)
 

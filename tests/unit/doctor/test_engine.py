@@ -16,6 +16,7 @@ from pat_vllm.doctor import engine as module
 from pat_vllm.doctor.compare import Agreement, Differs
 from pat_vllm.doctor.engine import PATEngine, StockEngine, Task, run_checks
 from pat_vllm.layout import Layout
+from pat_vllm.reporting import DraftSample
 from tests.unit.doctor.test_compare import REFERENCE
 
 AS_USED = Task(
@@ -101,3 +102,29 @@ def test_the_first_check_that_fails_is_the_last() -> None:
     assert doing == {"doing": "fine"}
     assert (fine["check"]["found"], fine["check"]["problem"]) == ("it is", None)
     assert wrong["check"]["problem"] == "RuntimeError: no" and wrong["last"]
+
+
+@pytest.mark.parametrize("drafted", [0, 8])
+def test_drafts_that_were_never_made_are_no_success(
+    drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All responses may have ended before a draft length was asked for."""
+    engine = PATEngine(AS_USED, Events())
+    engine.llm, engine.layouts = MagicMock(), [Layout.of(2, 2)]
+    drafts = [DraftSample(0.0, Layout.of(2, 2), 0, 2, 1, 0, 0)]
+    monkeypatch.setattr(module, "switch_to", lambda *_: None)
+    monkeypatch.setattr("pat_vllm.api.speculate", lambda llm, k: None)
+    monkeypatch.setattr("pat_vllm.api.report", lambda llm: MagicMock(drafts=list(drafts)))
+
+    def generate(after: Any) -> Any:
+        if drafted:
+            drafts.append(DraftSample(1.0, Layout.of(2, 2), 0, 2, 1, drafted, 4))
+            after[1]()
+        return REFERENCE.outputs
+
+    monkeypatch.setattr(engine, "generate", generate)
+    if drafted:
+        assert engine.with_drafts().startswith("k = 2: 4 of 8 accepted"), "of those asked for"
+    else:
+        with pytest.raises(RuntimeError, match="before the engine drafted"):
+            engine.with_drafts()

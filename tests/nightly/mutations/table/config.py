@@ -10,6 +10,10 @@ MUTATIONS = mutations({
     "tests/unit/simulator/modelled/test_batch_time.py": [
         ("drafts of all responses are accepted alike", "simulator.modelled.batch_time:Load.tokens_per_step", "0 < self.acceptance < 1", "False"),
     ],
+    "tests/unit/simulator/test_short_memory.py": [
+        ("a small request overtakes one that waits for room", "simulator.carrying:carry", "full.add(replica.index)", "pass"),
+        ("half of a prompt needs no room for the rest", "simulator.replica:SimulatedReplica.schedule", "rest + 1 > room and self.running", "False"),
+    ],
     "tests/unit/simulator/modelled/test_choice.py": [
         ("of layouts alone the one with least room", "simulator.modelled.choice:_Search.fastest", "seconds[one] <= enough), key=self._room)", "seconds[one] <= enough), key=lambda one: -self._room(one))"),
         ("memory that further layouts take is never missed", "simulator.modelled.choice:_Search.fastest", "-_EARNS if short else _EARNS", "_EARNS"),

@@ -76,6 +76,7 @@ MUTATIONS = mutations({
         ("CPU drafts are taken on GPUs", "doctor.tasks:as_used", 'facts.runner != "V2"', "True"),
     ],
     "tests/unit/doctor/test_engine.py": [
+        ("no drafts at all pass", "doctor.engine:PATEngine.with_drafts", 'raise RuntimeError("all responses had ended before the engine drafted")', "pass"),
         ("outputs after an update by IPC are not compared", "doctor.engine:PATEngine.update_by_ipc", "{self._in_all_layouts(self.first)}", "none"),
         ("lost weights are left lost", "doctor.engine:PATEngine._reload", 'self.llm.collective_rpc("reload_weights", kwargs=weights)', "pass"),
     ],

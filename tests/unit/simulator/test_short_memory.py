@@ -1,0 +1,45 @@
+"""What a simulated replica admits where its memory is short, as vLLM does: in order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from pat_vllm.layout import Layout
+from pat_vllm.simulator.carrying import carry
+from pat_vllm.simulator.replica import SimulatedReplica
+from pat_vllm.simulator.requests import SimulatedRequests
+from pat_vllm.simulator.traces import LengthTrace
+from tests.unit.simulator.simple import capacity_of
+
+CAPACITY = capacity_of(kv_tokens={2: 100})
+
+
+def requests_of(prompts: tuple[int, ...], computed: tuple[int, ...]) -> SimulatedRequests:
+    count = len(prompts)
+    trace = LengthTrace("short", (10,) * count, num_prompt_tokens=prompts)
+    requests = SimulatedRequests(trace, 0.0)
+    requests.num_computed_tokens[:] = computed
+    return requests
+
+
+def test_no_request_overtakes_one_that_a_switch_finds_no_room_for() -> None:
+    """Or those behind it hold memory that it waits for."""
+    requests = requests_of((50, 60, 45), (50, 60, 45))
+    old, new = [SimulatedReplica(0, [0, 1, 2]), SimulatedReplica(1)], [SimulatedReplica(0)]
+    carried = carry(requests, old, new, Layout.of(1, 2), Layout.of(2, 2), 100)
+    assert requests.num_computed_tokens.tolist() == [50, 0, 0]
+    assert (carried.migrated, carried.recomputed, carried.tokens) == (1, 2, 50)
+    new[0].schedule(requests, CAPACITY, 2)
+    assert new[0].running == [0] and list(new[0].waiting) == [1, 2]
+
+
+@pytest.mark.parametrize(("prompt", "runs"), [(50, [0, 1]), (60, [0])])
+def test_the_rest_of_a_half_computed_prompt_needs_room(prompt: int, runs: list[int]) -> None:
+    requests = requests_of((45, prompt), (45, 10))
+    replica = SimulatedReplica(0, waiting=deque([0, 1]))
+    step = replica.schedule(requests, CAPACITY, 2)
+    assert replica.running == runs and step.decoding == [0]
+    assert step.free_tokens == (100 - 45 - 10 - 1 - (41 if len(runs) > 1 else 0))
+    assert not requests.preempted
