@@ -203,6 +203,8 @@ POINTS: TypeAdapter[list[Point]] = TypeAdapter(list[Point])
 
 QUICK_SECONDS = 20.0
 """Default time for a quick profile at an engine's start."""
+QUICK_OVERTIME = 40.0
+"""Further seconds until enough of it is measured for it to be kept: the next start needs none."""
 FULL_SECONDS = 900.0
 """Default time for a full profile."""
 _QUICK, _FULL = 6, 10
@@ -216,6 +218,8 @@ class Plan:
     Attributes:
         essential: so many of the first points are measured however long they take.
         budget: seconds after which no other point is begun.
+        overtime: seconds beyond it, as long as too few points are measured for the profile to be
+            complete (`quality.problems`).
         patience: seconds after which a point need not settle.
         repeats: steps after which a point may have settled.
         spread: it has when the middle half of its times lies within this share of the median.
@@ -225,6 +229,7 @@ class Plan:
     points: tuple[Point, ...]
     essential: int
     budget: float
+    overtime: float
     patience: float
     repeats: int
     spread: float
@@ -241,8 +246,8 @@ class Plan:
                 points.update(dict.fromkeys(_points(limits, layout, priority)))
             essential = essential or len(points)
         if quick:
-            return cls(limits, (*points,), essential, QUICK_SECONDS, 0.3, 5, 0.05)
-        return cls(limits, (*points,), essential, FULL_SECONDS, 2.0, 8, 0.03)
+            return cls(limits, (*points,), essential, QUICK_SECONDS, QUICK_OVERTIME, 0.3, 5, 0.05)
+        return cls(limits, (*points,), essential, FULL_SECONDS, 0.0, 2.0, 8, 0.03)
 
 
 class _Row(NamedTuple):

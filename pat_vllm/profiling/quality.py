@@ -40,6 +40,11 @@ def unsettled(sample: StepSample) -> bool:
     return spread(sample.times) > UNSETTLED
 
 
+def is_complete(left_out: int, planned: int) -> bool:
+    """Whether so many points of a plan may be left out."""
+    return left_out <= MOST_LEFT_OUT * planned
+
+
 def problems(steps: Sequence[StepSample], left_out: int = 0, planned: int = 0) -> list[str]:
     """What makes a profile a bad base for decisions, with figures; empty if nothing does.
 
@@ -57,7 +62,7 @@ def problems(steps: Sequence[StepSample], left_out: int = 0, planned: int = 0) -
             f"of the steps may); one step of {worst.layout} with batch {worst.batch} took from "
             f"{1e3 * worst.low:.3g} to {1e3 * worst.high:.3g} ms"
         )
-    if left_out > MOST_LEFT_OUT * planned:
+    if not is_complete(left_out, planned):
         found.append(
             f"it is incomplete: {left_out} of {planned} points were left out for want of time "
             f"(at most {MOST_LEFT_OUT:.0%} may be)"

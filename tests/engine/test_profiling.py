@@ -17,7 +17,7 @@ import pat_vllm
 from pat_vllm.cli import profile as command
 from pat_vllm.layout import Layout
 from pat_vllm.profiling import cache as profile_cache
-from pat_vllm.profiling import load
+from pat_vllm.profiling import load, quality
 from pat_vllm.profiling.grid import POINTS, Plan, StepPoint
 from pat_vllm.profiling.header import engine_limits
 from pat_vllm.profiling.profile import Profile, ProfileError
@@ -97,13 +97,26 @@ def test_the_command_takes_a_profile_and_leaves_no_trace(
 
 
 def test_a_used_up_budget_leaves_the_essential_points(llm: Any) -> None:
-    active, plan = scheduler_of(llm).replica_set, replace(quick_plan(llm), budget=1e-6)
-    active.drain()
-    samples = profile_engine(active.executor, plan, active.factory.seconds_to_make)
-    scheduler_of(llm).reset_prefix_cache()
+    plan = replace(quick_plan(llm), budget=1e-6, overtime=0.0)
+    samples = measured(llm, plan)
     assert len(samples.steps) == plan.essential
     assert samples.skipped == len(plan.points) - plan.essential
     assert {s.layout for s in samples.steps} == {ONE, TWO}
+
+
+def test_a_slow_engine_takes_longer_rather_than_a_profile_that_is_not_kept(llm: Any) -> None:
+    plan = replace(quick_plan(llm), budget=1e-6, overtime=1e6)
+    samples = measured(llm, plan)
+    assert samples.skipped == int(quality.MOST_LEFT_OUT * len(plan.points))
+
+
+def measured(llm: Any, plan: Plan) -> Samples:
+    """What the idle engine measures of a plan."""
+    active = scheduler_of(llm).replica_set
+    active.drain()
+    samples = profile_engine(active.executor, plan, active.factory.seconds_to_make)
+    scheduler_of(llm).reset_prefix_cache()
+    return samples
 
 
 def test_a_busy_engine_is_not_profiled(llm: Any) -> None:
