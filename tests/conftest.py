@@ -14,6 +14,13 @@ import pytest
 # No deadlines: the machine may be busy.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("explore", deadline=None)
+# To find that a test fails is enough: no smaller example is looked for.
+hypothesis.settings.register_profile(
+    "first failure",
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    derandomize=True,
+    deadline=None,
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _ENVIRONMENT = {

@@ -3,7 +3,8 @@
     python -m tests.nightly.mutations.run [--area NAME] [--jobs 2] [--output FILE]
 
 Each mistake is made in a copy of the repository, in which its tests run. It is caught where one of
-them fails. The runs are forked from a process that has imported vLLM.
+them fails. Where one cannot start, as where a mistake keeps an engine from starting, the same tests
+have to run without the mistake. The runs are forked from a process that has imported vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.nightly.mutations import table
@@ -39,7 +40,8 @@ class Verdict:
     """What came of a mistake.
 
     Attributes:
-        status: pytest's exit status, 1 where tests failed; -1 where the run was ended.
+        status: pytest's exit status, 1 where tests failed; -1 where the run was ended; -2 where the
+            tests do not start without the mistake, either.
         failed: the first test that failed.
         seconds: how long the run took.
     """
@@ -82,6 +84,7 @@ def judge(
     # First those whose tests are pure, and must not find vLLM imported.
     left = sorted(mutations, key=lambda mutation: not _is_pure(tests_of(mutation)))
     running: dict[int, _Run] = {}
+    sound: dict[tuple[str, ...], bool] = {}
     while left or running:
         while left and len(running) < jobs:
             mutation = left.pop(0)
@@ -93,7 +96,15 @@ def judge(
             run.end_if_late()
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
-            yield running.pop(pid).verdict(status)
+            run = running.pop(pid)
+            verdict = run.verdict(status)
+            if verdict.failed.startswith("ERROR"):
+                if run.tests not in sound:
+                    correct = replace(run.mutation, changes={})
+                    sound[run.tests] = _Run(correct, root, run.tests).wait().status == 0
+                if not sound[run.tests]:
+                    verdict = replace(verdict, status=-2)
+            yield verdict
         else:
             time.sleep(0.05)
 
@@ -112,7 +123,8 @@ class _Run:
     """The tests of a mutation, in a process of their own."""
 
     def __init__(self, mutation: Mutation, root: Path, tests: Sequence[str]) -> None:
-        self._mutation = mutation
+        self.mutation = mutation
+        self.tests = (*tests,)
         self._begun = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="pat-mutation-"))
         copy_to(self._folder, root)
@@ -123,11 +135,11 @@ class _Run:
             status = 70
             try:
                 os.setsid()
-                status = self._test(tests)
+                status = self._test()
             finally:
                 os._exit(status)
 
-    def _test(self, tests: Sequence[str]) -> int:
+    def _test(self) -> int:
         log = os.open(self._folder / "pytest.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -138,22 +150,28 @@ class _Run:
         os.environ |= {"PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1", "PAT_TEST_ALL": "1"}
         sys.dont_write_bytecode = True
         os.chdir(folder)
-        import hypothesis
         import pytest
 
-        # To find that a test fails is enough: no smaller example is looked for.
-        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
-        hypothesis.settings.register_profile(
-            "first failure", phases=phases, derandomize=True, deadline=None
+        os.environ["HYPOTHESIS_PROFILE"] = "first failure"  # of tests/conftest.py
+        return int(
+            pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *self.tests])
         )
-        os.environ["HYPOTHESIS_PROFILE"] = "first failure"
-        return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *tests]))
 
     def end_if_late(self) -> None:
         if time.monotonic() - self._begun > LIMIT:
             os.killpg(self.pid, signal.SIGKILL)
 
+    def wait(self) -> Verdict:
+        """What came of it, once it has ended."""
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return self.verdict(status)
+            self.end_if_late()
+            time.sleep(0.05)
+
     def verdict(self, status: int) -> Verdict:
+        """What came of it, by the exit status of its process."""
         output = (self._folder / "pytest.log").read_text(errors="replace")
         failed = [
             line
@@ -162,8 +180,8 @@ class _Run:
         ]
         shutil.rmtree(self._folder, ignore_errors=True)
         return Verdict(
-            self._mutation.name,
-            self._mutation.function,
+            self.mutation.name,
+            self.mutation.function,
             os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1,
             failed[0][:200] if failed else "",
             round(time.monotonic() - self._begun, 1),
