@@ -5,6 +5,9 @@ of a batch are then not only the long ones but also those that advance slowly, a
 that is best for most may be too long for them. A request's own speed shows in the tokens that it
 makes in its replica's steps. What is not yet known of a request is drawn from how unlike the
 others are.
+
+Every other look is counted apart. What a request has in common in both halves is its own; what it
+has not is chance, which lasts longer than a step.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import numpy as np
 
 from pat_vllm.predictor.state import Floats, LiveRequests
 
-_INDEPENDENT = 0.25
-"""Steps that one counts as, as observations of drafts do."""
+_DEPENDENT = 4.0
+"""Steps that are as good as one independent one, before anything shows how many are."""
+
+_PRIOR = 200.0
+"""Steps of requests that this counts as."""
 
 _FEWEST = 4
 """Requests among which it is asked how unlike they are."""
@@ -40,18 +46,21 @@ class Speeds:
 
     def __init__(self) -> None:
         self._weight = self._variances = 0.0
+        self._chance = np.array([_DEPENDENT * _PRIOR, _PRIOR])  # as seen; of independent steps
         self._begin()
 
     def _begin(self) -> None:
         self._number = np.zeros(0, np.int64)
         self._seen = np.zeros((2, 0), np.int64)  # tokens of the request, steps of its replica
-        # While it was looked at: drafts accepted, as many as were expected, and their variance.
-        self._accepted = np.zeros((3, 0))
+        # While it was looked at: drafts accepted, as many as were expected, and their variance
+        # were steps independent; of each half of the looks.
+        self._accepted = np.zeros((2, 3, 0))
+        self._half = 0
 
     @property
     def variance(self) -> float:
         """Of the speeds of a fresh batch's requests; 0 until something was learnt."""
-        return self._variances / self._weight if self._weight else 0.0
+        return max(0.0, self._variances / self._weight) if self._weight else 0.0
 
     def observe(self, live: LiveRequests, expected: float) -> None:
         """Look at the live requests.
@@ -67,7 +76,7 @@ class Speeds:
         order = live.number.argsort()
         number = live.number[order]
         seen = np.stack((live.num_output_tokens, live.replica_steps))[:, order]
-        accepted = np.zeros((3, len(number)))
+        accepted = np.zeros((2, 3, len(number)))
         _, here, before = np.intersect1d(
             number, self._number, assume_unique=True, return_indices=True
         )
@@ -77,20 +86,24 @@ class Speeds:
             new[:] = 0  # there were no drafts
         steps = expected * new[1]
         # A run of accepted drafts goes on by chance, as in a geometric distribution.
-        new_accepted = np.stack((new[0] - new[1], steps, steps * (1 + expected) / _INDEPENDENT))
-        accepted[:, here] = self._accepted[:, before] + new_accepted
+        accepted[:, :, here] = self._accepted[:, :, before]
+        accepted[self._half][:, here] += np.stack((new[0] - new[1], steps, steps * (1 + expected)))
         self._number, self._seen, self._accepted = number, seen, accepted
-        self._learn(float(new[1].sum()))
+        if new[1].any():
+            self._half = 1 - self._half
+            self._learn(float(new[1].sum()))
 
     def _learn(self, steps: float) -> None:
         """Ask how unlike the requests are. The answer counts by the steps that are new."""
-        known = self._accepted[1] > 0
-        if known.sum() < _FEWEST or not steps:
+        known = (self._accepted[:, 1] > 0).all(axis=0)
+        if known.sum() < _FEWEST:
             return
-        speed, noise = _speeds(self._accepted[:, known])
-        variance = max(0.0, float(speed.var(ddof=1) - noise.mean()))
+        speed, chance = _speeds(self._accepted[:, :, known])
+        (one, other) = speed - speed.mean(axis=1, keepdims=True)
         self._weight += steps
-        self._variances += steps * variance
+        self._variances += steps * float(one @ other) / (len(one) - 1)
+        seen = float((one - other) @ (one - other)) / (len(one) - 1)
+        self._chance += steps * np.array([seen, 1.0]) / np.array([chance.sum(axis=0).mean(), 1.0])
 
     def moved(self) -> None:
         """Requests have other replicas now, whose steps are counted anew."""
@@ -100,6 +113,7 @@ class Speeds:
         """No request is left."""
         self._weight *= _KEPT
         self._variances *= _KEPT
+        self._chance *= _KEPT
         self._begin()
 
     def sample(self, live: LiveRequests, futures: int) -> Floats:
@@ -110,9 +124,10 @@ class Speeds:
         place = np.searchsorted(self._number, live.number)
         place = np.minimum(place, max(0, len(self._number) - 1))
         if len(self._number):
-            accepted = self._accepted[:, place] * (self._number[place] == live.number)
+            accepted = self._accepted.sum(axis=0)[:, place] * (self._number[place] == live.number)
             known = accepted[1] > 0
             speed, noise = _speeds(accepted[:, known])
+            noise *= self._chance[0] / self._chance[1]
             trust = self.variance / np.maximum(self.variance + noise, 1e-12)
             mean[known] += trust * (speed - 1)
             doubt[known] *= 1 - trust
@@ -122,6 +137,7 @@ class Speeds:
 
 
 def _speeds(accepted: Floats) -> tuple[Floats, Floats]:
-    """Speeds as they were seen, and the variance of each by chance."""
-    made, expected, variance = accepted
+    """Speeds as they were seen, and the variance of each by chance were steps independent, from
+    [..., 3, n]."""
+    made, expected, variance = np.moveaxis(accepted, -2, 0)
     return made / expected, variance / expected**2

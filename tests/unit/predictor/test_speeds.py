@@ -54,14 +54,44 @@ def test_a_requests_own_speed_is_found_and_fresh_ones_vary_as_much() -> None:
     assert fresh.std() == pytest.approx(each.std(ddof=1), rel=0.1)
 
 
+def by_chance(
+    speeds: Speeds, each: Floats, steps: int, count: int, burst: int = 1, seed: int = 0
+) -> tuple[LiveRequests, Floats]:
+    """As `looks`, where runs of drafts are accepted by chance, and of as many for `burst` steps;
+    and what each request seemed to accept per step."""
+    random = np.random.default_rng(seed)
+    runs = random.geometric(1 / (1 + each), ((count - 1) * steps // burst, len(each))) - 1
+    made = np.vstack((np.zeros(len(each), np.int64), runs.repeat(burst, axis=0).cumsum(axis=0)))
+    for look in range(count):
+        done = look * steps
+        live = live_requests([50] * len(each), 1 + done + made[done], steps=done)
+        speeds.observe(live, 1.0)
+    return live, made[done] / max(1, done)
+
+
 def test_what_little_shows_is_trusted_little() -> None:
-    each = np.linspace(0.4, 1.6, 16)
-    speeds = Speeds()
-    looks(speeds, each, 1000)
+    each, speeds = np.linspace(0.4, 1.6, 32), Speeds()
+    by_chance(speeds, each, 100, 20)
+    assert speeds.variance == pytest.approx(each.var(ddof=1), rel=0.3)
     speeds.end_of_batch()
-    live = looks(speeds, each, 5, 2)
+    live, seemed = by_chance(speeds, each, 5, 2, seed=1)
     found = speeds.sample(live, 64).mean(axis=1)
-    assert (abs(found - 1) < 0.5 * abs(each - 1) + 0.1).all()
+    assert (abs(found - 1) < 0.5 * abs(seemed - 1) + 0.1).all()
+
+
+def test_chance_that_lasts_is_not_taken_for_a_requests_own_speed() -> None:
+    of_own, of_chance = Speeds(), Speeds()
+    by_chance(of_chance, np.ones(64), 160, 12, burst=80)
+    by_chance(of_own, np.linspace(0.4, 1.6, 64), 160, 12)
+    assert of_chance.variance < 0.2 * of_own.variance
+    live, _ = by_chance(of_own, np.linspace(0.4, 1.6, 64), 160, 2, seed=1)
+    trusting = of_own.sample(live, 64).mean(axis=1)
+    of_own.end_of_batch()
+    by_chance(of_own, np.linspace(0.4, 1.6, 64), 160, 40, burst=80, seed=2)
+    of_own.end_of_batch()
+    live, _ = by_chance(of_own, np.linspace(0.4, 1.6, 64), 160, 2, seed=1)
+    doubting = of_own.sample(live, 64).mean(axis=1)
+    assert doubting.std() < 0.8 * trusting.std()
 
 
 @pytest.mark.parametrize("what", ["waits", "moves", "has no drafts", "had no token"])
