@@ -10,6 +10,7 @@
     which vLLM switches off where there are n-gram drafts.
 
 The engines of a comparison stay alive and take turns, batch by batch; one that waits is stopped.
+Batches are compared, and the median steps in them, which other work on the machine moves less.
 Same model, flags, prompts and lengths, and the same KV memory per core. With `--weights inplace`
 the layouts share one copy of the weights, (a) then has its rows where a switch brings them, and the
 stock engines keep plain weights, too: vLLM packs them for its CPU kernels otherwise.
@@ -18,10 +19,13 @@ stock engines keep plain weights, too: vLLM packs them for its CPU kernels other
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
+
+import numpy as np
 
 from benchmarks.common import (
     Engine,
@@ -72,25 +76,28 @@ def main() -> None:
     for name, sides in _sides(args).items():
         if args.only and name not in args.only:
             continue
-        seconds = _compare(sides, args)
-        ratio = paired_ratio(seconds[OURS], seconds[THEIRS], median=True)
-        body[name] = {"seconds": seconds, "ratio": ratio}
+        batches, steps = _compare(sides, args)
+        ratio = paired_ratio(batches[OURS], batches[THEIRS], median=True)
+        of_step = paired_ratio(steps[OURS], steps[THEIRS], median=True)
+        body[name] = {"seconds": batches, "ratio": ratio, "steps": steps, "of_step": of_step}
         rows.append(
             [
                 f"{name}: {NAMES[name]}",
-                *(Summary.of(seconds[side]).show(digits=3) for side in (OURS, THEIRS)),
-                f"{Summary.of(seconds[THEIRS]).median / args.new_tokens * 1e3:.1f}",
+                *(Summary.of(batches[side]).show(digits=3) for side in (OURS, THEIRS)),
+                f"{Summary.of(steps[THEIRS]).median * 1e3:.1f}",
                 ratio.show(3),
+                of_step.show(3),
                 BARS[name],
-                ratio.verdict(BARS[name]),
+                f"{ratio.verdict(BARS[name])}; {of_step.verdict(BARS[name])}",
             ]
         )
     text = (
         f"{args.requests} requests of {args.prompt} + {args.new_tokens} tokens, {args.model}, "
         f"median (low-high) of {args.repeats} batches of each side, in "
-        "turns. The ratio is the median of those of equal batches, with its 95% interval.\n\n"
+        "turns. Ratios are the medians of those of equal batches, with 95% intervals: of the "
+        "batches' times, and of the median steps in them.\n\n"
     )
-    header = ["", "PAT s", "other s", "other's ms per token of a request", "ratio", "bar", ""]
+    header = ["", "PAT s", "other s", "other's step, ms", "ratio", "of steps", "bar", ""]
     name = "overhead" + (f"-{args.model}" if args.model != parser.get_default("model") else "")
     name += "".join(f"-{one}" for one in args.only or ())
     name += "-inplace" if args.weights == "inplace" else ""
@@ -125,9 +132,13 @@ def _sides(args: argparse.Namespace) -> dict[str, dict[str, Side]]:
     }
 
 
-def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each side's batches, from the common start until the last engine is done."""
-    served: dict[str, list[float]] = {side: [] for side in sides}
+def _compare(
+    sides: Mapping[str, Side], args: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """By side, of each batch: seconds from the common start until the last engine is done, and
+    seconds of the median step."""
+    batches: dict[str, list[float]] = {side: [] for side in sides}
+    steps: dict[str, list[float]] = {side: [] for side in sides}
     with ExitStack() as stack:
         running: dict[str, list[Engine]] = {side: [] for side in sides}
         for side, engines in sides.items():
@@ -140,48 +151,56 @@ def _compare(sides: Mapping[str, Side], args: argparse.Namespace) -> dict[str, l
                 running[side].append(engine)
         for repeat, order in enumerate(turns([*sides], args.repeats + 1)):
             for side in order:
-                seconds = _serve(running[side], args, repeat)
+                seconds, step = _serve(running[side], args, repeat)
                 if repeat:  # the first one warms up
-                    served[side].append(seconds)
-    return served
+                    batches[side].append(seconds)
+                    steps[side].append(step)
+    return batches, steps
 
 
-def _serve(engines: Sequence[Engine], args: argparse.Namespace, seed: int) -> float:
+def _serve(engines: Sequence[Engine], args: argparse.Namespace, seed: int) -> tuple[float, float]:
     prompts = random_prompts(args.requests, args.prompt, seed)
     with awake(engines):
         begin_at = time.monotonic() + _BEGIN_SECONDS
         for index, engine in enumerate(engines):
             engine.start(generate, prompts[index :: len(engines)], args.new_tokens, begin_at)
         times = [engine.result() for engine in engines]
-    return max(ended for _, ended in times) - min(began for began, _ in times)
+    began, ended, step = zip(*times, strict=True)
+    return max(ended) - min(began), statistics.mean(step)
 
 
 def generate(
     llm: Any, prompts: Sequence[Any], new_tokens: int, begin_at: float
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Serve a batch of fixed lengths, in the engine's process, after a short one that wakes it.
 
     Args:
         begin_at: wait for this moment, so that several engines begin together.
 
     Returns:
-        When it began and ended, on the monotonic clock.
+        When it began and ended, on the monotonic clock, and the median time between two steps'
+        outputs, seconds.
     """
     from vllm import SamplingParams
 
-    def serve(prompts: Sequence[Any], tokens: int) -> list[int]:
+    def serve(prompts: Sequence[Any], tokens: int) -> list[float]:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
-        outputs = llm.generate([*prompts], params, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        engine, lengths, outputs_at = llm.llm_engine, [], []
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"{begin_at}-{tokens}-{number}", prompt, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            outputs_at.append(time.monotonic())
+            lengths += [len(one.outputs[0].token_ids) for one in outputs if one.finished]
+        assert lengths == [tokens] * len(prompts)
+        return outputs_at
 
     serve([{"prompt_token_ids": [7, 8, 9]}], 2)
     while (left := begin_at - time.monotonic()) > 0:
         time.sleep(min(left, 1e-3))
     began = time.monotonic()
-    lengths = serve(prompts, new_tokens)
-    ended = time.monotonic()
-    assert set(lengths) == {new_tokens}
-    return began, ended
+    outputs_at = serve(prompts, new_tokens)
+    return began, outputs_at[-1], statistics.median(np.diff(outputs_at).tolist())
 
 
 if __name__ == "__main__":
