@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pat_vllm.ranges import Ranged
+from pat_vllm.ranges import EngineOptions, PATOptions, Ranged
 
 _AS_IN_VLLM = "As in vLLM."
 _MOST_WIDTH, _MOST_HEADS = 1 << 18, 1 << 12
@@ -105,16 +105,8 @@ class ProfileOptions(Ranged):
             help="As in vLLM, an object; measures steps with drafts, too.",
         ),
     ] = field(default_factory=dict)
-    pat: Annotated[
-        dict[str, Any],
-        typer.Option(
-            metavar="JSON", help="PAT's options of the engine (base_tp, experts, ...), an object."
-        ),
-    ] = field(default_factory=dict)
-    engine: Annotated[
-        dict[str, Any],
-        typer.Option(metavar="JSON", help="Further options of vLLM's LLM, an object."),
-    ] = field(default_factory=dict)
+    pat: PATOptions = field(default_factory=dict)
+    engine: EngineOptions = field(default_factory=dict)
     output: Annotated[
         Path | None, typer.Option(help="JSON to write; named after the engine by default.")
     ] = None

@@ -34,7 +34,8 @@ class Run:
     def of(cls, report: Report) -> Run:
         """From the first request until the last thing that the report has."""
         timeline = report.timeline
-        began = next((one.at for one in timeline if one.num_seqs), timeline[0].at if timeline else 0)
+        first = timeline[0].at if timeline else 0.0
+        began = next((one.at for one in timeline if one.num_seqs), first)
         last = [
             *(one.at for one in timeline[-1:]),
             *(one.at + one.seconds for one in report.switches[-1:]),
