@@ -1,4 +1,4 @@
-"""What the benchmarks of the trainers' iterations share: command line, turns, record, table."""
+"""What the benchmarks of the trainers' iterations share: command line, record, table."""
 
 from __future__ import annotations
 
@@ -72,12 +72,6 @@ class Times:
         self.rollouts.append(done - synced)
         switches = () if report is None else report.switches
         self.switches.append(sum(one.at > synced and one.reason != "idle" for one in switches))
-
-
-def in_turns(sides: Iterable[str], repeat: int) -> list[str]:
-    """The order of the sides in a repeat: whoever came first in one comes last in the next."""
-    order = list(sides)
-    return order if repeat % 2 else order[::-1]
 
 
 def write(

@@ -25,12 +25,12 @@ from typing import Any
 
 from benchmarks.bench.workloads import MAX_TOKENS, WORKLOADS, Workload
 from benchmarks.common import ENVIRONMENT, PARK_SECONDS, ROOT, machine
+from benchmarks.paired import turns
 from benchmarks.trainers.iteration import (
     CLAIRVOYANT,
     PAT,
     SAMPLES,
     Times,
-    in_turns,
     parser,
     static_sides,
     write,
@@ -122,9 +122,9 @@ def measure(
             if name in static:
                 engines[name] = _start(path, count, tp)
         sides = {name: OpenRLHFSide(made, _sync_group(made)) for name, made in engines.items()}
-        for repeat in range(repeats + 1):
+        for repeat, order in enumerate(turns(list(sides), repeats + 1)):
             batch = _batch(workload, repeat, seed)
-            for name in in_turns(sides, repeat):
+            for name in order:
                 _turn(sides[name], batch, tokenizer, weights, count=repeat > 0)
     finally:
         ray.shutdown()

@@ -27,12 +27,12 @@ from typing import Any
 
 from benchmarks.bench.workloads import SCALES, WORKLOADS
 from benchmarks.common import PARK_SECONDS, ROOT, machine, stock_limits
+from benchmarks.paired import turns
 from benchmarks.trainers.iteration import (
     CLAIRVOYANT,
     PAT,
     SAMPLES,
     Times,
-    in_turns,
     parser,
     static_sides,
     write,
@@ -108,9 +108,9 @@ def measure(
             sides[DEFAULT] = _start(model, name="vllm", first_replica=1, **limits)
         if REPLICAS in static:
             sides[REPLICAS] = _start(model, name="vllm", tp=1, first_replica=2)
-        for repeat, trace in enumerate(traces):
-            for name in in_turns(sides, repeat):
-                _turn(sides[name], model, trace, repeat)
+        for repeat, order in enumerate(turns(list(sides), len(traces))):
+            for name in order:
+                _turn(sides[name], model, traces[repeat], repeat)
     last = sorted(sides, key=lambda name: name == PAT)
     return {name: sides[name].times for name in last}
 

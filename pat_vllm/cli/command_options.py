@@ -1,6 +1,6 @@
 """What users ask of `demo`, `profile` and `random-model`: their options, declared once."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,13 +117,6 @@ class ProfileOptions(Ranged):
         float | None,
         typer.Option(min=1, max=1_000_000, help="Seconds after which the rest is left out."),
     ] = None
-
-    def vllm_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM`, without those that are left to vLLM."""
-        given = asdict(self).items()
-        ours = ("pat", "engine", "output", "quick", "budget")
-        named = {k: v for k, v in given if k not in ours and v is not None and v != {}}
-        return {**named, **self.engine}
 
 
 @dataclass(frozen=True, kw_only=True)
